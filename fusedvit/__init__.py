@@ -1,0 +1,49 @@
+"""fusedvit: fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models.
+
+Importing this package imports neither torch, triton nor transformers: the public names are loaded when first used.
+"""
+
+from importlib import import_module as _import_module
+from pathlib import Path as _Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusedvit.config import FuseConfig
+    from fusedvit.errors import UnsupportedModel
+    from fusedvit.huggingface import fuse, unfuse
+    from fusedvit.spec import VisionSpec
+
+__version__ = "0.1.0"
+__all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse", "unfuse"]
+
+_HOMES = {
+    "FuseConfig": "fusedvit.config",
+    "UnsupportedModel": "fusedvit.errors",
+    "VisionSpec": "fusedvit.spec",
+    "fuse": "fusedvit.huggingface",
+    "unfuse": "fusedvit.huggingface",
+}
+
+
+def _is_our_checkout(root: _Path) -> bool:
+    """Whether `root` holds this project's sources. In site-packages the answer must be no: `root / "kernels"` would
+    there be another project's package, and `fusedvit.kernels` would silently be that."""
+    project = root / "pyproject.toml"
+    return project.is_file() and 'name = "fusedvit"' in project.read_text(encoding="utf-8").splitlines()
+
+
+_root = _Path(__file__).resolve().parent.parent
+if _is_our_checkout(_root):
+    __path__.append(str(_root))  # kernels/, graphs/ and bench/ stand beside the package in a checkout
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fusedvit' has no attribute {name!r}")
+    value = getattr(_import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
