@@ -1,0 +1,107 @@
+# make demo    what fusedvit does on this machine, side by side with the original tower
+# make test    ruff, mypy, pytest (with a GPU: the gpu tests too), both ends of the transformers range, kernels compiled
+# make lint    ruff and mypy
+# make clean   removes the environment and every cache
+#
+# Everything is installed into VENV at the first call. Overrides:
+#   PYTHON=python3.12                      the interpreter that makes the environment
+#   VENV_ARGS=--system-site-packages       build on that interpreter's packages: its torch is kept
+#   PY=python3                             install nothing: use this interpreter as it is
+#   PIP_ARGS=...                           more arguments for every pip call
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+PIP_ARGS ?=
+JOBS ?= 2
+TORCH := torch==2.13.0 triton==3.7.1
+# A hub client that both accept.
+TRANSFORMERS := "transformers==5.23.*" "huggingface-hub<2"
+OLDER_TRANSFORMERS := 5.17.0
+OLDEST_TRITON := 3.6.0
+NEWEST_TRITON := 3.9.0
+
+ifdef PY
+SETUP :=
+TEST_HF :=
+else
+PY := $(VENV)/bin/python
+SETUP := $(VENV)/.ready
+TEST_HF := test-hf
+endif
+
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider
+OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
+TYPED := $(VENV)/typed
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+HF_TESTS = $(wildcard tests/fusedvit/test_hf_*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint ruff mypy test-cpu test-hf test-gpu aot aot-matrix clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup: $(SETUP)
+
+# Where pip offers a CPU build of this torch it is taken, elsewhere the same line installs the CUDA build. A torch that
+# --system-site-packages brings along stays, in whatever version the project's own range allows.
+# torchvision is left out on purpose: beside a CPU build of torch it does not import, and that breaks transformers.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+	$(PIP) "setuptools>=77"
+	$(PY) -c "import torch" 2>/dev/null || $(PIP) $(TORCH)
+	$(PIP) --no-build-isolation $(TRANSFORMERS) --editable ".[test,dev]"
+	@touch $@
+
+# A second transformers, to be put in front of the first through PYTHONPATH.
+$(OLDER)/.ready: $(SETUP)
+	$(PIP) --no-deps --upgrade --target $(OLDER) transformers==$(OLDER_TRANSFORMERS)
+	@touch $@
+
+demo: $(SETUP)
+	$(PY) -m fusedvit.cli.app demo
+
+test: lint test-cpu $(TEST_HF) aot $(if $(HAS_GPU),test-gpu)
+
+lint: ruff mypy
+
+ruff: $(SETUP)
+	$(PY) -m ruff check .
+
+# mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package.
+mypy: $(SETUP)
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedvit
+	@ln -s $(CURDIR)/fusedvit/* $(CURDIR)/kernels $(CURDIR)/graphs $(CURDIR)/bench $(TYPED)/fusedvit/
+	MYPYPATH=$(TYPED) $(PY) -m mypy -p fusedvit
+
+test-cpu: $(SETUP)
+	$(PYTEST) -n $(JOBS) $(if $(HAS_GPU),-m "not gpu")
+
+test-hf: $(OLDER)/.ready
+	$(if $(HF_TESTS),PYTHONPATH=$(OLDER) $(PYTEST) -n $(JOBS) $(if $(HAS_GPU),-m "not gpu") $(HF_TESTS))
+
+test-gpu: $(SETUP)
+	$(PYTEST) -m gpu
+
+# Every kernel compiled ahead of time for the GPUs we name; needs none.
+aot: $(SETUP)
+	$(PY) -m fusedvit.kernels.aot --jobs $(JOBS)
+
+# The same on the oldest Triton of our range and on its newest release.
+aot-matrix: $(SETUP)
+	@set -e; \
+	newest=$$($(PY) -m pip index versions triton $(PIP_ARGS) 2>/dev/null \
+	    | sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep -m 1 -E '^3\.[6-9]\.[0-9]+$$' || true); \
+	for version in $(OLDEST_TRITON) $${newest:-$(NEWEST_TRITON)}; do \
+	    folder=$(VENV)/triton-$$version; \
+	    [ -e $$folder/.ready ] || $(PIP) --no-deps --upgrade --target $$folder triton==$$version; \
+	    touch $$folder/.ready; \
+	    echo "kernels on Triton $$version"; \
+	    PYTHONPATH=$$folder $(PY) -m fusedvit.kernels.aot --jobs $(JOBS); \
+	done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
