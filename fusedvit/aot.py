@@ -1,0 +1,155 @@
+"""`python -m fusedvit.aot`: compiles every kernel the encoder launches, for every configuration, without a GPU.
+
+The launches are recorded from the encoder itself, run on meta tensors over towers x dtypes x budgets, so that what is
+checked is what is launched.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+
+import torch
+import triton
+
+from fusedvit.buffers import Capacity, allocate
+from fusedvit.encoder import encode
+from fusedvit.items import Item
+from fusedvit.kernels.aot import MAX_SHARED, Compiled, Launch, compile_launch, record
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.fingerprint import Watched
+from fusedvit.ops import TRITON
+from fusedvit.plan import plan_for
+from fusedvit.spec import VisionSpec
+from fusedvit.weights import BlockWeights, EncoderWeights, LinearWeights, MergerWeights, rope_frequencies
+
+QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
+QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
+TOWERS = {
+    "hd72": QWEN3_VL_8B,
+    "hd64": QWEN3_VL_4B,
+    "hd80": replace(QWEN3_VL_8B, hidden_size=1280, head_dim=80, intermediate_size=5120),
+    "hd128": replace(QWEN3_VL_8B, hidden_size=1536, num_heads=12, head_dim=128, intermediate_size=4096),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BUDGETS = tuple(64 << i for i in range(11))  # 64 .. 65536 patch tokens
+SMS = {80: 108, 90: 132, 100: 148}
+
+
+def _meta_linear(n: int, k: int, dtype: torch.dtype, folded: bool) -> LinearWeights:
+    wide = torch.empty(n, dtype=torch.float32, device="meta")
+    weight = torch.empty(n, k, dtype=dtype, device="meta")
+    return LinearWeights(weight, wide if folded else wide.to(dtype), wide if folded else None)
+
+
+def _meta_weights(spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
+    """Weights of the right shapes and no content; one block and one deepstack merger stand for all."""
+
+    def merger(folded: bool) -> MergerWeights:
+        norm = None if folded else _meta_linear(spec.hidden_size, 1, dtype, False)
+        fc1 = _meta_linear(spec.merged_size, spec.merged_size, dtype, folded)
+        return MergerWeights(norm, fc1, _meta_linear(spec.out_size, spec.merged_size, dtype, False))
+
+    c = spec.hidden_size
+    block = BlockWeights(
+        _meta_linear(3 * c, c, dtype, True),
+        _meta_linear(c, c, dtype, False),
+        _meta_linear(spec.intermediate_size, c, dtype, True),
+        _meta_linear(c, spec.intermediate_size, dtype, False),
+    )
+    return EncoderWeights(
+        _meta_linear(c, spec.patch_width, dtype, False),
+        torch.empty(spec.position_side**2, c, dtype=dtype, device="meta"),
+        (block,),
+        merger(False),
+        (merger(True),),
+        rope_frequencies(spec).to("meta"),
+    )
+
+
+def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
+    """What one call of `tokens` patch tokens launches, each distinct kernel once."""
+    spec = replace(spec, depth=1, deepstack=(0,))
+    plan = plan_for(spec, tokens, dtype, target)
+    items = [Item(1, spec.merge_size, tokens // spec.merge_size)]
+    buffers = allocate(spec, Capacity.of(items, plan.attention.block_m), dtype, torch.device("meta"))
+    return record(lambda: encode(spec, _meta_weights(spec, dtype), buffers, TRITON, plan))
+
+
+def _fingerprint_launch() -> list[Launch]:
+    words = torch.empty(1, dtype=torch.int64, device="meta")
+    watched = Watched((), words, words)
+    return record(lambda: TRITON.fingerprint(watched, words.int()))
+
+
+def _jobs(arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int]) -> Iterator[tuple[Launch, int]]:
+    for arch in arches:
+        target = Target(arch, SMS[arch], MAX_SHARED[arch])
+        launches = dict.fromkeys(_fingerprint_launch())
+        for tower in towers:
+            for dtype in dtypes:
+                for tokens in budgets:
+                    launches |= dict.fromkeys(launches_of(TOWERS[tower], DTYPES[dtype], tokens, target))
+        yield from ((launch, arch) for launch in launches)
+
+
+def _compile(job: tuple[int, tuple[list[int], list[str], list[str], list[int]]]) -> Compiled:
+    """One job by its number: launches hold kernels, which do not travel between processes."""
+    index, matrix = job
+    launch, arch = _matrix(matrix)[index]
+    return compile_launch(launch, arch)
+
+
+_MATRIX: dict[str, list[tuple[Launch, int]]] = {}
+
+
+def _matrix(matrix: tuple[list[int], list[str], list[str], list[int]]) -> list[tuple[Launch, int]]:
+    """The jobs of a matrix, listed once per process."""
+    return _MATRIX.setdefault(repr(matrix), list(_jobs(*matrix)))
+
+
+def compile_all(
+    arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int], jobs: int = 1
+) -> list[Compiled]:
+    """Compiles the whole matrix in `jobs` processes."""
+    matrix = (arches, dtypes, towers, budgets)
+    todo = [(i, matrix) for i in range(len(_matrix(matrix)))]
+    if jobs == 1:
+        return [_compile(job) for job in todo]
+    with ProcessPoolExecutor(jobs) as pool:
+        return list(pool.map(_compile, todo, chunksize=4))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a line per problem and a summary; the exit code is the number of failures, at most 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="*", default=sorted(SMS), choices=sorted(SMS))
+    parser.add_argument("--dtype", nargs="*", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(TOWERS))
+    parser.add_argument("--budget", type=int, nargs="*", default=list(BUDGETS))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", metavar="PATH", help="write every result here ('-' for standard output)")
+    args = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
+    results = compile_all(args.arch, args.dtype, args.tower, args.budget, args.jobs)
+    bad = [r for r in results if r.problems]
+    for r in bad:
+        print(f"FAIL sm_{r.capability} {r.launch}: {'; '.join(r.problems)}", file=sys.stderr)
+    summary = {"triton": triton.__version__, "compiled": len(results), "failed": len(bad)}
+    if args.json:
+        text = json.dumps(summary | {"results": [asdict(r) for r in results]}, indent=1)
+        if args.json == "-":
+            print(text)
+        else:
+            with open(args.json, "w", encoding="utf-8") as file:
+                file.write(text)
+    print(f"triton {triton.__version__}: {len(results)} kernels compiled, {len(bad)} failed", file=sys.stderr)
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The memory one encoder run works in: allocated once for given capacities, never resized."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.items import Item
+from fusedvit.kernels.metadata import Metadata
+from fusedvit.spec import VisionSpec
+from fusedvit.weights import ALIGNMENT
+
+NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How much a run may hold: patch tokens, images + videos, frames, attention tiles."""
+
+    tokens: int
+    items: int
+    frames: int
+    tiles: int
+
+    @staticmethod
+    def of(items: Sequence[Item], block_m: int) -> "Capacity":
+        """Exactly what `items` need."""
+        return Capacity(
+            sum(item.tokens for item in items),
+            len(items),
+            sum(item.t for item in items),
+            sum(item.tiles(block_m) for item in items),
+        )
+
+
+@dataclass(frozen=True)
+class EncoderBuffers:
+    """Inputs, intermediates and outputs of a run. Rows past the true token count are undefined, and never read.
+
+    Attributes:
+        pixels: `[tokens, patch_width]`, input.
+        grid: `[items, 3]` int32, input; rows of zeros past the last item.
+        meta: filled on the device from `grid`.
+        hidden: `[tokens, hidden]`, the residual stream; the last hidden state at the end.
+        wide: flat; q | k | v, then the MLP's hidden layer, then a merger's.
+        context: `[tokens, hidden]`, attention's output; the merger's normalised rows at the end.
+        stats: flat fp32, partial row moments.
+        pooled: `[tokens / merge_unit, out]`, output.
+        deepstack: one `[tokens / merge_unit, out]` per deepstack merger, output.
+    """
+
+    pixels: torch.Tensor
+    grid: torch.Tensor
+    meta: Metadata
+    hidden: torch.Tensor
+    wide: torch.Tensor
+    context: torch.Tensor
+    stats: torch.Tensor
+    pooled: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...]
+
+    def rows_of_wide(self, rows: int, cols: int) -> torch.Tensor:
+        """`[rows, cols]` over `wide`, its rows a multiple of 16 bytes apart."""
+        pitch = pitch_of(cols, self.wide.dtype)
+        return self.wide[: rows * pitch].view(rows, pitch)[:, :cols]
+
+
+def pitch_of(cols: int, dtype: torch.dtype) -> int:
+    """Columns from row to row so that rows start at multiples of 16 bytes."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-cols // step) * step
+
+
+def allocate(
+    spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device, pixels: torch.Tensor | None = None
+) -> EncoderBuffers:
+    """Buffers for `capacity`; `pixels`, if given, serves as the input as it is."""
+    tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def aligned(rows: int, cols: int) -> torch.Tensor:
+        return empty(rows, pitch_of(cols, dtype))[:, :cols]
+
+    widest = max(
+        tokens * pitch_of(3 * spec.hidden_size, dtype),
+        tokens * pitch_of(spec.intermediate_size, dtype),
+        merged * pitch_of(spec.merged_size, dtype),
+    )
+    return EncoderBuffers(
+        pixels=aligned(tokens, spec.patch_width) if pixels is None else pixels,
+        grid=torch.zeros(capacity.items, 3, dtype=torch.int32, device=device),
+        meta=_allocate_meta(spec, capacity, device),
+        hidden=empty(tokens, spec.hidden_size),
+        wide=empty(widest),
+        context=empty(tokens, spec.hidden_size),
+        stats=torch.empty(
+            tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2, dtype=torch.float32, device=device
+        ),
+        pooled=aligned(merged, spec.out_size),
+        deepstack=tuple(aligned(merged, spec.out_size) for _ in spec.deepstack),
+    )
+
+
+def _allocate_meta(spec: VisionSpec, capacity: Capacity, device: torch.device) -> Metadata:
+    taps = 4 if spec.position_side else 0
+    return Metadata(
+        counts=torch.zeros(4, 4, dtype=torch.int32, device=device),
+        rope=torch.empty(capacity.tokens, 2, spec.head_dim // 2, dtype=torch.float32, device=device),
+        tap_index=torch.empty(capacity.tokens, taps, dtype=torch.int32, device=device),
+        tap_weight=torch.empty(capacity.tokens, taps, dtype=torch.float32, device=device),
+        cu_seqlens=torch.empty(capacity.frames + 1, dtype=torch.int32, device=device),
+        tiles=torch.empty(capacity.tiles, 4, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,67 @@
+"""Qwen3-VL (dense and MoE: the same tower) and Qwen3.5 / 3.6 (the same without deepstack)."""
+
+from dataclasses import replace
+from typing import Any
+
+from fusedvit.families.record import Family
+from fusedvit.spec import VisionSpec
+from fusedvit.weights import MergerNames, WeightNames
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
+_SIDE_IS_SQUARE = "num_position_embeddings must be a square number, got {}"
+
+NAMES = WeightNames(
+    patch="patch_embed.proj",
+    position="pos_embed",
+    norm1="blocks.{}.norm1",
+    qkv="blocks.{}.attn.qkv",
+    proj="blocks.{}.attn.proj",
+    norm2="blocks.{}.norm2",
+    fc1="blocks.{}.mlp.linear_fc1",
+    fc2="blocks.{}.mlp.linear_fc2",
+    merger=MergerNames("merger.norm", "merger.linear_fc1", "merger.linear_fc2"),
+    deepstack=MergerNames(
+        "deepstack_merger_list.{}.norm", "deepstack_merger_list.{}.linear_fc1", "deepstack_merger_list.{}.linear_fc2"
+    ),
+)
+
+
+def spec_from_config(config: Any) -> VisionSpec:
+    """The spec behind a `vision_config` of this family.
+
+    Raises:
+        ValueError: a number that no such tower can have.
+    """
+    side = int(config.num_position_embeddings**0.5)
+    if side * side != config.num_position_embeddings:
+        raise ValueError(_SIDE_IS_SQUARE.format(config.num_position_embeddings))
+    if config.hidden_act not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_act!r}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    return VisionSpec(
+        depth=config.depth,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        intermediate_size=config.intermediate_size,
+        out_size=config.out_hidden_size,
+        patch_size=config.patch_size,
+        temporal_patch_size=config.temporal_patch_size,
+        in_channels=config.in_channels,
+        merge_size=config.spatial_merge_size,
+        activation=_ACTIVATIONS[config.hidden_act],
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        position_side=side,
+        deepstack=tuple(getattr(config, "deepstack_visual_indexes", ())),
+    )
+
+
+def spec_without_deepstack(config: Any) -> VisionSpec:
+    """As `spec_from_config`, for towers that have no deepstack mergers whatever their config still says."""
+    return replace(spec_from_config(config), deepstack=())
+
+
+FAMILIES = (
+    Family("Qwen3-VL", ("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"), spec_from_config, NAMES),
+    Family("Qwen3.5", ("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel"), spec_without_deepstack, NAMES),
+)

@@ -1,0 +1,11 @@
+"""Every family that can be fused."""
+
+from fusedvit.families import qwen3
+from fusedvit.families.record import Family
+
+FAMILIES: tuple[Family, ...] = (*qwen3.FAMILIES,)
+
+
+def family_of(class_name: str) -> Family | None:
+    """The family of a tower class, by its name."""
+    return next((family for family in FAMILIES if class_name in family.class_names), None)

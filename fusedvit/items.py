@@ -1,0 +1,100 @@
+"""The caller's input, checked before anything is launched."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.spec import VisionSpec
+
+Grid = torch.Tensor | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image (t = 1) or video, in patches."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def tokens(self) -> int:
+        return self.t * self.h * self.w
+
+    def tiles(self, block_m: int) -> int:
+        """Attention query tiles of `block_m` tokens, whole ones per frame."""
+        return self.t * -(-(self.h * self.w) // block_m)
+
+
+def check_grid(grid_thw: Grid) -> torch.Tensor:
+    """`grid_thw` as an integer tensor `[n, 3]`, where it lies; nothing is read back from a GPU.
+
+    Raises:
+        TypeError: neither a tensor nor a list of integer triples.
+        ValueError: not of shape (n, 3), or not of an integer dtype.
+    """
+    if not isinstance(grid_thw, torch.Tensor):
+        if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str | bytes):
+            raise TypeError(f"grid_thw must be a tensor or a list of (t, h, w), got {type(grid_thw).__name__}")
+        grid_thw = _grid_from_rows(grid_thw)
+    if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
+        raise ValueError(f"grid_thw must have shape (n, 3), got {tuple(grid_thw.shape)}")
+    if grid_thw.dtype.is_floating_point or grid_thw.dtype.is_complex or grid_thw.dtype == torch.bool:
+        raise ValueError(f"grid_thw must be of an integer dtype, got {grid_thw.dtype}")
+    return grid_thw
+
+
+def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    for i, row in enumerate(rows):
+        if not isinstance(row, Sequence) or len(row) != 3:
+            got = f"{len(row)} values" if isinstance(row, Sequence) else type(row).__name__
+            raise ValueError(f"grid_thw[{i}] must be (t, h, w), got {got}")
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in row):
+            raise ValueError(f"grid_thw[{i}] must hold integers, got {[type(n).__name__ for n in row]}")
+    return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
+
+
+def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> None:
+    """Raises where `pixel_values` cannot be `[patches, spec.patch_width]` of floats.
+
+    Raises:
+        TypeError: not a tensor, or not of a float dtype (integer pixels are nearly always unnormalised 0-255).
+        ValueError: not two-dimensional, or rows of another width.
+    """
+    if not isinstance(pixel_values, torch.Tensor):
+        raise TypeError(f"pixel_values must be a tensor, got {type(pixel_values).__name__}")
+    if not pixel_values.dtype.is_floating_point:
+        raise TypeError(
+            f"pixel_values must be normalised floats, got {pixel_values.dtype}: run the image processor first"
+        )
+    if pixel_values.ndim != 2:
+        raise ValueError(f"pixel_values must have shape (patches, {spec.patch_width}), got {tuple(pixel_values.shape)}")
+    if pixel_values.shape[1] != spec.patch_width:
+        raise ValueError(
+            f"pixel_values rows must be {spec.patch_width} wide "
+            f"({spec.in_channels} x {spec.temporal_patch_size} x {spec.patch_size} x {spec.patch_size}), "
+            f"got {pixel_values.shape[1]}"
+        )
+
+
+def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[Item]:
+    """The items of a grid already on the host, checked against `patches` pixel rows.
+
+    Raises:
+        ValueError: a negative t, h or w below 1 or no multiple of `merge_size`, or a total unlike `patches`.
+    """
+    items = []
+    for i, (t, h, w) in enumerate(rows):
+        if t < 0:
+            raise ValueError(f"grid_thw[{i}] needs t >= 0, got {t}")
+        for name, n in (("h", h), ("w", w)):
+            if n < 1:
+                raise ValueError(f"grid_thw[{i}] needs {name} >= 1, got {n}")
+            if n % merge_size:
+                raise ValueError(f"grid_thw[{i}] needs {name} to be a multiple of the merge size {merge_size}, got {n}")
+        items.append(Item(t, h, w))
+    need = sum(item.tokens for item in items)
+    if need != patches:
+        raise ValueError(f"grid_thw needs {need} patch rows, pixel_values has {patches}")
+    return items

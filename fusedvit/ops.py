@@ -1,0 +1,48 @@
+"""The two tables of operations that the encoder can run on; each entry of one has a twin in the other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.kernels import attention, fingerprint, layer_norm, linear, metadata
+from fusedvit.kernels.reference import attention as attention_ref
+from fusedvit.kernels.reference import fingerprint as fingerprint_ref
+from fusedvit.kernels.reference import layer_norm as layer_norm_ref
+from fusedvit.kernels.reference import linear as linear_ref
+from fusedvit.kernels.reference import metadata as metadata_ref
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Operations of one kind; signatures are those of the functions in `fusedvit.kernels`."""
+
+    name: str
+    vision_metadata: Callable[..., metadata.Metadata]
+    linear: Callable[..., torch.Tensor]
+    attention: Callable[..., torch.Tensor]
+    layer_norm: Callable[..., torch.Tensor]
+    fingerprint: Callable[..., torch.Tensor]
+
+
+TRITON = Ops(
+    "triton",
+    metadata.vision_metadata,
+    linear.linear,
+    attention.attention,
+    layer_norm.layer_norm,
+    fingerprint.fingerprint,
+)
+TORCH = Ops(
+    "torch",
+    metadata_ref.vision_metadata,
+    linear_ref.linear,
+    attention_ref.attention,
+    layer_norm_ref.layer_norm,
+    fingerprint_ref.fingerprint,
+)
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The table that runs on `device`: Triton on CUDA, the torch twins elsewhere."""
+    return TRITON if device.type == "cuda" else TORCH

@@ -1,0 +1,203 @@
+"""Ahead-of-time compilation of recorded launches, without a GPU: registers, spills, warnings, shared memory, row offsets.
+
+`record` runs host code with every kernel launch noted instead of made (tensors may be on the meta device);
+`compile_launch` compiles one such launch for a compute capability and reports what the compilers said.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, reduced to what decides its machine code."""
+
+    kernel: JITFunction
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def describe(self) -> str:
+        """One line that tells this launch from its siblings."""
+        consts = " ".join(f"{k}={v}" for k, v in self.constants if v is not None)
+        dtypes = sorted({t.strip("*") for _, t in self.signature if t.startswith(("*bf", "*fp", "tensordesc"))})
+        return f"{self.name} {','.join(dtypes)} {consts} {dict(self.options)}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compilers said of one launch. `problems` is empty when it may ship."""
+
+    launch: str
+    capability: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmma: int
+    bulk_copies: int
+    problems: tuple[str, ...]
+
+
+def record(run: Callable[[], object]) -> list[Launch]:
+    """The distinct kernel launches that `run()` would make, in order."""
+    launches: dict[Launch, None] = {}
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches[_launch_of(self, args, kwargs)] = None
+
+    with mock.patch.object(JITFunction, "run", note):
+        run()
+    return list(launches)
+
+
+def _launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    options = tuple(sorted((k, v) for k, v in kwargs.items() if k in _OPTIONS))
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in _OPTIONS}
+    signature, constants, aligned = [], [], []
+    for param in kernel.params:
+        value = bound[param.name]
+        kind = "constexpr" if param.is_constexpr or value is None else _type_of(value)
+        signature.append((param.name, kind))
+        if kind == "constexpr":
+            constants.append((param.name, value))
+        elif isinstance(value, torch.Tensor) and value.storage_offset() * value.element_size() % 16 == 0:
+            aligned.append(param.name)
+    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), options)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
+    if isinstance(value, torch.Tensor):
+        return "*" + _TYPES[value.dtype]
+    return {int: "i32", float: "fp32"}[type(value)]
+
+
+def compile_launch(launch: Launch, capability: int) -> Compiled:
+    """Compiles one launch for `capability` (80, 90, 100 …) and checks it.
+
+    Problems are: register spills, ptxas warnings C75xx (serialised wgmma), shared memory over the device's limit,
+    row offsets of 32 bits, and on sm_90 a 16-bit matrix product without wgmma or bulk tensor copies.
+    """
+    names = [name for name, _ in launch.signature]
+    source = ASTSource(
+        launch.kernel,
+        dict(launch.signature),
+        {(names.index(k),): v for k, v in launch.constants},
+        {(names.index(k),): [["tt.divisibility", 16]] for k in launch.aligned},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    ptx = built.asm["ptx"]
+    said = _ptxas(ptx, capability)
+    registers = max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=0)
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+    shared = int(built.metadata.shared)
+    wgmma, bulk = len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"cp\.async\.bulk\.tensor", ptx))
+    problems = _problems(launch, capability, said, spills, shared)
+    if capability == 90 and _wants_tensor_cores(launch) and not (wgmma and bulk):
+        problems.append(f"expected wgmma and bulk copies, got {wgmma} and {bulk}")
+    problems += narrow_row_offsets(built.asm["ttir"])
+    return Compiled(launch.describe(), capability, registers, spills, shared, wgmma, bulk, tuple(problems))
+
+
+def _problems(launch: Launch, capability: int, said: str, spills: int, shared: int) -> list[str]:
+    problems = []
+    if spills:
+        problems.append(f"{spills} bytes of spill stores")
+    problems += sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", said)))
+    limit = MAX_SHARED.get(capability, 227 * 1024)
+    if shared > limit:
+        problems.append(f"{shared} bytes of shared memory, limit {limit}")
+    return problems
+
+
+def _wants_tensor_cores(launch: Launch) -> bool:
+    return any("tensordesc<bf16" in t or "tensordesc<fp16" in t for _, t in launch.signature)
+
+
+def _ptxas(ptx: str, capability: int) -> str:
+    """What ptxas -v says of `ptx`."""
+    name = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    version = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tool = tools / version if (tools / version).exists() else tools / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [str(tool), "-v", f"--gpu-name={name}", str(path), "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ptxas failed for {name}: {done.stderr[:2000]}")
+    return done.stderr + done.stdout
+
+
+_CARRIES = ("arith.addi", "arith.subi", "tt.broadcast", "tt.expand_dims", "tt.splat", "tt.reshape", "arith.select")
+
+
+HARMLESS_TENSOR, HARMLESS_SCALAR = 4, 256  # entries of small tables; a tile's or a head's first column
+
+
+def narrow_row_offsets(ttir: str) -> list[str]:
+    """Pointer offsets computed as a 32-bit product: they wrap once a buffer passes 2^31 elements.
+
+    Reads the defining operations back from every `tt.addptr`. Products by a small constant pass: at most
+    `HARMLESS_TENSOR` for a vector of offsets, `HARMLESS_SCALAR` for one number.
+    """
+    ops: dict[str, tuple[str, list[str], str]] = {}
+    constants: dict[str, int] = {}
+    for line in ttir.splitlines():
+        match = re.match(r"\s*(%[\w#]+)(?::\d+)? = \"?([\w.]+)\"?(.*)", line)
+        if match is None:
+            continue
+        name, op, rest = match.groups()
+        ops[name] = (op, re.findall(r"%[\w#]+", rest), rest)
+        value = re.search(r"arith\.constant (?:dense<)?(-?\d+)>? :", line)
+        if value is not None:
+            constants[name] = int(value.group(1))
+    problems = []
+    for op, operands, _ in list(ops.values()):
+        if op == "tt.addptr":
+            problems += _narrow_products(operands[1], ops, constants)
+    return sorted(set(problems))
+
+
+def _narrow_products(
+    name: str, ops: dict[str, tuple[str, list[str], str]], constants: dict[str, int]
+) -> list[str]:
+    op, operands, rest = ops.get(name, ("", [], ""))
+    if op == "arith.muli" and "i32" in rest:
+        limit = HARMLESS_TENSOR if "tensor<" in rest else HARMLESS_SCALAR
+        factors = [abs(constants[o]) for o in operands if o in constants]
+        return [] if factors and max(factors) <= limit else [f"32-bit row offset: {name} = {op}{rest.strip()}"]
+    if op not in _CARRIES:
+        return []
+    return [p for o in operands for p in _narrow_products(o, ops, constants)]

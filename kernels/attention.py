@@ -1,0 +1,186 @@
+"""Varlen attention over packed q | k | v rows, without a mask: each segment (a frame) attends to itself.
+
+    out[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h]) v[j, h]        j over the tokens of t's segment
+
+Online softmax in base 2, fp32. A head_dim that is no power of two is cut in two (72 = 64 + 16 with 8 columns to spare,
+80 = 64 + 16): padding it to 128 would waste 44 % of the tensor cores' work. The tail box of a 72-wide head reads 8
+columns of the next head; q's are zeroed once, so they add nothing to q . k, and those of v are not stored.
+Work is a list of query tiles built on the device (metadata.py); CTAs loop over tiles x heads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedvit.kernels.configs import AttentionConfig
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which tokens attend to each other, on the device.
+
+    Attributes:
+        cu_seqlens: `[frames + 1]` int32, first token of each frame; entries past the true count repeat the total.
+        tiles: `[tile capacity, 4]` int32: first token of the frame, one past its last, first query of the tile, 0.
+        num_tiles: `[1]` int32, the true number of tiles.
+        block_m: queries of a tile.
+    """
+
+    cu_seqlens: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    block_m: int
+
+
+@triton.jit
+def _scores(q, q_tail, kv_desc, kv_tail_desc, j, col_k, TAIL: tl.constexpr, HEAD: tl.constexpr):
+    """q . k of one key block, unscaled, fp32 [BLOCK_M, BLOCK_N]."""
+    s = tl.dot(q, kv_desc.load([j, col_k]).T, input_precision="ieee")
+    if TAIL > 0:
+        s = tl.dot(q_tail, kv_tail_desc.load([j, col_k + HEAD]).T, s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def _softmax_step(s, m, l):
+    """One online step: (probabilities, rescale factor, new max, new sum)."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def _store_head(out_ptr, acc, rows, mask_m, col, limit, OUT_COLS: tl.constexpr, WIDTH: tl.constexpr):
+    offs = tl.arange(0, WIDTH)
+    ptrs = out_ptr + rows[:, None] * OUT_COLS + (col + offs)[None, :]
+    tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs < limit)[None, :])
+
+
+@triton.jit
+def _attention_kernel(
+    q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [BLOCK_M, HEAD]
+    q_tail_desc,  # the same, boxes [BLOCK_M, TAIL]
+    kv_desc,  # boxes [BLOCK_N, HEAD]
+    kv_tail_desc,  # boxes [BLOCK_N, TAIL]
+    out_ptr,  # [T, HEADS * HEAD_DIM]
+    tiles_ptr,  # [tile capacity, 4] int32
+    num_tiles_ptr,  # [1] int32
+    SCALE: tl.constexpr,  # scale * log2(e)
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD: tl.constexpr,  # the power-of-two part of head_dim
+    TAIL: tl.constexpr,  # box of the rest, 0 if none
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    num_tiles = tl.load(num_tiles_ptr)
+    for work in tl.range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0)):
+        head = work // num_tiles  # neighbours in time share a head's keys, which stay in L2
+        tile_ptr = tiles_ptr + 4 * (work % num_tiles)
+        begin = tl.load(tile_ptr)
+        end = tl.load(tile_ptr + 1)
+        row0 = tl.load(tile_ptr + 2)
+        col_q = head * HEAD_DIM
+        col_k = (HEADS + head) * HEAD_DIM
+        col_v = (2 * HEADS + head) * HEAD_DIM
+
+        q = q_desc.load([row0, col_q])
+        if TAIL > 0:
+            q_tail = q_tail_desc.load([row0, col_q + HEAD])
+            q_tail = tl.where((tl.arange(0, TAIL) < HEAD_DIM - HEAD)[None, :], q_tail, 0.0).to(q.dtype)
+            acc_tail = tl.zeros([BLOCK_M, TAIL], tl.float32)
+        else:
+            q_tail = q
+        acc = tl.zeros([BLOCK_M, HEAD], tl.float32)
+        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+
+        full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
+        for j in tl.range(begin, full_end, BLOCK_N, num_stages=NUM_STAGES):
+            s = _scores(q, q_tail, kv_desc, kv_tail_desc, j, col_k, TAIL, HEAD) * SCALE
+            p, alpha, m, l = _softmax_step(s, m, l)
+            p = p.to(q.dtype)
+            acc = tl.dot(p, kv_desc.load([j, col_v]), acc * alpha[:, None], input_precision="ieee")
+            if TAIL > 0:
+                v_tail = kv_tail_desc.load([j, col_v + HEAD])
+                acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")
+
+        if full_end < end:  # the last, partial block: keys past the end belong to another frame and may be NaN
+            valid = full_end + tl.arange(0, BLOCK_N) < end
+            s = _scores(q, q_tail, kv_desc, kv_tail_desc, full_end, col_k, TAIL, HEAD) * SCALE
+            s = tl.where(valid[None, :], s, -float("inf"))
+            p, alpha, m, l = _softmax_step(s, m, l)
+            p = p.to(q.dtype)
+            v = tl.where(valid[:, None], kv_desc.load([full_end, col_v]), 0.0).to(q.dtype)
+            acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+            if TAIL > 0:
+                v_tail = tl.where(valid[:, None], kv_tail_desc.load([full_end, col_v + HEAD]), 0.0).to(q.dtype)
+                acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")
+
+        rows = row0 + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask_m = rows < end
+        _store_head(out_ptr, acc / l[:, None], rows, mask_m, col_q, HEAD, HEADS * HEAD_DIM, HEAD)
+        if TAIL > 0:
+            rest: tl.constexpr = HEAD_DIM - HEAD
+            _store_head(out_ptr, acc_tail / l[:, None], rows, mask_m, col_q + HEAD, rest, HEADS * HEAD_DIM, TAIL)
+
+
+def split_head(head_dim: int) -> tuple[int, int]:
+    """(power-of-two part, tail box) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
+
+    A tensor-core product wants every side at least 16 wide, so the tail box is 16 or more.
+    """
+    head = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - head
+    return head, 0 if rest == 0 else max(16, triton.next_power_of_2(rest))
+
+
+def attention(
+    qkv: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+    heads: int,
+    head_dim: int,
+    config: AttentionConfig,
+) -> torch.Tensor:
+    """Attention within each segment, scale `head_dim ** -0.5`.
+
+    Args:
+        qkv: `[T, 3 * heads * head_dim]` contiguous, rotated q | k | v.
+        segments: frames and the tile list for `config.block_m`.
+        out: `[T, heads * head_dim]` contiguous.
+    """
+    assert qkv.is_contiguous() and out.is_contiguous(), "qkv and out must be contiguous"
+    assert segments.block_m == config.block_m, f"tiles of {segments.block_m} queries, config {config.block_m}"
+    head, tail = split_head(head_dim)
+    programs = min(config.max_programs, segments.tiles.shape[0] * heads)
+    if programs == 0:
+        return out
+
+    def box(rows: int, cols: int) -> TensorDescriptor:
+        return TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), [rows, cols])
+
+    _attention_kernel[(programs,)](
+        box(config.block_m, head),
+        box(config.block_m, tail) if tail else None,
+        box(config.block_n, head),
+        box(config.block_n, tail) if tail else None,
+        out,
+        segments.tiles,
+        segments.num_tiles,
+        SCALE=head_dim**-0.5 * 1.4426950408889634,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        HEAD=head,
+        TAIL=tail,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
+    return out

@@ -1,0 +1,125 @@
+"""Launch configurations: frozen dataclasses passed as arguments, and the pure heuristics that choose them.
+
+Nothing here asks the GPU anything: the caller passes a `Target`. A configuration depends on the row *budget*
+(the next power of two of the row count), never on the exact count, so that two calls of one budget run the same
+code and give the same bits.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a heuristic may know of the device.
+
+    Attributes:
+        capability: compute capability as `10 * major + minor` (90 on an H200).
+        num_sms: streaming multiprocessors.
+        max_shared: shared memory a block may opt into, in bytes.
+    """
+
+    capability: int = 90
+    num_sms: int = 132
+    max_shared: int = 227 * KIB
+
+    @staticmethod
+    def of(device: torch.device) -> "Target":
+        """The target behind `device`; the default one for a device that is no GPU (the interpreter)."""
+        if device.type != "cuda":
+            return Target()
+        props = torch.cuda.get_device_properties(device)
+        return Target(10 * props.major + props.minor, props.multi_processor_count, props.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Tile shape and schedule of `kernels.linear`. `max_programs` bounds the persistent grid."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    max_programs: int = 132
+    group_m: int = 8
+    flatten: bool = False
+
+    def constants(self) -> dict[str, int | bool]:
+        """The kernel's compile-time arguments and launch options."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP_M": self.group_m,
+            "FLATTEN": self.flatten,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Upper estimate of the shared memory in bytes: the operand ring and one staged output tile."""
+        ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
+        return (ring + self.block_m * self.block_n) * itemsize
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tile shape of `kernels.attention`: `block_m` queries against `block_n` keys a step."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_programs: int = 264
+
+
+def budget(rows: int, smallest: int = 64) -> int:
+    """The row budget that `rows` falls into: the next power of two, at least `smallest`."""
+    return max(smallest, 1 << max(0, rows - 1).bit_length())
+
+
+def linear_config(rows: int, n: int, dtype: torch.dtype, target: Target, *, wide_epilogue: bool = False) -> LinearConfig:
+    """Tile choice for a `[rows, k] x [n, k]` product.
+
+    Args:
+        rows: row budget (see `budget`).
+        n: output features.
+        dtype: operand dtype; fp32 runs on FMA units and wants small tiles.
+        target: the device.
+        wide_epilogue: the epilogue needs many registers (rotary, position taps, erf), so that 256 columns spill.
+    """
+    sms = target.num_sms
+    if dtype.itemsize > 2:
+        return LinearConfig(64, 32, 32, 4, 2, max_programs=4 * sms)
+    tiles = triton.cdiv(rows, 128) * triton.cdiv(n, 128)
+    if tiles <= sms // 2:
+        config = LinearConfig(64, 64, 128, 4, 3, max_programs=2 * sms)
+    elif tiles <= 2 * sms or target.capability < 90 or wide_epilogue or n % 256 > 128:
+        config = LinearConfig(128, 128, 64, 8, 3, max_programs=2 * sms)
+    else:
+        config = LinearConfig(128, 256, 64, 8, 3, max_programs=sms)
+    return fit_shared(config, dtype.itemsize, target.max_shared)
+
+
+def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearConfig:
+    """`config` with as few stages fewer as it takes to fit `max_shared` bytes (at least two stages)."""
+    while config.num_stages > 2 and config.shared_bytes(itemsize) > max_shared:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> AttentionConfig:
+    """Tile choice for varlen attention over `rows` packed tokens (a budget) of `heads` heads."""
+    sms = target.num_sms
+    if dtype.itemsize > 2:
+        return AttentionConfig(32, 32, 4, 2, max_programs=4 * sms)
+    if head_dim > 80:
+        return AttentionConfig(128, 64, 8, 2, max_programs=sms)
+    if triton.cdiv(rows, 128) * heads <= 2 * sms:
+        return AttentionConfig(64, 64, 4, 2, max_programs=3 * sms)
+    return AttentionConfig(128, 64, 8, 2, max_programs=2 * sms)

@@ -1,0 +1,78 @@
+"""What follows a linear layer's product, as frozen records shared by the kernel and its torch twin."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.kernels.row_stats import RowStats
+
+ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu")
+
+
+@dataclass(frozen=True)
+class NormFold:
+    """A LayerNorm folded into the weight: `rstd * (acc - mean * colsum)`.
+
+    Attributes:
+        stats: moments of the input rows.
+        colsum: `[N]` fp32, row sums of the folded weight.
+        eps: added to the variance.
+    """
+
+    stats: RowStats | None = None
+    colsum: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of the first `cols` columns, whose pairs are neighbours (2i, 2i + 1) within each head.
+
+    Attributes:
+        table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
+        cols: columns to rotate: q and k.
+        head_dim: columns of a head.
+    """
+
+    table: torch.Tensor | None = None
+    cols: int = 0
+    head_dim: int = 2
+
+
+@dataclass(frozen=True)
+class Taps:
+    """A weighted sum of rows of a table, added to each row: an interpolated position embedding.
+
+    Attributes:
+        table: `[positions, N]`.
+        index: `[T, taps]` int32.
+        weight: `[T, taps]` fp32.
+    """
+
+    table: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Applied in this order: norm, bias, taps, rope, activation, residual; then rounding and statistics.
+
+    Attributes:
+        bias: `[N]`, any float dtype.
+        activation: one of `ACTIVATIONS`.
+        residual: `[T, N]`; may be the output itself.
+        stats: where moments of the rounded output rows go.
+    """
+
+    bias: torch.Tensor | None = None
+    norm: NormFold | None = None
+    taps: Taps | None = None
+    rope: Rope | None = None
+    activation: str = "none"
+    residual: torch.Tensor | None = None
+    stats: RowStats | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}")

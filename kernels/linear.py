@@ -1,0 +1,218 @@
+"""Every linear layer of the encoder: one persistent GEMM whose epilogue does what follows it.
+
+    acc[t, n] = sum_k x[t, k] w[n, k]                                            fp32 accumulation
+    norm      : acc = rstd[t] (acc - mean[t] colsum[n])                          LayerNorm folded into w (weights.py)
+    bias      : acc += bias[n]
+    taps      : acc += sum_i tap_weight[t, i] table[tap_index[t, i], n]          learned positions, interpolated
+    rope      : (a, b) = acc[t, 2i:2i+2] -> (a cos - b sin, b cos + a sin)       q and k columns, pairs made neighbours
+    act       : gelu_tanh | gelu | quick_gelu
+    residual  : acc += residual[t, n]
+    out       = acc rounded; moments of the rounded rows, a part per tile        (row_stats.py)
+
+The row count is read from device memory: CTAs loop over the tiles that hold rows and exit, so that a captured launch
+costs what its content costs. Rows past the count are neither read by nor written for another row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.row_stats import _merge_moments, _store_moments
+
+
+@triton.jit
+def _tile_of(t, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile index -> (tile row, tile column), GROUP_M tile rows at a time so that weights stay in L2."""
+    group = t // (GROUP_M * NUM_N)
+    size = tl.minimum(num_m - group * GROUP_M, GROUP_M)
+    inside = t % (GROUP_M * NUM_N)
+    return group * GROUP_M + inside % size, inside // size
+
+
+@triton.jit
+def _activate(x, ACT: tl.constexpr):
+    """The activation on fp32 values. gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))."""
+    if ACT == "gelu_tanh":
+        return x / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
+    elif ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "quick_gelu":
+        return x / (1.0 + tl.exp2(-2.45546696 * x))
+    else:
+        return x
+
+
+@triton.jit
+def _rotate_pairs(
+    acc,  # [BLOCK_M, BLOCK_N] fp32
+    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32: cos, sin
+    rows,  # [BLOCK_M] int64
+    mask_m,
+    col0,
+    ROPE_COLS: tl.constexpr,  # q and k columns; the rest (v) is left alone
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    a, b = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    pair = col0 // 2 + tl.arange(0, BLOCK_N // 2)
+    ptrs = rope_ptr + rows[:, None] * HEAD_DIM + (pair % (HEAD_DIM // 2))[None, :]
+    mask = mask_m[:, None] & (pair < ROPE_COLS // 2)[None, :]
+    cos = tl.load(ptrs, mask=mask, other=1.0)
+    sin = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def _add_taps(
+    acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N: tl.constexpr, TAPS: tl.constexpr
+):
+    for i in tl.static_range(TAPS):
+        index = tl.load(tap_index_ptr + rows * TAPS + i, mask=mask_m, other=0).to(tl.int64)  # [BLOCK_M]
+        weight = tl.load(tap_weight_ptr + rows * TAPS + i, mask=mask_m, other=0.0)
+        mask = mask_m[:, None] & mask_n[None, :]
+        row = tl.load(table_ptr + index[:, None] * N + cols[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
+        acc += weight[:, None] * row.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _linear_kernel(
+    x_desc,  # [T, K]
+    w_desc,  # [N, K]
+    out_desc,  # [T, N]
+    residual_desc,  # [T, N] or None
+    bias_ptr,  # [N] or None
+    colsum_ptr,  # [N] fp32
+    stats_in_ptr,  # [T, IN_PARTS, 2] fp32 or None
+    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32 or None
+    table_ptr,  # [positions, N] or None
+    tap_index_ptr,  # [T, TAPS] int32
+    tap_weight_ptr,  # [T, TAPS] fp32
+    stats_out_ptr,  # [T, ceil(N / BLOCK_N), 2] fp32 or None
+    num_rows_ptr,  # [1] int32: the true T
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EPS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    IN_WIDTH: tl.constexpr,
+    IN_LENGTH: tl.constexpr,
+    ROPE_COLS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    ACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    num_rows = tl.load(num_rows_ptr)
+    num_m = tl.cdiv(num_rows, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _tile_of(tile, num_m, NUM_N, GROUP_M)
+        row0 = tile_m * BLOCK_M
+        col0 = tile_n * BLOCK_N
+        rows = row0 + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask_m = rows < num_rows
+        cols = col0 + tl.arange(0, BLOCK_N)
+        mask_n = cols < N
+        if stats_in_ptr is not None:  # before the K loop, which hides their latency
+            mean, rstd = _merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, K, BLOCK_K):
+            x = x_desc.load([row0, k])
+            w = w_desc.load([col0, k])
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
+
+        if stats_in_ptr is not None:
+            colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
+            acc = rstd[:, None] * (acc - mean[:, None] * colsum[None, :])
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+        if table_ptr is not None:
+            acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
+        if rope_ptr is not None:
+            if col0 < ROPE_COLS:
+                acc = _rotate_pairs(acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, BLOCK_M, BLOCK_N)
+        acc = _activate(acc, ACT)
+        if residual_desc is not None:
+            acc += residual_desc.load([row0, col0]).to(tl.float32)
+
+        out = acc.to(out_desc.dtype)
+        out_desc.store([row0, col0], out)
+        if stats_out_ptr is not None:
+            size = tl.minimum(N - col0, BLOCK_N)
+            _store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
+
+
+def _descriptor(t: torch.Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [block_rows, block_cols])
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    epilogue: Epilogue,
+    config: LinearConfig,
+) -> torch.Tensor:
+    """`out[:num_rows] = epilogue(x[:num_rows] @ weight.T)`; rows past `num_rows` are left undefined.
+
+    Args:
+        x: `[T, K]`, rows a multiple of 16 bytes apart.
+        weight: `[N, K]`, same dtype, rows a multiple of 16 bytes apart.
+        num_rows: `[1]` int32 on the device, the true row count (at most T).
+        out: `[T, N]`; may be the residual itself.
+        epilogue: what follows the product.
+        config: tile and schedule.
+    """
+    (rows, k), n = x.shape, weight.shape[0]
+    assert weight.shape[1] == k and out.shape == (rows, n), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
+    e = epilogue
+    assert e.stats is None or e.stats.width == config.block_n, "row statistics are one part per tile column"
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
+    if tiles == 0:
+        return out
+    norm, rope, taps = e.norm or NormFold(), e.rope or Rope(), e.taps or Taps()
+    _linear_kernel[(min(tiles, config.max_programs),)](
+        _descriptor(x, config.block_m, config.block_k),
+        _descriptor(weight, config.block_n, config.block_k),
+        _descriptor(out, config.block_m, config.block_n),
+        None if e.residual is None else _descriptor(e.residual, config.block_m, config.block_n),
+        e.bias,
+        norm.colsum,
+        None if norm.stats is None else norm.stats.partials,
+        rope.table,
+        taps.table,
+        taps.index,
+        taps.weight,
+        None if e.stats is None else e.stats.partials,
+        num_rows,
+        **_constants(n, k, e, norm, rope, taps),
+        **config.constants(),
+    )
+    return out
+
+
+def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> dict[str, int | float | str]:
+    """The compile-time arguments that come from shapes and the epilogue."""
+    stats = norm.stats
+    return {
+        "N": n,
+        "K": k,
+        "EPS": norm.eps,
+        "IN_PARTS": 0 if stats is None else stats.parts,
+        "IN_WIDTH": 1 if stats is None else stats.width,
+        "IN_LENGTH": 1 if stats is None else stats.length,
+        "ROPE_COLS": rope.cols,
+        "HEAD_DIM": rope.head_dim,
+        "TAPS": 0 if taps.index is None else taps.index.shape[1],
+        "ACT": e.activation,
+    }

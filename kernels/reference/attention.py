@@ -1,0 +1,27 @@
+"""Torch twin of `kernels.attention`: one `scaled_dot_product_attention` a frame."""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.configs import AttentionConfig
+
+
+def attention(
+    qkv: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+    heads: int,
+    head_dim: int,
+    config: AttentionConfig,
+) -> torch.Tensor:
+    """See `fusedvit.kernels.attention.attention`. `config` is not used."""
+    cu_seqlens = segments.cu_seqlens.tolist()
+    for begin, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+        if begin == end:
+            continue
+        q, k, v = rearrange(qkv[begin:end], "t (three h d) -> three 1 h t d", three=3, h=heads, d=head_dim)
+        frame = F.scaled_dot_product_attention(q, k, v, scale=head_dim**-0.5)
+        out[begin:end] = rearrange(frame, "1 h t d -> t (h d)")
+    return out

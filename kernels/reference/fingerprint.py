@@ -1,0 +1,20 @@
+"""Torch twin of `kernels.fingerprint`."""
+
+import torch
+
+from fusedvit.kernels.fingerprint import SAMPLES, Watched
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    return ((x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B).to(torch.int32)
+
+
+def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:
+    """See `fusedvit.kernels.fingerprint.fingerprint`."""
+    s = torch.arange(SAMPLES, device=out.device)
+    salt = ((s + 1) * 0x9E3779B9).to(torch.int32)
+    for i, t in enumerate(watched.tensors):
+        flat = t.as_strided((t.numel(),), (1,)).view(torch.int16)
+        x = _mix(_mix(flat[s * flat.numel() // SAMPLES].to(torch.int32) + salt))
+        out[i] = (x ^ ((x >> 16) & 0xFFFF)).sum().to(torch.int32)
+    return out

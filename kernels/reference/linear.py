@@ -1,0 +1,96 @@
+"""Torch twin of `kernels.linear`: the same formula, op by op, in fp32 (fp64 for fp64 inputs)."""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.row_stats import RowStats
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def part_sizes(stats: RowStats) -> torch.Tensor:
+    """`[parts]` fp64: channels of each part."""
+    per_length = -(-stats.length // stats.width)
+    part = torch.arange(stats.parts, device=stats.partials.device) % per_length
+    return (stats.length - part * stats.width).clamp(max=stats.width).double()
+
+
+def moments(stats: RowStats, rows: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, 1 / sqrt(var + eps)), each `[rows, 1]` fp64, merged from partial moments."""
+    size = part_sizes(stats)
+    part_mean, part_m2 = stats.partials[:rows].double().unbind(-1)
+    mean = (part_mean * size).sum(1, keepdim=True) / size.sum()
+    m2 = (part_m2 + size * (part_mean - mean) ** 2).sum(1, keepdim=True)
+    return mean, torch.rsqrt(m2 / size.sum() + eps)
+
+
+def store_moments(y: torch.Tensor, stats: RowStats) -> None:
+    """Writes the partial moments of the rows of `y` `[rows, length]`."""
+    for part, columns in enumerate(_wide(y).split(stats.width, dim=1)):
+        mean = columns.mean(1)
+        stats.partials[: y.shape[0], part, 0] = mean
+        stats.partials[: y.shape[0], part, 1] = ((columns - mean[:, None]) ** 2).sum(1)
+
+
+def _norm(acc: torch.Tensor, norm: NormFold) -> torch.Tensor:
+    assert norm.stats is not None and norm.colsum is not None, "a norm fold needs stats and colsum"
+    mean, rstd = (m.to(acc.dtype) for m in moments(norm.stats, acc.shape[0], norm.eps))
+    return rstd * (acc - mean * norm.colsum.to(acc.dtype))
+
+
+def _taps(acc: torch.Tensor, taps: Taps) -> torch.Tensor:
+    assert taps.table is not None and taps.index is not None and taps.weight is not None, "taps need all three"
+    rows = acc.shape[0]
+    picked = taps.table.to(acc.dtype)[taps.index[:rows].long()]  # [rows, taps, N]
+    return acc + (picked * taps.weight[:rows, :, None].to(acc.dtype)).sum(1)
+
+
+def _rope(acc: torch.Tensor, rope: Rope) -> torch.Tensor:
+    assert rope.table is not None, "rope needs a table"
+    cos, sin = rope.table[: acc.shape[0]].to(acc.dtype).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
+    a, b = rearrange(acc[:, : rope.cols], "t (h p two) -> two t h p", two=2, p=cos.shape[-1])
+    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([rearrange(turned, "t h p two -> t (h p two)"), acc[:, rope.cols :]], dim=1)
+
+
+def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if activation == "gelu":
+        return F.gelu(x)
+    if activation == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    return x
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    epilogue: Epilogue,
+    config: LinearConfig,
+) -> torch.Tensor:
+    """See `fusedvit.kernels.linear.linear`. `config` only sets the width of the statistics' parts."""
+    e, rows = epilogue, int(num_rows)
+    acc = _wide(x[:rows]) @ _wide(weight).T
+    if e.norm is not None:
+        acc = _norm(acc, e.norm)
+    if e.bias is not None:
+        acc = acc + e.bias.to(acc.dtype)
+    if e.taps is not None:
+        acc = _taps(acc, e.taps)
+    if e.rope is not None:
+        acc = _rope(acc, e.rope)
+    acc = _activate(acc, e.activation)
+    if e.residual is not None:
+        acc = acc + e.residual[:rows].to(acc.dtype)
+    out[:rows] = acc.to(out.dtype)
+    if e.stats is not None:
+        store_moments(out[:rows], e.stats)
+    return out
