@@ -1,12 +1,10 @@
-"""Pictures and videos as a vision tower takes them: decoded within limits, then through Hugging Face's processors.
+"""Pictures and videos, decoded within limits, for the command line and the benchmarks; the encoder decodes nothing.
 
-    file -> Media (uint8 frames) -> VisionInput (pixel_values [P, C*tp*p*p], grid_thw [1, 3])
-
-Used by the command line and the benchmarks only: the encoder itself decodes nothing. Decoders are handed files by their
-suffix's format alone, never by guess, so that a playlist posing as a video cannot make FFmpeg open anything else.
+A decoder is chosen by the file's suffix alone, never by guess, so that a playlist posing as a video cannot make FFmpeg
+open anything else.
 """
 
-# ruff: noqa: PLC0415  Pillow, PyAV and transformers are imported where they are used: none is needed to say --help
+# ruff: noqa: PLC0415  Pillow and PyAV are imported where they are used: none is needed to say --help
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from einops import rearrange
 
 ASSETS = Path(__file__).parent / "assets"
 SAMPLE_IMAGE = ASSETS / "grace_hopper.jpg"
@@ -45,19 +41,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class PatchLayout:
-    """How a tower wants its pixels: patch geometry, normalisation, and the size (per frame) that it is resized into."""
-
-    patch_size: int = 16
-    temporal_patch_size: int = 2
-    merge_size: int = 2
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    min_pixels: int = 64 * 64
-    max_pixels: int = 1024 * 1024
-
-
-@dataclass(frozen=True)
 class Media:
     """A decoded picture (one frame) or video. frames: uint8 [F, H, W, 3]; source_frames: how many the file holds."""
 
@@ -65,14 +48,6 @@ class Media:
     kind: str  # "image" or "video"
     frames: np.ndarray
     source_frames: int
-
-
-@dataclass(frozen=True)
-class VisionInput:
-    """One item for a tower: pixel_values float32 [P, C*tp*p*p] in merge-block order, grid_thw int64 [1, 3]."""
-
-    pixel_values: torch.Tensor
-    grid_thw: torch.Tensor
 
 
 def load(path: str | Path, frames: int = 8, limits: Limits | None = None) -> Media:
@@ -98,83 +73,6 @@ def load(path: str | Path, frames: int = 8, limits: Limits | None = None) -> Med
         raise MediaError(f"{name}: at least 1 frame must be sampled, got {frames}")
     kept, total = _decode_video(path, name, frames, limits)
     return Media(name, "video", kept, total)
-
-
-def prepare(media: Media, layout: PatchLayout) -> VisionInput:
-    """Resize, normalise and patchify through Hugging Face's processors (without torchvision: the image processor's)."""
-    if media.kind == "image":
-        batch = _image_processor(layout)(images=_as_pictures(media.frames), return_tensors="pt")
-        return VisionInput(batch["pixel_values"].float(), batch["image_grid_thw"].long())
-    frames = _pad_frames(media.frames, layout.temporal_patch_size)
-    from transformers.utils import is_torchvision_available
-
-    return _video_processor_rows(frames, layout) if is_torchvision_available() else rows_from_frames(frames, layout)
-
-
-def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
-    """A video's patches by way of the image processor, which repeats a still `tp` times along time.
-
-    frames: uint8 [F, H, W, 3] with F a multiple of the layout's temporal_patch_size (tp). Each run of tp stills gives
-    one grid row in time: what was repeated is dropped, and the stills take its place.
-    """
-    batch = _image_processor(layout)(images=_as_pictures(frames), return_tensors="pt")
-    _, height, width = batch["image_grid_thw"][0].tolist()
-    repeat = layout.temporal_patch_size
-    stills = rearrange(
-        batch["pixel_values"].float(),
-        "(t tp n) (c repeat p) -> t tp n c repeat p",
-        tp=repeat,
-        n=height * width,
-        repeat=repeat,
-        p=layout.patch_size**2,
-    )
-    rows = rearrange(stills[..., 0, :], "t tp n c p -> (t n) (c tp p)")
-    return VisionInput(rows.contiguous(), torch.tensor([[len(frames) // repeat, height, width]]))
-
-
-def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
-    from transformers import Qwen3VLVideoProcessor
-
-    # this processor's limits are for the whole clip, ours for a frame
-    size = {"shortest_edge": layout.min_pixels * len(frames), "longest_edge": layout.max_pixels * len(frames)}
-    processor = Qwen3VLVideoProcessor(
-        size=size, do_sample_frames=False, cap_pixels_per_frame=False, **_processor_arguments(layout)
-    )
-    clip = rearrange(torch.from_numpy(frames), "f h w c -> f c h w")
-    batch = processor(videos=[clip], return_tensors="pt")
-    return VisionInput(batch["pixel_values_videos"].float(), batch["video_grid_thw"].long())
-
-
-def _image_processor(layout: PatchLayout) -> Any:
-    from transformers.utils import is_torchvision_available
-
-    if is_torchvision_available():
-        from transformers import Qwen2VLImageProcessor as Processor
-    else:
-        from transformers import Qwen2VLImageProcessorPil as Processor
-    size = {"shortest_edge": layout.min_pixels, "longest_edge": layout.max_pixels}
-    return Processor(size=size, **_processor_arguments(layout))
-
-
-def _processor_arguments(layout: PatchLayout) -> dict[str, Any]:
-    return {
-        "patch_size": layout.patch_size,
-        "temporal_patch_size": layout.temporal_patch_size,
-        "merge_size": layout.merge_size,
-        "image_mean": list(layout.mean),
-        "image_std": list(layout.std),
-    }
-
-
-def _as_pictures(frames: np.ndarray) -> list[Any]:
-    from PIL import Image
-
-    return [Image.fromarray(frame) for frame in frames]  # a picture's channel axis is never guessed at
-
-
-def _pad_frames(frames: np.ndarray, multiple: int) -> np.ndarray:
-    missing = -len(frames) % multiple
-    return np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)]) if missing else frames
 
 
 def _decode_image(path: Path, name: str, limits: Limits) -> np.ndarray:

@@ -9,19 +9,8 @@ import pytest
 import torch
 from einops import rearrange
 
-from fusedvit.media import (
-    ASSETS,
-    SAMPLE_IMAGE,
-    SAMPLE_VIDEO,
-    Limits,
-    Media,
-    MediaError,
-    MediaTooLarge,
-    PatchLayout,
-    load,
-    prepare,
-    rows_from_frames,
-)
+from fusedvit.cli.processors import PatchLayout, prepare, rows_from_frames
+from fusedvit.media import ASSETS, SAMPLE_IMAGE, SAMPLE_VIDEO, Limits, Media, MediaError, MediaTooLarge, load
 
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")

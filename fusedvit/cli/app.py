@@ -1,0 +1,79 @@
+"""The `fusedvit` command."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from fusedvit.cli import demo as demo_command
+from fusedvit.cli import demo_report, documents, environment, picture
+from fusedvit.errors import UnsupportedModel
+from fusedvit.media import MediaError
+
+app = typer.Typer(
+    name="fusedvit",
+    help="Fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,  # locals would print tensors and paths
+)
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write everything to a JSON file as well.")]
+
+
+@app.command()
+def demo(
+    media: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[IMAGE|VIDEO]...", help="Left out: a photograph and a video that we ship."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_ID", help="A checkpoint to take the tower from; else random weights.")
+    ] = None,
+    plot: Annotated[Path, typer.Option(metavar="PATH", help="Where the picture goes.")] = Path("demo.png"),
+    json: Json = None,
+) -> None:
+    """Run the original and the fused tower on real media, side by side. Exits with 1 where they differ."""
+    console = Console()
+    logging.getLogger("fusedvit").setLevel(logging.ERROR)  # what it would warn of is in the report
+    try:
+        files = demo_command.load_media(media or [])
+        found = _with_progress(lambda step: demo_command.run(files, model, step))
+    except (MediaError, UnsupportedModel) as error:
+        Console(stderr=True).print(f"[red]{escape(str(error))}[/]")
+        raise typer.Exit(2) from None
+    picture.draw(found, files, plot)
+    if json:
+        documents.write({**documents.plain(found), "passed": found.passed}, json)
+    demo_report.show(found, console)
+    console.print(f"picture: {escape(str(plot))}" + (f", document: {escape(str(json))}" if json else ""))
+    raise typer.Exit(0 if found.passed else 1)
+
+
+@app.command()
+def env(json: Json = None) -> None:
+    """Show the versions and GPUs that fusedvit sees."""
+    found = environment.collect()
+    environment.show(found, Console())
+    if json:
+        documents.write(found, json)
+
+
+def _with_progress(work: demo_command.Work) -> demo_command.Demo:
+    """Run `work` beside a line that says what it is doing, on stderr and gone afterwards."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting")
+        return work(lambda text: progress.update(task, description=escape(text)))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Results as JSON documents: plain values, valid JSON, written in one go."""
+
+import json
+import math
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """`value` with dataclasses as dicts, tuples as lists, paths as text; nan and inf, which JSON lacks, as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def write(document: Any, path: Path) -> None:
+    """Write `document` to `path`, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(plain(document), indent=2, allow_nan=False) + "\n", encoding="utf-8")

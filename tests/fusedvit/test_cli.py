@@ -1,0 +1,184 @@
+"""The command line, run for real: what it prints, writes and exits with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("transformers")
+
+from typer.testing import CliRunner  # noqa: E402
+
+import fusedvit  # noqa: E402
+from fusedvit.cli import demo, documents, kernel_checks, picture, towers  # noqa: E402
+from fusedvit.cli.app import app  # noqa: E402
+from fusedvit.cli.measure import latency, operators  # noqa: E402
+from fusedvit.cli.weights import cast_parameters_, random_weights_  # noqa: E402
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No subprocesses, and no more than the fewest rounds of timing."""
+    monkeypatch.setattr(kernel_checks, "run", lambda step: [])
+    monkeypatch.setattr(demo, "latency", lambda calls, device: latency(calls, device, seconds=0))
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "photo.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+def _demo(folder: Path, *arguments: str | Path) -> tuple[Any, dict[str, Any]]:
+    outputs = ["--json", str(folder / "out" / "demo.json"), "--plot", str(folder / "out" / "demo.png")]
+    result = RUNNER.invoke(app, ["demo", *map(str, arguments), *outputs])
+    written = folder / "out" / "demo.json"
+    return result, json.loads(written.read_text()) if written.exists() else {}
+
+
+@pytest.mark.usefixtures("quick")
+def test_demo_on_the_shipped_media(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    result, document = _demo(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert document["passed"] is True
+    calls = {call["name"]: call for call in document["calls"]}
+    assert list(calls) == ["grace_hopper.jpg", "big_buck_bunny.mp4", "all in one call"]
+    assert calls["all in one call"]["grid_thw"] == [[1, 38, 32], [4, 12, 20]]
+    for call in calls.values():
+        outputs = [parity["output"] for parity in call["parity"]]
+        assert outputs[0] == "pooler_output" and "deepstack_features[1]" in outputs
+        assert all(parity["comparison"]["max_pt"] > 0 for parity in call["parity"])
+        assert call["latency_ms"]["fused"]["rounds"] >= 5
+        assert (call["operators"] or call["launches"])["fused"]
+    assert [bad["error"] for bad in document["bad_inputs"]] == ["ValueError", "ValueError", "TypeError"]
+    assert "passed" in result.output and "Traceback" not in result.output
+    assert Image.open(tmp_path / "out" / "demo.png").size[0] > 1000
+
+
+@pytest.mark.usefixtures("quick")
+def test_demo_fails_when_the_answers_differ(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fusedvit.fuse
+
+    def fuse_another(model: nn.Module) -> Any:
+        with torch.no_grad():
+            model.get_parameter("blocks.0.mlp.linear_fc2.bias").mul_(1.01)
+        return real(model)
+
+    monkeypatch.setattr(fusedvit, "fuse", fuse_another)
+    result, document = _demo(tmp_path, photo)
+    assert result.exit_code == 1, result.output
+    assert document["passed"] is False and document["spread"]["failures"] > 0
+    assert "failed" in result.output and "max error" in result.output
+
+
+@pytest.mark.usefixtures("quick")
+def test_demo_on_a_checkpoint(tmp_path: Path, photo: Path) -> None:
+    """A whole model from disk, as AutoModelForImageTextToText loads it; its tower is found and fused in place."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    text = {"num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 2, "head_dim": 48, "vocab_size": 64}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [8, 8, 8], "rope_theta": 1e4}
+    config = Qwen3VLConfig(text_config=text, vision_config=dict(towers.TINY))
+    model = Qwen3VLForConditionalGeneration(config)
+    random_weights_(model)
+    model.save_pretrained(tmp_path / "model")
+    result, document = _demo(tmp_path, photo, photo, "--model", tmp_path / "model")
+    assert result.exit_code == 0, result.output
+    assert document["tower"] == str(tmp_path / "model")
+    assert [call["name"] for call in document["calls"]] == ["photo.png", "another photo.png", "all in one call"]
+
+
+def test_demo_refuses_files_in_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    result, document = _demo(tmp_path, broken)
+    assert result.exit_code == 2 and not document
+    assert "broken.png: does not decode as png" in result.output.replace("\n", " ")
+    assert "Traceback" not in result.output
+
+
+def test_env_names_versions(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["env", "--json", str(tmp_path / "env.json")])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "env.json").read_text())
+    assert found["packages"]["torch"] in result.output
+    assert found["fusedvit"] == fusedvit.__version__
+    assert len(found["gpus"]) == torch.cuda.device_count()
+
+
+def test_help_imports_no_transformers() -> None:
+    code = (
+        "import sys; from fusedvit.cli.app import app; "
+        "slow = {'transformers', 'matplotlib', 'av', 'PIL', 'triton'} & set(sys.modules); assert not slow, slow; app()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout and "env" in done.stdout
+
+
+def test_one_block_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    check = kernel_checks.interpreted_block()
+    assert check.passed, check.detail
+    assert set(check.values) == {"pooler_output", "last_hidden_state", "deepstack_features[0]"}
+
+
+def test_a_check_that_cannot_run_fails() -> None:
+    found, complaint = kernel_checks._json_of(["fusedvit.nothing_of_this_name"], {})
+    assert found is None and "nothing_of_this_name" in complaint
+
+
+def test_random_weights_leave_nothing_idle() -> None:
+    first, second = (towers.random_tower(torch.device("cpu"), seed=3).module for _ in range(2))
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert a.std() > 0 and a.abs().max() < 8, name
+    assert abs(first.get_parameter("blocks.0.norm1.weight").mean() - 1) < 0.1
+    assert abs(first.get_parameter("merger.norm.weight").mean() - 1) < 0.1
+
+
+def test_cast_leaves_rotary_frequencies() -> None:
+    tower = towers.random_tower(torch.device("cpu")).module
+    before = [buffer.clone() for buffer in tower.buffers()]
+    cast_parameters_(tower, torch.bfloat16)
+    assert {p.dtype for p in tower.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, tower.buffers(), strict=True))
+
+
+def test_operator_count_leaves_out_views_and_allocations() -> None:
+    x = torch.randn(4, 6)
+    assert operators(lambda: x.t().reshape(2, 12).flatten()[None]) == 1  # the reshape copies
+    assert operators(lambda: x.view(24)[3:].detach()) == 0
+    assert operators(lambda: torch.empty(3).add_(1)) == 1
+    assert operators(lambda: torch.nn.functional.layer_norm(x, (6,)) + x) == 2
+
+
+def test_documents_are_valid_json(tmp_path: Path) -> None:
+    found = documents.plain({"a": (1.5, float("inf")), "b": Path("x"), 3: torch.float32, "c": None})
+    assert found == {"a": [1.5, "inf"], "b": "x", "3": "torch.float32", "c": None}
+    documents.write(found, tmp_path / "new" / "x.json")
+    assert json.loads((tmp_path / "new" / "x.json").read_text()) == found
+
+
+def test_tower_finder_wants_grid_thw() -> None:
+    with pytest.raises(ValueError, match="Sequential holds no vision tower"):
+        towers.find_tower(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_long_names_are_shortened() -> None:
+    assert picture._shorten("a" * 18) == "a" * 18
+    assert len(picture._shorten("a" * 40)) < 20
