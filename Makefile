@@ -34,6 +34,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider
 OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
 TYPED := $(VENV)/typed
+DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 HF_TESTS = $(wildcard tests/fusedvit/test_hf_*.py)
 
@@ -61,7 +62,8 @@ $(OLDER)/.ready: $(SETUP)
 	@touch $@
 
 demo: $(SETUP)
-	$(PY) -m fusedvit.cli.app demo
+	@mkdir -p $(DEMO)
+	$(PY) -m fusedvit.cli.app demo --plot $(DEMO)/demo.png --json $(DEMO)/demo.json
 
 test: lint test-cpu $(TEST_HF) aot $(if $(HAS_GPU),test-gpu)
 
@@ -85,11 +87,11 @@ test-hf: $(OLDER)/.ready
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
 
-# Every kernel compiled ahead of time for the GPUs we name; needs none.
+# Kernels compiled ahead of time, which needs no GPU: what an H200 launches in bf16. aot-matrix compiles everything.
 aot: $(SETUP)
-	$(PY) -m fusedvit.kernels.aot --jobs $(JOBS)
+	$(PY) -m fusedvit.aot --arch 90 --dtype bf16 --jobs $(JOBS)
 
-# The same on the oldest Triton of our range and on its newest release.
+# Every kernel, configuration and architecture on the oldest Triton of our range and on its newest release.
 aot-matrix: $(SETUP)
 	@set -e; \
 	newest=$$($(PY) -m pip index versions triton $(PIP_ARGS) 2>/dev/null \
@@ -99,9 +101,9 @@ aot-matrix: $(SETUP)
 	    [ -e $$folder/.ready ] || $(PIP) --no-deps --upgrade --target $$folder triton==$$version; \
 	    touch $$folder/.ready; \
 	    echo "kernels on Triton $$version"; \
-	    PYTHONPATH=$$folder $(PY) -m fusedvit.kernels.aot --jobs $(JOBS); \
+	    PYTHONPATH=$$folder $(PY) -m fusedvit.aot --jobs $(JOBS); \
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""fusedvit: fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models.
+"""fusedvit: fused Triton kernels for the vision towers of Hugging Face models.
 
 Importing this package imports neither torch, triton nor transformers: the public names are loaded when first used.
 """
