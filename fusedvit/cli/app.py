@@ -43,7 +43,7 @@ def demo(
     try:
         files = demo_command.load_media(media or [])
         found = _with_progress(lambda step: demo_command.run(files, model, step))
-    except (MediaError, UnsupportedModel) as error:
+    except (MediaError, UnsupportedModel, OSError) as error:  # OSError: no such checkpoint
         Console(stderr=True).print(f"[red]{escape(str(error))}[/]")
         raise typer.Exit(2) from None
     picture.draw(found, files, plot)

@@ -113,14 +113,14 @@ def load_media(paths: Sequence[Path]) -> list[Media]:
 
 
 def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
-    """Compare both towers on `media`: each alone, and all in one call. `step` is told what happens next."""
+    """Compare both towers on `media`: each alone, and all at once. `step` is told what happens next."""
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     step("building the tower")
     tower = checkpoint_tower(model_id, device) if model_id else random_tower(device)
     inputs = {item.name: prepare(item, tower.layout) for item in media}
     if len(inputs) > 1:
-        inputs["all in one call"] = _together(list(inputs.values()))
+        inputs["all at once"] = _together(list(inputs.values()))
     inputs = {name: _placed(item, tower.dtype, device) for name, item in inputs.items()}
     step("fusing")
     original = copy.deepcopy(tower.module)

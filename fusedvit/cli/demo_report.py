@@ -8,6 +8,7 @@ from rich.table import Table
 
 from fusedvit.cli.demo import CallResult, Demo
 from fusedvit.cli.environment import device_name
+from fusedvit.cli.names import shorten, stem
 from fusedvit.tolerance import FACTOR_MAX, FACTOR_RMS
 
 WHAT_A_GPU_ADDS = (
@@ -41,7 +42,7 @@ def _parity_table(demo: Demo) -> Table:
     for name in ("fused", "original", "max ratio", "rms ratio", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for call in demo.calls:
-        table.add_row(f"[bold]{escape(call.name)}[/]")
+        table.add_row(f"[bold]{escape(shorten(call.name, 25))}[/]")
         for parity in call.parity:
             c = parity.comparison
             errors = f"{c.max_ours:.2e}", f"{c.max_pt:.2e}", f"{c.ratio_max:.2f}", f"{c.ratio_rms:.2f}"
@@ -72,9 +73,7 @@ def _cost_table(demo: Demo) -> Table:
         before, after = call.latency_ms["original"].median, call.latency_ms["fused"].median
         grid = ", ".join(map(str, call.grid_thw[0])) if len(call.grid_thw) == 1 else f"{len(call.grid_thw)} items"
         times = f"{before:.2f} → {after:.2f}", f"{before / after:.2f}x"
-        table.add_row(
-            escape(call.name.rpartition(".")[0] or call.name), grid, str(call.patches), *times, *_counts(call)
-        )
+        table.add_row(escape(stem(call.name, 16)), grid, str(call.patches), *times, *_counts(call))
     return table
 
 

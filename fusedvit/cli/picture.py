@@ -9,6 +9,7 @@ import numpy as np
 
 from fusedvit.cli.demo import CallResult, Demo
 from fusedvit.cli.environment import device_name
+from fusedvit.cli.names import shorten, stem
 from fusedvit.media import Media
 from fusedvit.tolerance import FACTOR_MAX, FACTOR_RMS
 
@@ -83,7 +84,9 @@ def _draw_tiles(figure: Any, row: Any, tiles: Sequence[_Tile]) -> None:
         axes.grid(color="white", alpha=0.35, linewidth=0.5)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_title(tile.label, fontsize=8.5, loc="left")
+        room = max(6, int(165 * tile.aspect / sum(t.aspect for t in tiles)))  # characters
+        label = "\n".join(shorten(line, room) for line in tile.label.split("\n"))
+        axes.set_title(label, fontsize=8.5, loc="left")
 
 
 def _tiles(demo: Demo, media: Sequence[Media]) -> list[_Tile]:
@@ -97,16 +100,17 @@ def _tiles(demo: Demo, media: Sequence[Media]) -> list[_Tile]:
         room -= count - 1
         _, height, width = calls[item.name].grid_thw[0]
         for i, pick in enumerate(np.linspace(0, len(item.frames) - 1, count).round().astype(int)):
-            what = f"frame {pick + 1} of {len(item.frames)}" if item.kind == "video" else "image"
+            what = f"frame {pick + 1} of {len(item.frames)}" if item.kind == "video" else ""
             if i == 0:
-                what = f"{_shorten(item.name)}\n{what}, {calls[item.name].tokens} tokens"
+                tokens = f"{calls[item.name].tokens} tokens"
+                what = f"{item.name}\n{tokens}{', ' if what else ''}{what}"
             tiles.append(_Tile(item.frames[pick], height, width, what))
     return tiles
 
 
 def _draw_latency(axes: Any, calls: Sequence[CallResult]) -> None:
     sides = {side: [call.latency_ms[side].median for call in calls] for side in ("original", "fused")}
-    _bars(axes, calls, sides, "{:.1f}")
+    _bars(axes, calls, sides)
     axes.set_title("latency of a call, ms", loc="left", weight="bold")
     axes.legend(frameon=False, loc="upper left")
 
@@ -118,15 +122,16 @@ def _draw_counts(axes: Any, calls: Sequence[CallResult]) -> None:
     else:
         sides = {s: [(c.operators or {})[s] for c in calls] for s in ("original", "fused")}
         axes.set_title("torch operators per call", loc="left", weight="bold")
-    _bars(axes, calls, sides, "{:.0f}")
+    _bars(axes, calls, sides)
 
 
-def _bars(axes: Any, calls: Sequence[CallResult], sides: dict[str, list[Any]], form: str) -> None:
+def _bars(axes: Any, calls: Sequence[CallResult], sides: dict[str, list[Any]]) -> None:
     positions = np.arange(len(calls))
     for offset, colour, (side, values) in zip((-0.2, 0.2), (GREY, BLUE), sides.items(), strict=True):
         bars = axes.bar(positions + offset, values, 0.38, color=colour, label=side)
-        axes.bar_label(bars, labels=[form.format(v) for v in values], padding=2, fontsize=8)
-    axes.set_xticks(positions, labels=[_shorten(call.name.rpartition(".")[0] or call.name) for call in calls])
+        texts = [f"{v:.1f}" if v < 100 and v % 1 else f"{v:.0f}" for v in values]
+        axes.bar_label(bars, labels=texts, padding=2, fontsize=_size(calls) - 1)
+    axes.set_xticks(positions, labels=_labels(calls), fontsize=_size(calls))
     axes.margins(y=0.22)
 
 
@@ -139,12 +144,16 @@ def _draw_ratios(axes: Any, calls: Sequence[CallResult]) -> None:
         axes.axhline(limit, color=colour, linewidth=1, linestyle="--")
         axes.text(len(calls) - 0.5, limit, f"limit, {label} ", ha="right", va="bottom", fontsize=8, color=colour)
     axes.axhline(1, color=GREY, linewidth=1)
-    axes.set_xticks(range(len(calls)), labels=[_shorten(call.name.rpartition(".")[0] or call.name) for call in calls])
+    axes.set_xticks(range(len(calls)), labels=_labels(calls), fontsize=_size(calls))
     axes.set_xlim(-0.5, len(calls) - 0.5)
     axes.set_ylim(0, max(FACTOR_MAX * 1.15, axes.get_ylim()[1]))
     axes.set_title("error, fused / original", loc="left", weight="bold")
     axes.legend(frameon=False, loc="lower left", ncols=2)
 
 
-def _shorten(name: str) -> str:
-    return name if len(name) <= 18 else f"{name[:8]}…{name[-8:]}"
+def _labels(calls: Sequence[CallResult]) -> list[str]:
+    return [stem(call.name, max(6, 52 // len(calls))) for call in calls]
+
+
+def _size(calls: Sequence[CallResult]) -> int:
+    return 9 if len(calls) <= 3 else 7

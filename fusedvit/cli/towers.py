@@ -9,6 +9,7 @@ from torch import nn
 
 from fusedvit.cli.processors import PatchLayout
 from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.errors import UnsupportedModel
 
 QWEN3_VL_8B: dict[str, Any] = {
     "depth": 27,
@@ -72,7 +73,7 @@ def checkpoint_tower(model_id: str, device: torch.device) -> Tower:
     """The tower of a checkpoint (a folder or a hub name), loaded as its users load it.
 
     Raises:
-        ValueError: the model holds no module that takes `grid_thw`.
+        UnsupportedModel: the model holds no module that takes `grid_thw`.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -82,9 +83,13 @@ def checkpoint_tower(model_id: str, device: torch.device) -> Tower:
 
 
 def find_tower(model: nn.Module) -> nn.Module:
-    """The outermost module called `visual` or `vision_...` whose forward takes `grid_thw`."""
+    """The outermost module called `visual` or `vision_...` whose forward takes `grid_thw`.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if name.startswith(("visual", "vision_")) and "grid_thw" in inspect.signature(module.forward).parameters:
             return module
-    raise ValueError(f"{type(model).__name__} holds no vision tower that takes grid_thw")
+    raise UnsupportedModel(f"{type(model).__name__} holds no vision tower that takes grid_thw")

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
-from fusedvit.cli import demo, documents, kernel_checks, picture, towers  # noqa: E402
+from fusedvit.cli import demo, documents, kernel_checks, names, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.measure import latency, operators  # noqa: E402
 from fusedvit.cli.weights import cast_parameters_, random_weights_  # noqa: E402
@@ -55,8 +55,8 @@ def test_demo_on_the_shipped_media(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert document["passed"] is True
     calls = {call["name"]: call for call in document["calls"]}
-    assert list(calls) == ["grace_hopper.jpg", "big_buck_bunny.mp4", "all in one call"]
-    assert calls["all in one call"]["grid_thw"] == [[1, 38, 32], [4, 12, 20]]
+    assert list(calls) == ["grace_hopper.jpg", "big_buck_bunny.mp4", "all at once"]
+    assert calls["all at once"]["grid_thw"] == [[1, 38, 32], [4, 12, 20]]
     for call in calls.values():
         outputs = [parity["output"] for parity in call["parity"]]
         assert outputs[0] == "pooler_output" and "deepstack_features[1]" in outputs
@@ -99,7 +99,7 @@ def test_demo_on_a_checkpoint(tmp_path: Path, photo: Path) -> None:
     result, document = _demo(tmp_path, photo, photo, "--model", tmp_path / "model")
     assert result.exit_code == 0, result.output
     assert document["tower"] == str(tmp_path / "model")
-    assert [call["name"] for call in document["calls"]] == ["photo.png", "another photo.png", "all in one call"]
+    assert [call["name"] for call in document["calls"]] == ["photo.png", "another photo.png", "all at once"]
 
 
 def test_demo_refuses_files_in_one_line(tmp_path: Path) -> None:
@@ -175,10 +175,19 @@ def test_documents_are_valid_json(tmp_path: Path) -> None:
 
 
 def test_tower_finder_wants_grid_thw() -> None:
-    with pytest.raises(ValueError, match="Sequential holds no vision tower"):
+    with pytest.raises(fusedvit.UnsupportedModel, match="Sequential holds no vision tower"):
         towers.find_tower(nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_long_names_are_shortened() -> None:
-    assert picture._shorten("a" * 18) == "a" * 18
-    assert len(picture._shorten("a" * 40)) < 20
+@pytest.mark.parametrize("room", [4, 5, 18])
+def test_long_names_are_cut_in_the_middle(room: int) -> None:
+    assert names.shorten("a" * room, room) == "a" * room
+    cut = names.shorten("begin" + "a" * 40 + "end", room)
+    assert len(cut) == room and cut[0] == "b" and cut[-1] == "d"
+    assert names.stem("photo.of.me.png", 20) == "photo.of.me" and names.stem("all in one", 20) == "all in one"
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path, photo: Path) -> None:
+    result, document = _demo(tmp_path, photo, "--model", tmp_path / "none")
+    assert result.exit_code == 2 and not document
+    assert "Traceback" not in result.output
