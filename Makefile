@@ -73,10 +73,11 @@ ruff: $(SETUP)
 	$(PY) -m ruff check .
 
 # mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package.
+# No cache: read back from one, packages without an __init__.py lose their modules.
 mypy: $(SETUP)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedvit
 	@ln -s $(CURDIR)/fusedvit/* $(CURDIR)/kernels $(CURDIR)/graphs $(CURDIR)/bench $(TYPED)/fusedvit/
-	MYPYPATH=$(TYPED) $(PY) -m mypy -p fusedvit
+	MYPYPATH=$(TYPED) $(PY) -m mypy --cache-dir=/dev/null -p fusedvit
 
 test-cpu: $(SETUP)
 	$(PYTEST) -n $(JOBS) $(if $(HAS_GPU),-m "not gpu")
