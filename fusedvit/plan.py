@@ -35,14 +35,18 @@ def plan_for(spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target) 
     rows = budget(tokens)
     merged = max(1, rows // spec.merge_unit)
     c = spec.hidden_size
+
+    def linear(n: int, k: int, *, heavy: bool = False, rows: int = rows) -> LinearConfig:
+        return linear_config(rows, n, k, dtype, target, heavy_epilogue=heavy)
+
     return EncoderPlan(
-        patch=linear_config(rows, c, dtype, target, wide_epilogue=True),
-        qkv=linear_config(rows, 3 * c, dtype, target, wide_epilogue=True),
+        patch=linear(c, spec.patch_width, heavy=True),
+        qkv=linear(3 * c, c, heavy=True),
         attention=attention_config(rows, spec.num_heads, spec.head_dim, dtype, target),
-        proj=linear_config(rows, c, dtype, target),
-        fc1=linear_config(rows, spec.intermediate_size, dtype, target),
-        fc2=linear_config(rows, c, dtype, target),
-        merger_fc1=linear_config(merged, spec.merged_size, dtype, target, wide_epilogue=True),
-        merger_fc2=linear_config(merged, spec.out_size, dtype, target),
+        proj=linear(c, c, heavy=True),
+        fc1=linear(spec.intermediate_size, c, heavy=spec.activation == "gelu"),
+        fc2=linear(c, spec.intermediate_size, heavy=True),
+        merger_fc1=linear(spec.merged_size, spec.merged_size, heavy=True, rows=merged),
+        merger_fc2=linear(spec.out_size, spec.merged_size, rows=merged),
         max_programs=4 * target.num_sms,
     )

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -29,6 +30,7 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl")
 
 
@@ -126,6 +128,8 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     if capability == 90 and _wants_tensor_cores(launch) and not (wgmma and bulk):
         problems.append(f"expected wgmma and bulk copies, got {wgmma} and {bulk}")
     problems += narrow_row_offsets(built.asm["ttir"])
+    if capability == 90:
+        problems += rewritten_descriptors(_disassemble(built.asm["cubin"]))
     return Compiled(launch.describe(), capability, registers, spills, shared, wgmma, bulk, tuple(problems))
 
 
@@ -147,13 +151,10 @@ def _wants_tensor_cores(launch: Launch) -> bool:
 def _ptxas(ptx: str, capability: int) -> str:
     """What ptxas -v says of `ptx`."""
     name = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-    version = "ptxas-blackwell" if capability >= 100 else "ptxas"
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    tool = tools / version if (tools / version).exists() else tools / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [str(tool), "-v", f"--gpu-name={name}", str(path), "-o", os.devnull]
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={name}", str(path), "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ptxas failed for {name}: {done.stderr[:2000]}")
@@ -161,6 +162,34 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 
 _CARRIES = ("arith.addi", "arith.subi", "tt.broadcast", "tt.expand_dims", "tt.splat", "tt.reshape", "arith.select")
+
+
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def rewritten_descriptors(sass: str) -> list[str]:
+    """Descriptors of a 16-wide product (A in registers) restored from ordinary registers behind its back.
+
+    ptxas 12.8 (Triton 3.6) does so in a chain of such products when it spills uniform registers; the hardware then
+    reads shared memory anywhere. Seen on an H200 as illegal accesses; ptxas 13.0 compiles the same code rightly.
+    """
+    problems = set()
+    held: range = range(0)
+    for line in sass.splitlines():
+        product = re.search(r"HGMMA\.64x16x16\.\S+ R\d+, R\d+, gdesc\[UR(\d+)\]", line)
+        restored = re.search(r"\*/\s+R2UR UR(\d+), R\d+", line)
+        if product is not None:
+            held = range(int(product.group(1)), int(product.group(1)) + 4)
+        elif "WARPGROUP" in line:
+            held = range(0)
+        elif restored is not None and int(restored.group(1)) in held:
+            problems.add(f"UR{restored.group(1)} restored behind an asynchronous 16-wide product")
+    return sorted(problems)
 
 
 HARMLESS_TENSOR, HARMLESS_SCALAR = 4, 256  # entries of small tables; a tile's or a head's first column

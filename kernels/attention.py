@@ -79,7 +79,7 @@ def _attention_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     num_tiles = tl.load(num_tiles_ptr)
-    for work in tl.range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0)):
+    for work in tl.range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0), num_stages=1):
         head = work // num_tiles  # neighbours in time share a head's keys, which stay in L2
         tile_ptr = tiles_ptr + 4 * (work % num_tiles)
         begin = tl.load(tile_ptr)
@@ -100,7 +100,7 @@ def _attention_kernel(
         m = tl.full([BLOCK_M], -float("inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
 
-        full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
+        full_end = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
         for j in tl.range(begin, full_end, BLOCK_N, num_stages=NUM_STAGES):
             s = _scores(q, q_tail, kv_desc, kv_tail_desc, j, col_k, TAIL, HEAD) * SCALE
             p, alpha, m, l = _softmax_step(s, m, l)
@@ -110,17 +110,23 @@ def _attention_kernel(
                 v_tail = kv_tail_desc.load([j, col_v + HEAD])
                 acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")
 
-        if full_end < end:  # the last, partial block: keys past the end belong to another frame and may be NaN
-            valid = full_end + tl.arange(0, BLOCK_N) < end
-            s = _scores(q, q_tail, kv_desc, kv_tail_desc, full_end, col_k, TAIL, HEAD) * SCALE
-            s = tl.where(valid[None, :], s, -float("inf"))
-            p, alpha, m, l = _softmax_step(s, m, l)
-            p = p.to(q.dtype)
-            v = tl.where(valid[:, None], kv_desc.load([full_end, col_v]), 0.0).to(q.dtype)
-            acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
-            if TAIL > 0:
-                v_tail = tl.where(valid[:, None], kv_tail_desc.load([full_end, col_v + HEAD]), 0.0).to(q.dtype)
-                acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")
+        # The last block, 1 to BLOCK_N keys. Keys past the end belong to another frame and may be NaN: their scores
+        # are masked and their values zeroed.
+        valid = full_end + tl.arange(0, BLOCK_N) < end
+        s = _scores(q, q_tail, kv_desc, kv_tail_desc, full_end, col_k, TAIL, HEAD) * SCALE
+        s = tl.where(valid[None, :], s, -float("inf"))
+        p, alpha, m, l = _softmax_step(s, m, l)
+        p = p.to(q.dtype)
+        v = tl.where(valid[:, None], kv_desc.load([full_end, col_v]), 0.0).to(q.dtype)
+        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+        if TAIL > 0:
+            # The tail of v goes through a HEAD-wide product here: ptxas 12.8 restores the descriptors of a chain of
+            # 16-wide ones while the hardware still reads them, which ends in wild shared-memory reads (aot.py looks
+            # for the pattern in the machine code).
+            keep = valid[:, None] & (tl.arange(0, HEAD) < TAIL)[None, :]
+            v_wide = tl.where(keep, kv_desc.load([full_end, col_v + HEAD]), 0.0).to(q.dtype)
+            wide = tl.dot(p, v_wide, input_precision="ieee")
+            acc_tail = acc_tail * alpha[:, None] + tl.sum(tl.reshape(wide, (BLOCK_M, HEAD // TAIL, TAIL)), 1)
 
         rows = row0 + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = rows < end
