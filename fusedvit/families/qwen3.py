@@ -61,7 +61,25 @@ def spec_without_deepstack(config: Any) -> VisionSpec:
     return replace(spec_from_config(config), deepstack=())
 
 
+# fusion_config={"patch_embeddings": True} makes the convolution a linear layer in memory
+_ALIASES = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
+
 FAMILIES = (
-    Family("Qwen3-VL", ("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"), spec_from_config, NAMES),
-    Family("Qwen3.5", ("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel"), spec_without_deepstack, NAMES),
+    Family(
+        name="Qwen3-VL",
+        class_names=("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"),
+        spec_from_config=spec_from_config,
+        names=NAMES,
+        output_class="BaseModelOutputWithDeepstackFeatures",
+        has_deepstack=True,
+        aliases=_ALIASES,
+    ),
+    Family(
+        name="Qwen3.5",
+        class_names=("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel"),
+        spec_from_config=spec_without_deepstack,
+        names=NAMES,
+        output_class="BaseModelOutputWithPooling",
+        aliases=_ALIASES,
+    ),
 )

@@ -1,11 +1,13 @@
 """What the encoder must know of a family of towers: a record, not an encoder."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import WeightNames
+from fusedvit.weights import TensorSource, WeightNames
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,20 @@ class Family:
         class_names: names of its tower classes in transformers.
         spec_from_config: a tower's `config` -> its spec; raises ValueError for numbers it cannot have.
         names: where its parameters are.
+        output_class: name of the record that its towers return, in their module.
+        has_deepstack: that record has `deepstack_features`.
+        aliases: parameter names as some loading options leave them -> as in `names`.
     """
 
     name: str
     class_names: tuple[str, ...]
     spec_from_config: Callable[[Any], VisionSpec]
     names: WeightNames
+    output_class: str
+    has_deepstack: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def source(self, parameters: Mapping[str, torch.Tensor]) -> TensorSource:
+        """Looks parameters up by the names of `names`."""
+        renamed = {self.aliases.get(name, name): tensor for name, tensor in parameters.items()}
+        return renamed.__getitem__

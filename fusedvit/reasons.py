@@ -1,0 +1,84 @@
+"""Why a call takes the original code: the names counted in `stats()`, and the checks that need only the call."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+GRADIENTS = "gradients"
+HIDDEN_STATES = "output_hidden_states"
+ATTENTIONS = "output_attentions"
+PRECOMPUTED = "precomputed metadata"
+UNKNOWN_ARGUMENTS = "unknown arguments"
+COMPILING = "compiling"
+CAPTURING = "capturing"
+AUTOCAST = "autocast"
+HOOKS = "hooks"
+MODIFIED = "modified modules"
+META = "meta parameters"
+DEVICES = "several devices"
+DTYPES = "several dtypes"
+UNSUPPORTED_DEVICE = "unsupported device"
+UNSUPPORTED_DTYPE = "unsupported dtype"
+
+ADVICE = {
+    GRADIENTS: "call it under torch.no_grad() or torch.inference_mode(), or freeze the tower's parameters",
+    HIDDEN_STATES: "the fused encoder keeps only the last hidden state",
+    ATTENTIONS: "the fused encoder never holds attention weights",
+    PRECOMPUTED: "the fused encoder builds its metadata from grid_thw",
+    UNKNOWN_ARGUMENTS: "the fused encoder takes pixel values and grid_thw",
+    COMPILING: "torch.compile and tracing see the original code",
+    CAPTURING: "pass grid_thw as a CPU tensor or a list inside a CUDA graph capture",
+    AUTOCAST: "load the tower in the dtype it should run in",
+    HOOKS: "a hook on an inner module would not fire in the fused encoder",
+    MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
+    META: "some parameters are offloaded",
+    DEVICES: "the tower's parameters lie on several devices",
+    DTYPES: "the tower's parameters have several dtypes",
+    UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",
+    UNSUPPORTED_DTYPE: "kernels take float32, float16 and bfloat16",
+}
+
+_PRECOMPUTED_NAMES = {
+    "cu_seqlens",
+    "cu_window_seqlens",
+    "interp_indices",
+    "interp_weights",
+    "max_seqlen",
+    "position_ids",
+    "window_index",
+}
+_HARMLESS_NAMES = {"return_dict", "use_cache"}
+
+
+def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra: Mapping[str, Any]) -> str | None:
+    """The first reason in the call itself, or None."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return COMPILING
+    reason = _reason_of_arguments(getattr(module, "config", None), extra)
+    if reason is not None:
+        return reason
+    if torch.is_grad_enabled() and _wants_grad(module, pixels):
+        return GRADIENTS
+    if isinstance(pixels, torch.Tensor) and torch.is_autocast_enabled(pixels.device.type):
+        return AUTOCAST
+    on_gpu = isinstance(grid, torch.Tensor) and grid.is_cuda
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return CAPTURING
+    return None
+
+
+def _reason_of_arguments(config: object, extra: Mapping[str, Any]) -> str | None:
+    for name in (HIDDEN_STATES, ATTENTIONS):
+        if extra.get(name, getattr(config, name, False)):
+            return name
+    given = {name for name, value in extra.items() if value is not None} - _HARMLESS_NAMES - {HIDDEN_STATES, ATTENTIONS}
+    if given & _PRECOMPUTED_NAMES:
+        return PRECOMPUTED
+    return UNKNOWN_ARGUMENTS if given else None
+
+
+def _wants_grad(module: torch.nn.Module, pixels: object) -> bool:
+    if isinstance(pixels, torch.Tensor) and pixels.requires_grad:
+        return True
+    return any(p.requires_grad for p in module.parameters())

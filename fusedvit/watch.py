@@ -1,0 +1,144 @@
+"""Notices when a tower is no longer what its prepared weights were made from.
+
+A `Snapshot` holds every place where a module or parameter hangs, so that a call compares identities, versions and
+pointers in a flat loop. What it cannot see (`param.data.copy_`) is left to the fingerprint.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit import reasons
+
+# Leaves whose arithmetic the fused encoder repeats; a subclass may do anything.
+PLAIN_LEAVES = (nn.Linear, nn.LayerNorm, nn.Conv3d, nn.Embedding)
+_CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
+_HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FINGERPRINTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter, where it hangs, and what it looked like."""
+
+    registry: dict[str, nn.Parameter | None]
+    name: str
+    parameter: nn.Parameter
+    version: int
+    pointer: int
+    dtype: torch.dtype
+
+    def unchanged(self) -> bool:
+        p = self.registry.get(self.name)
+        return (
+            p is self.parameter
+            and p.data_ptr() == self.pointer
+            and p.dtype == self.dtype
+            and _version(p) == self.version
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A tower's modules and parameters at one moment.
+
+    Attributes:
+        children: (registry, name, module) of every inner module.
+        instances: `__dict__` of every inner module, where a `forward` would shadow the class's.
+        hooks: hook registries of every inner module.
+        parameters: every parameter.
+    """
+
+    children: tuple[tuple[dict[str, Any], str, nn.Module], ...]
+    instances: tuple[dict[str, Any], ...]
+    hooks: tuple[dict[int, Any], ...]
+    parameters: tuple[_Parameter, ...]
+
+    @staticmethod
+    def of(tower: nn.Module) -> "Snapshot":
+        modules = list(tower.modules())
+        inner = modules[1:]
+        return Snapshot(
+            tuple((m._modules, name, child) for m in modules for name, child in m._modules.items() if child is not None),
+            tuple(m.__dict__ for m in inner),
+            tuple(getattr(m, name) for m in inner for name in _HOOK_REGISTRIES),
+            tuple(
+                _Parameter(m._parameters, name, p, _version(p), p.data_ptr(), p.dtype)
+                for m in modules
+                for name, p in m._parameters.items()
+                if p is not None
+            ),
+        )
+
+    def same_structure(self) -> bool:
+        """No inner module replaced, none with a `forward` of its own, no hook that would fire."""
+        return (
+            all(registry.get(name) is child for registry, name, child in self.children)
+            and not any("forward" in instance for instance in self.instances)
+            and not any(registry and _fires(registry) for registry in self.hooks)
+        )
+
+    def same_parameters(self) -> bool:
+        """Every parameter is the same object with the same pointer, dtype and version."""
+        return all(p.unchanged() for p in self.parameters)
+
+
+def _version(p: torch.Tensor) -> int:
+    return 0 if p.is_inference() else p._version
+
+
+def _fires(hooks: dict[int, Callable[..., Any]]) -> bool:
+    return any(_module_of(hook) != _CAPTURING_HOOKS for hook in hooks.values())
+
+
+def _module_of(hook: Callable[..., Any]) -> str | None:
+    return getattr(getattr(hook, "func", hook), "__module__", None)
+
+
+def reason_of_tower(tower: nn.Module) -> str | None:
+    """Why `tower` as it stands cannot run fused, or None."""
+    for name, module in tower.named_modules():
+        if name and any(_fires(getattr(module, registry)) for registry in _HOOK_REGISTRIES):
+            return reasons.HOOKS
+        if name and not _is_plain(module, tower):
+            return reasons.MODIFIED
+    return _reason_of_parameters(list(tower.parameters()))
+
+
+def _is_plain(module: nn.Module, tower: nn.Module) -> bool:
+    if "forward" in module.__dict__ or any(type(p) is not nn.Parameter for p in module._parameters.values() if p is not None):
+        return False
+    home = type(module).__module__
+    if module._parameters:
+        return type(module) in PLAIN_LEAVES
+    return home == type(tower).__module__ or home.startswith(("torch.nn.", "transformers."))
+
+
+def _reason_of_parameters(parameters: Sequence[torch.Tensor]) -> str | None:
+    if any(p.device.type == "meta" for p in parameters):
+        return reasons.META
+    devices, dtypes = {p.device for p in parameters}, {p.dtype for p in parameters}
+    if len(devices) > 1:
+        return reasons.DEVICES
+    if len(dtypes) > 1:
+        return reasons.DTYPES
+    device, dtype = next(iter(devices)), next(iter(dtypes))
+    if not _device_runs(device):
+        return reasons.UNSUPPORTED_DEVICE
+    supported = FINGERPRINTED if device.type == "cpu" else FINGERPRINTED[:3]
+    if dtype not in supported:
+        return reasons.UNSUPPORTED_DTYPE
+    return None if all(_is_dense(p) for p in parameters) else reasons.MODIFIED
+
+
+def _device_runs(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    return p.is_contiguous() or (p.ndim == 5 and p.is_contiguous(memory_format=torch.channels_last_3d))
