@@ -46,9 +46,8 @@ class VisionSpec:
 
     def __post_init__(self) -> None:
         if self.num_heads * self.head_dim != self.hidden_size:
-            raise ValueError(
-                f"hidden_size must be num_heads * head_dim, got {self.hidden_size} and {self.num_heads} * {self.head_dim}"
-            )
+            got = f"{self.hidden_size} and {self.num_heads} * {self.head_dim}"
+            raise ValueError(f"hidden_size must be num_heads * head_dim, got {got}")
         if self.head_dim % 4:
             raise ValueError(f"head_dim must be a multiple of 4 for 2-D rotary embedding, got {self.head_dim}")
         if self.activation not in ACTIVATIONS:

@@ -62,7 +62,7 @@ class Snapshot:
         modules = list(tower.modules())
         inner = modules[1:]
         return Snapshot(
-            tuple((m._modules, name, child) for m in modules for name, child in m._modules.items() if child is not None),
+            tuple((m._modules, name, c) for m in modules for name, c in m._modules.items() if c is not None),
             tuple(m.__dict__ for m in inner),
             tuple(getattr(m, name) for m in inner for name in _HOOK_REGISTRIES),
             tuple(
@@ -109,10 +109,11 @@ def reason_of_tower(tower: nn.Module) -> str | None:
 
 
 def _is_plain(module: nn.Module, tower: nn.Module) -> bool:
-    if "forward" in module.__dict__ or any(type(p) is not nn.Parameter for p in module._parameters.values() if p is not None):
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if "forward" in module.__dict__ or any(type(p) is not nn.Parameter for p in parameters):
         return False
     home = type(module).__module__
-    if module._parameters:
+    if parameters:
         return type(module) in PLAIN_LEAVES
     return home == type(tower).__module__ or home.startswith(("torch.nn.", "transformers."))
 
@@ -137,7 +138,9 @@ def _reason_of_parameters(parameters: Sequence[torch.Tensor]) -> str | None:
 def _device_runs(device: torch.device) -> bool:
     if device.type == "cpu":
         return True
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _is_dense(p: torch.Tensor) -> bool:

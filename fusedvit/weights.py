@@ -167,13 +167,9 @@ def _pitched(weight: torch.Tensor, own: bool = False) -> torch.Tensor:
 
     `own` says that the tensor is ours and contiguous already.
     """
-    step = ALIGNMENT // weight.element_size() or 1
+    step = ALIGNMENT // weight.element_size()
     aligned = weight.stride(-1) == 1 and weight.stride(0) % step == 0
-    if own or weight.device.type == "meta":
-        base_ok = True
-    else:
-        base_ok = weight.data_ptr() % ALIGNMENT == 0
-    if aligned and base_ok:
+    if aligned and (own or weight.data_ptr() % ALIGNMENT == 0):
         return weight
     pitch = -(-weight.shape[1] // step) * step
     padded = weight.new_zeros(weight.shape[0], pitch)[:, : weight.shape[1]]

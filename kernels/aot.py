@@ -1,10 +1,11 @@
-"""Ahead-of-time compilation of recorded launches, without a GPU: registers, spills, warnings, shared memory, row offsets.
+"""Recorded launches compiled ahead of time, without a GPU: registers, spills, warnings, shared memory, row offsets.
 
 `record` runs host code with every kernel launch noted instead of made (tensors may be on the meta device);
 `compile_launch` compiles one such launch for a compute capability and reports what the compilers said.
 """
 
-import os
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -17,8 +18,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -31,7 +31,7 @@ _TYPES = {
     torch.int64: "i64",
 }
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -117,23 +117,34 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
         {(names.index(k),): v for k, v in launch.constants},
         {(names.index(k),): [["tt.divisibility", 16]] for k in launch.aligned},
     )
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    built, said = _build(source, capability, dict(launch.options))
     ptx = built.asm["ptx"]
-    said = _ptxas(ptx, capability)
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=0)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
     shared = int(built.metadata.shared)
     wgmma, bulk = len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"cp\.async\.bulk\.tensor", ptx))
-    problems = _problems(launch, capability, said, spills, shared)
+    problems = _problems(capability, said, spills, shared)
     if capability == 90 and _wants_tensor_cores(launch) and not (wgmma and bulk):
         problems.append(f"expected wgmma and bulk copies, got {wgmma} and {bulk}")
     problems += narrow_row_offsets(built.asm["ttir"])
-    if capability == 90:
+    if capability == 90 and wgmma:
         problems += rewritten_descriptors(_disassemble(built.asm["cubin"]))
     return Compiled(launch.describe(), capability, registers, spills, shared, wgmma, bulk, tuple(problems))
 
 
-def _problems(launch: Launch, capability: int, said: str, spills: int, shared: int) -> list[str]:
+def _build(source: ASTSource, capability: int, options: dict[str, int]) -> tuple[CompiledKernel, str]:
+    """(compiled kernel, what ptxas -v said): Triton's own call of ptxas, whose flags differ between its versions."""
+    said = io.StringIO()
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        triton.knobs.compilation.always_compile = True  # a cached kernel comes without ptxas's words
+        triton.knobs.nvidia.dump_ptxas_log = True
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if "Used" not in said.getvalue():
+        raise RuntimeError(f"ptxas said nothing of its registers: {said.getvalue()[:500]!r}")
+    return built, said.getvalue()
+
+
+def _problems(capability: int, said: str, spills: int, shared: int) -> list[str]:
     problems = []
     if spills:
         problems.append(f"{spills} bytes of spill stores")
@@ -146,19 +157,6 @@ def _problems(launch: Launch, capability: int, said: str, spills: int, shared: i
 
 def _wants_tensor_cores(launch: Launch) -> bool:
     return any("tensordesc<bf16" in t or "tensordesc<fp16" in t for _, t in launch.signature)
-
-
-def _ptxas(ptx: str, capability: int) -> str:
-    """What ptxas -v says of `ptx`."""
-    name = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={name}", str(path), "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ptxas failed for {name}: {done.stderr[:2000]}")
-    return done.stderr + done.stdout
 
 
 _CARRIES = ("arith.addi", "arith.subi", "tt.broadcast", "tt.expand_dims", "tt.splat", "tt.reshape", "arith.select")
@@ -219,9 +217,7 @@ def narrow_row_offsets(ttir: str) -> list[str]:
     return sorted(set(problems))
 
 
-def _narrow_products(
-    name: str, ops: dict[str, tuple[str, list[str], str]], constants: dict[str, int]
-) -> list[str]:
+def _narrow_products(name: str, ops: dict[str, tuple[str, list[str], str]], constants: dict[str, int]) -> list[str]:
     op, operands, rest = ops.get(name, ("", [], ""))
     if op == "arith.muli" and "i32" in rest:
         limit = HARMLESS_TENSOR if "tensor<" in rest else HARMLESS_SCALAR

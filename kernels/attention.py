@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.configs import AttentionConfig
+from fusedvit.kernels.descriptor import box
+from fusedvit.kernels.launch import launch
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def split_head(head_dim: int) -> tuple[int, int]:
     """
     head = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - head
-    return head, 0 if rest == 0 else max(16, triton.next_power_of_2(rest))
+    return head, 0 if rest == 0 else max(16, 1 << (rest - 1).bit_length())
 
 
 def attention(
@@ -168,25 +169,19 @@ def attention(
     if programs == 0:
         return out
 
-    def box(rows: int, cols: int) -> TensorDescriptor:
-        return TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), [rows, cols])
-
-    _attention_kernel[(programs,)](
-        box(config.block_m, head),
-        box(config.block_m, tail) if tail else None,
-        box(config.block_n, head),
-        box(config.block_n, tail) if tail else None,
-        out,
-        segments.tiles,
-        segments.num_tiles,
-        SCALE=head_dim**-0.5 * 1.4426950408889634,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        HEAD=head,
-        TAIL=tail,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
+    constants = {
+        "SCALE": head_dim**-0.5 * 1.4426950408889634,
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "HEAD": head,
+        "TAIL": tail,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "NUM_STAGES": config.num_stages,
+    }
+    boxes = tuple(
+        box(qkv, rows, cols) if cols else None for rows in (config.block_m, config.block_n) for cols in (head, tail)
     )
+    pointers = (out, segments.tiles, segments.num_tiles)
+    launch(_attention_kernel, programs, boxes, pointers, constants, {"num_warps": config.num_warps})
     return out

@@ -33,7 +33,8 @@ class Target:
         if device.type != "cuda":
             return Target()
         props = torch.cuda.get_device_properties(device)
-        return Target(10 * props.major + props.minor, props.multi_processor_count, props.shared_memory_per_block_optin)
+        shared = props.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing from torch's stubs
+        return Target(10 * props.major + props.minor, props.multi_processor_count, shared)
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,18 @@ class LinearConfig:
     flatten: bool = False
 
     def constants(self) -> dict[str, int | bool]:
-        """The kernel's compile-time arguments and launch options."""
+        """The kernel's compile-time arguments, in its order."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
             "GROUP_M": self.group_m,
             "FLATTEN": self.flatten,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
         }
+
+    def options(self) -> dict[str, int]:
+        """Launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def shared_bytes(self, itemsize: int) -> int:
         """Upper estimate of the shared memory in bytes: the operand ring and one staged output tile."""
@@ -140,6 +143,4 @@ def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, t
         return AttentionConfig(32, 32, 4, 2, max_programs=4 * sms)
     if head_dim > 80:  # 128 queries make ptxas serialise the products (C7515)
         return AttentionConfig(64, 64, 4, 2, max_programs=2 * sms)
-    if triton.cdiv(rows, 128) * heads <= 2 * sms:
-        return AttentionConfig(64, 64, 4, 2, max_programs=3 * sms)
-    return AttentionConfig(128, 64, 8, 2, max_programs=2 * sms)
+    return AttentionConfig(64, 64, 4, 3 if target.capability >= 90 else 2, max_programs=3 * sms)

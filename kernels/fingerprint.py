@@ -1,4 +1,4 @@
-"""A sampled fingerprint of many tensors, to notice writes that leave pointer and version counter alone (`p.data.copy_`).
+"""A sampled fingerprint of many tensors, to notice writes that leave pointer and version alone (`p.data.copy_`).
 
     hash(p) = sum_s mix(word(p, s) + golden * (s + 1))   mod 2^32, over SAMPLES 16-bit words spread evenly over p
 
@@ -60,5 +60,7 @@ def _fingerprint_kernel(
 def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:
     """Hashes the watched tensors into `out` `[P]` int32."""
     if out.numel():
-        _fingerprint_kernel[(out.numel(),)](watched.pointers, watched.words, out, SAMPLES=SAMPLES, num_warps=4)
+        _fingerprint_kernel[(out.numel(),)](
+            watched.pointers, watched.words, out, SAMPLES=SAMPLES, num_warps=4, enable_fp_fusion=True
+        )
     return out

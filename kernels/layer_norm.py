@@ -69,5 +69,6 @@ def layer_norm(
             BLOCK_M=block_m,
             BLOCK_N=triton.next_power_of_2(x.shape[1]),
             num_warps=8,
+            enable_fp_fusion=True,
         )
     return out

@@ -16,10 +16,11 @@ costs what its content costs. Rows past the count are neither read by nor writte
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.descriptor import box
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.launch import launch
 from fusedvit.kernels.row_stats import _merge_moments, _store_moments
 
 
@@ -151,8 +152,7 @@ def _linear_kernel(
             _store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
 
 
-def _descriptor(t: torch.Tensor, block_rows: int, block_cols: int) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [block_rows, block_cols])
+_NO_NORM, _NO_ROPE, _NO_TAPS = NormFold(), Rope(), Taps()
 
 
 def linear(
@@ -177,26 +177,31 @@ def linear(
     assert weight.shape[1] == k and out.shape == (rows, n), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
     e = epilogue
     assert e.stats is None or e.stats.width == config.block_n, "row statistics are one part per tile column"
-    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
+    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
     if tiles == 0:
         return out
-    norm, rope, taps = e.norm or NormFold(), e.rope or Rope(), e.taps or Taps()
-    _linear_kernel[(min(tiles, config.max_programs),)](
-        _descriptor(x, config.block_m, config.block_k),
-        _descriptor(weight, config.block_n, config.block_k),
-        _descriptor(out, config.block_m, config.block_n),
-        None if e.residual is None else _descriptor(e.residual, config.block_m, config.block_n),
-        e.bias,
-        norm.colsum,
-        None if norm.stats is None else norm.stats.partials,
-        rope.table,
-        taps.table,
-        taps.index,
-        taps.weight,
-        None if e.stats is None else e.stats.partials,
-        num_rows,
-        **_constants(n, k, e, norm, rope, taps),
-        **config.constants(),
+    norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
+    out_box = box(out, config.block_m, config.block_n)
+    residual_box = None
+    if e.residual is not None:
+        residual_box = out_box if e.residual is out else box(e.residual, config.block_m, config.block_n)
+    launch(
+        _linear_kernel,
+        min(tiles, config.max_programs),
+        (box(x, config.block_m, config.block_k), box(weight, config.block_n, config.block_k), out_box, residual_box),
+        (
+            e.bias,
+            norm.colsum,
+            None if norm.stats is None else norm.stats.partials,
+            rope.table,
+            taps.table,
+            taps.index,
+            taps.weight,
+            None if e.stats is None else e.stats.partials,
+            num_rows,
+        ),
+        _constants(n, k, e, norm, rope, taps) | config.constants(),
+        config.options(),
     )
     return out
 

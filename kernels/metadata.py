@@ -74,7 +74,7 @@ def _locate(offs, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr
             size = t * ((h * w + BLOCK_Q - 1) // BLOCK_Q)
         begin = total + tl.cumsum(size, 0) - size  # [ITEMS]
         begin_tokens = total_tokens + tl.cumsum(tokens, 0) - tokens
-        here = (offs[:, None] >= begin[None, :]) & (offs[:, None] < (begin + size)[None, :])  # [BLOCK, ITEMS], at most one
+        here = (offs[:, None] >= begin[None, :]) & (offs[:, None] < (begin + size)[None, :])  # one a row at most
         within += tl.sum(tl.where(here, offs[:, None] - begin[None, :], 0), 1)
         first += tl.sum(tl.where(here, begin_tokens[None, :], 0), 1)
         height += tl.sum(tl.where(here, h[None, :], 0), 1)
@@ -241,5 +241,6 @@ def vision_metadata(
         BLOCK=BLOCK,
         ITEMS=32,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return out

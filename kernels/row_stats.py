@@ -34,7 +34,7 @@ class RowStats:
     @staticmethod
     def over(storage: torch.Tensor, rows: int, length: int, width: int) -> "RowStats":
         """Stats of `rows` rows laid over flat fp32 `storage` (at least `rows * ceil(length / width) * 2` long)."""
-        parts = triton.cdiv(length, width)
+        parts = -(-length // width)
         return RowStats(storage[: rows * parts * 2].view(rows, parts, 2), width, length)
 
     def merged(self, factor: int) -> "RowStats":
