@@ -100,7 +100,11 @@ def _compile(job: tuple[int, tuple[list[int], list[str], list[str], list[int]]])
     """One job by its number: launches hold kernels, which do not travel between processes."""
     index, matrix = job
     launch, arch = _matrix(matrix)[index]
-    return compile_launch(launch, arch)
+    try:
+        return compile_launch(launch, arch)
+    except Exception as error:  # whatever a compiler dies of is this launch's failure, not the run's end
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return Compiled(launch.describe(), arch, 0, 0, 0, 0, 0, (said[:500],))
 
 
 _MATRIX: dict[str, list[tuple[Launch, int]]] = {}
