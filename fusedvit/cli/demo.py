@@ -12,9 +12,10 @@ from torch import nn
 
 import fusedvit
 from fusedvit.cli import environment, kernel_checks
+from fusedvit.cli.encoding import kernel_calls
 from fusedvit.cli.measure import Latency, Launches, gpu_launches, latency, operators, peak_mib
 from fusedvit.cli.processors import VisionInput, prepare
-from fusedvit.cli.towers import checkpoint_tower, random_tower
+from fusedvit.cli.towers import checkpoint_tower, geometry_of, layout_of, random_tower
 from fusedvit.cli.weights import cast_parameters_
 from fusedvit.media import SAMPLE_IMAGE, SAMPLE_VIDEO, Media, load
 from fusedvit.tolerance import Comparison, Summary, compare, summarize
@@ -76,6 +77,7 @@ class Demo:
     bad_inputs: list[BadInput]
     report: str
     stats: dict[str, Any]
+    fused_kernels: dict[str, int] | None  # by operation: what one fused call launches on a GPU; told on a CPU
     kernels: list[kernel_checks.KernelCheck]
     seconds: float
 
@@ -113,38 +115,53 @@ def load_media(paths: Sequence[Path]) -> list[Media]:
 
 
 def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
-    """Compare both towers on `media`: each alone, and all at once. `step` is told what happens next."""
+    """Compare both towers on `media`: each alone, and all at once. `step` is told what happens next.
+
+    Raises:
+        UnsupportedModel: the checkpoint holds no tower that can be fused.
+        OSError: there is no such checkpoint.
+    """
     start = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     step("building the tower")
     tower = checkpoint_tower(model_id, device) if model_id else random_tower(device)
-    inputs = {item.name: prepare(item, tower.layout) for item in media}
-    if len(inputs) > 1:
-        inputs["all at once"] = _together(list(inputs.values()))
-    inputs = {name: _placed(item, tower.dtype, device) for name, item in inputs.items()}
     step("fusing")
-    original = copy.deepcopy(tower.module)
     handle = fusedvit.fuse(tower.model)
-    reference = copy.deepcopy(original)
-    cast_parameters_(reference, REFERENCE)
-    towers = _Towers(original, tower.module, reference, tower.dtype, device)
+    towers = _side_by_side(handle, tower.dtype, device)
+    inputs = _inputs(media, towers)
     calls = [_compare_call(name, item, towers, step) for name, item in inputs.items()]
     step("bad inputs")
-    bad_inputs = _try_bad_inputs(tower.module, next(iter(inputs.values())))
+    bad_inputs = _try_bad_inputs(towers.fused, next(iter(inputs.values())))
     return Demo(
         environment=environment.collect(),
         tower=tower.name,
-        geometry=tower.geometry,
+        geometry=geometry_of(towers.fused),
         dtype=str(tower.dtype),
         reference_dtype=str(REFERENCE),
         calls=calls,
         spread=summarize(p.comparison for call in calls for p in call.parity),
         bad_inputs=bad_inputs,
-        report=str(handle.report()),
-        stats=dict(handle.stats()),
+        report=handle.report(),
+        stats=handle.stats(),
+        fused_kernels=None if device.type == "cuda" else kernel_calls(handle),
         kernels=[] if device.type == "cuda" else kernel_checks.run(step),
         seconds=time.perf_counter() - start,
     )
+
+
+def _side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> _Towers:
+    original = fusedvit.unfuse(copy.deepcopy(handle.tower))
+    reference = copy.deepcopy(original)
+    cast_parameters_(reference, REFERENCE)
+    return _Towers(original, handle.tower, reference, dtype, device)
+
+
+def _inputs(media: Sequence[Media], towers: _Towers) -> dict[str, VisionInput]:
+    layout = layout_of(towers.original)
+    inputs = {item.name: prepare(item, layout) for item in media}
+    if len(inputs) > 1:
+        inputs["all at once"] = _together(list(inputs.values()))
+    return {name: _placed(item, towers.dtype, towers.device) for name, item in inputs.items()}
 
 
 def _compare_call(name: str, item: VisionInput, towers: _Towers, step: Step) -> CallResult:

@@ -11,22 +11,17 @@ from typing import Any
 
 import torch
 
-from fusedvit.buffers import Capacity, allocate
 from fusedvit.cli.documents import plain
+from fusedvit.cli.encoding import encode_once
 from fusedvit.cli.towers import TINY
 from fusedvit.cli.weights import random_weights_
-from fusedvit.encoder import encode
 from fusedvit.families.registry import family_of
 from fusedvit.items import Item
-from fusedvit.kernels.configs import Target
 from fusedvit.ops import TRITON
-from fusedvit.plan import plan_for
 from fusedvit.tolerance import Comparison, compare
-from fusedvit.weights import prepare
 
 ONE_BLOCK = {**TINY, "depth": 1, "deepstack_visual_indexes": [0]}
 ITEMS = (Item(1, 4, 6), Item(2, 2, 4))  # an image and a video of two frames
-H100 = Target(90, 132, 227 * 1024)  # its tiles are the ones interpreted
 
 
 def one_block() -> dict[str, Comparison]:
@@ -47,13 +42,7 @@ def _interpreted(tower: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
     family = family_of(type(tower).__name__)
     assert family is not None, "Qwen3-VL is a known family"
     spec = family.spec_from_config(tower.config)
-    weights = prepare(spec, family.names, dict(tower.named_parameters()).__getitem__)
-    plan = plan_for(spec, len(pixels), pixels.dtype, H100)
-    capacity = Capacity.of(ITEMS, plan.attention.block_m)
-    buffers = allocate(spec, capacity, pixels.dtype, pixels.device, pixels)
-    buffers.grid.copy_(_grid())
-    with torch.inference_mode():
-        outputs = encode(spec, weights, buffers, TRITON, plan)
+    outputs = encode_once(spec, family, dict(tower.named_parameters()), pixels, ITEMS, TRITON)
     return _named(outputs.pooled, outputs.hidden, outputs.deepstack)
 
 

@@ -1,6 +1,5 @@
 """The tower that a command looks at: one with random weights, or that of a user's checkpoint."""
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,6 @@ from torch import nn
 
 from fusedvit.cli.processors import PatchLayout
 from fusedvit.cli.weights import cast_parameters_, random_weights_
-from fusedvit.errors import UnsupportedModel
 
 QWEN3_VL_8B: dict[str, Any] = {
     "depth": 27,
@@ -31,27 +29,11 @@ TINY: dict[str, Any] = {  # head dim 72 as the 8B's, intermediate size no multip
 
 @dataclass(frozen=True)
 class Tower:
-    """A tower in place: `module` is the tower, `model` what fusedvit.fuse is called with (the tower, or its owner)."""
+    """A model to fuse: a tower, or what holds one. `dtype` is that of its parameters."""
 
     name: str
-    module: nn.Module
     model: nn.Module
     dtype: torch.dtype
-
-    @property
-    def geometry(self) -> dict[str, Any]:
-        keys = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size", "deepstack_visual_indexes")
-        return {key: getattr(self.module.config, key, None) for key in keys}
-
-    @property
-    def layout(self) -> PatchLayout:
-        """The family's preprocessing: towers with patches of 14 (Qwen2, GLM) use CLIP's mean and deviation."""
-        config: Any = self.module.config
-        patch, merge, frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
-        if patch == 14:
-            clip_mean, clip_std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-            return PatchLayout(patch, frames, merge, clip_mean, clip_std)
-        return PatchLayout(patch, frames, merge)
 
 
 def random_tower(device: torch.device, seed: int = 0) -> Tower:
@@ -66,30 +48,29 @@ def random_tower(device: torch.device, seed: int = 0) -> Tower:
     cast_parameters_(module, dtype)
     module.to(device)
     name = "Qwen3-VL-8B's tower, random weights" if on_gpu else "a small Qwen3-VL tower, random weights"
-    return Tower(name, module, module, dtype)
+    return Tower(name, module, dtype)
 
 
 def checkpoint_tower(model_id: str, device: torch.device) -> Tower:
-    """The tower of a checkpoint (a folder or a hub name), loaded as its users load it.
-
-    Raises:
-        UnsupportedModel: the model holds no module that takes `grid_thw`.
-    """
+    """A checkpoint (a folder or a hub name), loaded as its users load it. Raises OSError where there is none."""
     from transformers import AutoModelForImageTextToText
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForImageTextToText.from_pretrained(model_id, dtype=dtype).eval().to(device)
-    return Tower(model_id, find_tower(model), model, dtype)
+    return Tower(model_id, model, dtype)
 
 
-def find_tower(model: nn.Module) -> nn.Module:
-    """The outermost module called `visual` or `vision_...` whose forward takes `grid_thw`.
+def geometry_of(module: nn.Module) -> dict[str, Any]:
+    """The numbers of a tower's config that say how large it is."""
+    keys = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size", "deepstack_visual_indexes")
+    return {key: getattr(module.config, key, None) for key in keys}
 
-    Raises:
-        UnsupportedModel: there is none.
-    """
-    for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
-        if name.startswith(("visual", "vision_")) and "grid_thw" in inspect.signature(module.forward).parameters:
-            return module
-    raise UnsupportedModel(f"{type(model).__name__} holds no vision tower that takes grid_thw")
+
+def layout_of(module: nn.Module) -> PatchLayout:
+    """A tower's preprocessing. Those with patches of 14 (Qwen2, GLM) use CLIP's mean and deviation, later ones 0.5."""
+    config: Any = module.config
+    sizes = config.patch_size, config.temporal_patch_size, config.spatial_merge_size
+    if config.patch_size == 14:
+        clip_mean, clip_std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+        return PatchLayout(*sizes, clip_mean, clip_std)
+    return PatchLayout(*sizes)

@@ -21,7 +21,8 @@ from typer.testing import CliRunner  # noqa: E402
 import fusedvit  # noqa: E402
 from fusedvit.cli import demo, documents, kernel_checks, names, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.cli.measure import latency, operators  # noqa: E402
+from fusedvit.cli.encoding import kernel_calls  # noqa: E402
+from fusedvit.cli.measure import Launches, gpu_launches, latency, operators, peak_mib  # noqa: E402
 from fusedvit.cli.weights import cast_parameters_, random_weights_  # noqa: E402
 
 RUNNER = CliRunner()
@@ -70,14 +71,14 @@ def test_demo_on_the_shipped_media(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_demo_fails_when_the_answers_differ(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fusedvit.fuse
+    real = fusedvit.unfuse
 
-    def fuse_another(model: nn.Module) -> Any:
+    def unfuse_another(model: nn.Module) -> Any:
         with torch.no_grad():
-            model.get_parameter("blocks.0.mlp.linear_fc2.bias").mul_(1.01)
+            model.get_parameter("blocks.0.mlp.linear_fc2.bias").mul_(3)
         return real(model)
 
-    monkeypatch.setattr(fusedvit, "fuse", fuse_another)
+    monkeypatch.setattr(fusedvit, "unfuse", unfuse_another)
     result, document = _demo(tmp_path, photo)
     assert result.exit_code == 1, result.output
     assert document["passed"] is False and document["spread"]["failures"] > 0
@@ -123,7 +124,7 @@ def test_env_names_versions(tmp_path: Path) -> None:
 def test_help_imports_no_transformers() -> None:
     code = (
         "import sys; from fusedvit.cli.app import app; "
-        "slow = {'transformers', 'matplotlib', 'av', 'PIL', 'triton'} & set(sys.modules); assert not slow, slow; app()"
+        "slow = {'transformers', 'matplotlib', 'av', 'PIL'} & set(sys.modules); assert not slow, slow; app()"
     )
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -143,7 +144,7 @@ def test_a_check_that_cannot_run_fails() -> None:
 
 
 def test_random_weights_leave_nothing_idle() -> None:
-    first, second = (towers.random_tower(torch.device("cpu"), seed=3).module for _ in range(2))
+    first, second = (towers.random_tower(torch.device("cpu"), seed=3).model for _ in range(2))
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
         assert a.std() > 0 and a.abs().max() < 8, name
@@ -152,7 +153,7 @@ def test_random_weights_leave_nothing_idle() -> None:
 
 
 def test_cast_leaves_rotary_frequencies() -> None:
-    tower = towers.random_tower(torch.device("cpu")).module
+    tower = towers.random_tower(torch.device("cpu")).model
     before = [buffer.clone() for buffer in tower.buffers()]
     cast_parameters_(tower, torch.bfloat16)
     assert {p.dtype for p in tower.parameters()} == {torch.bfloat16}
@@ -167,6 +168,18 @@ def test_operator_count_leaves_out_views_and_allocations() -> None:
     assert operators(lambda: torch.nn.functional.layer_norm(x, (6,)) + x) == 2
 
 
+@pytest.mark.gpu
+def test_gpu_costs_of_known_calls() -> None:
+    x = torch.randn(1024, 256, device="cuda")
+    assert gpu_launches(lambda: x + x) == Launches(kernels=1, host=1)
+    assert gpu_launches(lambda: x.t()) == Launches(kernels=0, host=0)
+    assert peak_mib(lambda: x + x, x.device) == 1.0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _ = x + x - x
+    assert gpu_launches(graph.replay) == Launches(kernels=2, host=1)
+
+
 def test_documents_are_valid_json(tmp_path: Path) -> None:
     found = documents.plain({"a": (1.5, float("inf")), "b": Path("x"), 3: torch.float32, "c": None})
     assert found == {"a": [1.5, "inf"], "b": "x", "3": "torch.float32", "c": None}
@@ -174,9 +187,21 @@ def test_documents_are_valid_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "x.json").read_text()) == found
 
 
-def test_tower_finder_wants_grid_thw() -> None:
-    with pytest.raises(fusedvit.UnsupportedModel, match="Sequential holds no vision tower"):
-        towers.find_tower(nn.Sequential(nn.Linear(2, 2)))
+def test_kernel_calls_of_a_fused_tower() -> None:
+    handle = fusedvit.fuse(towers.random_tower(torch.device("cpu")).model)
+    calls = kernel_calls(handle)
+    depth, mergers = towers.TINY["depth"], 1 + len(towers.TINY["deepstack_visual_indexes"])
+    assert calls["linear"] == 1 + 4 * depth + 2 * mergers
+    assert calls["attention"] == depth
+    assert calls["vision_metadata"] == calls["fingerprint"] == calls["layer_norm"] == 1
+
+
+def test_a_model_without_a_tower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photo: Path) -> None:
+    none = towers.Tower("none", nn.Sequential(nn.Linear(2, 2)), torch.float32)
+    monkeypatch.setattr(demo, "random_tower", lambda device: none)
+    result, document = _demo(tmp_path, photo)
+    assert result.exit_code == 2 and not document
+    assert "Sequential holds no supported vision tower" in result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("room", [4, 5, 18])
