@@ -1,0 +1,215 @@
+"""`python -m fusedvit.bench.parity`: fused eager against Hugging Face on the nine workloads, on this machine's GPU.
+
+By the tolerance rule (fusedvit/tolerance.py) at kernel, block and tower level, with weights at realistic scale and with
+a few massive residual channels planted; then wall time, launches, peak memory and host syncs of the same calls.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from fusedvit import __version__
+from fusedvit.bench.stages import lay_out, stages
+from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
+from fusedvit.cli.measure import gpu_launches, latency, peak_mib
+from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.families.registry import family_of
+from fusedvit.huggingface import fuse, unfuse
+from fusedvit.ops import TRITON
+from fusedvit.tolerance import Comparison, compare, summarize
+from fusedvit.weights import prepare
+
+MASSIVE_CHANNELS, MASSIVE = (7, 130, 600, 1021), 200.0
+DEVICE = torch.device("cuda")
+
+
+def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.Module]:
+    """(tower in `dtype`, the same rounded weights in fp32) of Qwen3-VL-8B's geometry."""
+    deepstack = [i for i in (8, 16, 24) if i < depth] or [0]
+    config = Qwen3VLVisionConfig(
+        depth=depth, hidden_size=1152, num_heads=16, intermediate_size=4304, patch_size=16, out_hidden_size=4096,
+        num_position_embeddings=2304, deepstack_visual_indexes=deepstack,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    tower = Qwen3VLVisionModel(config).eval()
+    random_weights_(tower, seed=depth)
+    if massive:
+        with torch.no_grad():
+            for i, channel in enumerate(MASSIVE_CHANNELS):
+                tower.patch_embed.proj.bias[channel] = MASSIVE * (-1) ** i
+    cast_parameters_(tower, dtype)
+    wide = Qwen3VLVisionModel(config).eval()
+    wide.load_state_dict({name: t.float() for name, t in tower.state_dict().items()})
+    return tower.to(DEVICE), wide.to(DEVICE)
+
+
+def pixels_for(grid: Grid, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Random normalised pixels `[T, 1536]`."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(tokens(grid), 1536, device=DEVICE, generator=generator).to(dtype)
+
+
+def named_outputs(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that the tower returns."""
+    yield "last_hidden_state", outputs.last_hidden_state
+    yield "pooler_output", outputs.pooler_output
+    for i, features in enumerate(outputs.deepstack_features):
+        yield f"deepstack {i}", features
+
+
+def tower_parity(level: str, depth: int, massive: bool) -> Iterator[dict[str, Any]]:
+    """Rows of one level: `depth` blocks (1 is the block level), every workload, every output."""
+    tower, wide = build(depth, torch.bfloat16, massive)
+    for name, grid in WORKLOADS.items():
+        pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
+        pt = tower(pixels, grid_thw=grid_thw)
+        ref = wide(pixels.float(), grid_thw=grid_thw)
+        handle = fuse(tower)
+        ours = tower(pixels, grid_thw=grid_thw)
+        assert handle.stats()["fused"] == 1, handle.report()
+        unfuse(tower)
+        for (output, a), (_, b), (_, c) in zip(*map(named_outputs, (ours, ref, pt)), strict=True):
+            yield _row(level, massive, name, output, compare(a, b, c))
+
+
+def kernel_parity(massive: bool) -> Iterator[dict[str, Any]]:
+    """Rows of the kernel level: block 1's operations on block 0's output."""
+    tower, wide = build(2, torch.bfloat16, massive)
+    family = family_of(type(tower).__name__)
+    assert family is not None, "Qwen3-VL is a known family"
+    spec = family.spec_from_config(tower.config)
+    weights = prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+    for name, grid in WORKLOADS.items():
+        pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
+        hidden = tower(pixels, grid_thw=grid_thw, output_hidden_states=True).hidden_states[1].contiguous()
+        setting = lay_out(spec, weights, TRITON, grid, pixels)
+        for stage in stages(setting, tower, wide, hidden, 1):
+            yield _row("kernel", massive, name, stage.name, compare(stage.ours, stage.ref, stage.pt))
+
+
+def _row(level: str, massive: bool, workload: str, output: str, verdict: Comparison) -> dict[str, Any]:
+    return {"level": level, "massive": massive, "workload": workload, "output": output, **asdict(verdict)}
+
+
+def fp32_error() -> dict[str, float]:
+    """Largest relative error |ours - hf| / |hf| (norms) of the fp32 tower over its outputs, by workload."""
+    tower, _ = build(27, torch.float32, False)
+    worst = {}
+    for name, grid in WORKLOADS.items():
+        if tokens(grid) > 7000:
+            continue  # fp32 runs on FMA units: two long workloads would take minutes and show nothing new
+        pixels, grid_thw = pixels_for(grid, torch.float32), torch.tensor(grid, device=DEVICE)
+        want = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
+        fuse(tower)
+        got = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
+        unfuse(tower)
+        worst[name] = max(float((got[k] - want[k]).norm() / want[k].norm()) for k in want)
+    return worst
+
+
+def cost() -> dict[str, dict[str, Any]]:
+    """Wall time, kernels, peak memory and host syncs of one call, Hugging Face and fused, by workload."""
+    tower, _ = build(27, torch.bfloat16, False)
+    original, _ = build(27, torch.bfloat16, False)
+    handle = fuse(tower)
+    rows = {}
+    for name, grid in WORKLOADS.items():
+        pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
+        calls: dict[str, Callable[[], Any]] = {
+            "hf": lambda p=pixels, g=grid_thw: original(p, grid_thw=g),
+            "fused": lambda p=pixels, g=grid_thw: tower(p, grid_thw=g),
+        }
+        times = latency(calls, DEVICE, seconds=2.0)
+        rows[name] = {"tokens": tokens(grid), "speedup": times["hf"].median / times["fused"].median}
+        for who, call in calls.items():
+            rows[name][who] = {
+                "ms": times[who].median,
+                "best_ms": times[who].best,
+                "kernels": gpu_launches(call).kernels,
+                "peak_mib": peak_mib(call, DEVICE),
+                "host_syncs": host_syncs(call),
+            }
+    rows["weights"] = {"held_mib": handle.stats()["weights_mib"]}
+    return rows
+
+
+def host_syncs(call: Callable[[], Any]) -> int:
+    """How often one call makes the host wait, by torch's own debug mode."""
+    call()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
+
+
+def passport(commit: str) -> dict[str, Any]:
+    """What ran, where, and how to run it again."""
+    import transformers
+    import triton
+
+    return {
+        "command": "python -m fusedvit.bench.parity " + " ".join(sys.argv[1:]),
+        "commit": commit or _git_commit(),
+        "gpu": torch.cuda.get_device_name(),
+        "fusedvit": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _git_commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    """Prints a summary, writes everything as JSON; exit code 1 if a comparison broke the rule."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", required=True)
+    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"passport": passport(args.commit), "summary": {}}
+    with torch.inference_mode():
+        for massive in (False, True):
+            for level, found in (
+                ("kernel", kernel_parity(massive)),
+                ("block", tower_parity("block", 1, massive)),
+                ("tower", tower_parity("tower", 27, massive)),
+            ):
+                new = list(found)
+                rows += new
+                label = f"{level}, {'massive channels' if massive else 'realistic'}"
+                fields = Comparison.__dataclass_fields__
+                spread = summarize(Comparison(**{k: r[k] for k in fields}) for r in new)
+                result["summary"][label] = asdict(spread)
+                print(label, spread, flush=True)
+        result |= {"fp32_relative_error": fp32_error(), "cost": cost(), "rows": rows}
+    with open(args.json, "w", encoding="utf-8") as file:
+        json.dump(result, file, indent=1)
+    for name, row in result["cost"].items():
+        print(name, json.dumps(row), flush=True)
+    print("fp32", result["fp32_relative_error"])
+    return int(any(not r["passed"] for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
