@@ -9,7 +9,6 @@ import sys
 import types
 from typing import Any
 
-import torch
 from torch import nn
 
 from fusedvit.config import FuseConfig
@@ -17,7 +16,6 @@ from fusedvit.encoder import EncoderOutputs
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.handle import FusedEncoder
-from fusedvit.items import Grid
 
 _HANDLE = "_fusedvit"  # in a fused tower's __dict__
 _ORIGINAL = "_fusedvit_original"  # on its class
