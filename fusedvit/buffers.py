@@ -45,8 +45,8 @@ class EncoderBuffers:
         wide: flat; q | k | v, then the MLP's hidden layer, then a merger's.
         context: `[tokens, hidden]`, attention's output; the merger's normalised rows at the end.
         stats: flat fp32, partial row moments.
-        pooled: `[tokens / merge_unit, out]`, output.
-        deepstack: one `[tokens / merge_unit, out]` per deepstack merger, output.
+        merged: `[1 + deepstack mergers, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
+            merger's.
     """
 
     pixels: torch.Tensor
@@ -56,13 +56,38 @@ class EncoderBuffers:
     wide: torch.Tensor
     context: torch.Tensor
     stats: torch.Tensor
-    pooled: torch.Tensor
-    deepstack: tuple[torch.Tensor, ...]
+    merged: torch.Tensor
 
     def rows_of_wide(self, rows: int, cols: int) -> torch.Tensor:
         """`[rows, cols]` over `wide`, its rows a multiple of 16 bytes apart."""
         pitch = pitch_of(cols, self.wide.dtype)
         return self.wide[: rows * pitch].view(rows, pitch)[:, :cols]
+
+    def part(self, capacity: Capacity, merge_unit: int) -> "EncoderBuffers":
+        """Views of the first of everything, for a smaller capacity in the same memory."""
+        tokens, meta = capacity.tokens, self.meta
+        return EncoderBuffers(
+            pixels=self.pixels[:tokens],
+            grid=self.grid[: capacity.items],
+            meta=Metadata(
+                counts=meta.counts,
+                rope=meta.rope[:tokens],
+                tap_index=meta.tap_index[:tokens],
+                tap_weight=meta.tap_weight[:tokens],
+                cu_seqlens=meta.cu_seqlens[: capacity.frames + 1],
+                tiles=meta.tiles[: capacity.tiles],
+            ),
+            hidden=self.hidden[:tokens],
+            wide=self.wide,
+            context=self.context[:tokens],
+            stats=self.stats,
+            merged=self.merged[:, : tokens // merge_unit],
+        )
+
+    def held_bytes(self) -> int:
+        """Bytes of all fields."""
+        fields = (self.pixels, self.grid, self.hidden, self.wide, self.context, self.stats, self.merged)
+        return sum(t.nbytes for t in (*fields, *vars(self.meta).values()))
 
 
 def pitch_of(cols: int, dtype: torch.dtype) -> int:
@@ -95,11 +120,8 @@ def allocate(
         hidden=empty(tokens, spec.hidden_size),
         wide=empty(widest),
         context=empty(tokens, spec.hidden_size),
-        stats=torch.empty(
-            tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2, dtype=torch.float32, device=device
-        ),
-        pooled=aligned(merged, spec.out_size),
-        deepstack=tuple(aligned(merged, spec.out_size) for _ in spec.deepstack),
+        stats=torch.empty(tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2, dtype=torch.float32, device=device),
+        merged=empty(1 + len(spec.deepstack), merged, pitch_of(spec.out_size, dtype))[..., : spec.out_size],
     )
 
 

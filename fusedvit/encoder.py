@@ -21,17 +21,25 @@ from fusedvit.weights import BlockWeights, EncoderWeights, LinearWeights, Merger
 
 @dataclass(frozen=True)
 class EncoderOutputs:
-    """Views of the buffers a run wrote.
+    """What a run gives.
 
     Attributes:
         hidden: `[tokens, hidden]`, after the last block.
-        pooled: `[tokens / merge_unit, out]`, after the merger.
-        deepstack: one `[tokens / merge_unit, out]` per deepstack merger.
+        merged: `[1 + deepstack mergers, tokens / merge_unit, out]`.
     """
 
     hidden: torch.Tensor
-    pooled: torch.Tensor
-    deepstack: tuple[torch.Tensor, ...]
+    merged: torch.Tensor
+
+    @property
+    def pooled(self) -> torch.Tensor:
+        """`[tokens / merge_unit, out]`, after the merger."""
+        return self.merged[0]
+
+    @property
+    def deepstack(self) -> tuple[torch.Tensor, ...]:
+        """One `[tokens / merge_unit, out]` per deepstack merger."""
+        return self.merged[1:].unbind(0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def encode(
         if i in spec.deepstack:
             _deepstack(run, spec.deepstack.index(i), stats)
     _merger(run)
-    return EncoderOutputs(buffers.hidden, buffers.pooled, buffers.deepstack)
+    return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
 def _patch_embed(run: _Run) -> RowStats:
@@ -117,7 +125,7 @@ def _deepstack(run: _Run, index: int, stats: RowStats) -> None:
     b, spec, w = run.buffers, run.spec, run.weights.deepstack[index]
     merged = b.hidden.view(-1, spec.merged_size)
     norm = run.fold(stats.merged(spec.merge_unit), w.fc1)
-    _merger_mlp(run, w, merged, norm, b.deepstack[index])
+    _merger_mlp(run, w, merged, norm, b.merged[1 + index])
 
 
 def _merger(run: _Run) -> None:
@@ -127,7 +135,7 @@ def _merger(run: _Run) -> None:
     run.ops.layer_norm(
         b.hidden, w.norm.weight, w.norm.bias, b.meta.count(TOKENS), b.context, run.spec.norm_eps, run.plan.max_programs
     )
-    _merger_mlp(run, w, b.context.view(-1, run.spec.merged_size), None, b.pooled)
+    _merger_mlp(run, w, b.context.view(-1, run.spec.merged_size), None, b.merged[0])
 
 
 def _merger_mlp(run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, out: torch.Tensor) -> None:

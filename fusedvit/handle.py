@@ -213,9 +213,8 @@ def _aligned(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_outputs(spec: VisionSpec, pixels: torch.Tensor) -> EncoderOutputs:
-    pooled = pixels.new_empty(0, spec.out_size)
-    deepstack = tuple(torch.empty_like(pooled) for _ in spec.deepstack)
-    return EncoderOutputs(pixels.new_empty(0, spec.hidden_size), pooled, deepstack)
+    merged = pixels.new_empty(1 + len(spec.deepstack), 0, spec.out_size)
+    return EncoderOutputs(pixels.new_empty(0, spec.hidden_size), merged)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,14 @@ class EncoderWeights:
     deepstack: tuple[MergerWeights, ...]
     inv_freq: torch.Tensor
 
+    def pointers(self) -> tuple[int, ...]:
+        """Addresses of every tensor: what captured launches hold."""
+        tensors = [t for linear in _linears(self) for t in (linear.weight, linear.bias, linear.colsum) if t is not None]
+        tensors += [t for t in (self.position, self.inv_freq) if t is not None]
+        if self.merger.norm is not None:
+            tensors += [self.merger.norm.weight, self.merger.norm.bias]
+        return tuple(t.data_ptr() for t in tensors)
+
     def held_bytes(self) -> int:
         """Bytes of prepared copies that the original parameters do not already hold."""
         return self.inv_freq.nbytes + sum(_folded_bytes(linear) for linear in _linears(self))
@@ -124,9 +132,7 @@ class _Maker:
     def patch(self, name: str) -> LinearWeights:
         """The patch embedding as a product: a convolution whose kernel is its stride is one."""
         weight = self.source(f"{name}.weight").detach()
-        return LinearWeights(
-            _pitched(weight.reshape(weight.shape[0], -1)), self.source(f"{name}.bias").detach()
-        )
+        return LinearWeights(_pitched(weight.reshape(weight.shape[0], -1)), self.source(f"{name}.bias").detach())
 
     def folded(self, norm: str, name: str) -> LinearWeights:
         weight, bias = self.source(f"{name}.weight"), self.source(f"{name}.bias")
