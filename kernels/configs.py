@@ -113,20 +113,19 @@ def linear_config(
     """
     if dtype.itemsize > 2:
         return LinearConfig(64, 32, 32, 4, 2, max_programs=4 * target.num_sms)
-    best, least = _TILES[0], float("inf")
-    for tile in _TILES:
-        config, ctas, rate = tile
-        if config.block_n > 128 and (heavy_epilogue or target.capability < 90):
+    best, least = _TILES[0][0], float("inf")
+    for tile, ctas, rate in _TILES:
+        config = fit_shared(replace(tile, max_programs=ctas * target.num_sms), dtype.itemsize, target.max_shared)
+        too_wide = config.block_n > 128 and (heavy_epilogue or target.capability < 90)
+        if too_wide or config.shared_bytes(dtype.itemsize) > target.max_shared:
             continue
         if ctas > 1 and k > _LONG_K:
             rate *= _LONG_K_LOSS
         tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
         time = triton.cdiv(tiles, target.num_sms) * config.block_m * config.block_n / rate
         if time < least:
-            best, least = tile, time
-    config, ctas, _ = best
-    config = replace(config, max_programs=ctas * target.num_sms)
-    return fit_shared(config, dtype.itemsize, target.max_shared)
+            best, least = config, time
+    return best
 
 
 def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearConfig:

@@ -54,7 +54,8 @@ def _fingerprint_kernel(
     x = word.to(tl.int32) + (s + 1) * -1640531527  # 2^32 / golden ratio, as a signed word
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
-    tl.store(out_ptr + pid, tl.sum(x ^ ((x >> 16) & 0xFFFF), 0))
+    x = (x ^ ((x >> 16) & 0xFFFF)).to(tl.int64)  # the interpreter's sums do not wrap
+    tl.store(out_ptr + pid, tl.sum(x, 0).to(tl.int32))
 
 
 def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,58 @@
+"""Packed ragged attention: tensors, segments with spare room, and the formula written out."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from einops import rearrange
+
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.configs import AttentionConfig
+from tests.kernels.support import NAN, count, random
+
+HEADS = 2
+
+
+def packed(
+    lengths: Sequence[int], head_dim: int, dtype: torch.dtype, device: torch.device, seed: int = 0, heads: int = HEADS
+) -> torch.Tensor:
+    """q | k | v of all segments, `[sum(lengths), 3 * heads * head_dim]`; scores are of order 1."""
+    return random(sum(lengths), 3 * heads * head_dim, seed=seed, device=device).to(dtype)
+
+
+def with_room(t: torch.Tensor, rows: int) -> torch.Tensor:
+    """`t` and `rows` rows of NaN."""
+    return torch.cat([t, t.new_full((rows, t.shape[1]), NAN)])
+
+
+def segments(lengths: Sequence[int], block_m: int, device: torch.device, room: int = 0) -> Segments:
+    """Segments of these lengths, with `room` tiles past the count that would overwrite the first rows if they ran."""
+    cu = [0, *accumulate(lengths)]
+    tiles = [(b, e, row, 0) for b, e in zip(cu, cu[1:], strict=False) for row in range(b, e, block_m)]
+    poison = [(0, cu[-1], 0, 0)] * room
+    return Segments(
+        torch.tensor(cu + cu[-1:] * room, dtype=torch.int32, device=device),
+        torch.tensor(tiles + poison, dtype=torch.int32, device=device).reshape(-1, 4),
+        count(len(tiles), device),
+        block_m,
+    )
+
+
+def plain(qkv: torch.Tensor, lengths: Sequence[int], head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Segment by segment as Hugging Face's eager attention: products round to `dtype`, softmax is fp32 or wider."""
+    out = []
+    for rows in qkv.to(dtype).split(list(lengths)):
+        q, k, v = rearrange(rows, "t (three h d) -> three h t d", three=3, d=head_dim)
+        scores = q @ k.transpose(1, 2) * head_dim**-0.5
+        weights = scores.softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        out.append(rearrange(weights @ v, "h t d -> t (h d)"))
+    return torch.cat(out)
+
+
+def run(
+    op: Callable[..., torch.Tensor], qkv: torch.Tensor, segs: Segments, head_dim: int, config: AttentionConfig
+) -> torch.Tensor:
+    """`op`'s output in a buffer of NaN."""
+    heads = qkv.shape[1] // (3 * head_dim)
+    out = torch.full((qkv.shape[0], heads * head_dim), NAN, dtype=qkv.dtype, device=qkv.device)
+    return op(qkv, segs, out, heads, head_dim, config)

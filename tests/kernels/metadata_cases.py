@@ -1,0 +1,71 @@
+"""Grids for the metadata kernel: strategies, room past the content, and both implementations run into poison."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from fusedvit.kernels.metadata import Metadata
+
+Grid = Sequence[tuple[int, int, int]]
+SIDES = st.integers(1, 9)
+NOTHING = st.just((0, 0, 0))
+
+
+def images(merge: int) -> st.SearchStrategy[tuple[int, int, int]]:
+    return st.tuples(st.just(1), SIDES, SIDES).map(lambda g: (1, g[1] * merge, g[2] * merge))
+
+
+def videos(merge: int) -> st.SearchStrategy[tuple[int, int, int]]:
+    """Up to five frames, and none at all."""
+    return st.tuples(st.integers(0, 5), SIDES, SIDES).map(lambda g: (g[0], g[1] * merge, g[2] * merge))
+
+
+def grids(merge: int, max_size: int) -> st.SearchStrategy[list[tuple[int, int, int]]]:
+    """Images, videos and empty rows in any order."""
+    return st.lists(images(merge) | videos(merge) | NOTHING, max_size=max_size)
+
+
+def frames_of(grid: Grid) -> list[int]:
+    """Tokens of each frame, in order."""
+    return [h * w for t, h, w in grid for _ in range(t)]
+
+
+def blank(grid: Grid, block_m: int, head_dim: int, taps: int, device: torch.device, room: int = 0) -> Metadata:
+    """Room for `grid` and `room` more of everything, every field poisoned."""
+    frames = frames_of(grid)
+    tokens, tiles = sum(frames) + room, sum(-(-n // block_m) for n in frames) + room
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -(2**30), dtype=torch.int32, device=device)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.full(shape, float("nan"), device=device)
+
+    return Metadata(
+        counts=integers(4, 4),
+        rope=floats(tokens, 2, head_dim // 2),
+        tap_index=integers(tokens, taps),
+        tap_weight=floats(tokens, taps),
+        cu_seqlens=integers(len(frames) + 1 + room),
+        tiles=integers(tiles, 4),
+    )
+
+
+def fill(
+    op: Callable[..., Metadata],
+    grid: Grid,
+    device: torch.device,
+    *,
+    merge: int = 2,
+    head_dim: int = 24,
+    side: int = 7,
+    block_m: int = 16,
+    room: int = 0,
+) -> Metadata:
+    """`op`'s answer for `grid`; frequencies as Qwen's."""
+    out = blank(grid, block_m, head_dim, 4 if side else 0, device, room)
+    half = head_dim // 2
+    inv_freq = 10000.0 ** -(torch.arange(0, half, 2, device=device) / half)
+    rows = torch.tensor(list(grid), dtype=torch.int32, device=device).reshape(-1, 3)
+    return op(rows, inv_freq, out, merge, head_dim, side, block_m)

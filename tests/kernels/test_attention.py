@@ -1,0 +1,112 @@
+"""The attention kernel and its torch twin against softmax written out, and what must not leak between segments."""
+
+import pytest
+import torch
+
+from fusedvit.kernels.attention import attention, split_head
+from fusedvit.kernels.configs import AttentionConfig
+from fusedvit.kernels.reference.attention import attention as attention_ref
+from tests.kernels.attention_cases import HEADS, packed, plain, run, segments, with_room
+from tests.kernels.support import NAN, assert_within
+
+# The interpreter's numpy says so when it meets the NaN planted here.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|All-NaN):RuntimeWarning")
+
+DTYPES = (torch.float32, torch.float16)
+HEAD_DIMS = (64, 72, 80, 96, 128)  # whole; 64 + 16 with 8 columns to spare; 64 + 16; 64 + 32; whole
+CONFIG = AttentionConfig(16, 32, 4, 2, max_programs=5)  # fewer programs than work: the persistent loop turns
+OTHER = AttentionConfig(32, 16, 4, 2, max_programs=5)  # more queries than keys a step
+
+LENGTHS = {
+    "one merged token": [4],
+    "one token": [1],
+    "frames of one merged token": [4] * 9,
+    "a block of keys exactly": [32],
+    "two blocks exactly": [64],
+    "one key past a block": [33],
+    "one query past a tile, short of a block": [17],
+    "ragged": [20, 4, 51, 32, 1, 7],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_twin_is_the_formula(head_dim: int, lengths: list[int], device: torch.device) -> None:
+    qkv = packed(lengths, head_dim, torch.float64, device)
+    out = run(attention_ref, with_room(qkv, 3), segments(lengths, 16, device, room=2), head_dim, CONFIG)
+    torch.testing.assert_close(out[:-3], plain(qkv, lengths, head_dim, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_kernel_is_within_the_rule(head_dim: int, lengths: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    config = CONFIG if head_dim != 80 else OTHER
+    qkv = packed(lengths, head_dim, dtype, device)
+    segs = segments(lengths, config.block_m, device, room=2)
+    out = run(attention, with_room(qkv, 5), segs, head_dim, config)[: qkv.shape[0]]
+    ref = plain(qkv, lengths, head_dim, torch.float64)
+    assert_within(out, ref, plain(qkv, lengths, head_dim, dtype))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_nan_stays_in_its_segment(head_dim: int, device: torch.device) -> None:
+    """Tiles read up to a block past a segment's end, and a head's tail box past its columns."""
+    lengths = [5, 20, 9, 33, 6]  # none a multiple of a block
+    qkv = packed(lengths, head_dim, torch.float32, device)
+    segs = segments(lengths, CONFIG.block_m, device)
+    clean = run(attention, qkv, segs, head_dim, CONFIG)
+    poisoned = qkv.clone()
+    kept = torch.zeros(sum(lengths), dtype=torch.bool, device=device)
+    kept[5:25] = kept[34:67] = True  # the second and the fourth
+    poisoned[~kept] = NAN
+    out = run(attention, with_room(poisoned, 40), segs, head_dim, CONFIG)
+    assert torch.equal(out[: len(kept)][kept], clean[kept])
+    assert out[: len(kept)][~kept].isnan().all(), "NaN in, something else out"
+
+
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_a_segment_does_not_know_its_place(head_dim: int, device: torch.device) -> None:
+    """The same frames in another order: each bit for bit as before."""
+    lengths = [20, 4, 33]
+    qkv = packed(lengths, head_dim, torch.float32, device)
+    out = run(attention, qkv, segments(lengths, 16, device), head_dim, CONFIG)
+    turned = torch.cat([*reversed(qkv.split(lengths))])
+    back = run(attention, turned, segments(lengths[::-1], 16, device), head_dim, CONFIG)
+    assert torch.equal(torch.cat([*reversed(back.split(lengths[::-1]))]), out)
+
+
+def test_tiles_past_the_count_do_not_run(device: torch.device) -> None:
+    lengths = [20, 12]
+    qkv = packed(lengths, 72, torch.float32, device)
+    exact = run(attention, qkv, segments(lengths, 16, device), 72, CONFIG)
+    roomy = run(attention, qkv, segments(lengths, 16, device, room=7), 72, CONFIG)
+    assert torch.equal(roomy, exact)
+
+
+def test_no_tiles_write_nothing(device: torch.device) -> None:
+    qkv = packed([8], 64, torch.float32, device)
+    for room in (0, 3):
+        segs = segments([], 16, device, room=room)
+        assert run(attention, qkv, segs, 64, CONFIG).isnan().all()
+
+
+def test_rows_past_the_last_segment_are_left(device: torch.device) -> None:
+    lengths = [20]
+    qkv = packed(lengths, 80, torch.float32, device)
+    out = run(attention, with_room(qkv, 20), segments(lengths, 16, device), 80, CONFIG)
+    assert out[:20].isfinite().all() and out[20:].isnan().all()
+
+
+def test_split_head() -> None:
+    parts = {64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 128: (128, 0)}
+    assert {head_dim: split_head(head_dim) for head_dim in HEAD_DIMS} == parts
+
+
+def test_mismatch_says_what_came(device: torch.device) -> None:
+    qkv = packed([8], 64, torch.float32, device)
+    with pytest.raises(AssertionError, match="tiles of 32 queries, config 16"):
+        run(attention, qkv, segments([8], 32, device), 64, CONFIG)
+    with pytest.raises(AssertionError, match="contiguous"):
+        out = torch.empty(8, 2 * HEADS * 64, device=device)[:, ::2]
+        attention(qkv, segments([8], 16, device), out, HEADS, 64, CONFIG)

@@ -1,0 +1,141 @@
+"""The linear kernel and its torch twin against plain PyTorch: every epilogue alone and as combined."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.epilogue import Epilogue
+from fusedvit.kernels.linear import linear
+from fusedvit.kernels.reference.linear import linear as linear_ref
+from fusedvit.kernels.reference.linear import moments, store_moments
+from tests.kernels.linear_cases import EPS, Fused, Layer, Tensors, fused, plain, tensors
+from tests.kernels.support import NAN, assert_rounded_once, assert_within, count, padded, random
+
+CONFIG = LinearConfig(16, 32, 16, 4, 2, max_programs=3)  # fewer programs than tiles: the persistent loop turns
+DTYPES = (torch.float32, torch.float16)
+
+CASES = {
+    "one tile exactly": Layer(16, 16, 32),
+    "ragged in every axis": Layer(21, 70, 50),  # 21 = 16 + 5 rows, 70 = 4 * 16 + 6 deep, 50 = 32 + 18 columns
+    "one row": Layer(1, 24, 40),  # a count of 1 is where Triton specialises integers
+    "narrower than a tile": Layer(5, 8, 8),
+    "no bias": Layer(21, 70, 50, bias=False),
+    "norm": Layer(21, 70, 50, norm=True),
+    "norm, last part narrower": Layer(5, 72, 40, norm=True, part=64),
+    "norm of massive channels": Layer(21, 70, 50, norm=True, massive=True),
+    "rope": Layer(21, 48, 144, heads=2),  # heads of 24; v starts at a tile's border (96 = 3 * 32)
+    "rope, v inside a tile": Layer(21, 40, 120, heads=1),  # 80 = 2.5 * 32: one tile holds rotated and plain columns
+    "taps": Layer(21, 70, 50, taps=True),
+    "gelu": Layer(21, 70, 50, activation="gelu"),
+    "gelu_tanh": Layer(21, 70, 50, activation="gelu_tanh"),
+    "quick_gelu": Layer(21, 70, 50, activation="quick_gelu"),
+    "residual": Layer(21, 70, 50, residual=True),
+    "statistics": Layer(21, 70, 50, stats=True),
+    "patch embed": Layer(21, 70, 50, taps=True, stats=True),
+    "qkv": Layer(21, 48, 144, norm=True, heads=2),
+    "proj, fc2": Layer(21, 70, 50, residual=True, stats=True),
+    "fc1": Layer(21, 70, 50, norm=True, activation="gelu_tanh"),
+    "merger fc1": Layer(9, 160, 50, activation="gelu"),
+    "deepstack fc1": Layer(9, 160, 50, norm=True, merged=4, part=32, activation="gelu"),  # 4 x (32 + 8) channels
+    "deepstack fc1, more parts than a chunk": Layer(3, 4 * 72, 40, norm=True, merged=4, part=16),  # 4 x 5 parts
+}
+
+
+def made(name: str, dtype: torch.dtype, device: torch.device, capacity: int | None = None) -> tuple[Tensors, Fused]:
+    t = tensors(CASES[name], dtype, device)
+    return t, fused(CASES[name], t, capacity)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twin_is_the_formula(name: str, device: torch.device) -> None:
+    """In fp64 nothing is left between the folded form and PyTorch's but the fp32 of statistics, bias and angles."""
+    layer = CASES[name]
+    t = tensors(layer, torch.float64, device)
+    out, _ = fused(layer, t, layer.rows + 3).run(linear_ref, CONFIG)
+    torch.testing.assert_close(out[: layer.rows], plain(layer, t, torch.float64), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_is_within_the_rule(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Against PyTorch's layer in fp64, and against the twin on the same rounded weights in fp64."""
+    layer = CASES[name]
+    t, arguments = made(name, dtype, device, layer.rows + 5)
+    ours = arguments.run(linear, CONFIG)[0][: layer.rows]
+    assert_within(ours, plain(layer, t, torch.float64), plain(layer, t, dtype), "against PyTorch:")
+    twin = fused(layer, t, wide=torch.float64).run(linear_ref, CONFIG)[0]
+    if dtype is torch.float32:
+        assert_within(ours, twin, arguments.run(linear_ref, CONFIG)[0][: layer.rows], "against the twin:")
+    else:
+        assert_rounded_once(ours, twin, "against the twin:")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_are_those_of_the_rounded_rows(dtype: torch.dtype, device: torch.device) -> None:
+    layer = dataclasses.replace(CASES["proj, fc2"], massive=True)
+    out, stats = fused(layer, tensors(layer, dtype, device), layer.rows + 5).run(linear, CONFIG)
+    assert stats is not None
+    rows = out[: layer.rows].double()
+    mean, rstd = moments(stats, layer.rows, EPS)
+    torch.testing.assert_close(mean[:, 0], rows.mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rstd[:, 0], torch.rsqrt(rows.var(1, correction=0) + EPS), rtol=1e-5, atol=0)
+    expected = dataclasses.replace(stats, partials=torch.zeros_like(stats.partials))
+    store_moments(out[: layer.rows], expected)
+    torch.testing.assert_close(stats.partials[: layer.rows], expected.partials[: layer.rows], rtol=1e-5, atol=1e-5)
+    assert stats.partials[layer.rows :].isnan().all(), "statistics of rows that do not exist"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 32])  # around a tile's 16 rows
+@pytest.mark.parametrize("name", ["qkv", "proj, fc2", "patch embed"])
+def test_rows_past_the_count_change_nothing(name: str, rows: int, device: torch.device) -> None:
+    """`rows` of them in room for 37, the rest NaN: bit for bit what exactly enough room gives."""
+    layer = dataclasses.replace(CASES[name], rows=rows)
+    t = tensors(layer, torch.float32, device)
+    roomy, roomy_stats = fused(layer, t, 37).run(linear, CONFIG)
+    exact, exact_stats = fused(layer, t).run(linear, CONFIG)
+    assert roomy[:rows].isfinite().all()
+    assert torch.equal(roomy[:rows], exact)
+    if roomy_stats is not None and exact_stats is not None:
+        assert torch.equal(roomy_stats.partials[:rows], exact_stats.partials)
+
+
+def test_no_rows_write_nothing(device: torch.device) -> None:
+    x, weight = random(20, 24, device=device), random(40, 24, seed=1, device=device)
+    out = random(20, 40, seed=2, device=device)
+    before = out.clone()
+    linear(x, weight, count(0, device), out, Epilogue(), CONFIG)
+    assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("group_m", [1, 8])
+@pytest.mark.parametrize("max_programs", [1, 2, 1000])
+def test_the_schedule_does_not_show(max_programs: int, group_m: int, device: torch.device) -> None:
+    """Which program computes a tile, and in which order, is no part of the answer."""
+    layer = dataclasses.replace(CASES["fc1"], rows=50)  # 4 tile rows: no multiple of a group of 8
+    _, arguments = tensors(layer, torch.float32, device), fused(layer, tensors(layer, torch.float32, device))
+    expected, _ = arguments.run(linear, CONFIG)
+    config = dataclasses.replace(CONFIG, max_programs=max_programs, group_m=group_m)
+    assert torch.equal(arguments.run(linear, config)[0], expected)
+
+
+def test_residual_may_be_another_tensor(device: torch.device) -> None:
+    layer = CASES["residual"]
+    t = tensors(layer, torch.float32, device)
+    in_place, _ = fused(layer, t).run(linear, CONFIG)
+    out = padded(torch.full_like(t.residual, NAN), layer.rows)
+    residual = padded(t.residual, layer.rows)
+    arguments = fused(layer, t)
+    epilogue = dataclasses.replace(arguments.epilogue, residual=residual)
+    linear(arguments.x, arguments.weight, arguments.num_rows, out, epilogue, CONFIG)
+    assert torch.equal(out, in_place)
+    assert torch.equal(residual, t.residual)
+
+
+def test_mismatch_says_what_came(device: torch.device) -> None:
+    x, weight, out = torch.zeros(4, 16), torch.zeros(8, 24), torch.zeros(4, 8)
+    with pytest.raises(AssertionError, match=r"\[4, 16\]\), weight torch.Size\(\[8, 24\]\)"):
+        linear(x.to(device), weight.to(device), count(4, device), out.to(device), Epilogue(), CONFIG)
+    with pytest.raises(ValueError, match="got 'relu'"):
+        Epilogue(activation="relu")
