@@ -157,13 +157,13 @@ def host_syncs(call: Callable[[], Any]) -> int:
     return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
 
-def passport(commit: str) -> dict[str, Any]:
+def passport(module: str, commit: str) -> dict[str, Any]:
     """What ran, where, and how to run it again."""
     import transformers
     import triton
 
     return {
-        "command": "python -m fusedvit.bench.parity " + " ".join(sys.argv[1:]),
+        "command": f"python -m fusedvit.bench.{module} " + " ".join(sys.argv[1:]),
         "commit": commit or _git_commit(),
         "gpu": torch.cuda.get_device_name(),
         "fusedvit": __version__,
@@ -187,7 +187,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"passport": passport(args.commit), "summary": {}}
+    result: dict[str, Any] = {"passport": passport("parity", args.commit), "summary": {}}
     with torch.inference_mode():
         for massive in (False, True):
             for level, found in (

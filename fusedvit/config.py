@@ -1,5 +1,6 @@
 """Options of `fusedvit.fuse`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -8,10 +9,19 @@ class FuseConfig:
     """How a fused tower behaves.
 
     Attributes:
+        token_budgets: output (merged) tokens of each captured graph, ascending; inferred from the tower and free memory
+            if None.
+        max_items: images + videos (or parts of videos) that a graph holds; inferred if None.
+        max_frames: frames (attention sequences) that a graph holds; inferred if None.
+        graphs: replay CUDA graphs on a GPU; without them every call runs eagerly.
         strict: raise `RuntimeError` where a call would fall back to the original code.
         watch_data: notice writes that bypass autograd's version counter (`param.data.copy_(...)`) by a sampled
             fingerprint, read together with `grid_thw`. Without it such writes need `handle.refresh()`.
     """
 
+    token_budgets: Sequence[int] | None = None
+    max_items: int | None = None
+    max_frames: int | None = None
+    graphs: bool = True
     strict: bool = False
     watch_data: bool = True

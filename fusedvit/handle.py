@@ -2,34 +2,37 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusedvit import reasons
-from fusedvit.buffers import Capacity, allocate
 from fusedvit.config import FuseConfig
-from fusedvit.encoder import EncoderOutputs, encode
+from fusedvit.encoder import EncoderOutputs
 from fusedvit.families.record import Family
+from fusedvit.graphs.budgets import Limits, infer_limits
+from fusedvit.graphs.capture import CudaCapture
+from fusedvit.graphs.cost import CostModel
+from fusedvit.graphs.manager import MIB, GraphManager
 from fusedvit.items import Grid, Item, check_grid, check_items, check_pixels
-from fusedvit.kernels.configs import Target
-from fusedvit.kernels.fingerprint import Watched
-from fusedvit.ops import Ops, ops_for
-from fusedvit.plan import plan_for
+from fusedvit.ops import ops_for
+from fusedvit.prepared import PreparedWeights
+from fusedvit.program import EncoderProgram, bytes_per_token
+from fusedvit.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, run
 from fusedvit.spec import VisionSpec
 from fusedvit.stats import Stats
-from fusedvit.watch import Snapshot, reason_of_tower
-from fusedvit.weights import ALIGNMENT, EncoderWeights, prepare
+from fusedvit.watch import reason_of_tower
 
-MIB = 2**20
+SMALLEST_BUDGET, LARGEST_BUDGET = 64, 16384  # merged tokens
+SHARE_OF_FREE_MEMORY = 0.1
 
 
 class FusedEncoder:
     """One fused tower: what `fusedvit.fuse` returns.
 
-    Copies and pickles keep the configuration and make their own weights and counters.
+    Copies and pickles keep the configuration and make their own weights, graphs and counters.
     """
 
     def __init__(self, tower: nn.Module, family: Family, spec: VisionSpec, config: FuseConfig) -> None:
@@ -42,13 +45,9 @@ class FusedEncoder:
     def _start(self) -> None:
         self._stats = Stats()
         self._lock = threading.RLock()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._snapshot: Snapshot | None = None
-        self._weights: EncoderWeights | None = None
-        self._watched: Watched | None = None
-        self._reference: torch.Tensor | None = None
+        self._graphs: Graphs | None = None
+        self._graphs_for: tuple[torch.device, torch.dtype] | None = None
+        self.prepared = PreparedWeights(self.tower, self.family, self.spec, self._weights_moved)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tower", "family", "spec", "config")}
@@ -57,27 +56,41 @@ class FusedEncoder:
         self.__dict__.update(state)
         self._start()
 
-    # what a user reads
+    # what a user calls
 
     def stats(self) -> dict[str, Any]:
-        """Counters as plain values: calls, fused, original (by reason), items, tokens, refreshes, and MiB held."""
-        return self._stats.as_dict() | {"weights_mib": self._held_bytes() / MIB}
+        """Counters as plain values: calls, by path and reason, items, tokens, graphs, and MiB held by what."""
+        graphs = self._graphs
+        more: dict[str, Any] = {"refreshes": self.prepared.made, "weights_mib": self.prepared.held_bytes() / MIB}
+        if graphs is not None:
+            more["graphs"] = graphs.manager.stats.as_dict() | {
+                "token_budgets": graphs.limits.token_budgets,
+                "max_items": graphs.limits.max_items,
+                "max_frames": graphs.limits.max_frames,
+                "buffers_mib": graphs.program.held_bytes() / MIB,
+                "held_mib": graphs.manager.held_bytes() / MIB,
+            }
+        return self._stats.as_dict() | more
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not."""
-        spec, parameter = self.spec, next(self.tower.parameters())
-        reason = reason_of_tower(self.tower)
-        state = f"fused on the {ops_for(parameter.device).name} table" if reason is None else f"original code: {reason}"
-        lines = [
-            f"{type(self.tower).__name__} ({self.family.name}): {state}",
-            f"  {spec.depth} blocks of {spec.hidden_size} channels, {spec.num_heads} heads of {spec.head_dim}, "
-            f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
-            f"  {parameter.dtype} on {parameter.device}, prepared weights {self._held_bytes() / MIB:.1f} MiB",
-        ]
-        s = self._stats
-        lines.append(f"  {s.calls} calls, {s.fused} fused, {s.items} items, {s.tokens} tokens, {s.refreshes} refreshes")
-        lines += [f"  original code, {count} calls: {why} ({reasons.ADVICE[why]})" for why, count in s.original.items()]
-        return "\n".join(lines)
+        return report(self)
+
+    def warmup(self, progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets) -> None:
+        """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
+
+        Args:
+            progress: wraps the iterable of budgets, as `tqdm.tqdm` or `rich.progress.track` do.
+
+        Raises:
+            RuntimeError: the tower as it stands cannot run fused.
+        """
+        parameter = next(self.tower.parameters())
+        with self._lock, on_device(parameter.device):
+            self._make_true(parameter)
+            graphs, _ = self._graphs_on(parameter)
+            if graphs is not None:
+                graphs.manager.warmup(progress)
 
     def refresh(self) -> None:
         """Makes the prepared weights again from the tower's parameters, at once.
@@ -85,140 +98,185 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower as it stands cannot run fused; the message says why.
         """
-        with self._lock:
-            reason = reason_of_tower(self.tower)
-            if reason is not None:
-                raise RuntimeError(f"the tower cannot run fused: {reason} ({reasons.ADVICE[reason]})")
-            self._prepare()
+        reason = self.prepared.reason()
+        if reason is not None:
+            raise RuntimeError(f"the tower cannot run fused: {reason} ({reasons.ADVICE[reason]})")
+        with on_device(next(self.tower.parameters()).device):
+            self._make()
 
-    def _held_bytes(self) -> int:
-        return 0 if self._weights is None else self._weights.held_bytes()
+    def reconfigure(self, config: FuseConfig) -> None:
+        """Takes new options; graphs are given back and captured again by them."""
+        with self._lock:
+            self.release()
+            self.config = config
+            self._graphs = self._graphs_for = None
+
+    def release(self) -> None:
+        """Gives back graphs and static buffers; they are captured again when next needed."""
+        with self._lock:
+            if self._graphs is not None:
+                self._graphs.manager.release()
+
+    def drop_graphs(self) -> None:
+        """Forgets captured graphs and failed captures, and keeps the static buffers."""
+        if self._graphs is not None:
+            self._graphs.manager.drop_graphs()
+
+    def graphs(self) -> Graphs:
+        """The tower's graphs, for measuring and testing.
+
+        Raises:
+            RuntimeError: there are none (no GPU, or `graphs=False`).
+        """
+        if self._graphs is None:
+            raise RuntimeError("this tower has no graphs: it has not run on a GPU, or graphs are off")
+        return self._graphs
 
     # a call
 
-    def reason(self, pixel_values: object, grid_thw: object, extra: dict[str, Any]) -> str | None:
-        """Why this call must take the original code, or None. Counts, warns, or raises if strict.
-
-        Raises:
-            RuntimeError: `strict` and there is a reason.
-        """
-        with self._lock:
-            self._stats.calls += 1
-            found = reasons.reason_of_call(self.tower, pixel_values, grid_thw, extra) or self._reason_of_state()
-            if found is None:
-                return None
-            if self.config.strict:
-                raise RuntimeError(f"strict: this call would run the original code: {found} ({reasons.ADVICE[found]})")
-            self._stats.count_original(found, type(self.tower).__name__)
-            return found
-
-    def _reason_of_state(self) -> str | None:
-        """Looks at the whole tower only when it no longer is what it was."""
-        if self._snapshot is not None and self._snapshot.same_structure() and self._snapshot.same_parameters():
-            return None
-        found = reason_of_tower(self.tower)
-        if found is not None:
-            self._snapshot = None  # whatever comes back later is prepared anew
-        return found
-
-    def run(self, pixel_values: torch.Tensor, grid_thw: Grid) -> EncoderOutputs:
-        """Runs fused.
+    def __call__(self, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]) -> EncoderOutputs | None:
+        """Runs fused, or returns None where the call must take the original code: counted, warned of once.
 
         Args:
             pixel_values: `[patches, patch_width]` of any float dtype, on any device.
             grid_thw: `[items, 3]` integers (t, h, w) in patches: a tensor on any device, or a list.
+            extra: the call's other arguments.
 
         Raises:
+            RuntimeError: `strict`, and the call must take the original code.
             TypeError, ValueError: see `fusedvit.items`; nothing of the encoder has been launched then.
         """
+        self._stats.add(calls=1)
+        reason = reasons.reason_of_call(self.tower, pixel_values, grid_thw, extra)
+        parameter = next(self.tower.parameters())
+        if reason is None and not self.prepared.fits(parameter):
+            reason = self.prepared.reason()
+        while reason is None:
+            outputs, items = self._run(pixel_values, grid_thw, parameter)
+            if self.prepared.true():  # looked at while the GPU works
+                self._stats.add(fused=1, items=len(items), tokens=sum(item.tokens for item in items))
+                return outputs
+            reason = self.prepared.reason()
+            if reason is None:
+                self._make()
+        if self.config.strict:
+            raise RuntimeError(f"strict: this call would run the original code: {reason} ({reasons.ADVICE[reason]})")
+        self._stats.count_original(reason, type(self.tower).__name__)
+        return None
+
+    def _run(
+        self, pixel_values: torch.Tensor, grid_thw: Grid, parameter: torch.Tensor
+    ) -> tuple[EncoderOutputs, list[Item]]:
         check_pixels(pixel_values, self.spec)
         grid = check_grid(grid_thw)
-        parameter = next(self.tower.parameters())
-        with _on(parameter.device):
-            items = self._read(grid, pixel_values.shape[0], parameter.device)
-            pixels = _aligned(pixel_values.detach().to(parameter.device, parameter.dtype))
-            outputs = self._encode(pixels, grid, items)
-        with self._lock:
-            self._stats.fused += 1
-            self._stats.items += len(items)
-            self._stats.tokens += sum(item.tokens for item in items)
-        return outputs
+        with on_device(parameter.device):
+            items = self._read(grid, pixel_values.shape[0], parameter)
+            graphs, why_not = self._graphs_on(parameter)
+            ladder = () if self._graphs is None else self._graphs.limits.token_budgets
+            tower = Tower(self.spec, self.prepared, parameter.device, parameter.dtype, ladder)
+            outputs = run(tower, pixel_values, items, graphs, self._stats.eager, why_not)
+        return outputs, items
 
-    def _read(self, grid: torch.Tensor, patches: int, device: torch.device) -> list[Item]:
+    def _read(self, grid: torch.Tensor, patches: int, parameter: torch.Tensor) -> list[Item]:
         """The items, and weights made true: the call's one host read, of whatever lies on the GPU."""
         items = None
         if grid.device.type == "cpu":
             items = check_items(grid.tolist(), patches, self.spec.merge_size)
-        with self._lock:
-            if self._snapshot is None or not self._snapshot.same_parameters():
-                self._prepare()
-            flag = self._fingerprint_changed(device)
-            if items is None:
-                table = grid if flag is None else torch.cat([flag.to(grid.dtype), grid.flatten()])
-                rows = table.flatten().tolist()
-                changed = flag is not None and bool(rows.pop(0))
-                triples = [rows[i : i + 3] for i in range(0, len(rows), 3)]
-                items = check_items(triples, patches, self.spec.merge_size)
-            else:
-                changed = flag is not None and bool(flag.item())
-            if changed:
-                self._prepare()
+        self._make_true(parameter)
+        flag = self._changed_flag(parameter.device)
+        if items is None:
+            table = grid.flatten() if flag is None else torch.cat([flag.to(grid.dtype), grid.flatten()])
+            values = table.tolist()
+            changed = flag is not None and bool(values.pop(0))
+            triples = [values[i : i + 3] for i in range(0, len(values), 3)]
+            items = check_items(triples, patches, self.spec.merge_size)
+        else:
+            changed = flag is not None and bool(flag.item())
+        if changed:
+            self._make()
         return items
 
-    def _fingerprint_changed(self, device: torch.device) -> torch.Tensor | None:
-        """`[1]` on the device: some parameter's content is not what was prepared. None where it is not watched."""
+    def _changed_flag(self, device: torch.device) -> torch.Tensor | None:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not self.config.watch_data or capturing or self._watched is None or self._reference is None:
-            return None
-        now = ops_for(device).fingerprint(self._watched, torch.empty_like(self._reference))
-        return (now != self._reference).any().view(1)
+        return None if capturing or not self.config.watch_data else self.prepared.changed_flag(device)
 
-    def _prepare(self) -> None:
-        """Prepared weights, snapshot and fingerprint, made from the parameters as they are."""
-        parameters = dict(self.tower.named_parameters())
-        with torch.inference_mode(False), torch.no_grad():
-            source = self.family.source(parameters)
-            self._weights = prepare(self.spec, self.family.names, source, reuse=self._weights)
-            self._snapshot = Snapshot.of(self.tower)
-            self._watched = Watched.of(list(parameters.values()))
-            device = self._watched.pointers.device
-            empty = torch.empty(len(parameters), dtype=torch.int32, device=device)
-            self._reference = ops_for(device).fingerprint(self._watched, empty)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
-        self._stats.refreshes += 1
+    def _make_true(self, parameter: torch.Tensor) -> None:
+        if not self.prepared.fits(parameter):
+            self._make()
 
-    def _encode(self, pixels: torch.Tensor, grid: torch.Tensor, items: list[Item]) -> EncoderOutputs:
-        tokens = sum(item.tokens for item in items)
-        assert self._weights is not None, "weights are prepared before a run"
-        if tokens == 0:
-            return _empty_outputs(self.spec, pixels)
-        ops: Ops = ops_for(pixels.device)
-        plan = plan_for(self.spec, tokens, pixels.dtype, Target.of(pixels.device))
-        capacity = Capacity.of(items, plan.attention.block_m)
-        buffers = allocate(self.spec, capacity, pixels.dtype, pixels.device, pixels)
-        buffers.grid.copy_(grid, non_blocking=True)
-        with torch.no_grad():
-            return encode(self.spec, self._weights, buffers, ops, plan)
+    def _make(self) -> None:
+        """Prepares weights while nothing runs on the old ones."""
+        graphs = self._graphs
+        with graphs.manager.exclusive() if graphs is not None else self._lock:
+            if graphs is not None:
+                graphs.manager.wait()
+            self.prepared.make()
+
+    def _weights_moved(self) -> None:
+        if self._graphs is not None:
+            self._graphs.manager.drop_graphs()
+
+    def _graphs_on(self, parameter: torch.Tensor) -> tuple[Graphs | None, str]:
+        """The graphs to replay, or None and why."""
+        device = parameter.device
+        if device.type != "cuda":
+            return None, NO_GPU
+        if not self.config.graphs:
+            return None, NO_GRAPHS
+        if torch.cuda.is_current_stream_capturing():
+            return None, CAPTURING
+        with self._lock:
+            if self._graphs_for != (device, parameter.dtype):
+                self.release()
+                self._graphs = self._new_graphs(device, parameter.dtype)
+                self._graphs_for = (device, parameter.dtype)
+        return self._graphs, ""
+
+    def _new_graphs(self, device: torch.device, dtype: torch.dtype) -> Graphs:
+        limits = self._limits(device, dtype)
+        program = EncoderProgram(self.spec, ops_for(device), dtype, device, self.prepared.get)
+        return Graphs(GraphManager(limits, program, CudaCapture(device)), program, CostModel.default(limits))
+
+    def _limits(self, device: torch.device, dtype: torch.dtype) -> Limits:
+        return infer_limits(
+            smallest=SMALLEST_BUDGET,
+            largest=LARGEST_BUDGET,
+            bytes_per_token=bytes_per_token(self.spec, dtype),
+            fixed_bytes=0,
+            free_bytes=torch.cuda.mem_get_info(device)[0],
+            share=SHARE_OF_FREE_MEMORY,
+            token_budgets=self.config.token_budgets,
+            max_items=self.config.max_items,
+            max_frames=self.config.max_frames,
+        )
 
 
-def _aligned(pixels: torch.Tensor) -> torch.Tensor:
-    """`pixels` with rows that the copy engine takes: base and pitch a multiple of 16 bytes."""
-    size = pixels.element_size()
-    if pixels.stride(1) == 1 and pixels.stride(0) * size % ALIGNMENT == 0 and pixels.data_ptr() % ALIGNMENT == 0:
-        return pixels
-    step = max(1, ALIGNMENT // size)
-    padded = pixels.new_empty(pixels.shape[0], -(-pixels.shape[1] // step) * step)[:, : pixels.shape[1]]
-    return padded.copy_(pixels)
-
-
-def _empty_outputs(spec: VisionSpec, pixels: torch.Tensor) -> EncoderOutputs:
-    merged = pixels.new_empty(1 + len(spec.deepstack), 0, spec.out_size)
-    return EncoderOutputs(pixels.new_empty(0, spec.hidden_size), merged)
+def report(handle: FusedEncoder) -> str:
+    """See `FusedEncoder.report`."""
+    spec, parameter, stats = handle.spec, next(handle.tower.parameters()), handle.stats()
+    reason = reason_of_tower(handle.tower)
+    state = f"fused on the {ops_for(parameter.device).name} table" if reason is None else f"original code: {reason}"
+    lines = [
+        f"{type(handle.tower).__name__} ({handle.family.name}): {state}",
+        f"  {spec.depth} blocks of {spec.hidden_size} channels, {spec.num_heads} heads of {spec.head_dim}, "
+        f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
+        f"  {parameter.dtype} on {parameter.device}, prepared weights {stats['weights_mib']:.1f} MiB",
+        f"  {stats['calls']} calls, {stats['fused']} fused, {stats['items']} items, {stats['tokens']} patch tokens, "
+        f"{stats['refreshes']} refreshes",
+    ]
+    if "graphs" in stats:
+        g = stats["graphs"]
+        lines.append(
+            f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
+            f"{g['replays']} replays, padding {g['padding']:.0%}, {g['held_mib']:.0f} MiB"
+        )
+    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
+    lines += [f"  original code, {n} calls: {why} ({reasons.ADVICE[why]})" for why, n in stats["original"].items()]
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> Iterator[None]:
     """Makes `device` current, if it is a GPU."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         yield

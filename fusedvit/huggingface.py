@@ -26,7 +26,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
 
     Args:
         model: a Hugging Face model that holds one supported tower, wherever it hangs, or the tower itself.
-        config: options; fusing a fused tower again only replaces them.
+        config: options; fusing a fused tower again replaces them if given.
 
     Returns:
         The tower's handle.
@@ -35,10 +35,10 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
         UnsupportedModel: no supported tower, or several; the message names what is supported.
     """
     tower = find_tower(model)
-    config = config or FuseConfig()
     handle = tower.__dict__.get(_HANDLE)
     if handle is not None:
-        handle.config = config
+        if config is not None and config != handle.config:
+            handle.reconfigure(config)
         return handle
     family = family_of(type(tower).__name__)
     assert family is not None, "find_tower returns towers of known families"
@@ -46,7 +46,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
         spec = family.spec_from_config(tower.config)
     except ValueError as error:
         raise UnsupportedModel(f"{type(tower).__name__} cannot be fused: {error}") from error
-    handle = FusedEncoder(tower, family, spec, config)
+    handle = FusedEncoder(tower, family, spec, config or FuseConfig())
     tower.__dict__[_HANDLE] = handle
     _set_class(tower, _fused_class(type(tower)))
     return handle
@@ -60,7 +60,7 @@ def unfuse(model: nn.Module) -> nn.Module:
     """
     tower = find_tower(model)
     if _HANDLE in tower.__dict__:
-        del tower.__dict__[_HANDLE]
+        tower.__dict__.pop(_HANDLE).release()
         _set_class(tower, getattr(type(tower), _ORIGINAL))
     return model
 
@@ -94,9 +94,10 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
         handle: FusedEncoder = self.__dict__[_HANDLE]
-        if handle.reason(hidden_states, grid_thw, kwargs) is not None:
+        found = handle(hidden_states, grid_thw, kwargs)
+        if found is None:
             return original.forward(self, hidden_states, grid_thw, **kwargs)
-        outputs = _to_hugging_face(original, handle, handle.run(hidden_states, grid_thw))
+        outputs = _to_hugging_face(original, handle, found)
         wants_dict = kwargs.get("return_dict", getattr(self.config, "return_dict", True))
         return outputs.to_tuple() if wants_dict is False else outputs
 

@@ -1,0 +1,215 @@
+"""Whether replayed graphs can be trusted: each check returns counts, and a wrong answer is a count that is not zero."""
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.handle import FusedEncoder
+from fusedvit.items import Item
+from fusedvit.runner import Tower, run_eager
+
+DEVICE = torch.device("cuda")
+
+
+def random_grid(rng: random.Random, largest: int = 3000) -> Grid:
+    """Images, videos or a mix, at most `largest` patch tokens."""
+    grid: Grid = []
+    for _ in range(rng.randint(1, 6)):
+        t = rng.choice((1, 1, 1, 2, 3, 5))
+        row = (t, 2 * rng.randint(1, 14), 2 * rng.randint(1, 14))
+        if tokens([*grid, row]) <= largest:
+            grid.append(row)
+    return grid or [(1, 2, 2)]
+
+
+def pixels_of(grid: Grid, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(tokens(grid), 1536, device=DEVICE, generator=generator).to(dtype)
+
+
+def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
+    """Every tensor of one fused call."""
+    out = tower(pixels, grid_thw=torch.tensor(grid))
+    return [out.last_hidden_state, out.pooler_output, *out.deepstack_features]
+
+
+def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
+    """The same items without a graph, in one batch, by the configurations of the budget they fall into."""
+    parameter = next(handle.tower.parameters())
+    ladder = handle.stats()["graphs"]["token_budgets"]
+    tower = Tower(handle.spec, handle.prepared, parameter.device, parameter.dtype, ladder)
+    out = run_eager(tower, pixels, [Item(*row) for row in grid])
+    return [out.hidden, *out.merged]
+
+
+def poison(handle: FusedEncoder) -> None:
+    """NaN into every static float buffer, garbage into the integers, NaN into free pool memory."""
+    whole = handle.graphs().program.whole()
+    for t in (whole.pixels, whole.hidden, whole.wide, whole.context, whole.stats, whole.merged):
+        t.fill_(float("nan"))
+    whole.meta.rope.fill_(float("nan"))
+    whole.meta.tap_weight.fill_(float("nan"))
+    for ints in (whole.meta.tap_index, whole.meta.tiles, whole.meta.cu_seqlens, whole.meta.counts, whole.grid):
+        ints.random_(-(2**30), 2**30)
+    blocks = [torch.full((2**22,), float("nan"), device=DEVICE) for _ in range(8)]
+    del blocks
+
+
+def graph_equals_eager(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str, int]:
+    """Random batches, poisoned between replays; small, large, small at the end."""
+    rng = random.Random(0)
+    grids = [random_grid(rng) for _ in range(batches)] + [[(1, 4, 4)], [(1, 48, 48)], [(1, 4, 4)]]
+    wrong = nans = 0
+    for i, grid in enumerate(grids):
+        pixels = pixels_of(grid, torch.bfloat16, i)
+        want = eager(handle, pixels, grid)
+        poison(handle)
+        got = call(tower, pixels, grid)
+        nans += any(bool(torch.isnan(t).any()) for t in got)
+        wrong += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return {"batches": len(grids), "wrong": wrong, "with_nan": nans}
+
+
+def held_outputs(tower: nn.Module, calls: int) -> dict[str, int]:
+    """Checksums of held outputs right after their call and at the end."""
+    rng = random.Random(1)
+    held: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    changed = 0
+    for i in range(calls):
+        grid = random_grid(rng, 400)
+        got = call(tower, pixels_of(grid, torch.bfloat16, i), grid)
+        held.append((got, _checksum(got)))
+        if len(held) == 500:
+            changed += _changed(held)
+            held.clear()
+    return {"outputs": calls, "changed": changed + _changed(held)}
+
+
+def _checksum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([t.flatten().view(torch.int16).sum(dtype=torch.int64) for t in tensors])
+
+
+def _changed(held: list[tuple[list[torch.Tensor], torch.Tensor]]) -> int:
+    return sum(not torch.equal(_checksum(tensors), before) for tensors, before in held)
+
+
+def equal_totals(tower: nn.Module, handle: FusedEncoder, pairs: int) -> dict[str, int]:
+    """Two layouts of one total, one after the other: neither may get the other's boundaries."""
+    rng = random.Random(2)
+    wrong = 0
+    for i in range(pairs):
+        first, second = _equal_pair(rng)
+        pixels = pixels_of(first, torch.bfloat16, i)
+        for grid in (first, second):
+            got, want = call(tower, pixels, grid), eager(handle, pixels, grid)
+            wrong += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return {"pairs": pairs, "wrong": wrong}
+
+
+def _equal_pair(rng: random.Random) -> tuple[Grid, Grid]:
+    h, w, t = 2 * rng.randint(1, 9), 2 * rng.randint(1, 9), rng.randint(2, 4)
+    other: Grid = [(1, 2 * rng.randint(1, 8), 2 * rng.randint(1, 8))]
+    return rng.choice(
+        (
+            ([(1, h, w), *other], [(1, w, h), *other]),
+            ([(t, h, w)], [(1, h, w)] * t),
+            ([(1, h, w), *other], [*other, (1, h, w)]),
+            ([(t, h, w)], [(1, t * h, w)]),
+        )
+    )
+
+
+def threads_and_streams(
+    tower: nn.Module, handle: FusedEncoder, threads: int, streams: int, calls: int
+) -> dict[str, int]:
+    """Threads that call at once, each on streams of its own in turn, against answers computed before."""
+    rng = random.Random(3)
+    cases = []
+    for i in range(16):
+        grid = random_grid(rng, 900)
+        pixels = pixels_of(grid, torch.bfloat16, i)
+        cases.append((grid, pixels, eager(handle, pixels, grid)))
+    torch.cuda.synchronize()
+    wrong = [0] * threads
+
+    def work(me: int) -> None:
+        mine = [torch.cuda.Stream() for _ in range(streams)]
+        order = random.Random(me)
+        with torch.inference_mode():
+            for i in range(calls):
+                grid, pixels, want = order.choice(cases)
+                with torch.cuda.stream(mine[i % streams]):
+                    got = call(tower, pixels, grid)
+                    if order.random() < 0.05:
+                        torch.cuda._sleep(order.randint(1, 200_000))
+                    same = torch.stack([(a == b).all() for a, b in zip(got, want, strict=True)]).all()
+                    wrong[me] += not bool(same)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return {"calls": threads * calls, "wrong": sum(wrong)}
+
+
+def captures_beside_others(tower: nn.Module, handle: FusedEncoder, captures: int) -> dict[str, int]:
+    """Captures while another thread allocates, copies and pins."""
+    stop = threading.Event()
+    done = [0]
+
+    def disturb() -> None:
+        stream = torch.cuda.Stream()
+        while not stop.is_set():
+            with torch.cuda.stream(stream):
+                host = torch.randn(1024, pin_memory=True)
+                block = torch.empty(random.randint(1, 2**22), device=DEVICE)
+                block[:1024].copy_(host, non_blocking=True)
+                stream.synchronize()
+                done[0] += 1
+
+    other = threading.Thread(target=disturb)
+    other.start()
+    pixels, grid = pixels_of([(1, 8, 8)], torch.bfloat16, 0), [(1, 8, 8)]
+    want = eager(handle, pixels, grid)
+    right = 0
+    before = handle.stats()["graphs"]["captures"]
+    for _ in range(captures):
+        handle.drop_graphs()
+        right += all(torch.equal(a, b) for a, b in zip(call(tower, pixels, grid), want, strict=True))
+    stop.set()
+    other.join()
+    made = handle.stats()["graphs"]["captures"] - before
+    return {"captures": made, "right": right, "disturbances": done[0]}
+
+
+def out_of_memory(tower: nn.Module, handle: FusedEncoder, fractions: list[float]) -> Iterator[dict[str, Any]]:
+    """The tower under a shrinking share of the GPU's memory: every answer must stay right."""
+    grid: Grid = [(1, 16, 16), (2, 8, 8)]
+    pixels = pixels_of(grid, torch.bfloat16, 0)
+    want = eager(handle, pixels, grid)
+    handle.release()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    for fraction in fractions:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + fraction * 2**20) / total))
+        try:
+            got = call(tower, pixels, grid)
+            right = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            del got
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        captured = handle.stats()["graphs"]["held_mib"] > 0
+        handle.release()
+        handle.drop_graphs()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        leak = (torch.cuda.memory_allocated() - base) / 2**20
+        yield {"room_mib": fraction, "right": right, "captured": captured, "leak_mib": leak}

@@ -1,0 +1,95 @@
+"""The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fusedvit.buffers import Capacity, EncoderBuffers, allocate
+from fusedvit.encoder import encode
+from fusedvit.graphs.budgets import Limits
+from fusedvit.items import Item
+from fusedvit.kernels.configs import Target
+from fusedvit.ops import Ops
+from fusedvit.plan import EncoderPlan, plan_for
+from fusedvit.spec import VisionSpec
+from fusedvit.weights import EncoderWeights
+
+
+class EncoderProgram:
+    """Implements `graphs.manager.Program`. Budgets count merged tokens; buffers count patch tokens."""
+
+    def __init__(
+        self,
+        spec: VisionSpec,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: Callable[[], EncoderWeights],
+    ) -> None:
+        self._spec = spec
+        self._ops = ops
+        self._dtype = dtype
+        self._device = device
+        self._weights = weights
+        self._whole: EncoderBuffers | None = None
+        self._parts: dict[int, EncoderBuffers] = {}
+        self._plans: dict[int, EncoderPlan] = {}
+
+    def allocate(self, limits: Limits) -> None:
+        """Static buffers of the largest budget, outside any graph's pool; smaller budgets use their first rows."""
+        target = Target.of(self._device)
+        with torch.inference_mode(False):
+            tokens = {b: b * self._spec.merge_unit for b in limits.token_budgets}
+            plans = {b: plan_for(self._spec, n, self._dtype, target) for b, n in tokens.items()}
+            capacities = {b: _capacity(tokens[b], limits, plans[b].attention.block_m) for b in limits.token_budgets}
+            widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
+            self._whole = allocate(self._spec, widest, self._dtype, self._device)
+        self._plans = plans
+        self._parts = {b: self._whole.part(c, self._spec.merge_unit) for b, c in capacities.items()}
+
+    def whole(self) -> EncoderBuffers:
+        """The static buffers of the largest budget."""
+        assert self._whole is not None, "buffers are allocated with the first capture"
+        return self._whole
+
+    def buffers(self, budget: int) -> EncoderBuffers:
+        """The static buffers as `budget` sees them."""
+        return self._parts[budget]
+
+    def run(self, budget: int) -> None:
+        with torch.no_grad():
+            encode(self._spec, self._weights(), self._parts[budget], self._ops, self._plans[budget])
+
+    def rehearse(self, budget: int) -> None:
+        """One merged token of random pixels: enough to compile, and never zeros."""
+        side = self._spec.merge_size
+        buffers = self._parts[budget]
+        buffers.pixels[: self._spec.merge_unit].normal_()
+        self.load_grid(budget, [Item(1, side, side)])
+
+    def load_grid(self, budget: int, items: Sequence[Item]) -> None:
+        """Writes the grid table of a batch: one small pinned copy on the current stream."""
+        grid = self._parts[budget].grid
+        table = torch.zeros(grid.shape, dtype=torch.int32, pin_memory=True)
+        table[: len(items)] = torch.tensor([(item.t, item.h, item.w) for item in items], dtype=torch.int32)
+        grid.copy_(table, non_blocking=True)
+
+    def held_bytes(self) -> int:
+        return 0 if self._whole is None else self._whole.held_bytes()
+
+    def free(self) -> None:
+        self._whole = None
+        self._parts = {}
+
+
+def _capacity(tokens: int, limits: Limits, block_m: int) -> Capacity:
+    """Every frame adds at most one attention tile that is not full."""
+    frames = min(limits.max_frames, tokens)
+    return Capacity(tokens, limits.max_items, frames, -(-tokens // block_m) + frames)
+
+
+def bytes_per_token(spec: VisionSpec, dtype: torch.dtype) -> int:
+    """Static-buffer bytes per merged token, to within the few that do not grow with tokens."""
+    tokens = 256 * spec.merge_unit
+    meta = torch.device("meta")
+    return allocate(spec, Capacity(tokens, 1, 1, tokens // 32), dtype, meta).held_bytes() // 256

@@ -1,0 +1,91 @@
+"""Capturing launches into a CUDA graph, behind a small interface that a test can stand in for."""
+
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Something captured."""
+
+    def replay(self) -> None:
+        """Launches what was captured, on the current stream."""
+
+    def reset(self) -> None:
+        """Gives its memory back."""
+
+
+class Capture(Protocol):
+    """How a manager captures; every method is called under the manager's lock."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Captures the launches of `run`, which allocates nothing and reads nothing back."""
+
+    def before_use(self) -> None:
+        """Makes the current stream wait until the static buffers are free."""
+
+    def after_use(self) -> None:
+        """Notes on the current stream that the static buffers are in use until here."""
+
+    def wait(self) -> None:
+        """Makes the host wait until nothing uses the static buffers."""
+
+    def held_bytes(self) -> int:
+        """Device memory that captured graphs hold beside the static buffers."""
+
+    def forget(self) -> None:
+        """Gives back what is left after every graph was reset."""
+
+
+class CudaCapture:
+    """CUDA graphs of one device: one memory pool, one capture stream.
+
+    Capture mode is `thread_local`: other threads may allocate and copy meanwhile. One event orders the users of the
+    static buffers, whatever streams they are on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._used = torch.cuda.Event()
+        self._held = 0
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self.wait()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        free, _ = torch.cuda.mem_get_info(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            graph.reset()
+            raise
+        self._held += max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph
+
+    def before_use(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._used)
+
+    def after_use(self) -> None:
+        self._used.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._used.synchronize()
+
+    def held_bytes(self) -> int:
+        return self._held
+
+    def forget(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._held = 0
+        gc.collect()
+        torch.cuda.empty_cache()
