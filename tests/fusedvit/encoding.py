@@ -1,0 +1,77 @@
+"""The encoder put together by hand, without Hugging Face's module around it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedvit import ops
+from fusedvit.buffers import Capacity, EncoderBuffers, allocate
+from fusedvit.encoder import EncoderOutputs, encode
+from fusedvit.families.registry import family_of
+from fusedvit.kernels.configs import Target
+from fusedvit.plan import EncoderPlan, plan_for
+from fusedvit.weights import EncoderWeights, prepare
+from tests.fusedvit.towers import Call, Grid, items_of, patches_of
+
+Outputs = dict[str, torch.Tensor]
+
+
+class Encoder:
+    """A tower's spec and prepared weights with a table of operations, on buffers that may exceed their content."""
+
+    def __init__(self, tower: Any, table: ops.Ops) -> None:
+        family = family_of(type(tower).__name__)
+        assert family is not None
+        self.spec, self.ops = family.spec_from_config(tower.config), table
+        parameter = next(tower.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.weights: EncoderWeights = prepare(self.spec, family.names, family.source(dict(tower.named_parameters())))
+
+    def plan(self, tokens: int) -> EncoderPlan:
+        return plan_for(self.spec, tokens, self.dtype, Target.of(self.device))
+
+    def buffers(self, grid: Grid, spare: Sequence[int] = (0, 0, 0, 0), fill: float | None = None) -> EncoderBuffers:
+        """Buffers for `grid` and `spare` more tokens, items, frames, tiles; floats filled with `fill`."""
+        block_m = self.plan(patches_of(grid) + spare[0]).attention.block_m
+        exact = Capacity.of(items_of(grid), block_m)
+        capacity = Capacity(
+            exact.tokens + spare[0], exact.items + spare[1], exact.frames + spare[2], exact.tiles + spare[3]
+        )
+        made = allocate(self.spec, capacity, self.dtype, self.device)
+        if fill is not None:
+            floats = [made.pixels, made.hidden, made.wide, made.context, made.stats, made.merged]
+            for tensor in [*floats, made.meta.rope, made.meta.tap_weight]:
+                tensor.fill_(fill)
+            for tensor in (made.meta.tap_index, made.meta.cu_seqlens, made.meta.tiles, made.meta.counts):
+                tensor.fill_(2**31 - 1)
+        return made
+
+    def load(self, buffers: EncoderBuffers, grid: Grid, pixels: torch.Tensor) -> None:
+        buffers.pixels[: patches_of(grid)] = pixels.to(self.device, self.dtype)
+        buffers.grid.zero_()
+        buffers.grid[: len(grid)] = torch.tensor(grid, dtype=torch.int32)
+
+    def encode(self, buffers: EncoderBuffers) -> EncoderOutputs:
+        with torch.no_grad():
+            return encode(self.spec, self.weights, buffers, self.ops, self.plan(buffers.hidden.shape[0]))
+
+    def run(self, buffers: EncoderBuffers, grid: Grid, pixels: torch.Tensor) -> Outputs:
+        """The real rows of every output, copied."""
+        self.load(buffers, grid, pixels)
+        made = self.encode(buffers)
+        tokens = patches_of(grid)
+        merged = tokens // self.spec.merge_unit
+        named = {"last_hidden_state": made.hidden[:tokens], "pooler_output": made.pooled[:merged]}
+        named |= {f"deepstack_features[{i}]": t[:merged] for i, t in enumerate(made.deepstack)}
+        return {name: t.clone() for name, t in named.items()}
+
+    def answer(self, grid: Grid, pixels: torch.Tensor) -> Outputs:
+        return self.run(self.buffers(grid), grid, pixels)
+
+
+def hugging_face(tower: Any, grid: Grid, pixels: torch.Tensor) -> Outputs:
+    """The original tower's outputs, in its own dtype."""
+    parameter = next(tower.parameters())
+    call = Call(pixels.to(parameter.device, parameter.dtype), torch.tensor(grid, device=parameter.device))
+    return call.run(tower)
