@@ -1,4 +1,4 @@
-"""Towers of real width on a GPU: accuracy, launches, synchronisations, memory, bits from run to run."""
+"""Towers of real width run eagerly on a GPU: accuracy, launches, synchronisations, memory, bits from run to run."""
 
 import functools
 import warnings
@@ -35,7 +35,7 @@ from tests.fusedvit.towers import (
 
 pytestmark = pytest.mark.gpu
 
-STRICT = fusedvit.FuseConfig(strict=True)
+STRICT = fusedvit.FuseConfig(strict=True, graphs=False)
 LEAST, MOST = 513, 1024  # patch tokens: one budget, hence one set of kernels to compile
 QWEN3_VL_8B = {
     "hidden_size": 1152,
@@ -185,7 +185,7 @@ def test_at_most_one_synchronisation_a_call(where: str, watch_data: bool) -> Non
     call = Call.of(tower, random_grid(4, LEAST, MOST))
     grids = {"grid on the GPU": call.grid, "grid on the CPU": call.grid.cpu(), "grid as a list": call.grid.tolist()}
     grid = grids[where]
-    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True, watch_data=watch_data))
+    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True, graphs=False, watch_data=watch_data))
     with torch.no_grad():
         for _ in range(2):
             tower(call.pixels, grid_thw=grid)
@@ -221,6 +221,19 @@ def test_run_to_run_the_same_bits() -> None:
     first = call.run(tower)
     for _ in range(20):
         assert_bitwise(call.run(tower), first)
+
+
+def test_a_graph_gives_the_same_bits() -> None:
+    """Captured for the budget that these grids fall into, and replayed on each of them."""
+    tower = tower_on_gpu()
+    calls = [Call.of(tower, random_grid(seed, LEAST, MOST), seed) for seed in range(6)]
+    fusedvit.fuse(tower, STRICT)
+    expected = [call.run(tower) for call in calls]
+    budget = fusedvit.FuseConfig(strict=True, token_budgets=(MOST // 4,), max_items=8, max_frames=64)
+    handle = fusedvit.fuse(tower, budget)
+    for call, answer in zip(calls, expected, strict=True):
+        assert_bitwise(call.run(tower), answer)
+    assert handle.stats()["graphs"]["replays"] == len(calls)
 
 
 def test_garbage_in_free_memory() -> None:
@@ -362,11 +375,11 @@ def test_moved_to_the_cpu_and_back() -> None:
 def test_what_kernels_do_not_take() -> None:
     call = Call.of(tower_on_gpu(), [(1, 6, 8)])
     doubles = tower_on_gpu(dtype=torch.float64)
-    handle = fusedvit.fuse(doubles)
+    handle = fusedvit.fuse(doubles, fusedvit.FuseConfig(graphs=False))
     Call(call.pixels.double(), call.grid).run(doubles)
     ran_original(handle, reasons.UNSUPPORTED_DTYPE)
     tower = tower_on_gpu(dtype=torch.float32)
-    handle = fusedvit.fuse(tower)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(graphs=False))
     with torch.autocast("cuda", dtype=torch.bfloat16):
         call.run(tower)
     ran_original(handle, reasons.AUTOCAST)
