@@ -168,7 +168,7 @@ def captures_beside_others(tower: nn.Module, handle: FusedEncoder, captures: int
         while not stop.is_set():
             with torch.cuda.stream(stream):
                 host = torch.randn(1024, pin_memory=True)
-                block = torch.empty(random.randint(1, 2**22), device=DEVICE)
+                block = torch.empty(random.randint(1024, 2**22), device=DEVICE)
                 block[:1024].copy_(host, non_blocking=True)
                 stream.synchronize()
                 done[0] += 1

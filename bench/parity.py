@@ -23,6 +23,7 @@ from fusedvit.bench.stages import lay_out, stages
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import gpu_launches, latency, peak_mib
 from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.config import FuseConfig
 from fusedvit.families.registry import family_of
 from fusedvit.huggingface import fuse, unfuse
 from fusedvit.ops import TRITON
@@ -31,6 +32,7 @@ from fusedvit.weights import prepare
 
 MASSIVE_CHANNELS, MASSIVE = (7, 130, 600, 1021), 200.0
 DEVICE = torch.device("cuda")
+EAGER = FuseConfig(graphs=False)
 
 
 def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.Module]:
@@ -74,7 +76,7 @@ def tower_parity(level: str, depth: int, massive: bool) -> Iterator[dict[str, An
         pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
         pt = tower(pixels, grid_thw=grid_thw)
         ref = wide(pixels.float(), grid_thw=grid_thw)
-        handle = fuse(tower)
+        handle = fuse(tower, EAGER)
         ours = tower(pixels, grid_thw=grid_thw)
         assert handle.stats()["fused"] == 1, handle.report()
         unfuse(tower)
@@ -110,7 +112,7 @@ def fp32_error() -> dict[str, float]:
             continue  # fp32 runs on FMA units: two long workloads would take minutes and show nothing new
         pixels, grid_thw = pixels_for(grid, torch.float32), torch.tensor(grid, device=DEVICE)
         want = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
-        fuse(tower)
+        fuse(tower, EAGER)
         got = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
         unfuse(tower)
         worst[name] = max(float((got[k] - want[k]).norm() / want[k].norm()) for k in want)
@@ -121,8 +123,8 @@ def cost() -> dict[str, dict[str, Any]]:
     """Wall time, kernels, peak memory and host syncs of one call, Hugging Face and fused, by workload."""
     tower, _ = build(27, torch.bfloat16, False)
     original, _ = build(27, torch.bfloat16, False)
-    handle = fuse(tower)
-    rows = {}
+    handle = fuse(tower, EAGER)
+    rows: dict[str, dict[str, Any]] = {}
     for name, grid in WORKLOADS.items():
         pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
         calls: dict[str, Callable[[], Any]] = {

@@ -20,6 +20,7 @@ from fusedvit.items import Grid, Item, check_grid, check_items, check_pixels
 from fusedvit.ops import ops_for
 from fusedvit.prepared import PreparedWeights
 from fusedvit.program import EncoderProgram, bytes_per_token
+from fusedvit.report import describe
 from fusedvit.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, run
 from fusedvit.spec import VisionSpec
 from fusedvit.stats import Stats
@@ -74,7 +75,8 @@ class FusedEncoder:
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not."""
-        return report(self)
+        reason = reason_of_tower(self.tower)
+        return describe(self.tower, self.family.name, self.spec, self.stats(), reason)
 
     def warmup(self, progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
@@ -167,38 +169,38 @@ class FusedEncoder:
     def _run(
         self, pixel_values: torch.Tensor, grid_thw: Grid, parameter: torch.Tensor
     ) -> tuple[EncoderOutputs, list[Item]]:
+        """One run, on weights known to be true when it began: with one host read, of the grid or after the launches."""
         check_pixels(pixel_values, self.spec)
         grid = check_grid(grid_thw)
+        patches, merge = pixel_values.shape[0], self.spec.merge_size
+        if grid.device.type == "cpu":
+            items = check_items(grid.tolist(), patches, merge)
         with on_device(parameter.device):
-            items = self._read(grid, pixel_values.shape[0], parameter)
-            graphs, why_not = self._graphs_on(parameter)
-            ladder = () if self._graphs is None else self._graphs.limits.token_budgets
-            tower = Tower(self.spec, self.prepared, parameter.device, parameter.dtype, ladder)
-            outputs = run(tower, pixel_values, items, graphs, self._stats.eager, why_not)
+            self._make_true(parameter)
+            watching = self._watching(parameter.device)
+            if grid.device.type != "cpu":
+                grid = grid.to(parameter.device)
+                same, rows = self.prepared.same_content(grid) if watching else (True, grid.tolist())
+                items = check_items(rows, patches, merge)
+                if not same:
+                    self._make()
+                return self._launch(pixel_values, items, parameter), items
+            begin = torch.cuda.current_stream().record_event() if parameter.is_cuda else None
+            outputs = self._launch(pixel_values, items, parameter)
+            if watching and not self.prepared.same_content_since(begin):
+                self._make()
+                outputs = self._launch(pixel_values, items, parameter)
         return outputs, items
 
-    def _read(self, grid: torch.Tensor, patches: int, parameter: torch.Tensor) -> list[Item]:
-        """The items, and weights made true: the call's one host read, of whatever lies on the GPU."""
-        items = None
-        if grid.device.type == "cpu":
-            items = check_items(grid.tolist(), patches, self.spec.merge_size)
-        self._make_true(parameter)
-        flag = self._changed_flag(parameter.device)
-        if items is None:
-            table = grid.flatten() if flag is None else torch.cat([flag.to(grid.dtype), grid.flatten()])
-            values = table.tolist()
-            changed = flag is not None and bool(values.pop(0))
-            triples = [values[i : i + 3] for i in range(0, len(values), 3)]
-            items = check_items(triples, patches, self.spec.merge_size)
-        else:
-            changed = flag is not None and bool(flag.item())
-        if changed:
-            self._make()
-        return items
+    def _launch(self, pixels: torch.Tensor, items: list[Item], parameter: torch.Tensor) -> EncoderOutputs:
+        graphs, why_not = self._graphs_on(parameter)
+        ladder = () if self._graphs is None else self._graphs.limits.token_budgets
+        tower = Tower(self.spec, self.prepared, parameter.device, parameter.dtype, ladder)
+        return run(tower, pixels, items, graphs, self._stats.eager, why_not)
 
-    def _changed_flag(self, device: torch.device) -> torch.Tensor | None:
+    def _watching(self, device: torch.device) -> bool:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return None if capturing or not self.config.watch_data else self.prepared.changed_flag(device)
+        return self.config.watch_data and not capturing
 
     def _make_true(self, parameter: torch.Tensor) -> None:
         if not self.prepared.fits(parameter):
@@ -249,30 +251,6 @@ class FusedEncoder:
             max_items=self.config.max_items,
             max_frames=self.config.max_frames,
         )
-
-
-def report(handle: FusedEncoder) -> str:
-    """See `FusedEncoder.report`."""
-    spec, parameter, stats = handle.spec, next(handle.tower.parameters()), handle.stats()
-    reason = reason_of_tower(handle.tower)
-    state = f"fused on the {ops_for(parameter.device).name} table" if reason is None else f"original code: {reason}"
-    lines = [
-        f"{type(handle.tower).__name__} ({handle.family.name}): {state}",
-        f"  {spec.depth} blocks of {spec.hidden_size} channels, {spec.num_heads} heads of {spec.head_dim}, "
-        f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
-        f"  {parameter.dtype} on {parameter.device}, prepared weights {stats['weights_mib']:.1f} MiB",
-        f"  {stats['calls']} calls, {stats['fused']} fused, {stats['items']} items, {stats['tokens']} patch tokens, "
-        f"{stats['refreshes']} refreshes",
-    ]
-    if "graphs" in stats:
-        g = stats["graphs"]
-        lines.append(
-            f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
-            f"{g['replays']} replays, padding {g['padding']:.0%}, {g['held_mib']:.0f} MiB"
-        )
-    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
-    lines += [f"  original code, {n} calls: {why} ({reasons.ADVICE[why]})" for why, n in stats["original"].items()]
-    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Prepared weights that stay true to a tower's parameters."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,6 +12,38 @@ from fusedvit.ops import ops_for
 from fusedvit.spec import VisionSpec
 from fusedvit.watch import Snapshot, reason_of_tower
 from fusedvit.weights import EncoderWeights, prepare
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Fingerprints of what the weights were made from.
+
+    Attributes:
+        watched: the parameters.
+        made: `[P]` int32 on the host, as they were then.
+        side: a stream to look at them while the encoder runs; None on the CPU.
+    """
+
+    watched: Watched
+    made: torch.Tensor
+    side: torch.cuda.Stream | None
+
+    @staticmethod
+    def of(parameters: list[nn.Parameter]) -> "_Content":
+        watched = Watched.of(parameters)
+        device = watched.pointers.device
+        made = ops_for(device).fingerprint(watched, torch.empty(len(parameters), dtype=torch.int32, device=device))
+        side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        return _Content(watched, made.cpu(), side)
+
+    def look(self) -> torch.Tensor:
+        """`[P]` int32 on the host, filled once the current stream has got here."""
+        device = self.watched.pointers.device
+        now = ops_for(device).fingerprint(self.watched, torch.empty(self.made.shape, dtype=torch.int32, device=device))
+        if not now.is_cuda:
+            return now
+        host = torch.empty(now.shape, dtype=now.dtype, pin_memory=True)
+        return host.copy_(now, non_blocking=True)
 
 
 class PreparedWeights:
@@ -27,8 +60,7 @@ class PreparedWeights:
         self._on_move = on_move
         self._snapshot: Snapshot | None = None
         self._weights: EncoderWeights | None = None
-        self._watched: Watched | None = None
-        self._reference: torch.Tensor | None = None
+        self._content: _Content | None = None
 
     def get(self) -> EncoderWeights:
         """The weights; made before by `make`."""
@@ -47,7 +79,7 @@ class PreparedWeights:
         return weight.device == parameter.device and weight.dtype == parameter.dtype
 
     def true(self) -> bool:
-        """Whether modules and parameters are those the weights were made from (see `changed_flag` for the rest)."""
+        """Whether modules and parameters are those the weights were made from; `same_content` sees what this cannot."""
         return self._snapshot is not None and self._snapshot.same_structure() and self._snapshot.same_parameters()
 
     def reason(self) -> str | None:
@@ -57,25 +89,40 @@ class PreparedWeights:
             self._snapshot = None
         return found
 
-    def changed_flag(self, device: torch.device) -> torch.Tensor | None:
-        """`[1]` bool on the device: some parameter's content is not what was prepared. None before the first time."""
-        if self._watched is None or self._reference is None:
-            return None
-        now = ops_for(device).fingerprint(self._watched, torch.empty_like(self._reference))
-        return (now != self._reference).any().view(1)
+    def same_content(self, grid: torch.Tensor) -> tuple[bool, list[list[int]]]:
+        """Whether the parameters hold what they held, and the rows of `grid`, from its GPU, by one host read."""
+        content = self._content
+        assert content is not None, "weights are made before a run"
+        host = torch.empty(grid.shape, dtype=grid.dtype, pin_memory=True)
+        found = content.look()
+        host.copy_(grid, non_blocking=True)
+        torch.cuda.current_stream(grid.device).synchronize()
+        return torch.equal(found, content.made), host.tolist()
+
+    def same_content_since(self, begin: torch.cuda.Event | None) -> bool:
+        """Whether the parameters held at `begin` what they held when the weights were made.
+
+        Looks on a stream of its own, beside whatever was launched since; waits for nothing later than `begin`.
+        """
+        content = self._content
+        assert content is not None, "weights are made before a run"
+        if content.side is None or begin is None:
+            return torch.equal(content.look(), content.made)
+        with torch.cuda.stream(content.side):
+            content.side.wait_event(begin)
+            found = content.look()
+        content.side.synchronize()
+        return torch.equal(found, content.made)
 
     def make(self) -> None:
-        """Makes weights, snapshot and fingerprint from the parameters as they are; waits for the GPU."""
+        """Makes weights, snapshot and fingerprints from the parameters as they are; waits for the GPU."""
         parameters = dict(self._tower.named_parameters())
         old = self._weights
         with torch.inference_mode(False), torch.no_grad():
-            source = self._family.source(parameters)
-            self._weights = prepare(self._spec, self._family.names, source, reuse=old)
+            self._weights = prepare(self._spec, self._family.names, self._family.source(parameters), reuse=old)
             self._snapshot = Snapshot.of(self._tower)
-            self._watched = Watched.of(list(parameters.values()))
-            device = self._watched.pointers.device
-            empty = torch.empty(len(parameters), dtype=torch.int32, device=device)
-            self._reference = ops_for(device).fingerprint(self._watched, empty)
+            self._content = _Content.of(list(parameters.values()))
+        device = self._weights.patch.weight.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.made += 1

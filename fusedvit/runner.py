@@ -1,8 +1,11 @@
 """Runs items through the encoder: through captured graphs where they fit, eagerly where they do not."""
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -60,12 +63,56 @@ class Tower:
         return next((b * unit for b in self.ladder if b * unit >= tokens), tokens)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Where a piece's rows are: patch rows of the input and of the last hidden state, merged rows of the output."""
+class _Run(NamedTuple):
+    """Neighbouring rows: `count` patch rows from `there` in the call's tensors are rows from `here` in the batch's."""
 
-    first: int
+    there: int
+    here: int
     count: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A batch, or a piece that runs eagerly because of `reason`.
+
+    Attributes:
+        rows: (t, h, w) of each piece.
+        runs: where the pieces' rows are.
+    """
+
+    batch: Batch | None
+    reason: str
+    rows: tuple[tuple[int, int, int], ...]
+    runs: tuple[_Run, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(items: tuple[Item, ...], unit: int, limits: Limits, cost: CostModel) -> tuple[_Step, ...]:
+    """How `items` are run. The same layouts come again and again, and this is all that is known of them."""
+    plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits, cost)
+    first = [0, *itertools.accumulate(item.tokens for item in items)]
+
+    def step(batch: Batch | None, reason: str, pieces: Sequence[Piece]) -> _Step:
+        rows = tuple((piece.frames, items[piece.item].h, items[piece.item].w) for piece in pieces)
+        return _Step(batch, reason, rows, _runs(pieces, rows, first))
+
+    batches = [step(batch, "", batch.pieces) for batch in plan.batches]
+    return (*batches, *(step(None, overflow.reason, (overflow.piece,)) for overflow in plan.overflow))
+
+
+def _runs(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: Sequence[int]) -> tuple[_Run, ...]:
+    """Pieces that are neighbours in the call and in the batch make one run, and one copy."""
+    runs: list[_Run] = []
+    here = 0
+    for piece, (frames, h, w) in zip(pieces, rows, strict=True):
+        there, count = first[piece.item] + piece.first_frame * h * w, frames * h * w
+        if runs and runs[-1].there + runs[-1].count == there:
+            last = runs.pop()
+            runs.append(_Run(last.there, last.here, last.count + count))
+        else:
+            runs.append(_Run(there, here, count))
+        here += count
+    return tuple(runs)
 
 
 def run(
@@ -87,20 +134,46 @@ def run(
     if graphs is None:
         eager[no_graphs] += 1
         return run_eager(tower, pixels, items)
-    unit = tower.spec.merge_unit
-    plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), graphs.limits, graphs.cost)
-    if not plan.batches:
-        eager.update(overflow.reason for overflow in plan.overflow)
+    steps = _steps(tuple(items), tower.spec.merge_unit, graphs.limits, graphs.cost)
+    if all(step.batch is None for step in steps):
+        eager.update(step.reason for step in steps)
         return run_eager(tower, pixels, items)
-    job = _Job(tower, pixels, items)
-    for batch in plan.batches:
-        if not job.replay(graphs, batch):
-            eager[CAPTURE_FAILED] += 1
-            job.eager(batch.pieces)
-    for overflow in plan.overflow:
-        eager[overflow.reason] += 1
-        job.eager((overflow.piece,))
-    return job.outputs
+    outputs = _outputs(tower, items)
+    for step in steps:
+        if step.batch is not None and _replay(tower, pixels, graphs, step, step.batch, outputs):
+            continue
+        eager[step.reason or CAPTURE_FAILED] += 1
+        rows = torch.cat([pixels[run.there : run.there + run.count] for run in step.runs])
+        _keep(outputs, run_eager(tower, rows, [Item(*row) for row in step.rows]), step.runs, tower.spec.merge_unit)
+    return outputs
+
+
+def _replay(
+    tower: Tower, pixels: torch.Tensor, graphs: Graphs, step: _Step, batch: Batch, outputs: EncoderOutputs
+) -> bool:
+    """Replays one batch; False where its budget has no graph."""
+    program, budget = graphs.program, batch.budget
+
+    def load() -> None:
+        static = program.buffers(budget).pixels
+        program.load_grid(budget, step.rows)
+        for run in step.runs:
+            rows = pixels[run.there : run.there + run.count]
+            static[run.here : run.here + run.count].copy_(rows, non_blocking=True)
+
+    def unload() -> None:
+        static = program.buffers(budget)
+        _keep(outputs, EncoderOutputs(static.hidden, static.merged), step.runs, tower.spec.merge_unit)
+
+    return graphs.manager.replay(batch, load, unload)
+
+
+def _keep(outputs: EncoderOutputs, got: EncoderOutputs, runs: Sequence[_Run], unit: int) -> None:
+    """Copies a batch's rows to where the caller's are."""
+    for there, here, count in runs:
+        outputs.hidden[there : there + count].copy_(got.hidden[here : here + count])
+        merged = outputs.merged[:, there // unit : (there + count) // unit]
+        merged.copy_(got.merged[:, here // unit : (here + count) // unit])
 
 
 def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
@@ -146,70 +219,3 @@ def _aligned(pixels: torch.Tensor) -> torch.Tensor:
     step = ALIGNMENT // size
     padded = pixels.new_empty(pixels.shape[0], -(-pixels.shape[1] // step) * step)[:, : pixels.shape[1]]
     return padded.copy_(pixels)
-
-
-class _Job:
-    """One call's input and output, and how its pieces map onto them."""
-
-    def __init__(self, tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> None:
-        self.outputs = _outputs(tower, items)
-        self._tower = tower
-        self._pixels = pixels
-        self._items = items
-        self._first = [0]
-        for item in items:
-            self._first.append(self._first[-1] + item.tokens)
-
-    def replay(self, graphs: Graphs, batch: Batch) -> bool:
-        """False where the batch's budget has no graph."""
-        runs = self._runs(batch.pieces)
-
-        def load() -> None:
-            buffers = graphs.program.buffers(batch.budget)
-            graphs.program.load_grid(batch.budget, self._items_of(batch.pieces))
-            for there, here in runs:
-                buffers.pixels[here.first : here.first + here.count].copy_(
-                    self._pixels[there.first : there.first + there.count], non_blocking=True
-                )
-
-        def unload() -> None:
-            buffers = graphs.program.buffers(batch.budget)
-            self._keep(EncoderOutputs(buffers.hidden, buffers.merged), runs)
-
-        return graphs.manager.replay(batch, load, unload)
-
-    def eager(self, pieces: Sequence[Piece]) -> None:
-        runs = self._runs(pieces)
-        pixels = torch.cat([self._pixels[r.first : r.first + r.count] for r, _ in runs])
-        self._keep(run_eager(self._tower, pixels, self._items_of(pieces)), runs)
-
-    def _items_of(self, pieces: Sequence[Piece]) -> list[Item]:
-        whole = self._items
-        return [Item(piece.frames, whole[piece.item].h, whole[piece.item].w) for piece in pieces]
-
-    def _runs(self, pieces: Sequence[Piece]) -> list[tuple[_Rows, _Rows]]:
-        """(rows of the call, rows of the batch) of `pieces`; neighbours in both make one run, and one copy."""
-        runs: list[tuple[_Rows, _Rows]] = []
-        here = 0
-        for piece in pieces:
-            item = self._items[piece.item]
-            frame = item.h * item.w
-            first, count = self._first[piece.item] + piece.first_frame * frame, piece.frames * frame
-            if runs and runs[-1][0].first + runs[-1][0].count == first:
-                there, begun = runs.pop()
-                first, start, total = there.first, begun.first, there.count + count
-            else:
-                start, total = here, count
-            runs.append((_Rows(first, total), _Rows(start, total)))
-            here += count
-        return runs
-
-    def _keep(self, got: EncoderOutputs, runs: Sequence[tuple[_Rows, _Rows]]) -> None:
-        """Copies a batch's rows to where the caller's are."""
-        unit = self._tower.spec.merge_unit
-        for there, here in runs:
-            rows = slice(there.first, there.first + there.count)
-            self.outputs.hidden[rows].copy_(got.hidden[here.first : here.first + here.count])
-            merged = slice(there.first // unit, (there.first + there.count) // unit)
-            kept = got.merged[:, here.first // unit : (here.first + here.count) // unit]
-            self.outputs.merged[:, merged].copy_(kept)

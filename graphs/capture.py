@@ -36,7 +36,10 @@ class Capture(Protocol):
         """Device memory that captured graphs hold beside the static buffers."""
 
     def forget(self) -> None:
-        """Gives back what is left after every graph was reset."""
+        """Every graph was reset: the next capture begins a new pool (the old one is gone with its last graph)."""
+
+    def give_back(self) -> None:
+        """Returns freed memory to the device."""
 
 
 class CudaCapture:
@@ -87,5 +90,7 @@ class CudaCapture:
     def forget(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._held = 0
+
+    def give_back(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()

@@ -180,6 +180,7 @@ class GraphManager:
                 graph.reset()
             self._graphs.clear()
             self._failed.clear()
+            self._capture.forget()
 
     def release(self) -> None:
         """Gives back graphs and static buffers; the next use captures again."""
@@ -190,7 +191,7 @@ class GraphManager:
         self.drop_graphs()
         self._program.free()
         self._allocated = False
-        self._capture.forget()
+        self._capture.give_back()
 
     def held_bytes(self) -> int:
         """Bytes of static buffers and of captured graphs."""

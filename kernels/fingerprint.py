@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedvit.kernels.launch import launch
+
 SAMPLES = 256
 
 
@@ -61,7 +63,6 @@ def _fingerprint_kernel(
 def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:
     """Hashes the watched tensors into `out` `[P]` int32."""
     if out.numel():
-        _fingerprint_kernel[(out.numel(),)](
-            watched.pointers, watched.words, out, SAMPLES=SAMPLES, num_warps=4, enable_fp_fusion=True
-        )
+        pointers = (watched.pointers, watched.words, out)
+        launch(_fingerprint_kernel, out.numel(), (), pointers, {"SAMPLES": SAMPLES}, {"num_warps": 4})
     return out

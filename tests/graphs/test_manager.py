@@ -87,7 +87,11 @@ class FakeCapture:
         return 10 * sum(graph.alive for graph in self.graphs)
 
     def forget(self) -> None:
+        assert not any(graph.alive for graph in self.graphs), "forget before reset"
         self.graphs.clear()
+
+    def give_back(self) -> None:
+        assert not self.graphs, "give_back before forget"
 
 
 def make(log: Log) -> tuple[GraphManager, FakeProgram, FakeCapture]:

@@ -1,0 +1,37 @@
+"""A fused tower in a few lines of text."""
+
+from typing import Any
+
+from torch import nn
+
+from fusedvit.ops import ops_for
+from fusedvit.reasons import ADVICE
+from fusedvit.spec import VisionSpec
+
+
+def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, Any], reason: str | None) -> str:
+    """What is fused, on which operations, what memory it holds, and why anything is not.
+
+    Args:
+        stats: of the tower's handle.
+        reason: why the tower as it stands cannot run fused, or None.
+    """
+    parameter = next(tower.parameters())
+    state = f"fused on the {ops_for(parameter.device).name} table" if reason is None else f"original code: {reason}"
+    lines = [
+        f"{type(tower).__name__} ({family}): {state}",
+        f"  {spec.depth} blocks of {spec.hidden_size} channels, {spec.num_heads} heads of {spec.head_dim}, "
+        f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
+        f"  {parameter.dtype} on {parameter.device}, prepared weights {stats['weights_mib']:.1f} MiB",
+        f"  {stats['calls']} calls, {stats['fused']} fused, {stats['items']} items, {stats['tokens']} patch tokens, "
+        f"{stats['refreshes']} refreshes",
+    ]
+    if "graphs" in stats:
+        g = stats["graphs"]
+        lines.append(
+            f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
+            f"{g['replays']} replays, padding {g['padding']:.0%}, {g['held_mib']:.0f} MiB"
+        )
+    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
+    lines += [f"  original code, {count} calls: {why} ({ADVICE[why]})" for why, count in stats["original"].items()]
+    return "\n".join(lines)
