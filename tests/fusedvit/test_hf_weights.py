@@ -1,6 +1,7 @@
 """Weights that change after `fuse`: never a stale answer, however they were changed (F12)."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -244,6 +245,22 @@ def test_unwatched_writes_need_refresh() -> None:
     copy_under_no_grad(tiny_owner(tower))  # what has a version is noticed all the same
     assert_same(call.run(tower), expected_of(tower, call))
     ran_fused(handle, calls=3)
+
+
+@pytest.mark.parametrize("change", [copy_under_no_grad, copy_into_data], ids=lambda change: change.__name__)
+def test_threads_after_a_change(change: Callable[[Any], None]) -> None:
+    """Several threads notice a change at once: none of them may answer by what it began with."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    call.run(tower)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(25):
+            change(tiny_owner(tower))
+            expected = expected_of(tower, call)
+            for answer in pool.map(lambda _, call=call: call.run(tower), range(8)):
+                assert_same(answer, expected)
+    ran_fused(handle, calls=1 + 25 * 8)
 
 
 def test_held_outputs_survive_a_refresh() -> None:
