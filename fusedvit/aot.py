@@ -99,10 +99,14 @@ def _jobs(arches: list[int], dtypes: list[str], towers: list[str], budgets: list
 def _compile(job: tuple[int, tuple[list[int], list[str], list[str], list[int]]]) -> Compiled:
     """One job by its number: launches hold kernels, which do not travel between processes."""
     index, matrix = job
-    launch, arch = _matrix(matrix)[index]
+    return compile_or_fail(*_matrix(matrix)[index])
+
+
+def compile_or_fail(launch: Launch, arch: int) -> Compiled:
+    """`compile_launch`, but whatever a compiler dies of is this launch's problem and not the run's end."""
     try:
         return compile_launch(launch, arch)
-    except Exception as error:  # whatever a compiler dies of is this launch's failure, not the run's end
+    except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return Compiled(launch.describe(), arch, 0, 0, 0, 0, 0, (said[:500],))
 

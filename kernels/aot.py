@@ -159,7 +159,9 @@ def _wants_tensor_cores(launch: Launch) -> bool:
     return any("tensordesc<bf16" in t or "tensordesc<fp16" in t for _, t in launch.signature)
 
 
-_CARRIES = ("arith.addi", "arith.subi", "tt.broadcast", "tt.expand_dims", "tt.splat", "tt.reshape", "arith.select")
+_CARRIES = tuple(f"arith.{op}" for op in ("addi", "subi", "select", "extsi", "extui")) + tuple(
+    f"tt.{op}" for op in ("broadcast", "expand_dims", "splat", "reshape")
+)
 
 
 def _disassemble(cubin: bytes) -> str:

@@ -1,6 +1,8 @@
 """LayerNorm of rows, for the one place where it cannot be folded: the merger, whose rows are four normalised rows.
 
-    out = (x - mean) / sqrt(var + eps) * weight + bias          over the last axis, fp32
+    out = (x - mean) / sqrt(var + eps) * weight + bias
+
+over the last axis, in fp32.
 """
 
 import torch

@@ -1,0 +1,78 @@
+"""Kernels with planted faults, compiled for sm_90; prints a line per probe: its name, a tab, what the checks say.
+
+A program of its own: it must run without the interpreter that the tests need.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedvit.aot import compile_or_fail
+from fusedvit.kernels.aot import Launch, record
+from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.epilogue import Epilogue
+from fusedvit.kernels.linear import linear
+
+
+@triton.jit
+def narrow_vector(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + rows, tl.load(x_ptr + rows * 1152, mask=rows < n), mask=rows < n)
+
+
+@triton.jit
+def wide_vector(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    tl.store(out_ptr + rows, tl.load(x_ptr + rows * 1152, mask=rows < n), mask=rows < n)
+
+
+@triton.jit
+def narrow_scalar(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.store(out_ptr + cols, tl.load(x_ptr + tl.program_id(0) * 1152 + cols))
+
+
+@triton.jit
+def wide_scalar(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    tl.store(out_ptr + cols, tl.load(x_ptr + tl.program_id(0).to(tl.int64) * 1152 + cols))
+
+
+@triton.jit
+def spills(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    cols = tl.arange(0, 512 * BLOCK)  # 512 values a thread, all alive in the middle
+    x = tl.load(x_ptr + cols)
+    tl.store(out_ptr + cols, x * tl.sum(x, 0))
+
+
+@triton.jit
+def no_tensor_cores(x_desc, out_ptr, n, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, 64), tl.sum(x_desc.load([0, 0]).to(tl.float32), 1))
+
+
+@triton.jit
+def broken(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, 3), 0.0)  # 3 is no power of two
+
+
+def product_in_six_stages() -> list[Launch]:
+    """A shipped kernel in a configuration that asks for 6 x 48 KiB of shared memory."""
+    x, weight, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((512, 512),) * 3)
+    rows = torch.empty(1, dtype=torch.int32, device="meta")
+    return record(lambda: linear(x, weight, rows, out, Epilogue(), LinearConfig(128, 256, 64, 8, 6)))
+
+
+def main() -> None:
+    x = torch.empty(1, device="meta")
+    desc = TensorDescriptor(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"), [64, 64], [64, 1], [64, 64])
+    launches = {"shared": product_in_six_stages()}
+    for kernel in (narrow_vector, wide_vector, narrow_scalar, wide_scalar, spills, no_tensor_cores, broken):
+        first = desc if kernel is no_tensor_cores else x
+        launches[kernel.__name__] = record(lambda k=kernel, a=first: k[(1,)](a, x, 5, BLOCK=128, num_warps=4))
+    for name, (launch,) in launches.items():
+        print(name, "; ".join(compile_or_fail(launch, 90).problems), sep="\t")
+
+
+if __name__ == "__main__":
+    main()

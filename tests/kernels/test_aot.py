@@ -1,0 +1,104 @@
+"""Ahead-of-time compilation: the command passes on what ships, and each of its checks notices a planted fault."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusedvit.kernels.aot import MAX_SHARED, _problems, narrow_row_offsets, rewritten_descriptors
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBES = Path(__file__).with_name("aot_probes.py")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """A Python process without the interpreter that these tests run under."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+
+
+def test_command_passes_on_what_ships() -> None:
+    done = run("-m", "fusedvit.aot", "--arch", "90", "--dtype", "bf16", "--tower", "hd72", "--budget", "64")
+    assert done.returncode == 0, done.stderr
+    assert "kernels compiled, 0 failed" in done.stderr
+
+
+def test_command_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = subprocess.run([sys.executable, "-m", "fusedvit.aot"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def probes() -> dict[str, str]:
+    """What the checks say of each probe, by its name; empty where they are content."""
+    done = run(str(PROBES))
+    assert done.returncode == 0, done.stderr
+    return dict(line.split("\t", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    "probe, said",
+    [
+        ("narrow_vector", "32-bit row offset"),
+        ("narrow_scalar", "32-bit row offset"),
+        ("spills", "bytes of spill stores"),
+        ("shared", "bytes of shared memory, limit"),
+        ("no_tensor_cores", "expected wgmma and bulk copies"),
+        ("broken", "Error"),
+        ("wide_vector", ""),
+        ("wide_scalar", ""),
+    ],
+)
+def test_probe(probes: dict[str, str], probe: str, said: str) -> None:
+    assert said in probes[probe] if said else probes[probe] == ""
+
+
+def test_problems_are_told_apart() -> None:
+    quiet = "ptxas info    : Used 96 registers, 0 bytes spill stores"
+    assert _problems(90, quiet, 0, MAX_SHARED[90]) == []
+    assert _problems(90, quiet, 0, MAX_SHARED[90] + 1) == [f"232449 bytes of shared memory, limit {MAX_SHARED[90]}"]
+    assert _problems(80, quiet, 24, 0) == ["24 bytes of spill stores"]
+    serialised = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+    assert len(_problems(90, serialised * 2 + quiet, 0, 0)) == 1
+
+
+PRODUCT = "        /*5ef0*/                   HGMMA.64x16x16.F32.BF16 R56, R112, gdesc[UR4].tnspB, R56 ;\n"
+RESTORE = "        /*5f00*/                   R2UR UR6, R152 ;\n"
+WAIT = "        /*5f10*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+
+
+@pytest.mark.parametrize(
+    "sass, found",
+    [
+        (PRODUCT + RESTORE, ["UR6 restored behind an asynchronous 16-wide product"]),
+        (PRODUCT + RESTORE * 2, ["UR6 restored behind an asynchronous 16-wide product"]),
+        (PRODUCT + WAIT + RESTORE, []),  # the hardware has read it
+        (PRODUCT + RESTORE.replace("UR6", "UR8"), []),  # a descriptor is four registers: UR4 to UR7
+        (RESTORE + PRODUCT, []),
+        (PRODUCT.replace("64x16x16", "64x64x16") + RESTORE, []),  # wider products: never seen to fail
+        (PRODUCT.replace("R112, ", "") + RESTORE, []),  # A in shared memory
+        ("", []),
+    ],
+)
+def test_rewritten_descriptors(sass: str, found: list[str]) -> None:
+    assert rewritten_descriptors(sass) == found
+
+
+def test_narrow_row_offsets_reads_through_casts_and_constants() -> None:
+    ttir = """
+      %c1152_i32 = arith.constant 1152 : i32
+      %c4_i32 = arith.constant 4 : i32
+      %row = tt.get_program_id x : i32
+      %narrow = arith.muli %row, %c1152_i32 : i32
+      %small = arith.muli %row, %c4_i32 : i32
+      %late = arith.extsi %narrow : i32 to i64
+      %wide = arith.extsi %row : i32 to i64
+      %far = arith.muli %wide, %c : i64
+      %0 = tt.addptr %p, %PICK : !tt.ptr<f32>, i32
+    """
+    for pick, bad in {"narrow": True, "small": False, "late": True, "wide": False, "far": False}.items():
+        assert bool(narrow_row_offsets(ttir.replace("PICK", pick))) is bad, pick
