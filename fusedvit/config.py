@@ -3,10 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fusedvit.graphs.budgets import check_limits
+
+ANY_BUDGET = 2**31  # stands for budgets that are inferred later
+
 
 @dataclass(frozen=True)
 class FuseConfig:
     """How a fused tower behaves.
+
+    Options that cannot be met by any tower are refused here: ValueError or TypeError, by the option's name.
 
     Attributes:
         token_budgets: output (merged) tokens of each captured graph, ascending; inferred from the tower and free memory
@@ -25,3 +31,8 @@ class FuseConfig:
     graphs: bool = True
     strict: bool = False
     watch_data: bool = True
+
+    def __post_init__(self) -> None:
+        items = 1 if self.max_items is None else self.max_items
+        frames = items if self.max_frames is None else self.max_frames
+        check_limits((ANY_BUDGET,) if self.token_budgets is None else self.token_budgets, items, frames)
