@@ -1,0 +1,156 @@
+"""What one replay may hold: token budgets, items, frames. From the user, or from the tower and free memory.
+
+Tokens are output tokens: patches after the spatial merge. A frame is one attention sequence, of at least one token.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LADDER_RATIO = 4
+MAX_INFERRED_BUDGETS = 6
+DEFAULT_ITEMS = 64
+DEFAULT_FRAMES = 256  # a video of 64 frames has 32, each of two pictures
+FRAMES_PER_ITEM = 4
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Made by `check_limits` or `infer_limits`, which say what holds.
+
+    Attributes:
+        token_budgets: tokens that each captured graph has room for, ascending.
+        max_items: pieces of images and videos in one batch.
+        max_frames: frames of all pieces of one batch.
+    """
+
+    token_budgets: tuple[int, ...]
+    max_items: int
+    max_frames: int
+
+    @property
+    def largest(self) -> int:
+        return self.token_budgets[-1]
+
+    def smallest_for(self, tokens: int) -> int | None:
+        """The smallest budget that holds `tokens`; None if none does."""
+        i = bisect_left(self.token_budgets, tokens)
+        return self.token_budgets[i] if i < len(self.token_budgets) else None
+
+
+def check_limits(token_budgets: Sequence[int], max_items: int, max_frames: int) -> Limits:
+    """The limits that a user asked for.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: budgets that are none, not positive or not strictly ascending; more items than the largest budget
+            has tokens (an item has at least one); fewer frames than items (an item has at least one).
+    """
+    budgets = _check_budgets(token_budgets)
+    _check_count("max_items", max_items)
+    _check_count("max_frames", max_frames)
+    if max_items > budgets[-1]:
+        raise ValueError(
+            f"max_items must be at most the largest of token_budgets, {budgets[-1]}, as every item has a token; "
+            f"got {max_items}"
+        )
+    if max_frames < max_items:
+        raise ValueError(
+            f"max_frames must be at least max_items, {max_items}, as every item has a frame; got {max_frames}"
+        )
+    return Limits(budgets, max_items, max_frames)
+
+
+def infer_limits(
+    *,
+    smallest: int,
+    largest: int,
+    bytes_per_token: int,
+    fixed_bytes: int,
+    free_bytes: int,
+    share: float = 0.1,
+    token_budgets: Sequence[int] | None = None,
+    max_items: int | None = None,
+    max_frames: int | None = None,
+) -> Limits:
+    """The limits a user left out (None), from the tower and free memory; what the user gave is checked and kept.
+
+    token_budgets: `smallest`, then four times as many each, the last one `largest`, halved until the buffers take at
+    most `share` of free memory; at most 6, without the smallest ones where there would be more. One budget always
+    remains, of room for `smallest` and for the user's `max_items`, even if memory does not hold it.
+    max_items: 64, or what the largest budget or the user's `max_frames` holds if that is less.
+    max_frames: four per item and at least 256, or what the largest budget holds if that is less.
+
+    Args:
+        smallest, largest: ends of the ladder, in tokens.
+        bytes_per_token: what the static buffers grow by with each token of the largest budget.
+        fixed_bytes: what does not grow with tokens.
+        free_bytes: free device memory.
+        share: part of `free_bytes` that buffers may take, in (0, 1].
+
+    Raises:
+        TypeError, ValueError: as `check_limits` does, naming the option.
+        ValueError: `smallest`, `largest`, `bytes_per_token` or `share` out of range.
+    """
+    _check_ladder_ends(smallest, largest)
+    if bytes_per_token < 1:
+        raise ValueError(f"bytes_per_token must be at least 1, got {bytes_per_token}")
+    if not 0 < share <= 1:
+        raise ValueError(f"share must lie in (0, 1], got {share}")
+    for name, count in (("max_items", max_items), ("max_frames", max_frames)):
+        if count is not None:
+            _check_count(name, count)
+    if token_budgets is None:
+        held = (int(share * free_bytes) - fixed_bytes) // bytes_per_token
+        top = _halve_to(held, largest, floor=max(smallest, max_items or 1))
+        token_budgets = _ladder(smallest, top)
+    budgets = _check_budgets(token_budgets)
+    if max_items is None:
+        max_items = min(DEFAULT_ITEMS, budgets[-1], max_frames or DEFAULT_ITEMS)
+    if max_frames is None:
+        max_frames = max(max_items, min(max(DEFAULT_FRAMES, FRAMES_PER_ITEM * max_items), budgets[-1]))
+    return check_limits(budgets, max_items, max_frames)
+
+
+def _halve_to(held: int, top: int, floor: int) -> int:
+    """`top` halved until it is at most `held`, but never below `floor`: the same for nearly the same free memory."""
+    while top > held and top > floor:
+        top = max(floor, top // 2)
+    return top
+
+
+def _ladder(smallest: int, top: int) -> tuple[int, ...]:
+    rungs = [top]
+    rung = smallest
+    while 2 * rung <= top:  # closer to the top, a rung would save nothing
+        rungs.append(rung)
+        rung *= LADDER_RATIO
+    return tuple(sorted(set(rungs))[-MAX_INFERRED_BUDGETS:])
+
+
+def _check_budgets(token_budgets: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(token_budgets, Sequence) or isinstance(token_budgets, str | bytes):
+        raise TypeError(f"token_budgets must be a sequence of ints, got {type(token_budgets).__name__}")
+    if not token_budgets:
+        raise ValueError("token_budgets must name at least one budget, got none")
+    before = 0
+    for i, budget in enumerate(token_budgets):
+        _check_count(f"token_budgets[{i}]", budget)
+        if budget <= before:
+            raise ValueError(f"token_budgets must ascend, each budget once; got {before} before {budget}")
+        before = budget
+    return tuple(token_budgets)
+
+
+def _check_count(name: str, count: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{name} must be an int, got {type(count).__name__}")
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def _check_ladder_ends(smallest: int, largest: int) -> None:
+    _check_count("smallest", smallest)
+    _check_count("largest", largest)
+    if largest < smallest:
+        raise ValueError(f"largest must be at least smallest, {smallest}, got {largest}")
