@@ -75,7 +75,7 @@ class FusedEncoder:
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not."""
-        reason = reason_of_tower(self.tower)
+        reason = reason_of_tower(self.tower, self.family, self.spec)
         return describe(self.tower, self.family.name, self.spec, self.stats(), reason)
 
     def warmup(self, progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets) -> None:
@@ -154,7 +154,9 @@ class FusedEncoder:
         if reason is None and not self.prepared.fits(parameter):
             reason = self.prepared.reason()
         while reason is None:
-            outputs, items = self._run(pixel_values, grid_thw, parameter)
+            outputs, items, made = self._run(pixel_values, grid_thw, parameter)
+            if self.prepared.made != made:
+                continue  # another thread made them anew meanwhile: this run may have used either
             if self.prepared.true():  # looked at while the GPU works
                 self._stats.add(fused=1, items=len(items), tokens=sum(item.tokens for item in items))
                 return outputs
@@ -168,8 +170,11 @@ class FusedEncoder:
 
     def _run(
         self, pixel_values: torch.Tensor, grid_thw: Grid, parameter: torch.Tensor
-    ) -> tuple[EncoderOutputs, list[Item]]:
-        """One run, on weights known to be true when it began: with one host read, of the grid or after the launches."""
+    ) -> tuple[EncoderOutputs, list[Item], int]:
+        """One run, and which making of the weights it began with: known to be true then if that is still the last.
+
+        One host read, of the grid or after the launches.
+        """
         check_pixels(pixel_values, self.spec)
         grid = check_grid(grid_thw)
         patches, merge = pixel_values.shape[0], self.spec.merge_size
@@ -184,13 +189,16 @@ class FusedEncoder:
                 items = check_items(rows, patches, merge)
                 if not same:
                     self._make()
-                return self._launch(pixel_values, items, parameter), items
+                made = self.prepared.made
+                return self._launch(pixel_values, items, parameter), items, made
             begin = torch.cuda.current_stream().record_event() if parameter.is_cuda else None
+            made = self.prepared.made
             outputs = self._launch(pixel_values, items, parameter)
             if watching and not self.prepared.same_content_since(begin):
                 self._make()
+                made = self.prepared.made
                 outputs = self._launch(pixel_values, items, parameter)
-        return outputs, items
+        return outputs, items, made
 
     def _launch(self, pixels: torch.Tensor, items: list[Item], parameter: torch.Tensor) -> EncoderOutputs:
         graphs, why_not = self._graphs_on(parameter)
@@ -204,7 +212,9 @@ class FusedEncoder:
 
     def _make_true(self, parameter: torch.Tensor) -> None:
         if not self.prepared.fits(parameter):
-            self._make()
+            with self._lock:  # threads that come together make them once
+                if not self.prepared.fits(parameter):
+                    self._make()
 
     def _make(self) -> None:
         """Prepares weights while nothing runs on the old ones."""

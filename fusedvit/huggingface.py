@@ -82,6 +82,9 @@ def find_tower(model: nn.Module) -> nn.Module:
 
 
 def _set_class(tower: nn.Module, cls: type) -> None:
+    left = tower.__dict__.get("forward")  # accelerate's remove_hook_from_module leaves a bound method
+    if isinstance(left, types.MethodType) and left.__self__ is tower and left.__func__ is type(tower).forward:
+        del tower.__dict__["forward"]
     tower.__class__ = cls
     if "_old_forward" in tower.__dict__:  # accelerate's wrapper calls what it found when it was put on
         tower.__dict__["_old_forward"] = types.MethodType(cls.forward, tower)  # type: ignore[attr-defined]
@@ -126,5 +129,6 @@ def _to_hugging_face(original: type, handle: FusedEncoder, outputs: EncoderOutpu
     record = getattr(sys.modules[original.__module__], handle.family.output_class)
     fields: dict[str, Any] = {"last_hidden_state": outputs.hidden, "pooler_output": outputs.pooled}
     if handle.family.has_deepstack:
-        fields["deepstack_features"] = list(outputs.deepstack)
+        in_order = sorted(range(len(outputs.deepstack)), key=handle.spec.deepstack.__getitem__)
+        fields["deepstack_features"] = [outputs.deepstack[i] for i in in_order]  # Hugging Face lists them by block
     return record(**fields)

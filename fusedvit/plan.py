@@ -36,17 +36,17 @@ def plan_for(spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target) 
     merged = max(1, rows // spec.merge_unit)
     c = spec.hidden_size
 
-    def linear(n: int, k: int, *, heavy: bool = False, rows: int = rows) -> LinearConfig:
-        return linear_config(rows, n, k, dtype, target, heavy_epilogue=heavy)
+    def linear(n: int, k: int, *, widest: int = 256, rows: int = rows) -> LinearConfig:
+        return linear_config(rows, n, k, dtype, target, max_block_n=widest)
 
     return EncoderPlan(
-        patch=linear(c, spec.patch_width, heavy=True),
-        qkv=linear(3 * c, c, heavy=True),
+        patch=linear(c, spec.patch_width, widest=64 if spec.position_side else 128),
+        qkv=linear(3 * c, c, widest=128),
         attention=attention_config(rows, spec.num_heads, spec.head_dim, dtype, target),
-        proj=linear(c, c, heavy=True),
-        fc1=linear(spec.intermediate_size, c, heavy=spec.activation == "gelu"),
-        fc2=linear(c, spec.intermediate_size, heavy=True),
-        merger_fc1=linear(spec.merged_size, spec.merged_size, heavy=True, rows=merged),
+        proj=linear(c, c, widest=128),
+        fc1=linear(spec.intermediate_size, c, widest=128 if spec.activation == "gelu" else 256),
+        fc2=linear(c, spec.intermediate_size, widest=128),
+        merger_fc1=linear(spec.merged_size, spec.merged_size, widest=128, rows=merged),
         merger_fc2=linear(spec.out_size, spec.merged_size, rows=merged),
         max_programs=4 * target.num_sms,
     )

@@ -84,7 +84,7 @@ class PreparedWeights:
 
     def reason(self) -> str | None:
         """Why the tower as it stands cannot run fused. If it cannot, whatever comes back is prepared anew."""
-        found = reason_of_tower(self._tower)
+        found = reason_of_tower(self._tower, self._family, self._spec)
         if found is not None:
             self._snapshot = None
         return found
@@ -116,15 +116,16 @@ class PreparedWeights:
 
     def make(self) -> None:
         """Makes weights, snapshot and fingerprints from the parameters as they are; waits for the GPU."""
-        parameters = dict(self._tower.named_parameters())
+        parameters = dict(self._tower.named_parameters(remove_duplicate=False))
         old = self._weights
         with torch.inference_mode(False), torch.no_grad():
-            self._weights = prepare(self._spec, self._family.names, self._family.source(parameters), reuse=old)
-            self._snapshot = Snapshot.of(self._tower)
-            self._content = _Content.of(list(parameters.values()))
-        device = self._weights.patch.weight.device
+            weights = prepare(self._spec, self._family.names, self._family.source(parameters), reuse=old)
+            snapshot = Snapshot.of(self._tower)
+            content = _Content.of(list(parameters.values()))
+        device = weights.patch.weight.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
-        self.made += 1
+        self.made += 1  # before the rest: a run that began earlier is not accepted
+        self._weights, self._content, self._snapshot = weights, content, snapshot
         if old is not None and old.pointers() != self._weights.pointers():
             self._on_move()

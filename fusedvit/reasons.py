@@ -48,6 +48,7 @@ _PRECOMPUTED_NAMES = {
     "position_ids",
     "window_index",
 }
+_global = vars(torch.nn.modules.module)  # where hooks for every module of the process are registered
 _HARMLESS_NAMES = {"return_dict", "use_cache"}
 
 
@@ -58,9 +59,11 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
     reason = _reason_of_arguments(getattr(module, "config", None), extra)
     if reason is not None:
         return reason
+    if _global.get("_global_forward_hooks") or _global.get("_global_forward_pre_hooks"):
+        return HOOKS
     if torch.is_grad_enabled() and _wants_grad(module, pixels):
         return GRADIENTS
-    if isinstance(pixels, torch.Tensor) and torch.is_autocast_enabled(pixels.device.type):
+    if isinstance(pixels, torch.Tensor) and _autocasts(pixels.device.type):
         return AUTOCAST
     on_gpu = isinstance(grid, torch.Tensor) and grid.is_cuda
     if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -76,6 +79,10 @@ def _reason_of_arguments(config: object, extra: Mapping[str, Any]) -> str | None
     if given & _PRECOMPUTED_NAMES:
         return PRECOMPUTED
     return UNKNOWN_ARGUMENTS if given else None
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _wants_grad(module: torch.nn.Module, pixels: object) -> bool:

@@ -32,6 +32,8 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
             f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
             f"{g['replays']} replays, padding {g['padding']:.0%}, {g['held_mib']:.0f} MiB"
         )
+    if "forward" in tower.__dict__:
+        lines.append("  the tower has a forward of its own, which decides whether the fused one is called")
     lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
     lines += [f"  original code, {count} calls: {why} ({ADVICE[why]})" for why, count in stats["original"].items()]
     return "\n".join(lines)

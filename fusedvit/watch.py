@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from fusedvit import reasons
+from fusedvit.families.record import Family
+from fusedvit.spec import VisionSpec
+from fusedvit.structure import attributes_of, is_as_built
 
-# Leaves whose arithmetic the fused encoder repeats; a subclass may do anything.
-PLAIN_LEAVES = (nn.Linear, nn.LayerNorm, nn.Conv3d, nn.Embedding)
 _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
 _HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 FINGERPRINTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -50,12 +51,18 @@ class Snapshot:
         instances: `__dict__` of every inner module, where a `forward` would shadow the class's.
         hooks: hook registries of every inner module.
         parameters: every parameter.
+        classes: every inner module and its class, which assigning `__class__` changes.
+        norms: every norm and its epsilon.
+        tower: the tower and the attributes that its forward goes by.
     """
 
     children: tuple[tuple[dict[str, Any], str, nn.Module], ...]
     instances: tuple[dict[str, Any], ...]
     hooks: tuple[dict[int, Any], ...]
     parameters: tuple[_Parameter, ...]
+    classes: tuple[tuple[nn.Module, type], ...]
+    norms: tuple[tuple[nn.LayerNorm, float], ...]
+    tower: tuple[nn.Module, dict[str, object]]
 
     @staticmethod
     def of(tower: nn.Module) -> "Snapshot":
@@ -71,6 +78,9 @@ class Snapshot:
                 for name, p in m._parameters.items()
                 if p is not None
             ),
+            tuple((m, type(m)) for m in inner),
+            tuple((m, m.eps) for m in inner if isinstance(m, nn.LayerNorm)),
+            (tower, attributes_of(tower)),
         )
 
     def same_structure(self) -> bool:
@@ -79,6 +89,9 @@ class Snapshot:
             all(registry.get(name) is child for registry, name, child in self.children)
             and not any("forward" in instance for instance in self.instances)
             and not any(registry and _fires(registry) for registry in self.hooks)
+            and all(type(module) is cls for module, cls in self.classes)
+            and all(norm.eps == eps for norm, eps in self.norms)
+            and attributes_of(self.tower[0]) == self.tower[1]
         )
 
     def same_parameters(self) -> bool:
@@ -98,24 +111,14 @@ def _module_of(hook: Callable[..., Any]) -> str | None:
     return getattr(getattr(hook, "func", hook), "__module__", None)
 
 
-def reason_of_tower(tower: nn.Module) -> str | None:
+def reason_of_tower(tower: nn.Module, family: Family, spec: VisionSpec) -> str | None:
     """Why `tower` as it stands cannot run fused, or None."""
     for name, module in tower.named_modules():
         if name and any(_fires(getattr(module, registry)) for registry in _HOOK_REGISTRIES):
             return reasons.HOOKS
-        if name and not _is_plain(module, tower):
-            return reasons.MODIFIED
+    if not is_as_built(tower, family, spec):
+        return reasons.MODIFIED
     return _reason_of_parameters(list(tower.parameters()))
-
-
-def _is_plain(module: nn.Module, tower: nn.Module) -> bool:
-    parameters = [p for p in module._parameters.values() if p is not None]
-    if "forward" in module.__dict__ or any(type(p) is not nn.Parameter for p in parameters):
-        return False
-    home = type(module).__module__
-    if parameters:
-        return type(module) in PLAIN_LEAVES
-    return home == type(tower).__module__ or home.startswith(("torch.nn.", "transformers."))
 
 
 def _reason_of_parameters(parameters: Sequence[torch.Tensor]) -> str | None:

@@ -7,7 +7,7 @@ What needs no change is a reference to the original parameter, which stays the t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from einops import rearrange
@@ -45,11 +45,15 @@ class WeightNames:
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """`weight` `[N, K]`, `bias` `[N]`; `colsum` `[N]` fp32 where a LayerNorm was folded in."""
+    """`weight` `[N, K]`, `bias` `[N]`; `colsum` `[N]` fp32 where a LayerNorm was folded in.
+
+    `copied` says that `weight` is a copy for its pitch alone, and `bias` the parameter itself.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor
     colsum: torch.Tensor | None = None
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,12 +131,18 @@ class _Maker:
     source: TensorSource
 
     def plain(self, name: str) -> LinearWeights:
-        return LinearWeights(_pitched(self.source(f"{name}.weight").detach()), self.source(f"{name}.bias").detach())
+        weight = self.source(f"{name}.weight").detach()
+        return self._plain(weight, weight, name)
+
+    def _plain(self, parameter: torch.Tensor, weight: torch.Tensor, name: str) -> LinearWeights:
+        weight = _pitched(weight)
+        copied = weight.device.type != "meta" and weight.data_ptr() != parameter.data_ptr()
+        return LinearWeights(weight, self.source(f"{name}.bias").detach(), copied=copied)
 
     def patch(self, name: str) -> LinearWeights:
         """The patch embedding as a product: a convolution whose kernel is its stride is one."""
         weight = self.source(f"{name}.weight").detach()
-        return LinearWeights(_pitched(weight.reshape(weight.shape[0], -1)), self.source(f"{name}.bias").detach())
+        return self._plain(weight, weight.reshape(weight.shape[0], -1), name)
 
     def folded(self, norm: str, name: str) -> LinearWeights:
         weight, bias = self.source(f"{name}.weight"), self.source(f"{name}.bias")
@@ -198,7 +208,7 @@ def _linears(weights: EncoderWeights) -> list[LinearWeights]:
 
 def _folded_bytes(linear: LinearWeights) -> int:
     if linear.colsum is None:
-        return 0
+        return linear.weight.untyped_storage().nbytes() if linear.copied else 0
     return linear.weight.nbytes + linear.bias.nbytes + linear.colsum.nbytes
 
 
@@ -220,8 +230,10 @@ def _rewrite(old: EncoderWeights, new: EncoderWeights) -> EncoderWeights:
 
 
 def _rewrite_linear(old: LinearWeights, new: LinearWeights) -> LinearWeights:
-    if old.colsum is None or new.colsum is None or not _fits(old.weight, new.weight):
+    if (old.colsum is None, old.copied) != (new.colsum is None, new.copied) or not _fits(old.weight, new.weight):
         return new
+    if old.colsum is None or new.colsum is None:
+        return replace(new, weight=old.weight.copy_(new.weight)) if new.copied else new
     old.weight.copy_(new.weight)
     old.bias.copy_(new.bias)
     old.colsum.copy_(new.colsum)

@@ -1,6 +1,6 @@
 """A sampled fingerprint of many tensors, to notice writes that leave pointer and version alone (`p.data.copy_`).
 
-    hash(p) = sum_s mix(word(p, s) + golden * (s + 1))   mod 2^32, over SAMPLES 16-bit words spread evenly over p
+    hash(p) = sum_i mix(word(p, i) + golden * (i + 1))   mod 2^32, over SAMPLES groups of four words, spread evenly
 
 One launch for all tensors; nothing is read back here.
 """
@@ -52,12 +52,16 @@ def _fingerprint_kernel(
     base = tl.load(pointers_ptr + pid).to(tl.pointer_type(tl.int16))
     words = tl.load(words_ptr + pid)
     s = tl.arange(0, SAMPLES)
-    word = tl.load(base + s.to(tl.int64) * words // SAMPLES)
-    x = word.to(tl.int32) + (s + 1) * -1640531527  # 2^32 / golden ratio, as a signed word
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
-    x = (x ^ ((x >> 16) & 0xFFFF)).to(tl.int64)  # the interpreter's sums do not wrap
-    tl.store(out_ptr + pid, tl.sum(x, 0).to(tl.int32))
+    # Four neighbouring words a sample: of a wider type, the low words alone may be 0 in every value.
+    first = s.to(tl.int64) * words // SAMPLES // 4 * 4
+    total = s.to(tl.int64) * 0
+    for i in tl.static_range(4):
+        word = tl.load(base + first + i, mask=first + i < words, other=0)
+        x = word.to(tl.int32) + (4 * s + i + 1) * -1640531527  # 2^32 / golden ratio, as a signed word
+        x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
+        x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
+        total += (x ^ ((x >> 16) & 0xFFFF)).to(tl.int64)  # the interpreter's sums do not wrap
+    tl.store(out_ptr + pid, tl.sum(total, 0).to(tl.int32))
 
 
 def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,13 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:
     """See `fusedvit.kernels.fingerprint.fingerprint`."""
-    s = torch.arange(SAMPLES, device=out.device)
-    salt = ((s + 1) * 0x9E3779B9).to(torch.int32)
+    s = torch.arange(SAMPLES, device=out.device)[:, None]
+    four = torch.arange(4, device=out.device)
+    salt = ((4 * s + four + 1) * 0x9E3779B9).to(torch.int32)
     for i, t in enumerate(watched.tensors):
         flat = t.as_strided((t.numel(),), (1,)).view(torch.int16)
-        x = _mix(_mix(flat[s * flat.numel() // SAMPLES].to(torch.int32) + salt))
+        at = s * flat.numel() // SAMPLES // 4 * 4 + four
+        word = torch.where(at < flat.numel(), flat[at.clamp(max=flat.numel() - 1)], 0)
+        x = _mix(_mix(word.to(torch.int32) + salt))
         out[i] = (x ^ ((x >> 16) & 0xFFFF)).sum().to(torch.int32)
     return out
