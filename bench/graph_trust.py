@@ -1,5 +1,6 @@
 """Whether replayed graphs can be trusted: each check returns counts, and a wrong answer is a count that is not zero."""
 
+import contextlib
 import random
 import threading
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def pixels_of(grid: Grid, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """Every tensor of one fused call."""
-    out = tower(pixels, grid_thw=torch.tensor(grid))
+    out = tower(pixels, grid_thw=torch.as_tensor(grid))
     return [out.last_hidden_state, out.pooler_output, *out.deepstack_features]
 
 
@@ -188,28 +189,55 @@ def captures_beside_others(tower: nn.Module, handle: FusedEncoder, captures: int
     return {"captures": made, "right": right, "disturbances": done[0]}
 
 
-def out_of_memory(tower: nn.Module, handle: FusedEncoder, fractions: list[float]) -> Iterator[dict[str, Any]]:
-    """The tower under a shrinking share of the GPU's memory: every answer must stay right."""
+def out_of_memory(tower: nn.Module, handle: FusedEncoder, rooms: list[float]) -> Iterator[dict[str, Any]]:
+    """The tower with only so many MiB of memory left: an answer is right, or the call is refused for want of memory.
+
+    Afterwards, with memory back, it must answer rightly and hold nothing more than before.
+    """
     grid: Grid = [(1, 16, 16), (2, 8, 8)]
     pixels = pixels_of(grid, torch.bfloat16, 0)
     want = eager(handle, pixels, grid)
-    handle.release()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    base = torch.cuda.memory_allocated()
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    for fraction in fractions:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + fraction * 2**20) / total))
-        try:
-            got = call(tower, pixels, grid)
-            right = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-            del got
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        captured = handle.stats()["graphs"]["held_mib"] > 0
+    for room in rooms:
         handle.release()
-        handle.drop_graphs()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        base = torch.cuda.memory_allocated()
+        with _only(room):
+            answer = _try(tower, pixels, grid, want)
+            captured = handle.stats()["graphs"]["held_mib"] > 0
+        handle.release()
+        torch.cuda.synchronize()
         leak = (torch.cuda.memory_allocated() - base) / 2**20
-        yield {"room_mib": fraction, "right": right, "captured": captured, "leak_mib": leak}
+        afterwards = _try(tower, pixels, grid, want)
+        yield {"room_mib": room, "answer": answer, "captured": captured, "afterwards": afterwards, "leak_mib": leak}
+
+
+def _try(tower: nn.Module, pixels: torch.Tensor, grid: Grid, want: list[torch.Tensor]) -> str:
+    try:
+        got = call(tower, pixels, grid)
+    except torch.cuda.OutOfMemoryError:
+        return "refused"
+    return "right" if all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) else "wrong"
+
+
+@contextlib.contextmanager
+def _only(room: float) -> Iterator[None]:
+    """Leaves `room` MiB: a limit on the process, and everything under it taken but that."""
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + (room + 256) * 2**20) / total))
+    hogs = []
+    try:
+        for size in (64, 16, 4, 2):
+            while True:
+                try:
+                    hogs.append(torch.empty(size * 2**20, dtype=torch.uint8, device=DEVICE))
+                except torch.cuda.OutOfMemoryError:
+                    break
+        freed = 0.0
+        while hogs and freed < room:
+            freed += hogs.pop(0).nbytes / 2**20
+        torch.cuda.empty_cache()
+        yield
+    finally:
+        hogs.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
