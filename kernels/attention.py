@@ -63,7 +63,7 @@ def _store_head(out_ptr, acc, rows, mask_m, col, limit, OUT_COLS: tl.constexpr, 
 
 @triton.jit
 def _attention_kernel(
-    q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [BLOCK_M, HEAD]
+    q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [BLOCK_M, HEAD]; without COPY_ENGINE a pointer, as the next three
     q_tail_desc,  # the same, boxes [BLOCK_M, TAIL]
     kv_desc,  # boxes [BLOCK_N, HEAD]
     kv_tail_desc,  # boxes [BLOCK_N, TAIL]
@@ -78,7 +78,9 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    COPY_ENGINE: tl.constexpr,
 ):
+    COLS: tl.constexpr = 3 * HEADS * HEAD_DIM
     num_tiles = tl.load(num_tiles_ptr)
     for work in tl.range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0), num_stages=1):
         head = work // num_tiles  # neighbours in time share a head's keys, which stay in L2
@@ -89,10 +91,20 @@ def _attention_kernel(
         col_q = head * HEAD_DIM
         col_k = (HEADS + head) * HEAD_DIM
         col_v = (2 * HEADS + head) * HEAD_DIM
+        if not COPY_ENGINE:  # rows past the frame's end read as zeros
+            q_box = tl.make_tensor_descriptor(q_desc, [end, COLS], [COLS, 1], [BLOCK_M, HEAD])
+            kv_box = tl.make_tensor_descriptor(kv_desc, [end, COLS], [COLS, 1], [BLOCK_N, HEAD])
+            if TAIL > 0:
+                q_tail_box = tl.make_tensor_descriptor(q_tail_desc, [end, COLS], [COLS, 1], [BLOCK_M, TAIL])
+                kv_tail_box = tl.make_tensor_descriptor(kv_tail_desc, [end, COLS], [COLS, 1], [BLOCK_N, TAIL])
+            else:
+                q_tail_box, kv_tail_box = None, None
+        else:
+            q_box, q_tail_box, kv_box, kv_tail_box = q_desc, q_tail_desc, kv_desc, kv_tail_desc
 
-        q = q_desc.load([row0, col_q])
+        q = q_box.load([row0, col_q])
         if TAIL > 0:
-            q_tail = q_tail_desc.load([row0, col_q + HEAD])
+            q_tail = q_tail_box.load([row0, col_q + HEAD])
             q_tail = tl.where((tl.arange(0, TAIL) < HEAD_DIM - HEAD)[None, :], q_tail, 0.0).to(q.dtype)
             acc_tail = tl.zeros([BLOCK_M, TAIL], tl.float32)
         else:
@@ -103,29 +115,29 @@ def _attention_kernel(
 
         full_end = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
         for j in tl.range(begin, full_end, BLOCK_N, num_stages=NUM_STAGES):
-            s = _scores(q, q_tail, kv_desc, kv_tail_desc, j, col_k, TAIL, HEAD) * SCALE
+            s = _scores(q, q_tail, kv_box, kv_tail_box, j, col_k, TAIL, HEAD) * SCALE
             p, alpha, m, l = _softmax_step(s, m, l)
             p = p.to(q.dtype)
-            acc = tl.dot(p, kv_desc.load([j, col_v]), acc * alpha[:, None], input_precision="ieee")
+            acc = tl.dot(p, kv_box.load([j, col_v]), acc * alpha[:, None], input_precision="ieee")
             if TAIL > 0:
-                v_tail = kv_tail_desc.load([j, col_v + HEAD])
+                v_tail = kv_tail_box.load([j, col_v + HEAD])
                 acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")
 
         # The last block, 1 to BLOCK_N keys. Keys past the end belong to another frame and may be NaN: their scores
         # are masked and their values zeroed.
         valid = full_end + tl.arange(0, BLOCK_N) < end
-        s = _scores(q, q_tail, kv_desc, kv_tail_desc, full_end, col_k, TAIL, HEAD) * SCALE
+        s = _scores(q, q_tail, kv_box, kv_tail_box, full_end, col_k, TAIL, HEAD) * SCALE
         s = tl.where(valid[None, :], s, -float("inf"))
         p, alpha, m, l = _softmax_step(s, m, l)
         p = p.to(q.dtype)
-        v = tl.where(valid[:, None], kv_desc.load([full_end, col_v]), 0.0).to(q.dtype)
+        v = tl.where(valid[:, None], kv_box.load([full_end, col_v]), 0.0).to(q.dtype)
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
         if TAIL > 0:
             # The tail of v goes through a HEAD-wide product here: ptxas 12.8 restores the descriptors of a chain of
             # 16-wide ones while the hardware still reads them, which ends in wild shared-memory reads (aot.py looks
             # for the pattern in the machine code).
             keep = valid[:, None] & (tl.arange(0, HEAD) < TAIL)[None, :]
-            v_wide = tl.where(keep, kv_desc.load([full_end, col_v + HEAD]), 0.0).to(q.dtype)
+            v_wide = tl.where(keep, kv_box.load([full_end, col_v + HEAD]), 0.0).to(q.dtype)
             wide = tl.dot(p, v_wide, input_precision="ieee")
             acc_tail = acc_tail * alpha[:, None] + tl.sum(tl.reshape(wide, (BLOCK_M, HEAD // TAIL, TAIL)), 1)
 
@@ -137,14 +149,16 @@ def _attention_kernel(
             _store_head(out_ptr, acc_tail / l[:, None], rows, mask_m, col_q + HEAD, rest, HEADS * HEAD_DIM, TAIL)
 
 
-def split_head(head_dim: int) -> tuple[int, int]:
-    """(power-of-two part, tail box) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
+def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
+    """(power-of-two part of at most `max_head`, tail box) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
 
     A tensor-core product wants every side at least 16 wide, so the tail box is 16 or more.
     """
-    head = 1 << (head_dim.bit_length() - 1)
+    head = min(1 << (head_dim.bit_length() - 1), max_head)
     rest = head_dim - head
-    return head, 0 if rest == 0 else max(16, 1 << (rest - 1).bit_length())
+    tail = 0 if rest == 0 else max(16, 1 << (rest - 1).bit_length())
+    assert tail <= head, f"a head of {head_dim} is more than two products of {max_head}"
+    return head, tail
 
 
 def attention(
@@ -164,7 +178,7 @@ def attention(
     """
     assert qkv.is_contiguous() and out.is_contiguous(), "qkv and out must be contiguous"
     assert segments.block_m == config.block_m, f"tiles of {segments.block_m} queries, config {config.block_m}"
-    head, tail = split_head(head_dim)
+    head, tail = split_head(head_dim, config.max_head)
     programs = min(config.max_programs, segments.tiles.shape[0] * heads)
     if programs == 0:
         return out
@@ -178,9 +192,12 @@ def attention(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "NUM_STAGES": config.num_stages,
+        "COPY_ENGINE": config.copy_engine,
     }
     boxes = tuple(
-        box(qkv, rows, cols) if cols else None for rows in (config.block_m, config.block_n) for cols in (head, tail)
+        box(qkv, rows, cols, config.copy_engine) if cols else None
+        for rows in (config.block_m, config.block_n)
+        for cols in (head, tail)
     )
     pointers = (out, segments.tiles, segments.num_tiles)
     launch(_attention_kernel, programs, boxes, pointers, constants, {"num_warps": config.num_warps})

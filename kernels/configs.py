@@ -27,6 +27,11 @@ class Target:
     num_sms: int = 132
     max_shared: int = 227 * KIB
 
+    @property
+    def has_copy_engine(self) -> bool:
+        """Whether tensor descriptors are the hardware's."""
+        return self.capability >= 90
+
     @staticmethod
     def of(device: torch.device) -> "Target":
         """The target behind `device`; the default one for a device that is no GPU (the interpreter)."""
@@ -39,7 +44,10 @@ class Target:
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tile shape and schedule of `kernels.linear`. `max_programs` bounds the persistent grid."""
+    """Tile shape and schedule of `kernels.linear`.
+
+    `max_programs` bounds the persistent grid; `copy_engine` says that the device copies boxes by itself (sm_90 on).
+    """
 
     block_m: int
     block_n: int
@@ -49,6 +57,7 @@ class LinearConfig:
     max_programs: int = 132
     group_m: int = 8
     flatten: bool = False
+    copy_engine: bool = True
 
     def constants(self) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
@@ -72,13 +81,18 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tile shape of `kernels.attention`: `block_m` queries against `block_n` keys a step."""
+    """Tile shape of `kernels.attention`: `block_m` queries against `block_n` keys a step.
+
+    `max_head` is the widest product over a head's channels; a wider head is cut in two (see `attention.split_head`).
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     max_programs: int = 264
+    max_head: int = 256
+    copy_engine: bool = True
 
 
 def budget(rows: int, smallest: int = 64) -> int:
@@ -98,7 +112,7 @@ _LONG_K, _LONG_K_LOSS = 2048, 0.87
 
 
 def linear_config(
-    rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, heavy_epilogue: bool = False
+    rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, max_block_n: int = 256
 ) -> LinearConfig:
     """Tile choice for a `[rows, k] x [n, k]` product: the one whose waves over the SMs take least time.
 
@@ -108,16 +122,19 @@ def linear_config(
         k: input features.
         dtype: operand dtype; fp32 runs on FMA units and wants small tiles.
         target: the device.
-        heavy_epilogue: the epilogue needs many registers (rotary, position taps, statistics, erf), so that 256
-            columns would spill.
+        max_block_n: the widest tile whose epilogue does not spill: 256 columns, 128 under one that needs many registers
+            (rotary, statistics, erf), 64 under position taps.
     """
+    engine = target.has_copy_engine
     if dtype.itemsize > 2:
-        return LinearConfig(64, 32, 32, 4, 2, max_programs=4 * target.num_sms)
+        return LinearConfig(64, 32, 32, 4, 2, max_programs=4 * target.num_sms, copy_engine=engine)
+    if target.capability != 90:
+        max_block_n = min(max_block_n, 128)
     best, least = _TILES[0][0], float("inf")
     for tile, ctas, rate in _TILES:
-        config = fit_shared(replace(tile, max_programs=ctas * target.num_sms), dtype.itemsize, target.max_shared)
-        too_wide = config.block_n > 128 and (heavy_epilogue or target.capability < 90)
-        if too_wide or config.shared_bytes(dtype.itemsize) > target.max_shared:
+        config = replace(tile, max_programs=ctas * target.num_sms, copy_engine=engine)
+        config = fit_shared(config, dtype.itemsize, target.max_shared)
+        if config.block_n > max_block_n or config.shared_bytes(dtype.itemsize) > target.max_shared:
             continue
         if ctas > 1 and k > _LONG_K:
             rate *= _LONG_K_LOSS
@@ -137,9 +154,14 @@ def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearCo
 
 def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> AttentionConfig:
     """Tile choice for varlen attention over `rows` packed tokens (a budget) of `heads` heads."""
-    sms = target.num_sms
-    if dtype.itemsize > 2:
-        return AttentionConfig(32, 32, 4, 2, max_programs=4 * sms)
+    sms, engine = target.num_sms, target.has_copy_engine
+    if dtype.itemsize > 2:  # products on FMA units hold whole rows of q and k in registers
+        return AttentionConfig(16, 16, 8, 1, max_programs=4 * sms, max_head=64, copy_engine=engine)
+    if not engine:
+        wide = head_dim > 80
+        return AttentionConfig(128 if wide else 64, 64, 8 if wide else 4, 2, max_programs=2 * sms, copy_engine=False)
+    if target.capability >= 100:
+        return AttentionConfig(64, 64, 8, 2, max_programs=2 * sms)
     if head_dim > 80:  # 128 queries make ptxas serialise the products (C7515)
         return AttentionConfig(64, 64, 4, 2, max_programs=2 * sms)
-    return AttentionConfig(64, 64, 4, 3 if target.capability >= 90 else 2, max_programs=3 * sms)
+    return AttentionConfig(64, 64, 4, 3, max_programs=3 * sms)

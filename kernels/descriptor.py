@@ -1,18 +1,30 @@
-"""Tensor descriptors for the copy engine, made cheaply: an encoder call makes several hundred."""
+"""Tensor descriptors for the copy engine, made cheaply: an encoder call makes several hundred.
+
+Devices without one (before sm_90) get the tensor itself and its row pitch as a constant. Their kernels make the
+descriptor, which the compiler turns into masked loads; of one that came from the host it would know neither pitch nor
+alignment, and load element by element.
+"""
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def box(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """A descriptor over `t` `[T, C]`, read and written `[rows, cols]` at a time.
+def box(t: torch.Tensor, rows: int, cols: int, copy_engine: bool = True) -> TensorDescriptor | torch.Tensor:
+    """A descriptor over `t` `[T, C]`, read and written `[rows, cols]` at a time; without a copy engine `t` itself.
 
     Skips the record's own checks, which cost more than the launch: buffers and prepared weights have bases and row
     pitches that are multiples of 16 bytes (`buffers.pitch_of`, `weights.prepare`), and the driver refuses others.
     """
+    if not copy_engine:
+        return t
     descriptor = object.__new__(TensorDescriptor)  # its other fields have defaults, which live on the class
     descriptor.base = t
     descriptor.shape = t.shape
     descriptor.strides = t.stride()
     descriptor.block_shape = [rows, cols]
     return descriptor
+
+
+def pitch(t: torch.Tensor | None, copy_engine: bool) -> int:
+    """Elements from row to row of `t` where the kernel makes the descriptor; 0 where it is given one."""
+    return 0 if copy_engine or t is None else t.stride(0)

@@ -17,7 +17,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(
     kernel: JITFunction,
     programs: int,
-    boxes: tuple[TensorDescriptor | None, ...],
+    boxes: tuple[TensorDescriptor | torch.Tensor | None, ...],
     pointers: tuple[torch.Tensor | None, ...],
     constants: dict[str, Any],
     options: dict[str, int],
@@ -27,7 +27,7 @@ def launch(
     Args:
         kernel: its parameters are `boxes`, `pointers` and `constants`, in this order.
         programs: size of the grid.
-        boxes: tensor descriptors; dtype and box decide the code.
+        boxes: tensor descriptors, whose dtype and box decide the code, or tensors (see `descriptor.box`).
         pointers: tensors; dtype and alignment to 16 bytes decide the code.
         constants: compile-time arguments by name, in the kernel's order.
         options: `num_warps`, `num_stages`.
@@ -35,8 +35,8 @@ def launch(
     key = (
         kernel,
         pointers[-1].device if pointers[-1] is not None else None,
-        *(None if b is None else (b.base.dtype, *b.block_shape) for b in boxes),
-        *(None if p is None else (p.dtype, p.data_ptr() % 16 == 0) for p in pointers),
+        *((b.base.dtype, *b.block_shape) if isinstance(b, TensorDescriptor) else _pointer_key(b) for b in boxes),
+        *(_pointer_key(p) for p in pointers),
         *constants.values(),
         *options.values(),
     )
@@ -50,3 +50,7 @@ def launch(
     compiled = kernel[(programs,)](*boxes, *pointers, **constants, **options, enable_fp_fusion=True)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled
+
+
+def _pointer_key(t: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
+    return None if t is None else (t.dtype, t.data_ptr() % 16 == 0)

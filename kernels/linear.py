@@ -16,9 +16,10 @@ costs what its content costs. Rows past the count are neither read by nor writte
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.configs import LinearConfig
-from fusedvit.kernels.descriptor import box
+from fusedvit.kernels.descriptor import box, pitch
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.launch import launch
 from fusedvit.kernels.row_stats import _merge_moments, _store_moments
@@ -82,7 +83,7 @@ def _add_taps(
 
 @triton.jit
 def _linear_kernel(
-    x_desc,  # [T, K]
+    x_desc,  # [T, K]; each a descriptor, or a pointer where its pitch is given
     w_desc,  # [N, K]
     out_desc,  # [T, N]
     residual_desc,  # [T, N] or None
@@ -105,6 +106,10 @@ def _linear_kernel(
     HEAD_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     ACT: tl.constexpr,
+    X_PITCH: tl.constexpr,
+    W_PITCH: tl.constexpr,
+    OUT_PITCH: tl.constexpr,
+    RESIDUAL_PITCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -113,6 +118,14 @@ def _linear_kernel(
 ):
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_rows = tl.load(num_rows_ptr)
+    if X_PITCH > 0:
+        x_desc = tl.make_tensor_descriptor(x_desc, [num_rows, K], [X_PITCH, 1], [BLOCK_M, BLOCK_K])
+        w_desc = tl.make_tensor_descriptor(w_desc, [N, K], [W_PITCH, 1], [BLOCK_N, BLOCK_K])
+        out_desc = tl.make_tensor_descriptor(out_desc, [num_rows, N], [OUT_PITCH, 1], [BLOCK_M, BLOCK_N])
+        if residual_desc is not None:
+            residual_desc = tl.make_tensor_descriptor(
+                residual_desc, [num_rows, N], [RESIDUAL_PITCH, 1], [BLOCK_M, BLOCK_N]
+            )
     num_m = tl.cdiv(num_rows, BLOCK_M)
     for tile in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = _tile_of(tile, num_m, NUM_N, GROUP_M)
@@ -184,14 +197,10 @@ def linear(
     if tiles == 0:
         return out
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
-    out_box = box(out, config.block_m, config.block_n)
-    residual_box = None
-    if e.residual is not None:
-        residual_box = out_box if e.residual is out else box(e.residual, config.block_m, config.block_n)
     launch(
         _linear_kernel,
         min(tiles, config.max_programs),
-        (box(x, config.block_m, config.block_k), box(weight, config.block_n, config.block_k), out_box, residual_box),
+        _boxes(x, weight, out, e.residual, config),
         (
             e.bias,
             norm.colsum,
@@ -203,10 +212,30 @@ def linear(
             None if e.stats is None else e.stats.partials,
             num_rows,
         ),
-        _constants(n, k, e, norm, rope, taps) | config.constants(),
+        _constants(n, k, e, norm, rope, taps)
+        | _pitches(x, weight, out, e.residual, config.copy_engine)
+        | config.constants(),
         config.options(),
     )
     return out
+
+
+def _boxes(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, config: LinearConfig
+) -> tuple[TensorDescriptor | torch.Tensor | None, ...]:
+    bm, bn, bk, engine = config.block_m, config.block_n, config.block_k, config.copy_engine
+    out_box = box(out, bm, bn, engine)
+    residual_box = None
+    if residual is not None:
+        residual_box = out_box if residual is out else box(residual, bm, bn, engine)
+    return box(x, bm, bk, engine), box(weight, bn, bk, engine), out_box, residual_box
+
+
+def _pitches(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, copy_engine: bool
+) -> dict[str, int]:
+    tensors = {"X_PITCH": x, "W_PITCH": weight, "OUT_PITCH": out, "RESIDUAL_PITCH": residual}
+    return {name: pitch(t, copy_engine) for name, t in tensors.items()}
 
 
 def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> dict[str, int | float | str]:

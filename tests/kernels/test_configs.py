@@ -30,17 +30,17 @@ def test_budget_is_the_next_power_of_two(rows: int, expected: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 200_000).map(budget), widths, widths, dtypes, targets, st.booleans())
-def test_linear_config_fits(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, heavy: bool) -> None:
-    config = linear_config(rows, n, k, dtype, target, heavy_epilogue=heavy)
-    assert config == linear_config(rows, n, k, dtype, target, heavy_epilogue=heavy)
+@given(st.integers(1, 200_000).map(budget), widths, widths, dtypes, targets, st.sampled_from([64, 128, 256]))
+def test_linear_config_fits(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, widest: int) -> None:
+    config = linear_config(rows, n, k, dtype, target, max_block_n=widest)
+    assert config == linear_config(rows, n, k, dtype, target, max_block_n=widest)
     sides = (config.block_m, config.block_n, config.block_k)
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides), "what tl.dot takes"
     assert config.block_n >= NARROWEST_TILE, "the statistics' buffer has no room for more parts"
     assert config.shared_bytes(dtype.itemsize) <= target.max_shared
     assert config.max_programs >= target.num_sms and config.num_stages >= 2
-    if heavy:
-        assert config.block_n <= 128
+    assert config.block_n <= widest
+    assert config.copy_engine == (target.capability >= 90)
 
 
 @settings(max_examples=200, deadline=None)
@@ -52,6 +52,7 @@ def test_attention_config_fits(rows: int, head_dim: int, dtype: torch.dtype, tar
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides), "what tl.dot takes"
     keys_and_values = 2 * config.num_stages * config.block_n * head_dim
     assert (config.block_m * head_dim + keys_and_values) * dtype.itemsize <= target.max_shared
+    assert config.copy_engine == (target.capability >= 90)
 
 
 def test_fit_shared_drops_stages_before_it_gives_up() -> None:
