@@ -5,6 +5,7 @@ a few massive residual channels planted; then wall time, launches, peak memory a
 """
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -128,8 +129,8 @@ def cost() -> dict[str, dict[str, Any]]:
     for name, grid in WORKLOADS.items():
         pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
         calls: dict[str, Callable[[], Any]] = {
-            "hf": lambda p=pixels, g=grid_thw: original(p, grid_thw=g),
-            "fused": lambda p=pixels, g=grid_thw: tower(p, grid_thw=g),
+            "hf": functools.partial(original, pixels, grid_thw=grid_thw),
+            "fused": functools.partial(tower, pixels, grid_thw=grid_thw),
         }
         times = latency(calls, DEVICE, seconds=2.0)
         rows[name] = {"tokens": tokens(grid), "speedup": times["hf"].median / times["fused"].median}

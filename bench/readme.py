@@ -101,8 +101,8 @@ def figures() -> str:
         f"Prepared copies of weights hold {held:.0f} MiB, graphs and their buffers "
         f"{one['held_mib']:.0f} MiB for budgets up to {largest} tokens.",
         "",
-        "Error against fp32, ours over Hugging Face's (1.00 = as exact as Hugging Face in bf16; the rule allows 2.00 for",
-        'the largest error and 1.25 for rms); "massive channels" has four residual channels planted at ±200:',
+        "Error against fp32, ours over Hugging Face's in bf16 (1.00 = as exact; the rule allows 2.00 for the largest",
+        "error and 1.25 for rms); massive channels: four residual channels planted at +-200.",
         "",
         *accuracy_table(parity),
         "",

@@ -56,7 +56,7 @@ def lay_out(
     return Setting(spec, weights, buffers, plan, ops)
 
 
-def stages(setting: Setting, hf: nn.Module, hf32: nn.Module, hidden: torch.Tensor, layer: int) -> Iterator[Stage]:
+def stages(setting: Setting, hf: Any, hf32: Any, hidden: torch.Tensor, layer: int) -> Iterator[Stage]:
     """Every kernel of block `layer` and of the merger, each fed with what Hugging Face's previous step gives.
 
     Args:

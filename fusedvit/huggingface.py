@@ -48,7 +48,8 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
         raise UnsupportedModel(f"{type(tower).__name__} cannot be fused: {error}") from error
     handle = FusedEncoder(tower, family, spec, config or FuseConfig())
     tower.__dict__[_HANDLE] = handle
-    _set_class(tower, _fused_class(type(tower)))
+    original: Any = type(tower)
+    _set_class(tower, _fused_class(original))
     return handle
 
 
@@ -91,7 +92,7 @@ def _set_class(tower: nn.Module, cls: type) -> None:
 
 
 @functools.cache
-def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
+def _fused_class(original: Any) -> Any:
     """The fused subclass of a tower class. It bears its parent's names: accelerate and transformers go by them."""
 
     @functools.wraps(original.forward)
@@ -118,7 +119,7 @@ def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(original.__name__, (original,), body)
 
 
-def _rebuild(original: type[nn.Module]) -> nn.Module:
+def _rebuild(original: Any) -> nn.Module:
     """An empty fused tower, for copy and pickle to fill."""
     cls = _fused_class(original)
     return cls.__new__(cls)

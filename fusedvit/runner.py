@@ -64,11 +64,11 @@ class Tower:
 
 
 class _Run(NamedTuple):
-    """Neighbouring rows: `count` patch rows from `there` in the call's tensors are rows from `here` in the batch's."""
+    """Neighbouring rows: `length` patch rows from `there` in the call's tensors are rows from `here` in the batch's."""
 
     there: int
     here: int
-    count: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def _runs(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: 
     here = 0
     for piece, (frames, h, w) in zip(pieces, rows, strict=True):
         there, count = first[piece.item] + piece.first_frame * h * w, frames * h * w
-        if runs and runs[-1].there + runs[-1].count == there:
+        if runs and runs[-1].there + runs[-1].length == there:
             last = runs.pop()
-            runs.append(_Run(last.there, last.here, last.count + count))
+            runs.append(_Run(last.there, last.here, last.length + count))
         else:
             runs.append(_Run(there, here, count))
         here += count
@@ -143,7 +143,7 @@ def run(
         if step.batch is not None and _replay(tower, pixels, graphs, step, step.batch, outputs):
             continue
         eager[step.reason or CAPTURE_FAILED] += 1
-        rows = torch.cat([pixels[run.there : run.there + run.count] for run in step.runs])
+        rows = torch.cat([pixels[run.there : run.there + run.length] for run in step.runs])
         _keep(outputs, run_eager(tower, rows, [Item(*row) for row in step.rows]), step.runs, tower.spec.merge_unit)
     return outputs
 
@@ -158,8 +158,8 @@ def _replay(
         static = program.buffers(budget).pixels
         program.load_grid(budget, step.rows)
         for run in step.runs:
-            rows = pixels[run.there : run.there + run.count]
-            static[run.here : run.here + run.count].copy_(rows, non_blocking=True)
+            rows = pixels[run.there : run.there + run.length]
+            static[run.here : run.here + run.length].copy_(rows, non_blocking=True)
 
     def unload() -> None:
         static = program.buffers(budget)
@@ -170,10 +170,10 @@ def _replay(
 
 def _keep(outputs: EncoderOutputs, got: EncoderOutputs, runs: Sequence[_Run], unit: int) -> None:
     """Copies a batch's rows to where the caller's are."""
-    for there, here, count in runs:
-        outputs.hidden[there : there + count].copy_(got.hidden[here : here + count])
-        merged = outputs.merged[:, there // unit : (there + count) // unit]
-        merged.copy_(got.merged[:, here // unit : (here + count) // unit])
+    for there, here, length in runs:
+        outputs.hidden[there : there + length].copy_(got.hidden[here : here + length])
+        merged = outputs.merged[:, there // unit : (there + length) // unit]
+        merged.copy_(got.merged[:, here // unit : (here + length) // unit])
 
 
 def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
