@@ -53,7 +53,7 @@ def graph_us(handle: FusedEncoder, budget: int, grid: Grid, rounds: int = 15) ->
     program, manager = handle.graphs().program, handle.graphs().manager
     manager.ready(budget)
     program.buffers(budget).pixels[: tokens(grid)].copy_(pixels_for(grid, torch.bfloat16))
-    program.load_grid(budget, grid)
+    program.load_grid(budget, tuple(grid))
     graph = manager.graph(budget)
     return 1e3 * _event_ms(graph.replay, rounds)
 

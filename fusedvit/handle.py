@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -263,8 +263,8 @@ class FusedEncoder:
         )
 
 
-@contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """Makes `device` current, if it is a GPU."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes `device` current, if it is a GPU and is not."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

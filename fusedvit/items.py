@@ -1,7 +1,7 @@
 """The caller's input, checked before anything is launched."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,9 +10,8 @@ from fusedvit.spec import VisionSpec
 Grid = torch.Tensor | Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Item:
-    """One image (t = 1) or video, in patches."""
+class Item(NamedTuple):
+    """One image (t = 1) or video, in patches. A tuple: a call makes and hashes one per item."""
 
     t: int
     h: int

@@ -1,6 +1,6 @@
 """The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +12,8 @@ from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import EncoderWeights
+
+TABLES_KEPT = 512
 
 
 class EncoderProgram:
@@ -33,6 +35,7 @@ class EncoderProgram:
         self._whole: EncoderBuffers | None = None
         self._parts: dict[int, EncoderBuffers] = {}
         self._plans: dict[int, EncoderPlan] = {}
+        self._tables: dict[tuple[tuple[int, int, int], ...], torch.Tensor] = {}  # never written again
 
     def allocate(self, limits: Limits) -> None:
         """Static buffers of the largest budget, outside any graph's pool; smaller budgets use their first rows."""
@@ -65,11 +68,16 @@ class EncoderProgram:
         self._parts[budget].pixels[: self._spec.merge_unit].fill_(0.5)
         self.load_grid(budget, ((1, side, side),))
 
-    def load_grid(self, budget: int, rows: Sequence[tuple[int, int, int]]) -> None:
+    def load_grid(self, budget: int, rows: tuple[tuple[int, int, int], ...]) -> None:
         """Writes the grid table of a batch, (t, h, w) a piece: one small pinned copy on the current stream."""
         grid = self._parts[budget].grid
-        padded = [*rows, *[(0, 0, 0)] * (grid.shape[0] - len(rows))]
-        grid.copy_(torch.tensor(padded, dtype=torch.int32, pin_memory=True), non_blocking=True)
+        table = self._tables.get(rows)
+        if table is None:
+            if len(self._tables) >= TABLES_KEPT:
+                self._tables.clear()
+            padded = [*rows, *[(0, 0, 0)] * (grid.shape[0] - len(rows))]
+            table = self._tables[rows] = torch.tensor(padded, dtype=torch.int32, pin_memory=True)
+        grid.copy_(table, non_blocking=True)
 
     def held_bytes(self) -> int:
         return 0 if self._whole is None else self._whole.held_bytes()
@@ -77,6 +85,7 @@ class EncoderProgram:
     def free(self) -> None:
         self._whole = None
         self._parts = {}
+        self._tables = {}
 
 
 def _capacity(tokens: int, limits: Limits, block_m: int) -> Capacity:

@@ -1,10 +1,9 @@
 """Runs items through the encoder: through captured graphs where they fit, eagerly where they do not."""
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from fusedvit.weights import ALIGNMENT
 NO_GRAPHS = "graphs off"
 NO_GPU = "no GPU"
 CAPTURING = "inside another capture"
+LAYOUTS_KEPT = 512
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Graphs:
     manager: GraphManager
     program: EncoderProgram
     cost: CostModel
+    layouts: dict[tuple[Item, ...], tuple["_Step", ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def limits(self) -> Limits:
@@ -86,9 +87,17 @@ class _Step:
     runs: tuple[_Run, ...]
 
 
-@functools.lru_cache(maxsize=256)
-def _steps(items: tuple[Item, ...], unit: int, limits: Limits, cost: CostModel) -> tuple[_Step, ...]:
-    """How `items` are run. The same layouts come again and again, and this is all that is known of them."""
+def _steps(graphs: Graphs, items: tuple[Item, ...], unit: int) -> tuple[_Step, ...]:
+    """How `items` are run. The same layouts come again and again; the last few hundred are kept."""
+    known = graphs.layouts.get(items)
+    if known is None:
+        if len(graphs.layouts) >= LAYOUTS_KEPT:
+            graphs.layouts.clear()
+        known = graphs.layouts[items] = _plan(items, unit, graphs.limits, graphs.cost)
+    return known
+
+
+def _plan(items: tuple[Item, ...], unit: int, limits: Limits, cost: CostModel) -> tuple[_Step, ...]:
     plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits, cost)
     first = [0, *itertools.accumulate(item.tokens for item in items)]
 
@@ -134,7 +143,7 @@ def run(
     if graphs is None:
         eager[no_graphs] += 1
         return run_eager(tower, pixels, items)
-    steps = _steps(tuple(items), tower.spec.merge_unit, graphs.limits, graphs.cost)
+    steps = _steps(graphs, tuple(items), tower.spec.merge_unit)
     if all(step.batch is None for step in steps):
         eager.update(step.reason for step in steps)
         return run_eager(tower, pixels, items)
