@@ -108,7 +108,7 @@ def compile_or_fail(launch: Launch, arch: int) -> Compiled:
         return compile_launch(launch, arch)
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        return Compiled(launch.describe(), arch, 0, 0, 0, 0, 0, (said[:500],))
+        return Compiled(launch.describe(), arch, 0, 0, 0, (said[:500],))
 
 
 _MATRIX: dict[str, list[tuple[Launch, int]]] = {}

@@ -31,6 +31,11 @@ _TYPES = {
     torch.int64: "i64",
 }
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_EXPECTED = {  # what a 16-bit product is made of, and how its operands arrive
+    80: ("mma.sync", "cp.async.cg"),
+    90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
+    100: ("tcgen05.mma", "cp.async.bulk.tensor"),
+}
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl", "enable_fp_fusion")
 
 
@@ -64,8 +69,6 @@ class Compiled:
     registers: int
     spill_bytes: int
     shared_bytes: int
-    wgmma: int
-    bulk_copies: int
     problems: tuple[str, ...]
 
 
@@ -108,7 +111,7 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     """Compiles one launch for `capability` (80, 90, 100 …) and checks it.
 
     Problems are: register spills, ptxas warnings C75xx (serialised wgmma), shared memory over the device's limit,
-    row offsets of 32 bits, and on sm_90 a 16-bit matrix product without wgmma or bulk tensor copies.
+    row offsets of 32 bits, and 16-bit matrix products without the device's own instructions for products and copies.
     """
     names = [name for name, _ in launch.signature]
     source = ASTSource(
@@ -122,14 +125,13 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=0)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
     shared = int(built.metadata.shared)
-    wgmma, bulk = len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"cp\.async\.bulk\.tensor", ptx))
     problems = _problems(capability, said, spills, shared)
-    if capability == 90 and _wants_tensor_cores(launch) and not (wgmma and bulk):
-        problems.append(f"expected wgmma and bulk copies, got {wgmma} and {bulk}")
+    if _wants_tensor_cores(launch):
+        problems += [f"expected {name} in the code" for name in _EXPECTED.get(capability, ()) if name not in ptx]
     problems += narrow_row_offsets(built.asm["ttir"])
-    if capability == 90 and wgmma:
+    if capability == 90 and "wgmma" in ptx:
         problems += rewritten_descriptors(_disassemble(built.asm["cubin"]))
-    return Compiled(launch.describe(), capability, registers, spills, shared, wgmma, bulk, tuple(problems))
+    return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
 
 
 def _build(source: ASTSource, capability: int, options: dict[str, int]) -> tuple[CompiledKernel, str]:
@@ -156,7 +158,8 @@ def _problems(capability: int, said: str, spills: int, shared: int) -> list[str]
 
 
 def _wants_tensor_cores(launch: Launch) -> bool:
-    return any("tensordesc<bf16" in t or "tensordesc<fp16" in t for _, t in launch.signature)
+    """Whether 16-bit matrices are read through descriptors, given or made in the kernel."""
+    return any(name.endswith("_desc") and ("bf16" in t or "fp16" in t) for name, t in launch.signature)
 
 
 _CARRIES = tuple(f"arith.{op}" for op in ("addi", "subi", "select", "extsi", "extui")) + tuple(

@@ -23,8 +23,3 @@ def box(t: torch.Tensor, rows: int, cols: int, copy_engine: bool = True) -> Tens
     descriptor.strides = t.stride()
     descriptor.block_shape = [rows, cols]
     return descriptor
-
-
-def pitch(t: torch.Tensor | None, copy_engine: bool) -> int:
-    """Elements from row to row of `t` where the kernel makes the descriptor; 0 where it is given one."""
-    return 0 if copy_engine or t is None else t.stride(0)

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.configs import LinearConfig
-from fusedvit.kernels.descriptor import box, pitch
+from fusedvit.kernels.descriptor import box
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.launch import launch
 from fusedvit.kernels.row_stats import _merge_moments, _store_moments
@@ -169,6 +169,7 @@ def _linear_kernel(
 
 
 _NO_NORM, _NO_ROPE, _NO_TAPS = NormFold(), Rope(), Taps()
+_NO_PITCHES = dict.fromkeys(("X_PITCH", "W_PITCH", "OUT_PITCH", "RESIDUAL_PITCH"), 0)
 
 
 def linear(
@@ -234,8 +235,11 @@ def _boxes(
 def _pitches(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, copy_engine: bool
 ) -> dict[str, int]:
-    tensors = {"X_PITCH": x, "W_PITCH": weight, "OUT_PITCH": out, "RESIDUAL_PITCH": residual}
-    return {name: pitch(t, copy_engine) for name, t in tensors.items()}
+    """Elements from row to row, where the kernel makes the descriptors itself."""
+    if copy_engine:
+        return _NO_PITCHES
+    pitches = (0 if t is None else t.stride(0) for t in (x, weight, out, residual))
+    return dict(zip(_NO_PITCHES, pitches, strict=True))
 
 
 def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> dict[str, int | float | str]:

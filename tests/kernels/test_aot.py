@@ -47,7 +47,7 @@ def probes() -> dict[str, str]:
         ("narrow_scalar", "32-bit row offset"),
         ("spills", "bytes of spill stores"),
         ("shared", "bytes of shared memory, limit"),
-        ("no_tensor_cores", "expected wgmma and bulk copies"),
+        ("no_tensor_cores", "expected wgmma.mma_async in the code"),
         ("broken", "Error"),
         ("wide_vector", ""),
         ("wide_scalar", ""),

@@ -1,5 +1,7 @@
 """The attention kernel and its torch twin against softmax written out, and what must not leak between segments."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -47,6 +49,30 @@ def test_kernel_is_within_the_rule(head_dim: int, lengths: list[int], dtype: tor
     out = run(attention, with_room(qkv, 5), segs, head_dim, config)[: qkv.shape[0]]
     ref = plain(qkv, lengths, head_dim, torch.float64)
     assert_within(out, ref, plain(qkv, lengths, head_dim, dtype))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_head_in_two_products(head_dim: int, device: torch.device) -> None:
+    """As fp32 takes wide heads: 128 = 64 + 64, 64 = 32 + 32."""
+    config = dataclasses.replace(CONFIG, max_head=head_dim // 2)
+    lengths = [20, 4, 33]
+    qkv = packed(lengths, head_dim, torch.float32, device)
+    out = run(attention, with_room(qkv, 5), segments(lengths, 16, device), head_dim, config)[:-5]
+    assert_within(out, plain(qkv, lengths, head_dim, torch.float64), plain(qkv, lengths, head_dim, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_without_a_copy_engine(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Descriptors made in the kernel read the same."""
+    if device.type == "cuda":
+        pytest.skip("such devices are older than the GPU here")
+    lengths = LENGTHS["ragged"]
+    qkv = with_room(packed(lengths, head_dim, dtype, device), 5)
+    segs = segments(lengths, 16, device, room=2)
+    expected = run(attention, qkv, segs, head_dim, CONFIG)
+    out = run(attention, qkv, segs, head_dim, dataclasses.replace(CONFIG, copy_engine=False))
+    assert torch.equal(out[:-5], expected[:-5]) and out[-5:].isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -101,6 +127,9 @@ def test_rows_past_the_last_segment_are_left(device: torch.device) -> None:
 def test_split_head() -> None:
     parts = {64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 128: (128, 0)}
     assert {head_dim: split_head(head_dim) for head_dim in HEAD_DIMS} == parts
+    assert [split_head(head_dim, 64) for head_dim in (64, 72, 96, 128)] == [(64, 0), (64, 16), (64, 32), (64, 64)]
+    with pytest.raises(AssertionError, match="a head of 160"):
+        split_head(160, 64)
 
 
 def test_mismatch_says_what_came(device: torch.device) -> None:
