@@ -1,5 +1,6 @@
 """What a call costs: launches, time, memory. Each function takes calls without arguments and runs them itself."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -80,6 +81,7 @@ def latency(calls: Mapping[str, Call], device: torch.device, seconds: float = 3.
 def peak_mib(call: Call, device: torch.device) -> float:
     """The most that one call had allocated on the GPU beyond what was there before it, outputs included."""
     call()
+    gc.collect()  # what dies during the call would count against it
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
