@@ -32,9 +32,9 @@ def _layer_norm_kernel(
         mask = (rows < num_rows)[:, None] & mask_n[None, :]
         offs = rows[:, None] * N + cols[None, :]
         x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.sum(x, 1) / N
+        mean = tl.div_rn(tl.sum(x, 1), N * 1.0)  # once a row: exact division and root cost nothing
         centred = tl.where(mask_n[None, :], x - mean[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / N + EPS)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(centred * centred, 1), N * 1.0) + EPS))
         y = centred * rstd[:, None] * weight[None, :] + bias[None, :]
         tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
