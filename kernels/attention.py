@@ -55,6 +55,15 @@ def _softmax_step(s, m, l):
 
 
 @triton.jit
+def _add_product(acc, p, v):
+    """acc + p v. In fp32 block by block: one running sum over all keys loses more than PyTorch's does."""
+    if p.dtype == tl.float32:
+        return tl.fma(tl.dot(p, v, input_precision="ieee"), 1.0, acc)
+    else:
+        return tl.dot(p, v, acc)
+
+
+@triton.jit
 def _store_head(out_ptr, acc, rows, mask_m, col, limit, OUT_COLS: tl.constexpr, WIDTH: tl.constexpr):
     offs = tl.arange(0, WIDTH)
     ptrs = out_ptr + rows[:, None] * OUT_COLS + (col + offs)[None, :]
@@ -118,10 +127,9 @@ def _attention_kernel(
             s = _scores(q, q_tail, kv_box, kv_tail_box, j, col_k, TAIL, HEAD) * SCALE
             p, alpha, m, l = _softmax_step(s, m, l)
             p = p.to(q.dtype)
-            acc = tl.dot(p, kv_box.load([j, col_v]), acc * alpha[:, None], input_precision="ieee")
+            acc = _add_product(acc * alpha[:, None], p, kv_box.load([j, col_v]))
             if TAIL > 0:
-                v_tail = kv_tail_box.load([j, col_v + HEAD])
-                acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")
+                acc_tail = _add_product(acc_tail * alpha[:, None], p, kv_tail_box.load([j, col_v + HEAD]))
 
         # The last block, 1 to BLOCK_N keys. Keys past the end belong to another frame and may be NaN: their scores
         # are masked and their values zeroed.
@@ -131,7 +139,7 @@ def _attention_kernel(
         p, alpha, m, l = _softmax_step(s, m, l)
         p = p.to(q.dtype)
         v = tl.where(valid[:, None], kv_box.load([full_end, col_v]), 0.0).to(q.dtype)
-        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+        acc = _add_product(acc * alpha[:, None], p, v)
         if TAIL > 0:
             # The tail of v goes through a HEAD-wide product here: ptxas 12.8 restores the descriptors of a chain of
             # 16-wide ones while the hardware still reads them, which ends in wild shared-memory reads (aot.py looks
