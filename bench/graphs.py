@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the trust checks' repetitions")
     args = parser.parse_args()
     with torch.inference_mode():
-        result: dict[str, Any] = {"passport": passport("graphs", args.commit), "cost": cost_report()}
+        result: dict[str, Any] = {"passport": passport("graphs", args.json, args.commit), "cost": cost_report()}
         print(json.dumps(result["cost"], indent=1), flush=True)
         result["trust"] = trust_report(args.scale)
     print(json.dumps(result["trust"], indent=1))

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,13 +161,13 @@ def host_syncs(call: Callable[[], Any]) -> int:
     return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
 
-def passport(module: str, commit: str) -> dict[str, Any]:
-    """What ran, where, and how to run it again."""
+def passport(module: str, path: str, commit: str) -> dict[str, Any]:
+    """What ran, where, and how to run it again; of `path` the name alone, as folders differ from machine to machine."""
     import transformers
     import triton
 
     return {
-        "command": f"python -m fusedvit.bench.{module} " + " ".join(sys.argv[1:]),
+        "command": f"python -m fusedvit.bench.{module} --json {Path(path).name}",
         "commit": commit or _git_commit(),
         "gpu": torch.cuda.get_device_name(),
         "fusedvit": __version__,
@@ -190,7 +191,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"passport": passport("parity", args.commit), "summary": {}}
+    result: dict[str, Any] = {"passport": passport("parity", args.json, args.commit), "summary": {}}
     with torch.inference_mode():
         for massive in (False, True):
             for level, found in (
