@@ -239,7 +239,7 @@ def vision_metadata(
         SIDE=side,
         BLOCK_Q=block_m,
         BLOCK=BLOCK,
-        ITEMS=32,
+        ITEMS=16,
         num_warps=4,
         enable_fp_fusion=True,
     )
