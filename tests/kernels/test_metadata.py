@@ -46,8 +46,8 @@ def assert_padding(meta: Metadata, grid: Grid, block_m: int) -> None:
 @example([(1, 2, 2)], 16, 0)  # one merged token
 @example([(1, 8, 16)], 64, 0)  # 128 tokens: a program's block exactly
 @example([(0, 4, 4)], 16, 1)  # a video without frames
-@example([(1, 2, 2)] * 32, 16, 0)  # items: a chunk exactly
-@example([(1, 2, 2)] * 31 + [(3, 4, 6), (1, 6, 2)], 16, 5)  # a video on the border of two chunks
+@example([(1, 2, 2)] * 16, 16, 0)  # items are looked up 16 at a time: a chunk exactly
+@example([(1, 2, 2)] * 31 + [(3, 4, 6), (1, 6, 2)], 16, 5)  # a video at the end of a chunk, an image in a third
 @example([(0, 0, 0)] * 40 + [(2, 4, 2)], 16, 5)  # a chunk of nothing first
 @example([(70, 2, 2), (1, 4, 2)], 16, 0)  # more frames than tokens of a frame
 @example([(130, 2, 2)], 16, 0)  # frames and tiles past a program's block of 128
