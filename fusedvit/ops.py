@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedvit.kernels import attention, fingerprint, layer_norm, linear, metadata
+from fusedvit.kernels import fingerprint, forms, layer_norm, metadata
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference import layer_norm as layer_norm_ref
@@ -15,7 +15,10 @@ from fusedvit.kernels.reference import metadata as metadata_ref
 
 @dataclass(frozen=True)
 class Ops:
-    """Operations of one kind; signatures are those of the functions in `fusedvit.kernels`."""
+    """Operations of one kind; signatures are those of the functions in `fusedvit.kernels`.
+
+    On the GPU, `linear` and `attention` run in the form that their configuration's type stands for.
+    """
 
     name: str
     vision_metadata: Callable[..., metadata.Metadata]
@@ -28,8 +31,8 @@ class Ops:
 TRITON = Ops(
     "triton",
     metadata.vision_metadata,
-    linear.linear,
-    attention.attention,
+    forms.linear,
+    forms.attention,
     layer_norm.layer_norm,
     fingerprint.fingerprint,
 )

@@ -1,52 +1,101 @@
-"""Which launch configuration each operation of the encoder takes for a token budget."""
+"""Which form and launch configuration each operation of the encoder takes for a token budget.
 
-from dataclasses import dataclass
+A tuning table answers first, then the heuristics of the forms that the device has, the fastest form first.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from fusedvit.kernels.configs import (
-    AttentionConfig,
-    LinearConfig,
-    Target,
-    attention_config,
-    budget,
-    linear_config,
-)
+from fusedvit.kernels import forms, tables
+from fusedvit.kernels.configs import Target, budget
+from fusedvit.kernels.forms import Key
+from fusedvit.kernels.tables import Table
 from fusedvit.spec import VisionSpec
 
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """One configuration per operation; equal for every call of one token budget."""
+    """One configuration per operation, whose type says its form; equal for every call of one token budget."""
 
-    patch: LinearConfig
-    qkv: LinearConfig
-    attention: AttentionConfig
-    proj: LinearConfig
-    fc1: LinearConfig
-    fc2: LinearConfig
-    merger_fc1: LinearConfig
-    merger_fc2: LinearConfig
+    patch: Any
+    qkv: Any
+    attention: Any
+    proj: Any
+    fc1: Any
+    fc2: Any
+    merger_fc1: Any
+    merger_fc2: Any
     max_programs: int
 
+    def choices(self) -> dict[str, str]:
+        """The form of each operation, by its name."""
+        configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "max_programs"}
+        return {name: forms.form_of(config).name for name, config in configs.items()}
 
-def plan_for(spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target) -> EncoderPlan:
-    """The plan of the token budget that `tokens` patch tokens fall into. Pure: the same arguments, the same plan."""
+
+@dataclass(frozen=True)
+class Task:
+    """One operation at one row budget: what is looked up, and what is tuned.
+
+    Attributes:
+        name: the field of `EncoderPlan`.
+        key: of the tuning table.
+        widest: the widest tile of plain Triton whose epilogue does not spill.
+    """
+
+    name: str
+    key: Key
+    widest: int = 256
+
+
+def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]:
+    """Every operation of a plan, in the order of `EncoderPlan`'s fields."""
     rows = budget(tokens)
     merged = max(1, rows // spec.merge_unit)
-    c = spec.hidden_size
+    c, name = spec.hidden_size, str(dtype).removeprefix("torch.")
 
-    def linear(n: int, k: int, *, widest: int = 256, rows: int = rows) -> LinearConfig:
-        return linear_config(rows, n, k, dtype, target, max_block_n=widest)
+    def linear(field: str, kind: str, n: int, k: int, widest: int = 128, rows: int = rows) -> Task:
+        return Task(field, Key(forms.LINEAR, kind, n, k, rows, name), widest)
 
-    return EncoderPlan(
-        patch=linear(c, spec.patch_width, widest=64 if spec.position_side else 128),
-        qkv=linear(3 * c, c, widest=128),
-        attention=attention_config(rows, spec.num_heads, spec.head_dim, dtype, target),
-        proj=linear(c, c, widest=128),
-        fc1=linear(spec.intermediate_size, c, widest=128 if spec.activation == "gelu" else 256),
-        fc2=linear(c, spec.intermediate_size, widest=128),
-        merger_fc1=linear(spec.merged_size, spec.merged_size, widest=128, rows=merged),
-        merger_fc2=linear(spec.out_size, spec.merged_size, rows=merged),
-        max_programs=4 * target.num_sms,
+    taps = "taps+" if spec.position_side else ""
+    return (
+        linear("patch", f"{taps}stats", c, spec.patch_width, 64 if spec.position_side else 128),
+        linear("qkv", "norm+rope", 3 * c, c),
+        Task("attention", Key(forms.ATTENTION, "", spec.num_heads, spec.head_dim, rows, name)),
+        linear("proj", "residual+stats", c, c),
+        linear("fc1", f"norm+{spec.activation}", spec.intermediate_size, c, 128 if spec.activation == "gelu" else 256),
+        linear("fc2", "residual+stats", c, spec.intermediate_size),
+        linear("merger_fc1", "norm+gelu", spec.merged_size, spec.merged_size, rows=merged),
+        linear("merger_fc2", "bias", spec.out_size, spec.merged_size, 256, rows=merged),
     )
+
+
+def plan_for(
+    spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
+) -> EncoderPlan:
+    """The plan of the token budget that `tokens` patch tokens fall into. The same arguments, the same plan.
+
+    Args:
+        table: what was tuned; None for that of `target`'s GPU, shipped or the user's own.
+    """
+    table = tables.table_for(target) if table is None else table
+    chosen = {task.name: choose(task, dtype, target, table) for task in tasks(spec, tokens, dtype)}
+    return EncoderPlan(**chosen, max_programs=4 * target.num_sms)
+
+
+def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
+    """The configuration of one task: the table's, else that of the first form with an answer."""
+    found = table.find(task.key, target, dtype)
+    return heuristic(task, dtype, target) if found is None else found
+
+
+def heuristic(task: Task, dtype: torch.dtype, target: Target) -> Any:
+    """The first answer of the forms of this operation, the fastest form first; plain Triton always has one."""
+    for form in forms.FORMS:
+        if form.op == task.key.op and not forms.why_absent(form, target, dtype):
+            config = form.heuristic(task.key, dtype, target, task.widest)
+            if config is not None:
+                return config
+    raise AssertionError(f"no form answers {task.key}")

@@ -1,6 +1,6 @@
 """The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -8,12 +8,14 @@ from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import encode
 from fusedvit.graphs.budgets import Limits
 from fusedvit.kernels.configs import Target
+from fusedvit.kernels.forms import FormFailed
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import EncoderWeights
 
 TABLES_KEPT = 512
+SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
 
 
 class EncoderProgram:
@@ -39,15 +41,18 @@ class EncoderProgram:
 
     def allocate(self, limits: Limits) -> None:
         """Static buffers of the largest budget, outside any graph's pool; smaller budgets use their first rows."""
-        target = Target.of(self._device)
         with torch.inference_mode(False):
             tokens = {b: b * self._spec.merge_unit for b in limits.token_budgets}
-            plans = {b: plan_for(self._spec, n, self._dtype, target) for b, n in tokens.items()}
+            plans = self._plan(limits.token_budgets)
             capacities = {b: _capacity(tokens[b], limits, plans[b].attention.block_m) for b in limits.token_budgets}
             widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
             self._whole = allocate(self._spec, widest, self._dtype, self._device)
         self._plans = plans
         self._parts = {b: self._whole.part(c, self._spec.merge_unit) for b, c in capacities.items()}
+
+    def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
+        target, unit = Target.of(self._device), self._spec.merge_unit
+        return {b: plan_for(self._spec, b * unit, self._dtype, target) for b in budgets}
 
     def whole(self) -> EncoderBuffers:
         """The static buffers of the largest budget."""
@@ -60,7 +65,12 @@ class EncoderProgram:
 
     def run(self, budget: int) -> None:
         with torch.no_grad():
-            encode(self._spec, self._weights(), self._parts[budget], self._ops, self._plans[budget])
+            while True:
+                try:
+                    encode(self._spec, self._weights(), self._parts[budget], self._ops, self._plans[budget])
+                    return
+                except FormFailed:  # at its first launch, a rehearsal's; the next plan does without that form
+                    self._plans |= self._plan((budget,))
 
     def rehearse(self, budget: int) -> None:
         """One merged token: enough to compile. No random numbers, whose generator a failed capture may upset."""
@@ -89,9 +99,9 @@ class EncoderProgram:
 
 
 def _capacity(tokens: int, limits: Limits, block_m: int) -> Capacity:
-    """Every frame adds at most one attention tile that is not full."""
+    """Every frame adds at most one attention tile that is not full. Room for tiles of another form's size, too."""
     frames = min(limits.max_frames, tokens)
-    return Capacity(tokens, limits.max_items, frames, -(-tokens // block_m) + frames)
+    return Capacity(tokens, limits.max_items, frames, -(-tokens // min(block_m, SMALLEST_TILE)) + frames)
 
 
 def bytes_per_token(spec: VisionSpec, dtype: torch.dtype) -> int:

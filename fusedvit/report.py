@@ -1,12 +1,29 @@
 """A fused tower in a few lines of text."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from fusedvit.kernels import forms
+from fusedvit.kernels.configs import Target
 from fusedvit.ops import ops_for
+from fusedvit.plan import plan_for
 from fusedvit.reasons import ADVICE
 from fusedvit.spec import VisionSpec
+
+
+def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Sequence[int]) -> list[str]:
+    """The form of each operation at each budget of patch tokens, and the forms that `target` does without."""
+    lines = []
+    for tokens in budgets:
+        by_form: dict[str, list[str]] = {}
+        for op, form in plan_for(spec, tokens, dtype, target).choices().items():
+            by_form.setdefault(form, []).append(op)
+        chosen = "; ".join(f"{form}: {', '.join(ops)}" for form, ops in sorted(by_form.items()))
+        lines.append(f"  per-op choice to {tokens} patch tokens: {chosen}")
+    return lines + [f"  without {f.op} in its {f.name} form: {why}" for f, why in forms.absences(target, dtype)]
 
 
 def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, Any], reason: str | None) -> str:
@@ -32,6 +49,9 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
             f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
             f"{g['replays']} replays, padding {g['padding']:.0%}, {g['held_mib']:.0f} MiB"
         )
+    if parameter.device.type == "cuda":
+        budgets = [b * spec.merge_unit for b in stats["graphs"]["token_budgets"]] if "graphs" in stats else [4096]
+        lines += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
     if "forward" in tower.__dict__:
         lines.append("  the tower has a forward of its own, which decides whether the fused one is called")
     lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]

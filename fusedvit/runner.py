@@ -16,6 +16,7 @@ from fusedvit.graphs.manager import CAPTURE_FAILED, GraphManager
 from fusedvit.graphs.packing import Batch, Piece, Work, pack
 from fusedvit.items import Item
 from fusedvit.kernels.configs import Target
+from fusedvit.kernels.forms import FormFailed
 from fusedvit.ops import ops_for
 from fusedvit.plan import plan_for
 from fusedvit.prepared import PreparedWeights
@@ -187,9 +188,17 @@ def _keep(outputs: EncoderOutputs, got: EncoderOutputs, runs: Sequence[_Run], un
 
 def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
     """The encoder on buffers of exactly the size of `items`."""
-    tokens = sum(item.tokens for item in items)
-    if tokens == 0:
+    if not any(item.tokens for item in items):
         return _outputs(tower, items)
+    while True:
+        try:
+            return _encode(tower, pixels, items)
+        except FormFailed:  # at its first launch; the next plan does without that form
+            continue
+
+
+def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
+    tokens = sum(item.tokens for item in items)
     plan = plan_for(tower.spec, tower.plan_tokens(tokens), tower.dtype, Target.of(tower.device))
     capacity = Capacity.of(items, plan.attention.block_m)
     pixels = _aligned(pixels.to(tower.device, tower.dtype))

@@ -21,11 +21,15 @@ class Target:
         capability: compute capability as `10 * major + minor` (90 on an H200).
         num_sms: streaming multiprocessors.
         max_shared: shared memory a block may opt into, in bytes.
+        name: as the driver calls it, which tuning tables go by; "" for none in particular.
+        without: pairs (form, reason) that failed to compile there (see `forms`).
     """
 
     capability: int = 90
     num_sms: int = 132
     max_shared: int = 227 * KIB
+    name: str = ""
+    without: tuple[tuple[str, str], ...] = ()
 
     @property
     def has_copy_engine(self) -> bool:
@@ -39,7 +43,16 @@ class Target:
             return Target()
         props = torch.cuda.get_device_properties(device)
         shared = props.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing from torch's stubs
-        return Target(10 * props.major + props.minor, props.multi_processor_count, shared)
+        failed = tuple(sorted(_failed.items()))
+        return Target(10 * props.major + props.minor, props.multi_processor_count, shared, props.name, failed)
+
+
+_failed: dict[str, str] = {}  # forms that did not compile in this process, as launch.py keeps those that did
+
+
+def note_failure(form: str, reason: str) -> None:
+    """`form` ("linear/hopper") did not compile here: targets asked for from now on are without it."""
+    _failed.setdefault(form, reason)
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,32 @@ def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearCo
     while config.num_stages > 2 and config.shared_bytes(itemsize) > max_shared:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
+
+
+def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> str:
+    """Why `kernels.linear` cannot run `config` on `target`, or ""."""
+    sides = (config.block_m, config.block_n, config.block_k)
+    if any(side < 16 or side & (side - 1) for side in sides) or config.block_n < 32:
+        return f"tile sides must be powers of two from 16 on, 32 for block_n; got {sides}"
+    if config.num_warps not in (1, 2, 4, 8, 16) or min(config.num_stages, config.max_programs, config.group_m) < 1:
+        return f"num_warps, num_stages, max_programs or group_m out of range: {config}"
+    if config.copy_engine != target.has_copy_engine:
+        return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
+    if config.shared_bytes(dtype.itemsize) > target.max_shared:
+        return f"{config.shared_bytes(dtype.itemsize)} bytes of shared memory, limit {target.max_shared}"
+    return ""
+
+
+def wrong_attention(config: AttentionConfig, target: Target, dtype: torch.dtype) -> str:
+    """Why `kernels.attention` cannot run `config` on `target`, or ""."""
+    sides = (config.block_m, config.block_n)
+    if any(side < 16 or side & (side - 1) for side in sides):
+        return f"tile sides must be powers of two from 16 on, got {sides}"
+    if config.num_warps not in (1, 2, 4, 8, 16) or min(config.num_stages, config.max_programs) < 1:
+        return f"num_warps, num_stages or max_programs out of range: {config}"
+    if config.copy_engine != target.has_copy_engine:
+        return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
+    return ""
 
 
 def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> AttentionConfig:

@@ -1,0 +1,164 @@
+"""The forms an operation comes in, chosen by the type of its configuration.
+
+    LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
+
+A form that a device or this Triton lacks is never planned. One whose compilation fails at a first launch raises
+`FormFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.errors import TritonError
+
+from fusedvit.kernels import attention as plain_attention
+from fusedvit.kernels import configs, metadata, row_stats
+from fusedvit.kernels import linear as plain_linear
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
+from fusedvit.kernels.epilogue import Epilogue
+
+LINEAR, ATTENTION = "linear", "attention"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a configuration is chosen for.
+
+    Attributes:
+        op: "linear" or "attention".
+        kind: of a linear, its epilogue ("norm+rope"); of attention "".
+        n, k: of a linear, its output and input features; of attention, heads and head_dim.
+        rows: row budget.
+        dtype: "bfloat16", …
+    """
+
+    op: str
+    kind: str
+    n: int
+    k: int
+    rows: int
+    dtype: str
+
+
+class FormFailed(RuntimeError):
+    """A form other than plain Triton did not compile or fit here; plans made from now on do without it."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to run an operation.
+
+    Attributes:
+        name: as tables and reports write it.
+        op: `LINEAR` or `ATTENTION`.
+        config: its configurations' type, a flat frozen dataclass. A linear form's has `block_n`, the width of the row
+            statistics it writes; an attention form's has `block_m`, the queries of a tile of `Segments`.
+        run: signature of `linear.linear` or `attention.attention`.
+        absent: (target, dtype) -> why the form cannot run there, or "".
+        wrong: (config, target, dtype) -> why the configuration cannot run there, or "".
+        heuristic: (key, dtype, target, widest tile of plain Triton whose epilogue does not spill) -> a configuration,
+            or None where the form has no answer.
+        modules: whose sources decide what the form computes and how fast.
+    """
+
+    name: str
+    op: str
+    config: type
+    run: Callable[..., torch.Tensor]
+    absent: Callable[[Target, torch.dtype], str]
+    wrong: Callable[[Any, Target, torch.dtype], str]
+    heuristic: Callable[[Key, torch.dtype, Target, int], Any]
+    modules: tuple[Any, ...]
+
+
+def _never_absent(target: Target, dtype: torch.dtype) -> str:
+    return ""
+
+
+def _plain_linear(key: Key, dtype: torch.dtype, target: Target, widest: int) -> LinearConfig:
+    return configs.linear_config(key.rows, key.n, key.k, dtype, target, max_block_n=widest)
+
+
+def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) -> AttentionConfig:
+    return configs.attention_config(key.rows, key.n, key.k, dtype, target)
+
+
+FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this order
+    Form(
+        name="triton",
+        op=LINEAR,
+        config=LinearConfig,
+        run=plain_linear.linear,
+        absent=_never_absent,
+        wrong=configs.wrong_linear,
+        heuristic=_plain_linear,
+        modules=(plain_linear, row_stats),
+    ),
+    Form(
+        name="triton",
+        op=ATTENTION,
+        config=AttentionConfig,
+        run=plain_attention.attention,
+        absent=_never_absent,
+        wrong=configs.wrong_attention,
+        heuristic=_plain_attention,
+        modules=(plain_attention, metadata),
+    ),
+)
+_BY_CONFIG = {form.config: form for form in FORMS}
+
+
+def form_of(config: object) -> Form:
+    """The form that runs `config`."""
+    form = _BY_CONFIG.get(type(config))
+    assert form is not None, f"no form runs a {type(config).__name__}; known: {[c.__name__ for c in _BY_CONFIG]}"
+    return form
+
+
+def named(op: str, name: str) -> Form | None:
+    """The form of `op` called `name`, on whatever device."""
+    return next((form for form in FORMS if (form.op, form.name) == (op, name)), None)
+
+
+def why_absent(form: Form, target: Target, dtype: torch.dtype) -> str:
+    """Why `form` cannot run on `target`, or ""."""
+    failed = dict(target.without).get(f"{form.op}/{form.name}")
+    return failed or form.absent(target, dtype)
+
+
+def absences(target: Target, dtype: torch.dtype) -> Iterator[tuple[Form, str]]:
+    """The forms that `target` does without, and why."""
+    for form in FORMS:
+        reason = why_absent(form, target, dtype)
+        if reason:
+            yield form, reason
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, config: Any
+) -> torch.Tensor:
+    """`kernels.linear.linear`, in the form that `config` stands for. Raises `FormFailed`."""
+    return _run(form_of(config), (x, weight, num_rows, out, epilogue, config))
+
+
+def attention(
+    qkv: torch.Tensor, segments: Segments, out: torch.Tensor, heads: int, head_dim: int, config: Any
+) -> torch.Tensor:
+    """`kernels.attention.attention`, in the form that `config` stands for. Raises `FormFailed`."""
+    return _run(form_of(config), (qkv, segments, out, heads, head_dim, config))
+
+
+def _run(form: Form, arguments: tuple[Any, ...]) -> torch.Tensor:
+    if form.name == "triton":  # nothing to fall back to
+        return form.run(*arguments)
+    try:
+        return form.run(*arguments)
+    except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TritonError, RuntimeError) as error:  # compilation and passes, ptxas, resources
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        configs.note_failure(f"{form.op}/{form.name}", reason)
+        raise FormFailed(f"{form.op} in its {form.name} form: {reason}") from error

@@ -1,0 +1,128 @@
+"""A configuration's type decides what runs; a form that fails is out of every later plan."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from fusedvit import program
+from fusedvit.aot import QWEN3_VL_8B
+from fusedvit.graphs.budgets import check_limits
+from fusedvit.kernels import configs, forms
+from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
+from fusedvit.kernels.tables import Table
+from fusedvit.ops import TORCH
+from fusedvit.plan import plan_for, tasks
+from fusedvit.report import choices
+
+BF16, FP32 = torch.bfloat16, torch.float32
+H200, A100 = Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
+
+
+@dataclass(frozen=True)
+class OtherConfig:
+    block_n: int = 192
+
+
+def other(run: Any) -> forms.Form:
+    """A linear form for bf16 on sm_90, of one kind of epilogue."""
+    return forms.Form(
+        name="other",
+        op=forms.LINEAR,
+        config=OtherConfig,
+        run=run,
+        absent=lambda target, dtype: "" if target.capability == 90 and dtype == BF16 else "bf16 on sm_90 only",
+        wrong=lambda config, target, dtype: "",
+        heuristic=lambda key, dtype, target, widest: OtherConfig() if key.kind == "residual+stats" else None,
+        modules=(configs,),
+    )
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Calls that the other form got."""
+    calls: list[Any] = []
+    form = other(lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(forms, "FORMS", (form, *forms.FORMS))
+    monkeypatch.setitem(forms._BY_CONFIG, OtherConfig, form)
+    yield calls
+    configs._failed.clear()
+
+
+def test_every_plan_is_of_forms_that_are_known() -> None:
+    plan = plan_for(QWEN3_VL_8B, 784, FP32, A100, Table())
+    assert set(plan.choices().values()) == {"triton"}
+    assert isinstance(plan.qkv, LinearConfig) and isinstance(plan.attention, AttentionConfig)
+    assert list(plan.choices()) == [task.name for task in tasks(QWEN3_VL_8B, 784, FP32)]
+
+
+def test_a_form_answers_where_it_can(registered: list[Any]) -> None:
+    plan = plan_for(QWEN3_VL_8B, 784, BF16, H200, Table())
+    assert plan.proj == plan.fc2 == OtherConfig() and not isinstance(plan.qkv, OtherConfig)
+    for dtype, target in ((FP32, H200), (BF16, A100)):
+        assert "other" not in plan_for(QWEN3_VL_8B, 784, dtype, target, Table()).choices().values()
+    assert "  without linear in its other form: bf16 on sm_90 only" in choices(QWEN3_VL_8B, FP32, H200, [784])
+
+
+def test_the_table_answers_first(registered: list[Any]) -> None:
+    by_name = {task.name: task.key for task in tasks(QWEN3_VL_8B, 784, BF16)}
+    mine = LinearConfig(64, 64, 64, 4, 3)
+    table = Table({by_name["proj"]: mine, by_name["fc1"]: OtherConfig()})
+    plan = plan_for(QWEN3_VL_8B, 784, BF16, H200, table)
+    assert plan.proj == mine and plan.fc1 == OtherConfig() == plan.fc2
+    plan = plan_for(QWEN3_VL_8B, 784, BF16, replace(H200, without=(("linear/other", "no"),)), table)
+    assert plan.proj == mine and "other" not in plan.choices().values()
+
+
+def test_the_type_of_the_config_decides(registered: list[Any]) -> None:
+    forms.linear("x", "w", "rows", "out", "epilogue", OtherConfig())
+    assert registered == [("x", "w", "rows", "out", "epilogue", OtherConfig())]
+    with pytest.raises(AssertionError, match="no form runs a str"):
+        forms.attention(None, None, None, 1, 64, "config")
+
+
+@pytest.mark.parametrize("error", [OutOfResources(3, 2, "shared memory"), RuntimeError("PassManager::run failed")])
+def test_a_failed_form_is_out_of_later_plans(
+    registered: list[Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setitem(forms._BY_CONFIG, OtherConfig, other(fail))
+    with pytest.raises(forms.FormFailed, match="linear in its other form"):
+        forms.linear(None, None, None, None, None, OtherConfig())
+    without = replace(H200, without=tuple(configs._failed.items()))
+    assert "other" not in plan_for(QWEN3_VL_8B, 784, BF16, without, Table()).choices().values()
+    assert any("linear in its other form: " in line for line in choices(QWEN3_VL_8B, BF16, without, [784]))
+
+
+def test_errors_of_the_device_are_nobodys_fallback(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    monkeypatch.setitem(forms._BY_CONFIG, OtherConfig, other(fail))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        forms.linear(None, None, None, None, None, OtherConfig())
+    assert not configs._failed
+
+
+def test_an_encoder_goes_on_without_a_failed_form(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def encode(spec: Any, weights: Any, buffers: Any, ops: Any, plan: Any) -> None:
+        seen.append(plan.choices()["proj"])
+        if seen[-1] == "other":
+            configs.note_failure("linear/other", "does not compile")
+            raise forms.FormFailed
+
+    monkeypatch.setattr(program, "encode", encode)
+    monkeypatch.setattr(Target, "of", lambda device: replace(H200, without=tuple(configs._failed.items())))
+    cpu = torch.device("cpu")
+    made = program.EncoderProgram(replace(QWEN3_VL_8B, depth=1, deepstack=()), TORCH, BF16, cpu, lambda: None)
+    made.allocate(check_limits((16, 64), 4, 8))
+    made.run(64)
+    made.run(64)
+    assert seen == ["other", "triton", "triton"]

@@ -1,0 +1,169 @@
+"""Tuning tables: read strictly, laid over each other, left out with one warning where they do not hold."""
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedvit.kernels import forms, tables
+from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
+from fusedvit.kernels.forms import Key
+from fusedvit.kernels.tables import Table, TableError
+
+BF16 = torch.bfloat16
+H200 = Target(name="NVIDIA H200")
+KEY = Key("linear", "norm+rope", 3456, 1152, 1024, "bfloat16")
+HEADS = Key("attention", "", 16, 72, 1024, "bfloat16")
+CONFIG, ATTENTION = LinearConfig(128, 64, 64, 4, 3), AttentionConfig(128, 64, 8, 2)
+
+
+def entry(key: Key = KEY, chosen: Any = CONFIG, **changes: Any) -> dict[str, Any]:
+    return {**asdict(key), "form": "triton", "config": asdict(chosen), "us": 12.5, **changes}
+
+
+def document(*entries: dict[str, Any], **passport: Any) -> dict[str, Any]:
+    sources = {f"{form.op}/{form.name}": tables.fingerprint(form) for form in forms.FORMS}
+    return {
+        "passport": {"gpu": "NVIDIA H200", "triton": tables.TRITON, "sources": sources} | passport,
+        "entries": list(entries),
+    }
+
+
+def write(folder: Path, content: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "nvidia-h200.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """(the user's folder, the shipped one), both empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    tables.forget()
+    yield tables.user_folder(), tmp_path / "shipped"
+    tables.forget()
+
+
+def test_a_table_is_read_back(tmp_path: Path) -> None:
+    path = write(tmp_path, document(entry(), entry(HEADS, ATTENTION)))
+    table = tables.read(path, "NVIDIA H200")
+    assert table.entries == {KEY: CONFIG, HEADS: ATTENTION} and not table.stale
+    assert table.find(KEY, H200, BF16) == CONFIG
+    assert table.find(Key("linear", "norm+rope", 3456, 1152, 2048, "bfloat16"), H200, BF16) is None
+
+
+BAD = {
+    "no JSON": ("{", "not JSON"),
+    "a list": ([], "expected 'passport'"),
+    "no passport": ({"entries": []}, "expected 'passport'"),
+    "another GPU": (document(gpu="NVIDIA A100"), "made on 'NVIDIA A100', this is 'NVIDIA H200'"),
+    "entries no list": ({**document(), "entries": {}}, "entries must be list, got dict"),
+    "no form": (document({**asdict(KEY), "config": {}}), "entry 0: expected 'form'"),
+    "rows as text": (document(entry(rows="1024")), "rows must be int, got str"),
+    "rows as bool": (document(entry(rows=True)), "rows must be int, got bool"),
+    "odd dtype": (document(entry(dtype="int8")), "dtype must be one of"),
+    "unknown field": (document(entry(config={**asdict(CONFIG), "block_z": 3})), "LinearConfig has no block_z"),
+    "missing field": (document(entry(config={"block_m": 64})), "entry 0: LinearConfig"),
+    "field of another type": (document(entry(config={**asdict(CONFIG), "block_m": 64.0})), "block_m must be int"),
+    "flag as int": (document(entry(config={**asdict(CONFIG), "flatten": 1})), "flatten must be bool, got int"),
+}
+
+
+@pytest.mark.parametrize("content, said", BAD.values(), ids=BAD)
+def test_a_malformed_table_is_refused(tmp_path: Path, content: Any, said: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(TableError) as error:
+        tables.read(path, "NVIDIA H200")
+    assert said in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content, said", BAD.values(), ids=BAD)
+def test_a_malformed_table_is_warned_of_once(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, content: Any, said: str
+) -> None:
+    write(folders[0], content)
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        assert tables.table_for(H200) == tables.table_for(H200) == Table()
+    (record,) = caplog.records
+    assert said in record.getMessage() and "heuristics used instead" in record.getMessage()
+
+
+def test_the_users_table_goes_over_the_shipped_one(folders: tuple[Path, Path]) -> None:
+    user, shipped = folders
+    write(shipped, document(entry(), entry(HEADS, ATTENTION)))
+    assert tables.table_for(H200).entries[KEY] == CONFIG
+    mine = LinearConfig(64, 64, 128, 4, 3)
+    write(user, document(entry(chosen=mine)))
+    assert tables.table_for(H200).entries[KEY] == CONFIG, "read once a process"
+    tables.forget()
+    assert tables.table_for(H200).entries == {KEY: mine, HEADS: ATTENTION}
+    write(user, "{")
+    tables.forget()
+    assert tables.table_for(H200).entries == {KEY: CONFIG, HEADS: ATTENTION}, "the shipped one still holds"
+
+
+def test_another_triton_makes_a_table_stale(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    write(folders[1], document(entry(), triton="2.1"))
+    assert tables.table_for(H200).find(KEY, H200, BF16) is None
+    (record,) = caplog.records
+    assert f"made with Triton 2.1, this is {tables.TRITON}" in record.getMessage()
+
+
+def test_changed_sources_make_one_form_stale(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    made = document(entry(), entry(HEADS, ATTENTION))
+    made["passport"]["sources"]["linear/triton"] = "0" * 16
+    write(folders[1], made)
+    table = tables.table_for(H200)
+    assert table.find(KEY, H200, BF16) is None and table.find(HEADS, H200, BF16) == ATTENTION
+    (record,) = caplog.records
+    assert "the sources of linear/triton have changed since" in record.getMessage()
+
+
+def test_entries_of_forms_unknown_here_are_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path, document(entry(), entry(HEADS, form="of tomorrow", config={"x": 1})))
+    assert tables.read(path, "NVIDIA H200").entries == {KEY: CONFIG}
+
+
+@pytest.mark.parametrize(
+    "config, target",
+    [
+        (LinearConfig(48, 64, 64, 4, 3), H200),
+        (LinearConfig(128, 64, 64, 3, 3), H200),
+        (LinearConfig(256, 256, 128, 8, 4), H200),
+        (CONFIG, Target(80, 108, 163 * 1024)),
+    ],
+    ids=["no power of two", "three warps", "too much shared memory", "no copy engine"],
+)
+def test_what_cannot_run_is_not_found(config: LinearConfig, target: Target) -> None:
+    assert Table({KEY: CONFIG}).find(KEY, H200, BF16) == CONFIG
+    assert Table({KEY: config}).find(KEY, target, BF16) is None
+
+
+def test_no_gpu_no_table() -> None:
+    assert tables.table_for(Target()) == Table()
+    assert tables.file_name("NVIDIA H200") == "nvidia-h200.json"
+
+
+def test_fingerprints_are_blind_to_words_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(source: str) -> str:
+        monkeypatch.setattr(tables.inspect, "getsource", lambda module: source)
+        tables.fingerprint.cache_clear()
+        return tables.fingerprint(forms.FORMS[0])
+
+    plain = of('"""Says."""\ndef f(x):\n    """Does."""\n    return x + 1\n')
+    assert of('"""Says more."""\n\n\ndef f(x):  # a comment\n    """Does."""\n    return (x + 1)\n') == plain
+    assert of("def f(x):\n    return x + 2\n") != plain
+    tables.fingerprint.cache_clear()
+
+
+def test_shipped_tables_are_well_formed() -> None:
+    for path in sorted(tables.SHIPPED.glob("*.json")):
+        gpu = json.loads(path.read_text(encoding="utf-8"))["passport"]["gpu"]
+        assert path.name == tables.file_name(gpu)
+        tables.read(path, gpu)
