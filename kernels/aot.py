@@ -7,11 +7,8 @@
 import contextlib
 import io
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +19,9 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.sass import disassemble, exposed_exponentials, rewritten_descriptors
+
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -30,7 +30,6 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _EXPECTED = {  # what a 16-bit product is made of, and how its operands arrive
     80: ("mma.sync", "cp.async.cg"),
     90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
@@ -102,6 +101,8 @@ def _launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any
 def _type_of(value: Any) -> str:
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
+    if compat.AVAILABLE and isinstance(value, compat.TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         return "*" + _TYPES[value.dtype]
     return {int: "i32", float: "fp32"}[type(value)]
@@ -111,10 +112,12 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     """Compiles one launch for `capability` (80, 90, 100 …) and checks it.
 
     Problems are: register spills, ptxas warnings C75xx (serialised wgmma), shared memory over the device's limit,
-    row offsets of 32 bits, and 16-bit matrix products without the device's own instructions for products and copies.
+    row offsets of 32 bits, 16-bit matrix products without the device's own instructions for products and copies, and
+    hazards in the machine code (see sass.py).
     """
     names = [name for name, _ in launch.signature]
-    source = ASTSource(
+    gluon = launch.kernel.is_gluon()
+    source = (compat.GluonASTSource if gluon else ASTSource)(
         launch.kernel,
         dict(launch.signature),
         {(names.index(k),): v for k, v in launch.constants},
@@ -128,9 +131,12 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     problems = _problems(capability, said, spills, shared)
     if _wants_tensor_cores(launch):
         problems += [f"expected {name} in the code" for name in _EXPECTED.get(capability, ()) if name not in ptx]
-    problems += narrow_row_offsets(built.asm["ttir"])
+    problems += narrow_row_offsets(built.asm["ttgir" if gluon else "ttir"])
     if capability == 90 and "wgmma" in ptx:
-        problems += rewritten_descriptors(_disassemble(built.asm["cubin"]))
+        sass = disassemble(built.asm["cubin"])
+        problems += rewritten_descriptors(sass)
+        if gluon and "attention" in launch.name:
+            problems += exposed_exponentials(sass)
     return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
 
 
@@ -162,37 +168,11 @@ def _wants_tensor_cores(launch: Launch) -> bool:
     return any(name.endswith("_desc") and ("bf16" in t or "fp16" in t) for name, t in launch.signature)
 
 
-_CARRIES = tuple(f"arith.{op}" for op in ("addi", "subi", "select", "extsi", "extui")) + tuple(
-    f"tt.{op}" for op in ("broadcast", "expand_dims", "splat", "reshape")
+_CARRIES = (
+    tuple(f"arith.{op}" for op in ("addi", "subi", "select", "extsi", "extui"))
+    + tuple(f"tt.{op}" for op in ("broadcast", "expand_dims", "splat", "reshape"))
+    + ("ttg.convert_layout",)
 )
-
-
-def _disassemble(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(_TOOLS / "cuobjdump"), "-sass", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def rewritten_descriptors(sass: str) -> list[str]:
-    """Descriptors of a 16-wide product (A in registers) restored from ordinary registers behind its back.
-
-    ptxas 12.8 (Triton 3.6) does so in a chain of such products when it spills uniform registers; the hardware then
-    reads shared memory anywhere. Seen on an H200 as illegal accesses; ptxas 13.0 compiles the same code rightly.
-    """
-    problems = set()
-    held: range = range(0)
-    for line in sass.splitlines():
-        product = re.search(r"HGMMA\.64x16x16\.\S+ R\d+, R\d+, gdesc\[UR(\d+)\]", line)
-        restored = re.search(r"\*/\s+R2UR UR(\d+), R\d+", line)
-        if product is not None:
-            held = range(int(product.group(1)), int(product.group(1)) + 4)
-        elif "WARPGROUP" in line:
-            held = range(0)
-        elif restored is not None and int(restored.group(1)) in held:
-            problems.add(f"UR{restored.group(1)} restored behind an asynchronous 16-wide product")
-    return sorted(problems)
 
 
 HARMLESS_TENSOR, HARMLESS_SCALAR = 4, 256  # entries of small tables; a tile's or a head's first column
@@ -206,6 +186,7 @@ def narrow_row_offsets(ttir: str) -> list[str]:
     """
     ops: dict[str, tuple[str, list[str], str]] = {}
     constants: dict[str, int] = {}
+    problems = []
     for line in ttir.splitlines():
         match = re.match(r"\s*(%[\w#]+)(?::\d+)? = \"?([\w.]+)\"?(.*)", line)
         if match is None:
@@ -215,10 +196,8 @@ def narrow_row_offsets(ttir: str) -> list[str]:
         value = re.search(r"arith\.constant (?:dense<)?(-?\d+)>? :", line)
         if value is not None:
             constants[name] = int(value.group(1))
-    problems = []
-    for op, operands, _ in list(ops.values()):
-        if op == "tt.addptr":
-            problems += _narrow_products(operands[1], ops, constants)
+        if op == "tt.addptr":  # at once: the partitions of a warp-specialised kernel use the same names again
+            problems += _narrow_products(ops[name][1][1], ops, constants)
     return sorted(set(problems))
 
 

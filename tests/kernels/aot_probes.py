@@ -12,6 +12,7 @@ from fusedvit.aot import compile_or_fail
 from fusedvit.kernels.aot import Launch, record
 from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue
+from fusedvit.kernels.hopper.compat import barrier, gl, gluon
 from fusedvit.kernels.linear import linear
 
 
@@ -56,6 +57,20 @@ def broken(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, 3), 0.0)  # 3 is no power of two
 
 
+@gluon.jit
+def gluon_narrow(x_ptr, out_ptr, n, BLOCK: gl.constexpr):
+    rows = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(out_ptr + rows, gl.load(x_ptr + rows * 1152, mask=rows < n), mask=rows < n)
+
+
+@gluon.jit
+def gluon_wide(x_ptr, out_ptr, n, BLOCK: gl.constexpr):
+    rows = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0]))
+    x = gl.load(x_ptr + rows.to(gl.int64) * 1152, mask=rows < n)
+    barrier()
+    gl.store(out_ptr + rows, x, mask=rows < n)
+
+
 def product_in_six_stages() -> list[Launch]:
     """A shipped kernel in a configuration that asks for 6 x 48 KiB of shared memory."""
     x, weight, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((512, 512),) * 3)
@@ -67,7 +82,8 @@ def main() -> None:
     x = torch.empty(1, device="meta")
     desc = TensorDescriptor(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"), [64, 64], [64, 1], [64, 64])
     launches = {"shared": product_in_six_stages()}
-    for kernel in (narrow_vector, wide_vector, narrow_scalar, wide_scalar, spills, no_tensor_cores, broken):
+    kernels = (narrow_vector, wide_vector, narrow_scalar, wide_scalar, spills, no_tensor_cores, broken)
+    for kernel in (*kernels, gluon_narrow, gluon_wide):
         first = desc if kernel is no_tensor_cores else x
         launches[kernel.__name__] = record(lambda k=kernel, a=first: k[(1,)](a, x, 5, BLOCK=128, num_warps=4))
     for name, (launch,) in launches.items():

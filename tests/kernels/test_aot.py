@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fusedvit.kernels.aot import MAX_SHARED, _problems, narrow_row_offsets, rewritten_descriptors
+from fusedvit.kernels.aot import MAX_SHARED, _problems, narrow_row_offsets
+from fusedvit.kernels.sass import exposed_exponentials, rewritten_descriptors
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("aot_probes.py")
@@ -51,6 +52,8 @@ def probes() -> dict[str, str]:
         ("broken", "Error"),
         ("wide_vector", ""),
         ("wide_scalar", ""),
+        ("gluon_narrow", "32-bit row offset"),
+        ("gluon_wide", ""),
     ],
 )
 def test_probe(probes: dict[str, str], probe: str, said: str) -> None:
@@ -86,6 +89,24 @@ WAIT = "        /*5f10*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
 )
 def test_rewritten_descriptors(sass: str, found: list[str]) -> None:
     assert rewritten_descriptors(sass) == found
+
+
+SCORES = WAIT.replace("0x0", "0x1")
+EXP = "        /*5f20*/                   MUFU.EX2 R24, R24 ;\n"
+
+
+@pytest.mark.parametrize(
+    "sass, found",
+    [
+        (SCORES + EXP * 64 + WAIT, []),
+        (SCORES + WAIT + EXP * 64, ["0 exponentials between the waits for scores and for P V"]),
+        (SCORES + EXP * 2 + WAIT + EXP * 62, ["2 exponentials between the waits for scores and for P V"]),
+        (WAIT + EXP * 64 + WAIT, []),  # nothing in flight: not pipelined
+        ("", []),
+    ],
+)
+def test_exposed_exponentials(sass: str, found: list[str]) -> None:
+    assert exposed_exponentials(sass) == found
 
 
 def test_narrow_row_offsets_reads_through_casts_and_constants() -> None:
