@@ -27,10 +27,10 @@ from fusedvit.cli.measure import gpu_launches, latency, peak_mib
 from fusedvit.cli.weights import cast_parameters_, random_weights_
 from fusedvit.config import FuseConfig
 from fusedvit.families.registry import family_of
+from fusedvit.folding import prepare
 from fusedvit.huggingface import fuse, unfuse
 from fusedvit.ops import TRITON
 from fusedvit.tolerance import Comparison, compare, summarize
-from fusedvit.weights import prepare
 
 MASSIVE_CHANNELS, MASSIVE = (7, 130, 600, 1021), 200.0
 DEVICE = torch.device("cuda")

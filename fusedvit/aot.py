@@ -17,6 +17,8 @@ import triton
 
 from fusedvit.buffers import Capacity, allocate
 from fusedvit.encoder import encode
+from fusedvit.families.registry import family_of
+from fusedvit.folding import prepare
 from fusedvit.items import Item
 from fusedvit.kernels.aot import MAX_SHARED, Compiled, Launch, compile_launch, record
 from fusedvit.kernels.configs import Target
@@ -24,59 +26,49 @@ from fusedvit.kernels.fingerprint import Watched
 from fusedvit.ops import TRITON
 from fusedvit.plan import plan_for
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import BlockWeights, EncoderWeights, LinearWeights, MergerWeights, rope_frequencies
+from fusedvit.structure import shapes_of
+from fusedvit.weights import EncoderWeights
 
 QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
 QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
-TOWERS = {
-    "hd72": QWEN3_VL_8B,
-    "hd64": QWEN3_VL_4B,
-    "hd80": replace(QWEN3_VL_8B, hidden_size=1280, head_dim=80, intermediate_size=5120),
-    "hd128": replace(QWEN3_VL_8B, hidden_size=1536, num_heads=12, head_dim=128, intermediate_size=4096),
+QWEN2_VL_7B = VisionSpec(32, 1280, 16, 80, 5120, 3584, 14, activation="quick_gelu", without_bias=("patch",))
+TOWERS = {  # by a tower class of the family
+    "hd72": ("Qwen3VLVisionModel", QWEN3_VL_8B),
+    "hd64": ("Qwen3VLVisionModel", QWEN3_VL_4B),
+    "hd80": ("Qwen2VisionTransformerPretrainedModel", QWEN2_VL_7B),
+    "hd128": (
+        "Qwen3VLVisionModel",
+        replace(QWEN3_VL_8B, hidden_size=1536, num_heads=12, head_dim=128, intermediate_size=4096),
+    ),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = tuple(64 << i for i in range(11))  # 64 .. 65536 patch tokens
 SMS = {80: 108, 90: 132, 100: 148}
 
 
-def _meta_linear(n: int, k: int, dtype: torch.dtype, folded: bool) -> LinearWeights:
-    wide = torch.empty(n, dtype=torch.float32, device="meta")
-    weight = torch.empty(n, k, dtype=dtype, device="meta")
-    return LinearWeights(weight, wide if folded else wide.to(dtype), wide if folded else None)
+def _meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
+    """Weights of the right shapes and no content."""
+    family = family_of(class_name)
+    assert family is not None, f"{class_name} is of no family"
+    shapes = dict(shapes_of(family, spec))
+    return prepare(spec, family.names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
 
 
-def _meta_weights(spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
-    """Weights of the right shapes and no content; one block and one deepstack merger stand for all."""
-
-    def merger(folded: bool) -> MergerWeights:
-        norm = None if folded else _meta_linear(spec.hidden_size, 1, dtype, False)
-        fc1 = _meta_linear(spec.merged_size, spec.merged_size, dtype, folded)
-        return MergerWeights(norm, fc1, _meta_linear(spec.out_size, spec.merged_size, dtype, False))
-
-    c = spec.hidden_size
-    block = BlockWeights(
-        _meta_linear(3 * c, c, dtype, True),
-        _meta_linear(c, c, dtype, False),
-        _meta_linear(spec.intermediate_size, c, dtype, True),
-        _meta_linear(c, spec.intermediate_size, dtype, False),
-    )
-    return EncoderWeights(
-        _meta_linear(c, spec.patch_width, dtype, False),
-        torch.empty(spec.position_side**2, c, dtype=dtype, device="meta"),
-        (block,),
-        merger(False),
-        (merger(True),),
-        rope_frequencies(spec).to("meta"),
-    )
+def _shallow(spec: VisionSpec) -> VisionSpec:
+    """One block of each kind, and one deepstack merger, stand for all."""
+    if spec.window:
+        return replace(spec, depth=2, full_attention=(1,))
+    return replace(spec, depth=1, deepstack=spec.deepstack[:1] and (0,))
 
 
-def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
+def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
     """What one call of `tokens` patch tokens launches, each distinct kernel once."""
-    spec = replace(spec, depth=1, deepstack=(0,))
+    spec = _shallow(spec)
     plan = plan_for(spec, tokens, dtype, target)
     items = [Item(1, spec.merge_size, tokens // spec.merge_size)]
     buffers = allocate(spec, Capacity.of(items, plan.attention.block_m), dtype, torch.device("meta"))
-    return record(lambda: encode(spec, _meta_weights(spec, dtype), buffers, TRITON, plan))
+    weights = _meta_weights(class_name, spec, dtype)
+    return record(lambda: encode(spec, weights, buffers, TRITON, plan))
 
 
 def _fingerprint_launch() -> list[Launch]:
@@ -92,7 +84,7 @@ def _jobs(arches: list[int], dtypes: list[str], towers: list[str], budgets: list
         for tower in towers:
             for dtype in dtypes:
                 for tokens in budgets:
-                    launches |= dict.fromkeys(launches_of(TOWERS[tower], DTYPES[dtype], tokens, target))
+                    launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
         yield from ((launch, arch) for launch in launches)
 
 

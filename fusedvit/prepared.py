@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from fusedvit.families.record import Family
+from fusedvit.folding import prepare
 from fusedvit.kernels.fingerprint import Watched
 from fusedvit.ops import ops_for
 from fusedvit.spec import VisionSpec
 from fusedvit.watch import Snapshot, reason_of_tower
-from fusedvit.weights import EncoderWeights, prepare
+from fusedvit.weights import EncoderWeights
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
-ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu")
+ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "swiglu")
+NORMS = ("layer", "rms")
+TAILS = ("merger", "downsample")
+TAPS = (4, 16)
+LINEARS = ("patch", "qkv", "proj", "mlp", "merger")
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,24 @@ class VisionSpec:
         in_channels: image channels.
         merge_size: patches on a side of a merged token.
         activation: of the MLP, one of `ACTIVATIONS`.
-        norm_eps: epsilon of every LayerNorm.
+        glu_limit: bound of a gated MLP's two factors before they meet, in a downsampling merger too; 0 for none.
+        norm: of the blocks and the merger's input, "layer" (LayerNorm) or "rms" (RMSNorm, without a mean or a bias).
+        norm_eps: epsilon of these.
+        merger_eps: epsilon of a downsampling merger's LayerNorm.
         rope_theta: base of the rotary frequencies.
-        position_side: side of the learned square position table, 0 for none; interpolated bilinearly with aligned
-            corners.
+        position_side: side of the learned square position table, 0 for none.
+        position_taps: entries of that table a position is made of: 4 (bilinear, aligned corners) or 16 (bicubic, half
+            pixels, as `F.grid_sample`).
         deepstack: blocks after which a deepstack merger reads the residual stream.
+        kv_heads: heads of k and v, each shared by `num_heads / kv_heads` heads of q; 0 for as many as q has.
+        qk_norm: q and k are normalised, a head at a time, before they are turned.
+        patch_norm: embedded patches are normalised before positions are added.
+        window: merged tokens on a side of an attention window, 0 for whole frames.
+        full_attention: blocks that attend to whole frames all the same.
+        tail: "merger" (norm, merge, MLP) or "downsample" (norm, merge by a convolution, projection, gated MLP; the last
+            hidden state is the convolution's).
+        merger_size: channels of a downsampling merger's MLP.
+        without_bias: which of `LINEARS` have none.
     """
 
     depth: int
@@ -39,10 +56,22 @@ class VisionSpec:
     in_channels: int = 3
     merge_size: int = 2
     activation: str = "gelu_tanh"
+    glu_limit: float = 0.0
+    norm: str = "layer"
     norm_eps: float = 1e-6
+    merger_eps: float = 1e-5
     rope_theta: float = 10000.0
     position_side: int = 0
+    position_taps: int = 4
     deepstack: tuple[int, ...] = ()
+    kv_heads: int = 0
+    qk_norm: bool = False
+    patch_norm: bool = False
+    window: int = 0
+    full_attention: tuple[int, ...] = ()
+    tail: str = "merger"
+    merger_size: int = 0
+    without_bias: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads * self.head_dim != self.hidden_size:
@@ -50,11 +79,21 @@ class VisionSpec:
             raise ValueError(f"hidden_size must be num_heads * head_dim, got {got}")
         if self.head_dim % 4:
             raise ValueError(f"head_dim must be a multiple of 4 for 2-D rotary embedding, got {self.head_dim}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}")
-        wrong = [i for i in self.deepstack if not 0 <= i < self.depth]
-        if wrong or len(set(self.deepstack)) != len(self.deepstack):
-            raise ValueError(f"deepstack must name distinct blocks of 0..{self.depth - 1}, got {list(self.deepstack)}")
+        if self.kv_heads and self.num_heads % self.kv_heads:
+            raise ValueError(f"num_heads must be a multiple of kv_heads, got {self.num_heads} and {self.kv_heads}")
+        for name, known in (("activation", ACTIVATIONS), ("norm", NORMS), ("tail", TAILS), ("position_taps", TAPS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        self._check_blocks("deepstack", self.deepstack)
+        self._check_blocks("full_attention", self.full_attention)
+        unknown = sorted(set(self.without_bias) - set(LINEARS))
+        if unknown:
+            raise ValueError(f"without_bias must be of {LINEARS}, got {unknown}")
+
+    def _check_blocks(self, name: str, blocks: tuple[int, ...]) -> None:
+        wrong = [i for i in blocks if not 0 <= i < self.depth]
+        if wrong or len(set(blocks)) != len(blocks):
+            raise ValueError(f"{name} must name distinct blocks of 0..{self.depth - 1}, got {list(blocks)}")
 
     @property
     def patch_width(self) -> int:
@@ -70,3 +109,17 @@ class VisionSpec:
     def merged_size(self) -> int:
         """Channels of `merge_unit` tokens side by side."""
         return self.hidden_size * self.merge_unit
+
+    @property
+    def gated(self) -> bool:
+        """The MLP's first layer makes two factors (SwiGLU)."""
+        return self.activation == "swiglu"
+
+    @property
+    def merged_outputs(self) -> int:
+        """Output tensors with a row per merged token."""
+        return 1 + len(self.deepstack) + (self.tail == "downsample")
+
+    def is_windowed(self, block: int) -> bool:
+        """Whether `block` attends within windows."""
+        return self.window > 0 and block not in self.full_attention

@@ -14,7 +14,7 @@ from torch import nn
 from fusedvit import reasons
 from fusedvit.families.record import Family
 from fusedvit.spec import VisionSpec
-from fusedvit.structure import attributes_of, is_as_built
+from fusedvit.structure import attributes_of, is_as_built, numbers_of
 
 _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
 _HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,7 +52,7 @@ class Snapshot:
         hooks: hook registries of every inner module.
         parameters: every parameter.
         classes: every inner module and its class, which assigning `__class__` changes.
-        norms: every norm and its epsilon.
+        numbers: every norm's epsilon and the like, where it is kept.
         tower: the tower and the attributes that its forward goes by.
     """
 
@@ -61,7 +61,7 @@ class Snapshot:
     hooks: tuple[dict[int, Any], ...]
     parameters: tuple[_Parameter, ...]
     classes: tuple[tuple[nn.Module, type], ...]
-    norms: tuple[tuple[nn.LayerNorm, float], ...]
+    numbers: tuple[tuple[dict[str, Any], str, float], ...]
     tower: tuple[nn.Module, dict[str, object]]
 
     @staticmethod
@@ -79,7 +79,7 @@ class Snapshot:
                 if p is not None
             ),
             tuple((m, type(m)) for m in inner),
-            tuple((m, m.eps) for m in inner if isinstance(m, nn.LayerNorm)),
+            tuple((vars(m), name, value) for m in inner for name, value in numbers_of(m).items()),
             (tower, attributes_of(tower)),
         )
 
@@ -90,7 +90,7 @@ class Snapshot:
             and not any("forward" in instance for instance in self.instances)
             and not any(registry and _fires(registry) for registry in self.hooks)
             and all(type(module) is cls for module, cls in self.classes)
-            and all(norm.eps == eps for norm, eps in self.norms)
+            and all(kept.get(name) == value for kept, name, value in self.numbers)
             and attributes_of(self.tower[0]) == self.tower[1]
         )
 

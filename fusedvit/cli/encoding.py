@@ -10,12 +10,12 @@ import torch
 from fusedvit.buffers import Capacity, allocate
 from fusedvit.encoder import EncoderOutputs, encode
 from fusedvit.families.record import Family
+from fusedvit.folding import prepare
 from fusedvit.items import Item
 from fusedvit.kernels.configs import Target
 from fusedvit.ops import Ops
 from fusedvit.plan import plan_for
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import prepare
 
 H100 = Target(90, 132, 227 * 1024)  # whose tiles are taken where there is no GPU to ask
 

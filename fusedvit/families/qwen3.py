@@ -3,26 +3,30 @@
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.record import Family
+from fusedvit.families.record import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.names import MergerNames, WeightNames
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import MergerNames, WeightNames
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
 _SIDE_IS_SQUARE = "num_position_embeddings must be a square number, got {}"
+
+
+def _merger(at: str) -> MergerNames:
+    return MergerNames(f"{at}.norm", f"{at}.linear_fc1", f"{at}.linear_fc2", f"{at}.act_fn")
+
 
 NAMES = WeightNames(
     patch="patch_embed.proj",
     position="pos_embed",
     norm1="blocks.{}.norm1",
-    qkv="blocks.{}.attn.qkv",
+    qkv=("blocks.{}.attn.qkv",),
     proj="blocks.{}.attn.proj",
     norm2="blocks.{}.norm2",
-    fc1="blocks.{}.mlp.linear_fc1",
+    fc1=("blocks.{}.mlp.linear_fc1",),
     fc2="blocks.{}.mlp.linear_fc2",
-    merger=MergerNames("merger.norm", "merger.linear_fc1", "merger.linear_fc2"),
-    deepstack=MergerNames(
-        "deepstack_merger_list.{}.norm", "deepstack_merger_list.{}.linear_fc1", "deepstack_merger_list.{}.linear_fc2"
-    ),
+    act="blocks.{}.mlp.act_fn",
+    merger=_merger("merger"),
+    deepstack=_merger("deepstack_merger_list.{}"),
 )
 
 
@@ -37,7 +41,6 @@ def spec_from_config(config: Any) -> VisionSpec:
         raise ValueError(_SIDE_IS_SQUARE.format(config.num_position_embeddings))
     if config.hidden_act not in _ACTIVATIONS:
         raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_act!r}")
-    rope = getattr(config, "rope_parameters", None) or {}
     return VisionSpec(
         depth=config.depth,
         hidden_size=config.hidden_size,
@@ -50,7 +53,7 @@ def spec_from_config(config: Any) -> VisionSpec:
         in_channels=config.in_channels,
         merge_size=config.spatial_merge_size,
         activation=_ACTIVATIONS[config.hidden_act],
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rope_theta=rope_theta_of(config),
         position_side=side,
         deepstack=tuple(getattr(config, "deepstack_visual_indexes", ())),
     )
@@ -61,9 +64,6 @@ def spec_without_deepstack(config: Any) -> VisionSpec:
     return replace(spec_from_config(config), deepstack=())
 
 
-# fusion_config={"patch_embeddings": True} makes the convolution a linear layer in memory
-_ALIASES = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
-
 FAMILIES = (
     Family(
         name="Qwen3-VL",
@@ -72,7 +72,7 @@ FAMILIES = (
         names=NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
         has_deepstack=True,
-        aliases=_ALIASES,
+        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="Qwen3.5",
@@ -80,6 +80,6 @@ FAMILIES = (
         spec_from_config=spec_without_deepstack,
         names=NAMES,
         output_class="BaseModelOutputWithPooling",
-        aliases=_ALIASES,
+        aliases=LINEAR_PATCH_EMBED,
     ),
 )

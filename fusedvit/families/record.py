@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 
+from fusedvit.names import WeightNames
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import TensorSource, WeightNames
+from fusedvit.weights import TensorSource
+
+# fusion_config={"patch_embeddings": True} makes the convolution a linear layer in memory
+LINEAR_PATCH_EMBED = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,8 @@ class Family:
         """Looks parameters up by the names of `names`."""
         renamed = {self.aliases.get(name, name): tensor for name, tensor in parameters.items()}
         return renamed.__getitem__
+
+
+def rope_theta_of(config: Any) -> float:
+    """The base of a config's rotary frequencies."""
+    return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))

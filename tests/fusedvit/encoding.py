@@ -9,9 +9,10 @@ from fusedvit import ops
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import EncoderOutputs, encode
 from fusedvit.families.registry import family_of
+from fusedvit.folding import prepare
 from fusedvit.kernels.configs import Target
 from fusedvit.plan import EncoderPlan, plan_for
-from fusedvit.weights import EncoderWeights, prepare
+from fusedvit.weights import EncoderWeights
 from tests.fusedvit.towers import Call, Grid, items_of, patches_of
 
 Outputs = dict[str, torch.Tensor]

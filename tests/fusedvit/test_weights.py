@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 from fusedvit.families.qwen3 import NAMES
 from fusedvit.families.registry import family_of
+from fusedvit.folding import _Maker, _rows, prepare, rope_frequencies, rotary_rows
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import (
-    ALIGNMENT,
-    EncoderWeights,
-    LinearWeights,
-    _Maker,
-    _pair_rotary,
-    prepare,
-    rope_frequencies,
-)
+from fusedvit.weights import ALIGNMENT, EncoderWeights, LinearWeights
 from tests.fusedvit.towers import bits, tiny_tower, twin
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -83,7 +76,9 @@ def maker(source: dict[str, torch.Tensor], heads: int = 1, head_dim: int = 4) ->
 def test_folded_product_is_norm_then_linear(seed: int, n: int, k: int, offset: float, scale: float) -> None:
     """rstd (x W' - mean colsum) + b' = LayerNorm(x) W + b, also where the mean is hundreds of deviations away."""
     source = random_source(seed, n, k)
-    folded = maker(source).folded("norm", "fc")
+    made = maker(source)
+    folded = made.folded("norm", made.plain("fc", "mlp"))
+    assert folded.bias is not None
     x = offset + scale * torch.randn(7, k, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     expected = F.linear(
         F.layer_norm(x, (k,), source["norm.weight"], source["norm.bias"], 1e-6), source["fc.weight"], source["fc.bias"]
@@ -98,7 +93,9 @@ def test_folded_product_is_norm_then_linear(seed: int, n: int, k: int, offset: f
 def test_fold_of_what_is_rounded(dtype: torch.dtype) -> None:
     """colsum is that of the rounded weight, so that a constant added to a row cancels whatever the dtype."""
     source = random_source(3, 24, 40, dtype)
-    folded = maker(source).folded("norm", "fc")
+    made = maker(source)
+    folded = made.folded("norm", made.plain("fc", "mlp"))
+    assert folded.bias is not None
     assert folded.colsum is not None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert (folded.weight.dtype, folded.bias.dtype, folded.colsum.dtype) == (dtype, wide, wide)
@@ -135,7 +132,7 @@ def test_pairing_preserves_scores(seed: int, heads: int, head_dim: int) -> None:
     weight = torch.randn(3 * c, c, generator=g, dtype=torch.float64)
     bias, colsum = torch.randn(2, 3 * c, generator=g, dtype=torch.float64)
     spec = VisionSpec(1, c, heads, head_dim, 8, 8, 4)
-    paired = _pair_rotary(LinearWeights(weight, bias, colsum), spec)
+    paired = _rows(LinearWeights(weight, bias, colsum), rotary_rows(spec))
     x = torch.randn(2, c, generator=g, dtype=torch.float64)
     angles = torch.rand(2, head_dim // 2, generator=g, dtype=torch.float64) * 50
 
@@ -145,6 +142,7 @@ def test_pairing_preserves_scores(seed: int, heads: int, head_dim: int) -> None:
 
     expected = scores(LinearWeights(weight, bias), _half_rotation)
     torch.testing.assert_close(scores(paired, _pair_rotation), expected, rtol=1e-9, atol=1e-9)
+    assert paired.bias is not None
     assert paired.weight[2 * c :].equal(weight[2 * c :]) and paired.bias[2 * c :].equal(bias[2 * c :])
     assert paired.colsum is not None and paired.colsum.sort().values.equal(colsum.sort().values)
 

@@ -1,0 +1,58 @@
+"""Qwen2-VL: LayerNorm, quick_gelu, heads of 80, no position table."""
+
+from typing import Any
+
+from fusedvit.families.record import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.names import MergerNames, WeightNames
+from fusedvit.spec import VisionSpec
+
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
+
+NAMES = WeightNames(
+    patch="patch_embed.proj",
+    norm1="blocks.{}.norm1",
+    qkv=("blocks.{}.attn.qkv",),
+    proj="blocks.{}.attn.proj",
+    norm2="blocks.{}.norm2",
+    fc1=("blocks.{}.mlp.fc1",),
+    fc2="blocks.{}.mlp.fc2",
+    act="blocks.{}.mlp.act",
+    merger=MergerNames("merger.ln_q", "merger.mlp.0", "merger.mlp.2", "merger.mlp.1"),
+)
+
+
+def spec_from_config(config: Any) -> VisionSpec:
+    """The spec behind a `vision_config` of this family, whose `hidden_size` is the language model's.
+
+    Raises:
+        ValueError: a number that no such tower can have.
+    """
+    if config.hidden_act not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_act!r}")
+    return VisionSpec(
+        depth=config.depth,
+        hidden_size=config.embed_dim,
+        num_heads=config.num_heads,
+        head_dim=config.embed_dim // config.num_heads,
+        intermediate_size=int(config.embed_dim * config.mlp_ratio),
+        out_size=config.hidden_size,
+        patch_size=config.patch_size,
+        temporal_patch_size=config.temporal_patch_size,
+        in_channels=config.in_channels,
+        merge_size=config.spatial_merge_size,
+        activation=_ACTIVATIONS[config.hidden_act],
+        rope_theta=rope_theta_of(config),
+        without_bias=("patch",),
+    )
+
+
+FAMILIES = (
+    Family(
+        name="Qwen2-VL",
+        class_names=("Qwen2VisionTransformerPretrainedModel",),
+        spec_from_config=spec_from_config,
+        names=NAMES,
+        output_class="BaseModelOutputWithPooling",
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+)

@@ -1,0 +1,54 @@
+"""A tiny tower of every registered class, with weights that nothing gets right by luck."""
+
+import importlib
+from typing import Any
+
+from fusedvit.cli.weights import random_weights_
+
+# Heads of 24 are no power of two; 70 floats are no multiple of 16 bytes.
+_QWEN2: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 48,
+    "hidden_size": 40,
+    "mlp_ratio": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+}
+_QWEN3: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 40,
+    "num_position_embeddings": 36,
+}
+_DEEPSTACK = _QWEN3 | {"deepstack_visual_indexes": [0, 1]}
+
+# Tower class: the model that it is of, and its tiny config.
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2VisionTransformerPretrainedModel": ("qwen2_vl", _QWEN2),
+    "Qwen3VLVisionModel": ("qwen3_vl", _DEEPSTACK),
+    "Qwen3VLMoeVisionModel": ("qwen3_vl_moe", _DEEPSTACK),
+    "Qwen3_5VisionModel": ("qwen3_5", _QWEN3),
+    "Qwen3_5MoeVisionModel": ("qwen3_5_moe", _QWEN3),
+}
+
+
+def is_installed(name: str) -> bool:
+    """Whether this version of transformers has the tower class at all."""
+    return importlib.util.find_spec(f"transformers.models.{TINY[name][0]}") is not None
+
+
+def class_of(name: str) -> Any:
+    """The tower class of this name."""
+    model = TINY[name][0]
+    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+
+
+def family_tower(name: str, seed: int = 0, **vision: Any) -> Any:
+    """A tower of the class `name`, frozen, in fp32, random weights; `vision` overrides its tiny config."""
+    cls = class_of(name)
+    tower = cls._from_config(cls.config_class(**(TINY[name][1] | vision))).eval().requires_grad_(False)
+    random_weights_(tower, seed)
+    return tower
