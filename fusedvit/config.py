@@ -15,8 +15,9 @@ class FuseConfig:
     Options that cannot be met by any tower are refused here: ValueError or TypeError, by the option's name.
 
     Attributes:
-        token_budgets: output (merged) tokens of each captured graph, ascending; inferred from the tower and free memory
-            if None.
+        token_budgets: output (merged) tokens that captured graphs have room for, ascending; the last decides what
+            memory is held. Powers of two below it are added, so that a small batch runs on tiles of its own size.
+            Inferred from the tower and free memory if None.
         max_items: images + videos (or parts of videos) that a graph holds; inferred if None.
         max_frames: frames (attention sequences) that a graph holds; inferred if None.
         graphs: replay CUDA graphs on a GPU; without them every call runs eagerly.

@@ -1,14 +1,14 @@
 """What one replay may hold: token budgets, items, frames. From the user, or from the tower and free memory.
 
 Tokens are output tokens: patches after the spatial merge. A frame is one attention sequence, of at least one token.
+All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: the powers of two below the largest
+budget are always among them, and a small batch runs on tiles of its own size.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LADDER_RATIO = 4
-MAX_INFERRED_BUDGETS = 6
 DEFAULT_ITEMS = 64
 DEFAULT_FRAMES = 256  # a video of 64 frames has 32, each of two pictures
 FRAMES_PER_ITEM = 4
@@ -75,9 +75,9 @@ def infer_limits(
 ) -> Limits:
     """The limits a user left out (None), from the tower and free memory; what the user gave is checked and kept.
 
-    token_budgets: `smallest`, then four times as many each, the last one `largest`, halved until the buffers take at
-    most `share` of free memory; at most 6, without the smallest ones where there would be more. One budget always
-    remains, of room for `smallest` and for the user's `max_items`, even if memory does not hold it.
+    token_budgets: what the user gave, else `largest`, halved until the buffers take at most `share` of free memory, but
+    with room for `smallest` and for the user's `max_items` even if memory does not hold that; in either case with the
+    powers of two from `smallest` on below the last.
     max_items: 64, or what the largest budget or the user's `max_frames` holds if that is less.
     max_frames: four per item and at least 256, or what the largest budget holds if that is less.
 
@@ -102,9 +102,8 @@ def infer_limits(
             _check_count(name, count)
     if token_budgets is None:
         held = (int(share * free_bytes) - fixed_bytes) // bytes_per_token
-        top = _halve_to(held, largest, floor=max(smallest, max_items or 1))
-        token_budgets = _ladder(smallest, top)
-    budgets = _check_budgets(token_budgets)
+        token_budgets = (_halve_to(held, largest, floor=max(smallest, max_items or 1)),)
+    budgets = _filled(_check_budgets(token_budgets), smallest)
     if max_items is None:
         max_items = min(DEFAULT_ITEMS, budgets[-1], max_frames or DEFAULT_ITEMS)
     if max_frames is None:
@@ -119,13 +118,10 @@ def _halve_to(held: int, top: int, floor: int) -> int:
     return top
 
 
-def _ladder(smallest: int, top: int) -> tuple[int, ...]:
-    rungs = [top]
-    rung = smallest
-    while 2 * rung <= top:  # closer to the top, a rung would save nothing
-        rungs.append(rung)
-        rung *= LADDER_RATIO
-    return tuple(sorted(set(rungs))[-MAX_INFERRED_BUDGETS:])
+def _filled(budgets: tuple[int, ...], smallest: int) -> tuple[int, ...]:
+    """`budgets` and the powers of two between `smallest` and the last."""
+    powers = (1 << n for n in range((smallest - 1).bit_length(), (budgets[-1] - 1).bit_length()))
+    return tuple(sorted({*budgets, *powers}))
 
 
 def _check_budgets(token_budgets: Sequence[int]) -> tuple[int, ...]:

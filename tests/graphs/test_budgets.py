@@ -1,12 +1,15 @@
 """Limits: what a user may ask for, and what is inferred where he asks for nothing."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.graphs.budgets import MAX_INFERRED_BUDGETS, Limits, check_limits, infer_limits
+from fusedvit.graphs.budgets import Limits, check_limits, infer_limits
 
 GIB = 2**30
+TO_16K = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROOMY = {"smallest": 64, "largest": 16384, "bytes_per_token": 2**17, "fixed_bytes": 2**24, "free_bytes": 100 * GIB}
 
 
@@ -49,7 +52,7 @@ def test_smallest_budget_that_holds(budgets, tokens):
 
 
 def test_defaults_with_room():
-    assert infer_limits(**ROOMY) == Limits((64, 256, 1024, 4096, 16384), 64, 256)
+    assert infer_limits(**ROOMY) == Limits(TO_16K, 64, 256)
 
 
 def test_a_default_video_fits_one_batch():
@@ -59,42 +62,39 @@ def test_a_default_video_fits_one_batch():
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "budgets"),
-    [
-        (21, (64, 256, 1024, 4096, 16384)),
-        (16, (64, 256, 1024, 4096, 8192)),  # halved once: no rung is lost for a little memory
-        (7, (64, 256, 1024, 4096)),
-        (1.5, (64, 256, 1024)),
-        (0.1, (64,)),  # not even this fits
-        (0, (64,)),
-    ],
+    ("free_gib", "largest"),
+    [(21, 16384), (16, 8192), (7, 4096), (1.5, 1024), (0.1, 64), (0, 64)],  # the last two do not even hold 64
 )
-def test_ladder_ends_at_what_memory_holds(free_gib, budgets):
-    assert infer_limits(**ROOMY | {"free_bytes": int(free_gib * GIB)}).token_budgets == budgets
+def test_ladder_ends_at_what_memory_holds(free_gib, largest):
+    limits = infer_limits(**ROOMY | {"free_bytes": int(free_gib * GIB)})
+    assert limits.token_budgets == tuple(b for b in TO_16K if b <= largest)
 
 
 @pytest.mark.parametrize(
     ("smallest", "largest", "budgets"),
     [
         (64, 64, (64,)),
-        (64, 100, (100,)),  # 64 would save nothing
-        (49, 12000, (49, 196, 784, 3136, 12000)),
-        (1, 16384, (16, 64, 256, 1024, 4096, 16384)),  # six at most, the largest ones
+        (64, 100, (64, 100)),
+        (49, 1000, (64, 128, 256, 512, 1000)),
+        (1, 16, (1, 2, 4, 8, 16)),
+        (3, 5, (4, 5)),
     ],
 )
-def test_ladder_between_ends(smallest, largest, budgets):
+def test_powers_of_two_lie_between_the_ends(smallest, largest, budgets):
     assert infer_limits(**ROOMY | {"smallest": smallest, "largest": largest}).token_budgets == budgets
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"token_budgets": [100, 300]}, Limits((100, 300), 64, 256)),
+        ({"token_budgets": [100, 300]}, Limits((64, 100, 128, 256, 300), 64, 256)),
         ({"token_budgets": (16,)}, Limits((16,), 16, 16)),
-        ({"max_items": 200}, Limits((64, 256, 1024, 4096, 16384), 200, 800)),
-        ({"max_items": 1}, Limits((64, 256, 1024, 4096, 16384), 1, 256)),
-        ({"max_frames": 10}, Limits((64, 256, 1024, 4096, 16384), 10, 10)),
-        ({"max_items": 300, "free_bytes": 0}, Limits((64, 300), 300, 300)),  # room for the items that he asked for
+        ({"token_budgets": (64,)}, Limits((64,), 64, 64)),
+        ({"token_budgets": (16, 64)}, Limits((16, 64), 64, 64)),
+        ({"max_items": 200}, Limits(TO_16K, 200, 800)),
+        ({"max_items": 1}, Limits(TO_16K, 1, 256)),
+        ({"max_frames": 10}, Limits(TO_16K, 10, 10)),
+        ({"max_items": 300, "free_bytes": 0}, Limits((64, 128, 256, 300), 300, 300)),  # room for the items asked for
     ],
 )
 def test_keeps_what_the_user_gave(given, expected):
@@ -138,6 +138,6 @@ def test_inferred_limits_hold(smallest, factor, free, bytes_per_token, share):
         share=share,
     )
     assert limits == check_limits(limits.token_budgets, limits.max_items, limits.max_frames)
-    assert len(limits.token_budgets) <= MAX_INFERRED_BUDGETS
-    assert smallest <= limits.token_budgets[0] and limits.largest <= largest
+    assert smallest <= limits.token_budgets[0] <= 2 * smallest and limits.largest <= largest
+    assert all(b <= 2 * a for a, b in pairwise(limits.token_budgets)), "a batch fills more than half of its budget"
     assert limits.largest == smallest or 2**20 + limits.largest * bytes_per_token <= share * free
