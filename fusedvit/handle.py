@@ -9,25 +9,19 @@ import torch
 from torch import nn
 
 from fusedvit import reasons
+from fusedvit.compiles import compiles
 from fusedvit.config import FuseConfig
 from fusedvit.encoder import EncoderOutputs
 from fusedvit.families.record import Family
-from fusedvit.graphs.budgets import Limits, infer_limits
-from fusedvit.graphs.capture import CudaCapture
-from fusedvit.graphs.cost import CostModel
-from fusedvit.graphs.manager import MIB, GraphManager
+from fusedvit.graphed import captured, new_graphs
+from fusedvit.graphs.manager import MIB
 from fusedvit.items import Grid, Item, check_grid, check_items, check_pixels
-from fusedvit.ops import ops_for
 from fusedvit.prepared import PreparedWeights
-from fusedvit.program import EncoderProgram, bytes_per_token
 from fusedvit.report import describe
 from fusedvit.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, run
 from fusedvit.spec import VisionSpec
 from fusedvit.stats import Stats
 from fusedvit.watch import reason_of_tower
-
-SMALLEST_BUDGET, LARGEST_BUDGET = 64, 16384  # merged tokens
-SHARE_OF_FREE_MEMORY = 0.1
 
 
 class FusedEncoder:
@@ -60,9 +54,16 @@ class FusedEncoder:
     # what a user calls
 
     def stats(self) -> dict[str, Any]:
-        """Counters as plain values: calls, by path and reason, items, tokens, graphs, and MiB held by what."""
+        """Counters as plain values: calls, by path and reason, items, tokens, graphs, and MiB held by what.
+
+        `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU.
+        """
         graphs = self._graphs
-        more: dict[str, Any] = {"refreshes": self.prepared.made, "weights_mib": self.prepared.held_bytes() / MIB}
+        more: dict[str, Any] = {
+            "refreshes": self.prepared.made,
+            "compiles": compiles(),
+            "weights_mib": self.prepared.held_bytes() / MIB,
+        }
         if graphs is not None:
             more["graphs"] = graphs.manager.stats.as_dict() | {
                 "token_budgets": graphs.limits.token_budgets,
@@ -78,11 +79,16 @@ class FusedEncoder:
         reason = reason_of_tower(self.tower, self.family, self.spec)
         return describe(self.tower, self.family.name, self.spec, self.stats(), reason)
 
-    def warmup(self, progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets) -> None:
+    def warmup(
+        self, progress: Callable[[Iterable[int]], Iterable[int]] | None = None, *, measure: bool = False
+    ) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
 
         Args:
-            progress: wraps the iterable of budgets, as `tqdm.tqdm` or `rich.progress.track` do.
+            progress: wraps the iterable of budgets, as `tqdm.tqdm` or `rich.progress.track` do; a bar on a terminal's
+                standard error if None.
+            measure: time the graphs, so that batches are packed by this GPU's costs. Packing may then differ from
+                process to process, and with it the last bit of an output.
 
         Raises:
             RuntimeError: the tower as it stands cannot run fused.
@@ -92,7 +98,7 @@ class FusedEncoder:
             self._make_true(parameter)
             graphs, _ = self._graphs_on(parameter)
             if graphs is not None:
-                graphs.manager.warmup(progress)
+                self._graphs = captured(graphs, progress, measure)
 
     def refresh(self) -> None:
         """Makes the prepared weights again from the tower's parameters, at once.
@@ -150,11 +156,10 @@ class FusedEncoder:
         """
         self._stats.add(calls=1)
         reason = reasons.reason_of_call(self.tower, pixel_values, grid_thw, extra)
-        parameter = next(self.tower.parameters())
-        if reason is None and not self.prepared.fits(parameter):
+        if reason is None and not self.prepared.fits(self.prepared.parameter()):
             reason = self.prepared.reason()
         while reason is None:
-            outputs, items, made = self._run(pixel_values, grid_thw, parameter)
+            outputs, items, made = self._run(pixel_values, grid_thw, self.prepared.parameter())
             if self.prepared.made != made:
                 continue  # another thread made them anew meanwhile: this run may have used either
             if self.prepared.true():  # looked at while the GPU works
@@ -240,27 +245,9 @@ class FusedEncoder:
         with self._lock:
             if self._graphs_for != (device, parameter.dtype):
                 self.release()
-                self._graphs = self._new_graphs(device, parameter.dtype)
+                self._graphs = new_graphs(self.spec, self.config, self.prepared.get, device, parameter.dtype)
                 self._graphs_for = (device, parameter.dtype)
         return self._graphs, ""
-
-    def _new_graphs(self, device: torch.device, dtype: torch.dtype) -> Graphs:
-        limits = self._limits(device, dtype)
-        program = EncoderProgram(self.spec, ops_for(device), dtype, device, self.prepared.get)
-        return Graphs(GraphManager(limits, program, CudaCapture(device)), program, CostModel.default(limits))
-
-    def _limits(self, device: torch.device, dtype: torch.dtype) -> Limits:
-        return infer_limits(
-            smallest=SMALLEST_BUDGET,
-            largest=LARGEST_BUDGET,
-            bytes_per_token=bytes_per_token(self.spec, dtype),
-            fixed_bytes=0,
-            free_bytes=torch.cuda.mem_get_info(device)[0],
-            share=SHARE_OF_FREE_MEMORY,
-            token_budgets=self.config.token_budgets,
-            max_items=self.config.max_items,
-            max_frames=self.config.max_frames,
-        )
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

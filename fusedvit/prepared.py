@@ -38,13 +38,13 @@ class _Content:
         return _Content(watched, made.cpu(), side)
 
     def look(self) -> torch.Tensor:
-        """`[P]` int32 on the host, filled once the current stream has got here."""
+        """`[P]` int32 on the host, filled once the current stream has got here.
+
+        A GPU writes to pinned memory itself: a copy less.
+        """
         device = self.watched.pointers.device
-        now = ops_for(device).fingerprint(self.watched, torch.empty(self.made.shape, dtype=torch.int32, device=device))
-        if not now.is_cuda:
-            return now
-        host = torch.empty(now.shape, dtype=now.dtype, pin_memory=True)
-        return host.copy_(now, non_blocking=True)
+        host = torch.empty(self.made.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return ops_for(device).fingerprint(self.watched, host)
 
 
 class PreparedWeights:
@@ -71,6 +71,14 @@ class PreparedWeights:
     def held_bytes(self) -> int:
         """Bytes of prepared copies."""
         return 0 if self._weights is None else self._weights.held_bytes()
+
+    def parameter(self) -> torch.Tensor:
+        """A parameter, for its device and dtype: of the tower as the weights were made from it, without a walk of it.
+
+        In a tower that has changed since it may be an old one; `true` sees that.
+        """
+        found = None if self._snapshot is None else self._snapshot.first_parameter()
+        return next(self._tower.parameters()) if found is None else found
 
     def fits(self, parameter: torch.Tensor) -> bool:
         """Whether weights exist, on the device and in the dtype of `parameter`."""

@@ -1,5 +1,6 @@
 """The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,6 +17,7 @@ from fusedvit.weights import EncoderWeights
 
 TABLES_KEPT = 512
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
+REHEARSED_FRAME = 256  # merged tokens: an image of 512 pixels
 
 
 class EncoderProgram:
@@ -72,11 +74,16 @@ class EncoderProgram:
                 except FormFailed:  # at its first launch, a rehearsal's; the next plan does without that form
                     self._plans |= self._plan((budget,))
 
-    def rehearse(self, budget: int) -> None:
-        """One merged token: enough to compile. No random numbers, whose generator a failed capture may upset."""
-        side = self._spec.merge_size
-        self._parts[budget].pixels[: self._spec.merge_unit].fill_(0.5)
-        self.load_grid(budget, ((1, side, side),))
+    def rehearse(self, budget: int, tokens: int) -> int:
+        """One video of square frames. No random numbers, whose generator a failed capture may upset."""
+        part = self._parts[budget]
+        frames = min(part.meta.cu_seqlens.shape[0] - 1, max(1, tokens // REHEARSED_FRAME))
+        side = math.isqrt(tokens // frames)
+        rows = frames * side * side * self._spec.merge_unit
+        part.pixels[:rows].fill_(0.5)
+        side *= self._spec.merge_size
+        self.load_grid(budget, ((frames, side, side),))
+        return rows // self._spec.merge_unit
 
     def load_grid(self, budget: int, rows: tuple[tuple[int, int, int], ...]) -> None:
         """Writes the grid table of a batch, (t, h, w) a piece: one small pinned copy on the current stream."""

@@ -41,13 +41,14 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
         f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
         f"  {parameter.dtype} on {parameter.device}, prepared weights {stats['weights_mib']:.1f} MiB",
         f"  {stats['calls']} calls, {stats['fused']} fused, {stats['items']} items, {stats['tokens']} patch tokens, "
-        f"{stats['refreshes']} refreshes",
+        f"{stats['refreshes']} refreshes, {stats['compiles']} kernels compiled",
     ]
     if "graphs" in stats:
         g = stats["graphs"]
         lines.append(
             f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
-            f"{g['replays']} replays, padding {g['padding']:.0%}, {g['held_mib']:.0f} MiB"
+            f"{g['replays']} replays, padding {g['padding']:.0%}, buffers {g['buffers_mib']:.0f} MiB, "
+            f"pool {g['held_mib'] - g['buffers_mib']:.0f} MiB"
         )
     if parameter.device.type == "cuda":
         budgets = [b * spec.merge_unit for b in stats["graphs"]["token_budgets"]] if "graphs" in stats else [4096]

@@ -148,42 +148,54 @@ def run(
     if all(step.batch is None for step in steps):
         eager.update(step.reason for step in steps)
         return run_eager(tower, pixels, items)
-    outputs = _outputs(tower, items)
+    answer = _Answer(tower, items)
     for step in steps:
-        if step.batch is not None and _replay(tower, pixels, graphs, step, step.batch, outputs):
+        if step.batch is not None and _replay(pixels, graphs, step, step.batch, answer):
             continue
         eager[step.reason or CAPTURE_FAILED] += 1
         rows = torch.cat([pixels[run.there : run.there + run.length] for run in step.runs])
-        _keep(outputs, run_eager(tower, rows, [Item(*row) for row in step.rows]), step.runs, tower.spec.merge_unit)
-    return outputs
+        answer.keep(run_eager(tower, rows, [Item(*row) for row in step.rows]), step.runs)
+    return answer.outputs()
 
 
-def _replay(
-    tower: Tower, pixels: torch.Tensor, graphs: Graphs, step: _Step, batch: Batch, outputs: EncoderOutputs
-) -> bool:
+def _replay(pixels: torch.Tensor, graphs: Graphs, step: _Step, batch: Batch, answer: "_Answer") -> bool:
     """Replays one batch; False where its budget has no graph."""
     program, budget = graphs.program, batch.budget
 
     def load() -> None:
         static = program.buffers(budget).pixels
         program.load_grid(budget, step.rows)
-        for run in step.runs:
-            rows = pixels[run.there : run.there + run.length]
-            static[run.here : run.here + run.length].copy_(rows, non_blocking=True)
+        for there, here, length in step.runs:
+            rows = pixels if length == pixels.shape[0] else pixels[there : there + length]
+            static[here : here + length].copy_(rows, non_blocking=True)
 
     def unload() -> None:
         static = program.buffers(budget)
-        _keep(outputs, EncoderOutputs(static.hidden, static.merged), step.runs, tower.spec.merge_unit)
+        answer.keep(EncoderOutputs(static.hidden, static.merged), step.runs)
 
     return graphs.manager.replay(batch, load, unload)
 
 
-def _keep(outputs: EncoderOutputs, got: EncoderOutputs, runs: Sequence[_Run], unit: int) -> None:
-    """Copies a batch's rows to where the caller's are."""
-    for there, here, length in runs:
-        outputs.hidden[there : there + length].copy_(got.hidden[here : here + length])
-        merged = outputs.merged[:, there // unit : (there + length) // unit]
-        merged.copy_(got.merged[:, here // unit : (here + length) // unit])
+class _Answer:
+    """A call's outputs, collected batch by batch. Allocated with the first: the GPU works by then."""
+
+    def __init__(self, tower: Tower, items: Sequence[Item]) -> None:
+        self._tower = tower
+        self._items = items
+        self._outputs: EncoderOutputs | None = None
+
+    def outputs(self) -> EncoderOutputs:
+        if self._outputs is None:
+            self._outputs = _outputs(self._tower, self._items)
+        return self._outputs
+
+    def keep(self, got: EncoderOutputs, runs: Sequence[_Run]) -> None:
+        """Copies a batch's rows to where the caller's are."""
+        outputs, unit = self.outputs(), self._tower.spec.merge_unit
+        for there, here, length in runs:
+            outputs.hidden[there : there + length].copy_(got.hidden[here : here + length])
+            merged = outputs.merged[:, there // unit : (there + length) // unit]
+            merged.copy_(got.merged[:, here // unit : (here + length) // unit])
 
 
 def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:

@@ -94,6 +94,11 @@ class Snapshot:
             and attributes_of(self.tower[0]) == self.tower[1]
         )
 
+    def first_parameter(self) -> nn.Parameter | None:
+        """What hangs today where the first parameter did."""
+        first = self.parameters[0]
+        return first.registry.get(first.name)
+
     def same_parameters(self) -> bool:
         """Every parameter is the same object with the same pointer, dtype and version."""
         return all(p.unchanged() for p in self.parameters)

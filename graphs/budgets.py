@@ -1,8 +1,8 @@
 """What one replay may hold: token budgets, items, frames. From the user, or from the tower and free memory.
 
 Tokens are output tokens: patches after the spatial merge. A frame is one attention sequence, of at least one token.
-All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: the powers of two below the largest
-budget are always among them, and a small batch runs on tiles of its own size.
+All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: the powers of two below the
+largest budget are always among them, and a small batch runs on tiles of its own size.
 """
 
 from bisect import bisect_left

@@ -1,10 +1,13 @@
 """Capturing launches into a CUDA graph, behind a small interface that a test can stand in for."""
 
 import gc
+import statistics
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+REPLAYS_TIMED = 5
 
 
 class Graph(Protocol):
@@ -28,6 +31,9 @@ class Capture(Protocol):
 
     def after_use(self) -> None:
         """Notes on the current stream that the static buffers are in use until here."""
+
+    def time_us(self, graph: Graph) -> float:
+        """Microseconds of one replay on the current stream, the static buffers as they are."""
 
     def wait(self) -> None:
         """Makes the host wait until nothing uses the static buffers."""
@@ -80,6 +86,17 @@ class CudaCapture:
 
     def after_use(self) -> None:
         self._used.record(torch.cuda.current_stream(self._device))
+
+    def time_us(self, graph: Graph) -> float:
+        times = []
+        for _ in range(1 + REPLAYS_TIMED):  # the first is a warm-up
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1000 * begin.elapsed_time(end))
+        return statistics.median(times[1:])
 
     def wait(self) -> None:
         self._used.synchronize()

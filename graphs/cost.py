@@ -13,11 +13,7 @@ from math import inf, isfinite
 
 from fusedvit.graphs.budgets import Limits
 
-# Of a 27-layer tower on one GPU, and only their proportions matter: a launch is worth some 60 tokens, and room that is
-# not used is three orders of magnitude cheaper than tokens.
-DEFAULT_EMPTY_US = 500.0
-DEFAULT_EMPTY_NS_PER_BUDGET_TOKEN = 7.0
-DEFAULT_SLOPE_NS = 8000.0
+IDLE_SHARE = 0.001  # what a token of room costs beside a token of content
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,11 @@ class CostModel:
                 raise ValueError(f"{name} must be finite and not negative, got {costs}")
 
     @classmethod
-    def default(cls, limits: Limits) -> "CostModel":
-        """When nothing was measured: a fixed overhead that grows slightly with the budget, one slope for all."""
+    def even(cls, limits: Limits, empty_us: float, slope_ns: float) -> "CostModel":
+        """When nothing was measured: `empty_us` a replay and a trifle per token of its budget, one slope for all."""
         budgets = limits.token_budgets
-        empty = tuple(DEFAULT_EMPTY_US + DEFAULT_EMPTY_NS_PER_BUDGET_TOKEN * b / 1000 for b in budgets)
-        return cls(budgets, empty, (DEFAULT_SLOPE_NS,) * len(budgets))
+        empty = tuple(empty_us + IDLE_SHARE * slope_ns * b / 1000 for b in budgets)
+        return cls(budgets, empty, (slope_ns,) * len(budgets))
 
     @classmethod
     def measured(cls, samples: Sequence[tuple[int, int, float]]) -> "CostModel":

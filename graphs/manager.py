@@ -32,8 +32,8 @@ class Program(Protocol):
     def run(self, budget: int) -> None:
         """Launches everything for `budget` on the static buffers. Allocates nothing, reads nothing back."""
 
-    def rehearse(self, budget: int) -> None:
-        """Fills the buffers with a small batch, so that `run` can be tried outside a capture."""
+    def rehearse(self, budget: int, tokens: int) -> int:
+        """Fills the buffers with a batch of about `tokens`, at least one, and returns how many it has."""
 
     def held_bytes(self) -> int:
         """Bytes of the static buffers."""
@@ -98,6 +98,23 @@ class GraphManager:
         for budget in progress(tuple(reversed(self.limits.token_budgets))):
             self.ready(budget)
 
+    def measure(self) -> list[tuple[int, int, float]]:
+        """Replays each captured graph nearly empty and full: (budget, tokens, microseconds), for a cost model."""
+        with self._lock:
+            self._capture.before_use()
+            samples = [sample for budget in sorted(self._graphs) for sample in self._measure_budget(budget)]
+            self._capture.after_use()
+            return samples
+
+    def _measure_budget(self, budget: int) -> list[tuple[int, int, float]]:
+        graph, found = self._graphs[budget], []
+        for wanted in (1, budget):
+            tokens = self._program.rehearse(budget, wanted)
+            found.append((budget, tokens, self._capture.time_us(graph)))
+        if found[0][1] == found[1][1]:  # too small a budget for two contents: the line through it is level
+            found[0] = (budget, 0, found[1][2])
+        return found
+
     def ready(self, budget: int) -> bool:
         """Whether `budget` has a graph; captures it if nobody has tried yet."""
         with self._lock:
@@ -118,7 +135,7 @@ class GraphManager:
             self._program.allocate(self.limits)
             self._allocated = True
         self._capture.before_use()
-        self._program.rehearse(budget)
+        self._program.rehearse(budget, 1)
         self._program.run(budget)  # compiles, and fails outside the capture if it must
         self._capture.after_use()
         self._graphs[budget] = self._capture.capture(lambda: self._program.run(budget))

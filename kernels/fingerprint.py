@@ -43,9 +43,9 @@ class Watched:
 
 @triton.jit
 def _fingerprint_kernel(
+    out_ptr,  # [P] int32
     pointers_ptr,  # [P] int64, addresses
     words_ptr,  # [P] int64, 16-bit words of each
-    out_ptr,  # [P] int32
     SAMPLES: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -65,8 +65,8 @@ def _fingerprint_kernel(
 
 
 def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:
-    """Hashes the watched tensors into `out` `[P]` int32."""
+    """Hashes the watched tensors into `out` `[P]` int32, on their device or in pinned memory of the host."""
     if out.numel():
-        pointers = (watched.pointers, watched.words, out)
+        pointers = (out, watched.pointers, watched.words)
         launch(_fingerprint_kernel, out.numel(), (), pointers, {"SAMPLES": SAMPLES}, {"num_warps": 4})
     return out

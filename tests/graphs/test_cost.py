@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from fusedvit.graphs.budgets import Limits
 from fusedvit.graphs.cost import CostModel, price_list
+from tests.graphs.plan_rules import even_cost
 
 LIMITS = Limits((64, 256, 1024, 4096), 64, 256)
 
@@ -24,8 +25,8 @@ def test_cost_is_a_line_per_budget():
     assert model.cost(256, 64) == pytest.approx(216.0)
 
 
-def test_default_follows_the_content():
-    model = CostModel.default(LIMITS)
+def test_an_even_model_follows_the_content():
+    model = even_cost(LIMITS)
     assert model.cost(4096, 64) < 1.05 * model.cost(64, 64)
     assert model.cost(4096, 4096) > 10 * model.cost(4096, 64)
     assert list(model.empty_us) == sorted(set(model.empty_us))
@@ -62,7 +63,7 @@ def test_impossible_models(fields, message):
 
 
 def test_questions_without_an_answer():
-    model = CostModel.default(LIMITS)
+    model = even_cost(LIMITS)
     with pytest.raises(ValueError, match="budget must be one of .* got 65"):
         model.cost(65, 1)
     with pytest.raises(ValueError, match="budget 64 has no room for 65 tokens"):
@@ -72,7 +73,7 @@ def test_questions_without_an_answer():
     with pytest.raises(ValueError, match="at least 1"):
         CostModel.measured([])
     with pytest.raises(ValueError, match=r"lacks \[4096\]"):
-        price_list(LIMITS, CostModel.default(Limits((64, 256, 1024, 8192), 1, 1)))
+        price_list(LIMITS, even_cost(Limits((64, 256, 1024, 8192), 1, 1)))
 
 
 @given(models(), st.integers(1, 300))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusedvit.graphs.budgets import Limits, check_limits
+from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch, Piece
 
@@ -31,6 +32,7 @@ class FakeProgram:
     def __init__(self, log: Log) -> None:
         self.log = log
         self.allocated = False
+        self.loaded = 0
 
     def allocate(self, limits: Limits) -> None:
         self.log.add("allocate")
@@ -40,8 +42,10 @@ class FakeProgram:
         assert self.allocated, "run before allocate"
         self.log.add(f"run {budget}")
 
-    def rehearse(self, budget: int) -> None:
+    def rehearse(self, budget: int, tokens: int) -> int:
         self.log.add(f"rehearse {budget}")
+        self.loaded = tokens
+        return tokens
 
     def held_bytes(self) -> int:
         return 100 if self.allocated else 0
@@ -79,6 +83,11 @@ class FakeCapture:
 
     def after_use(self) -> None:
         self.in_use -= 1
+
+    def time_us(self, graph: FakeGraph) -> float:
+        assert self.in_use == 1, "timed while others may use the buffers"
+        graph.replay()
+        return 100.0
 
     def wait(self) -> None:
         pass
@@ -194,3 +203,21 @@ def test_dropping_graphs_keeps_the_buffers() -> None:
     assert program.allocated and not any(graph.alive for graph in capture.graphs)
     assert replay(manager, log)
     assert log.events.count("allocate") == 1
+
+
+def test_measuring_replays_every_graph_nearly_empty_and_full() -> None:
+    log = Log()
+    manager, program, capture = make(log)
+    manager.warmup()
+    log.events.clear()
+    found = manager.measure()
+    assert found == [(4, 1, 100.0), (4, 4, 100.0), (16, 1, 100.0), (16, 16, 100.0), (64, 1, 100.0), (64, 64, 100.0)]
+    assert log.events.count("replay") == 6 and capture.in_use == 0
+    assert CostModel.measured(found).budgets == LIMITS.token_budgets
+
+
+def test_a_budget_of_one_token_is_measured_too() -> None:
+    log = Log()
+    manager = GraphManager(check_limits((1,), 1, 1), FakeProgram(log), FakeCapture(log))
+    manager.warmup()
+    assert CostModel.measured(manager.measure()).slope_ns == (0.0,)

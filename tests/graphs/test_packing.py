@@ -11,7 +11,7 @@ from fusedvit.graphs import packing
 from fusedvit.graphs.budgets import Limits, check_limits
 from fusedvit.graphs.cost import CostModel, price_list
 from fusedvit.graphs.packing import FRAMES, TOKENS, Batch, Overflow, Piece, Plan, Work, pack
-from tests.graphs.plan_rules import faults, least_cost, pieces_of, shapes, total
+from tests.graphs.plan_rules import even_cost, faults, least_cost, pieces_of, shapes, total
 
 LIMITS = check_limits((64, 256, 1024, 4096), 8, 32)
 
@@ -36,7 +36,7 @@ def works_(max_size: int):
 def cost_of(draw, limits: Limits, arbitrary: bool) -> CostModel:
     budgets = limits.token_budgets
     if not arbitrary:
-        return CostModel.default(limits)
+        return even_cost(limits)
     costs = st.lists(st.floats(0, 3000), min_size=len(budgets), max_size=len(budgets)).map(tuple)
     return CostModel(budgets, draw(costs), draw(costs))
 
@@ -109,7 +109,7 @@ def test_another_budget_never_costs_more(case, budget):
 
 # Replays that follow their content, as measured ones do: an empty replay costs as much as some 80 tokens.
 PLAUSIBLE = {
-    "default": CostModel.default(check_limits((64, 256, 1024, 4096, 16384), 64, 256)),
+    "default": even_cost(check_limits((64, 256, 1024, 4096, 16384), 64, 256)),
     "large budgets faster": CostModel(
         (64, 256, 1024, 4096, 16384), (620.0, 640.0, 700.0, 830.0, 1200.0), (9500.0, 9200.0, 8400.0, 8000.0, 7900.0)
     ),
@@ -156,7 +156,7 @@ def test_seven_pieces_cost_nearly_the_minimum(name):
 
 
 def plan_of(*works: Work, limits: Limits = LIMITS, split: bool = True) -> Plan:
-    return pack(works, limits, CostModel.default(limits), split=split)
+    return pack(works, limits, even_cost(limits), split=split)
 
 
 def test_image_and_video_share_a_batch():
@@ -258,4 +258,4 @@ def test_remembers_a_bounded_number_of_layouts():
 
 def test_cost_model_of_other_budgets():
     with pytest.raises(ValueError, match=r"lacks \[64, 256, 1024\]"):
-        pack([Work(1, 1)], LIMITS, CostModel.default(check_limits((4096,), 1, 1)))
+        pack([Work(1, 1)], LIMITS, even_cost(check_limits((4096,), 1, 1)))

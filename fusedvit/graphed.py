@@ -1,0 +1,62 @@
+"""The graphs of a tower on one device: how large, priced how, over which program."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+
+from fusedvit.config import FuseConfig
+from fusedvit.graphs.budgets import Limits, infer_limits
+from fusedvit.graphs.capture import CudaCapture
+from fusedvit.graphs.cost import CostModel
+from fusedvit.graphs.manager import GraphManager
+from fusedvit.ops import ops_for
+from fusedvit.pricing import expected_cost
+from fusedvit.program import EncoderProgram, bytes_per_token
+from fusedvit.runner import Graphs
+from fusedvit.spec import VisionSpec
+from fusedvit.weights import EncoderWeights
+
+SMALLEST_BUDGET, LARGEST_BUDGET = 64, 16384  # merged tokens
+SHARE_OF_FREE_MEMORY = 0.1
+
+
+def new_graphs(
+    spec: VisionSpec,
+    config: FuseConfig,
+    weights: Callable[[], EncoderWeights],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Graphs:
+    """Nothing captured yet, nothing allocated."""
+    limits = _limits(spec, config, device, dtype)
+    program = EncoderProgram(spec, ops_for(device), dtype, device, weights)
+    return Graphs(GraphManager(limits, program, CudaCapture(device)), program, expected_cost(spec, limits))
+
+
+def _limits(spec: VisionSpec, config: FuseConfig, device: torch.device, dtype: torch.dtype) -> Limits:
+    return infer_limits(
+        smallest=SMALLEST_BUDGET,
+        largest=LARGEST_BUDGET,
+        bytes_per_token=bytes_per_token(spec, dtype),
+        fixed_bytes=0,
+        free_bytes=torch.cuda.mem_get_info(device)[0],
+        share=SHARE_OF_FREE_MEMORY,
+        token_budgets=config.token_budgets,
+        max_items=config.max_items,
+        max_frames=config.max_frames,
+    )
+
+
+def captured(graphs: Graphs, progress: Callable[[Iterable[int]], Iterable[int]] | None, measure: bool) -> Graphs:
+    """`graphs` with every budget captured, and if asked for with costs measured on them."""
+    graphs.manager.warmup(progress or _bar)
+    samples = graphs.manager.measure() if measure else []
+    if {budget for budget, _, _ in samples} != set(graphs.limits.token_budgets):
+        return graphs  # not asked for, or a budget could not be captured, of which the manager has warned
+    return replace(graphs, cost=CostModel.measured(samples), layouts={})
+
+
+def _bar(budgets: Iterable[int]) -> Iterable[int]:
+    return tqdm(budgets, desc="capturing token budgets", unit="graph", disable=None)  # None: only on a terminal
