@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fusedvit.bench import graph_trust as trust
-from fusedvit.bench.parity import build, passport, pixels_for
+from fusedvit.bench.parity import build, pixels_for
+from fusedvit.bench.passport import passport
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.handle import FusedEncoder

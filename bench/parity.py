@@ -7,24 +7,20 @@ a few massive residual channels planted; then wall time, launches, peak memory a
 import argparse
 import functools
 import json
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from fusedvit import __version__
+from fusedvit.bench import towers
+from fusedvit.bench.passport import passport
 from fusedvit.bench.stages import lay_out, stages
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import gpu_launches, latency, peak_mib
-from fusedvit.cli.weights import cast_parameters_, random_weights_
 from fusedvit.config import FuseConfig
 from fusedvit.families.registry import family_of
 from fusedvit.folding import prepare
@@ -40,21 +36,14 @@ EAGER = FuseConfig(graphs=False)
 def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.Module]:
     """(tower in `dtype`, the same rounded weights in fp32) of Qwen3-VL-8B's geometry."""
     deepstack = [i for i in (8, 16, 24) if i < depth] or [0]
-    config = Qwen3VLVisionConfig(
-        depth=depth, hidden_size=1152, num_heads=16, intermediate_size=4304, patch_size=16, out_hidden_size=4096,
-        num_position_embeddings=2304, deepstack_visual_indexes=deepstack,
-    )  # fmt: skip
-    config._attn_implementation = "sdpa"
-    tower = Qwen3VLVisionModel(config).eval()
-    random_weights_(tower, seed=depth)
+    geometry = towers.GEOMETRIES["Qwen3-VL-8B"] | {"depth": depth, "deepstack_visual_indexes": deepstack}
+    tower, wide = towers.build(geometry, dtype, DEVICE, seed=depth)
     if massive:
         with torch.no_grad():
-            for i, channel in enumerate(MASSIVE_CHANNELS):
-                tower.patch_embed.proj.bias[channel] = MASSIVE * (-1) ** i
-    cast_parameters_(tower, dtype)
-    wide = Qwen3VLVisionModel(config).eval()
-    wide.load_state_dict({name: t.float() for name, t in tower.state_dict().items()})
-    return tower.to(DEVICE), wide.to(DEVICE)
+            for module in (tower, wide):
+                for i, channel in enumerate(MASSIVE_CHANNELS):
+                    module.patch_embed.proj.bias[channel] = MASSIVE * (-1) ** i
+    return tower, wide
 
 
 def pixels_for(grid: Grid, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -159,27 +148,6 @@ def host_syncs(call: Callable[[], Any]) -> int:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
-
-
-def passport(module: str, path: str, commit: str) -> dict[str, Any]:
-    """What ran, where, and how to run it again; of `path` the name alone, as folders differ from machine to machine."""
-    import transformers
-    import triton
-
-    return {
-        "command": f"python -m fusedvit.bench.{module} --json {Path(path).name}",
-        "commit": commit or _git_commit(),
-        "gpu": torch.cuda.get_device_name(),
-        "fusedvit": __version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _git_commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> int:

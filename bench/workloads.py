@@ -21,3 +21,26 @@ WORKLOADS: dict[str, Grid] = {
 def tokens(grid: Grid) -> int:
     """Patch tokens of a grid."""
     return sum(t * h * w for t, h, w in grid)
+
+
+PATCH = 16  # pixels on a side; merged two by two
+IMAGE_SIDES = (56, 112, 224, 336, 448, 576, 768, 1024, 1536, 2048, 2560)
+VIDEO_FRAMES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def image(side: int) -> Grid:
+    """One square image of `side` pixels, as the processor would resize it: to a multiple of 32."""
+    cells = 2 * max(1, round(side / (2 * PATCH)))
+    return [(1, cells, cells)]
+
+
+def video(frames: int, side: int = 224) -> Grid:
+    """One video of square frames, two of which make one t."""
+    ((_, h, w),) = image(side)
+    return [(-(-frames // 2), h, w)]
+
+
+def sweep(sides: tuple[int, ...] = IMAGE_SIDES, frames: tuple[int, ...] = VIDEO_FRAMES) -> dict[str, Grid]:
+    """Single images by their side, then videos of 224 px by their frames."""
+    images = {f"image {side} px": image(side) for side in sides}
+    return images | {f"video {n} frames": video(n) for n in frames}

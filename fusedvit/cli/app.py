@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from fusedvit.cli import bench, demo_report, documents, environment, picture
 from fusedvit.cli import demo as demo_command
-from fusedvit.cli import demo_report, documents, environment, picture
+from fusedvit.cli.progress import with_progress
 from fusedvit.errors import UnsupportedModel
 from fusedvit.media import MediaError
 
@@ -21,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,  # locals would print tensors and paths
 )
+
+app.add_typer(bench.app, name="bench")
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write everything to a JSON file as well.")]
 
@@ -42,7 +44,7 @@ def demo(
     logging.getLogger("fusedvit").setLevel(logging.ERROR)  # what it would warn of is in the report
     try:
         files = demo_command.load_media(media or [])
-        found = _with_progress(lambda step: demo_command.run(files, model, step))
+        found = with_progress(lambda step: demo_command.run(files, model, step))
     except (MediaError, UnsupportedModel, OSError) as error:  # OSError: no such checkpoint
         Console(stderr=True).print(f"[red]{escape(str(error))}[/]")
         raise typer.Exit(2) from None
@@ -61,14 +63,6 @@ def env(json: Json = None) -> None:
     environment.show(found, Console())
     if json:
         documents.write(found, json)
-
-
-def _with_progress(work: demo_command.Work) -> demo_command.Demo:
-    """Run `work` beside a line that says what it is doing, on stderr and gone afterwards."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting")
-        return work(lambda text: progress.update(task, description=escape(text)))
 
 
 def main() -> None:

@@ -1,0 +1,162 @@
+"""One operation alone, ready to run in any form: random data of the right shapes, its answer, its peers and its cost.
+
+Weights come in several sets, together larger than L2, and are used in rotation: in a tower every layer's are cold.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedvit.bench import peer_attention
+from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
+from fusedvit.kernels import forms
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.reference import attention as attention_ref
+from fusedvit.kernels.reference import linear as linear_ref
+from fusedvit.kernels.row_stats import RowStats
+from fusedvit.ops import ops_for
+from fusedvit.plan import Task
+from fusedvit.spec import VisionSpec
+from fusedvit.tolerance import Comparison, compare
+
+ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
+STATS_WIDTH = 128  # of the statistics that an input comes with
+ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
+PARTS = ("taps", "stats", "norm", "rope", "residual", "bias", "gelu_tanh", "gelu", "quick_gelu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(config, i)` launches with the i-th set of weights, `check(config)` runs once and compares with the twin.
+
+    Attributes:
+        sets: how many sets of weights there are.
+        fill: (rows) -> how much content the next runs have; None where the content is fixed.
+        peers: what others have for it, by name; `peer(i)`.
+    """
+
+    run: Callable[[Any, int], Any]
+    check: Callable[[Any], Comparison]
+    sets: int
+    cost: Cost
+    peers: Mapping[str, Callable[[int], Any]]
+    fill: Callable[[int], None] | None = None
+
+
+def supported(task: Task) -> bool:
+    """Whether a case can be made: an epilogue of parts that are known here."""
+    return task.key.op == forms.ATTENTION or set(task.key.kind.split("+")) <= set(PARTS)
+
+
+def linear_case(task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.device, rows: int) -> Case:
+    """`rows` rows of content in buffers of as many."""
+    n, k = task.key.n, task.key.k
+    parts = set(task.key.kind.split("+"))
+    sets = max(1, -(-ROTATED_BYTES // (n * k * dtype.itemsize))) if device.type == "cuda" else 2
+    x, out = _random(rows, k, dtype=dtype, device=device), torch.empty(rows, n, dtype=dtype, device=device)
+    weights = [_random(n, k, dtype=dtype, device=device, scale=k**-0.5) for _ in range(sets)]
+    bias = _random(n, dtype=torch.float32 if "norm" in parts else dtype, device=device, scale=0.05)
+    count = torch.tensor([rows], dtype=torch.int32, device=device)
+    moments = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
+    common = _inputs(parts, spec, x, weights, n)
+
+    def epilogue(config: Any, i: int) -> Epilogue:
+        stats = RowStats.over(moments, rows, n, config.block_n) if "stats" in parts else None
+        norm = None if "norm" not in parts else NormFold(common["stats"], common["colsum"][i], spec.norm_eps)
+        act = next((a for a in ("gelu_tanh", "gelu", "quick_gelu") if a in parts), "none")
+        return Epilogue(bias, norm, common["taps"], common["rope"], act, common["residual"], stats)
+
+    def run(config: Any, i: int) -> torch.Tensor:
+        return ops_for(device).linear(x, weights[i], count, out, epilogue(config, i), config)
+
+    def check(config: Any) -> Comparison:
+        out.fill_(float("nan"))
+        run(config, 0)
+        e = epilogue(config, 0)
+        wide = torch.empty(rows, n, dtype=torch.float32, device=device)
+        ref = linear_ref.linear(x, weights[0], count, wide, e, config)
+        return compare(out, ref, _as_torch_rounds(x, weights[0], count, e, config, ref.to(dtype)))
+
+    bias_cast = bias.to(dtype)
+    peers = {"cuBLAS + bias": lambda i: F.linear(x, weights[i], bias_cast)}
+    extra = rows * n if parts & {"residual", "taps"} else 0
+    return Case(run, check, sets, linear_cost(rows, n, k, extra_values=extra), peers, count.fill_)
+
+
+def _inputs(parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int) -> dict[str, Any]:
+    """What the epilogue reads beside the bias."""
+    rows, k, device, dtype = x.shape[0], x.shape[1], x.device, x.dtype
+    found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
+    if "norm" in parts:
+        storage = torch.empty(rows * -(-k // STATS_WIDTH) * 2, dtype=torch.float32, device=device)
+        found["stats"] = RowStats.over(storage, rows, k, STATS_WIDTH)
+        linear_ref.store_moments(x, found["stats"])
+        found["colsum"] = [w.float().sum(1) for w in weights]
+    if "rope" in parts:
+        angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
+        found["rope"] = Rope(torch.stack([angle.cos(), angle.sin()], 1), 2 * n // 3, spec.head_dim)
+    if "taps" in parts:
+        positions = spec.position_side**2
+        index = torch.randint(positions, (rows, 4), device=device, dtype=torch.int32)
+        table = _random(positions, n, dtype=dtype, device=device)
+        found["taps"] = Taps(table, index, torch.rand(rows, 4, device=device))
+    if "residual" in parts:
+        found["residual"] = _random(rows, n, dtype=dtype, device=device)
+    return found
+
+
+def _as_torch_rounds(
+    x: torch.Tensor, w: torch.Tensor, count: torch.Tensor, e: Epilogue, config: Any, rounded: torch.Tensor
+) -> torch.Tensor:
+    """The yardstick of the tolerance rule: PyTorch rounds the product before what follows it; `rounded` if nothing
+    does that PyTorch has an operator for."""
+    if e.residual is None and e.activation not in ACTIVATIONS:
+        return rounded
+    product = linear_ref.linear(x, w, count, torch.empty_like(rounded), Epilogue(e.bias, e.norm), config)
+    if e.activation in ACTIVATIONS:
+        product = F.gelu(product, approximate=ACTIVATIONS[e.activation])
+    return product if e.residual is None else product + e.residual
+
+
+def attention_case(
+    heads: int, head_dim: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device, fa3: bool
+) -> Case:
+    """Sequences of `lengths`, packed; activations are not rotated, as in a tower they were just written."""
+    rows, c = sum(lengths), heads * head_dim
+    qkv, out = _random(rows, 3 * c, dtype=dtype, device=device), torch.empty(rows, c, dtype=dtype, device=device)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    cu = ends.int().to(device)
+    made: dict[int, Segments] = {}
+
+    def run(config: Any, i: int) -> torch.Tensor:
+        return ops_for(device).attention(qkv, segments_for(config.block_m), out, heads, head_dim, config)
+
+    def segments_for(block_m: int) -> Segments:
+        if block_m not in made:
+            starts = zip(ends.tolist(), lengths, strict=False)
+            tiles = [(b, b + n, r, 0) for b, n in starts for r in range(b, b + n, block_m)]
+            table = torch.tensor(tiles, dtype=torch.int32).to(device)
+            made[block_m] = Segments(cu, table, torch.tensor([len(tiles)], dtype=torch.int32).to(device), block_m)
+        return made[block_m]
+
+    def check(config: Any) -> Comparison:
+        out.fill_(float("nan"))
+        run(config, 0)
+        segments = segments_for(config.block_m)
+        ref = attention_ref.attention(qkv.float(), segments, out.float(), heads, head_dim, config)
+        frames = peer_attention.Frames(cu, lengths)
+        q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
+        return compare(out, ref, peer_attention.by_frame(frames)(q, k, v).reshape(rows, c))
+
+    attends = peer_attention.available(peer_attention.Frames(cu, lengths), fa3)
+    q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
+    peers = {name: (lambda i, attend=attend: attend(q, k, v)) for name, attend in attends.items()}
+    return Case(run, check, 1, attention_cost(list(lengths), heads, head_dim), peers)
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device=device) * scale).to(dtype)

@@ -1,0 +1,60 @@
+"""A bench document as tables in a terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """A table per tower: ours, what it is compared with, and how far the floor is."""
+    for tower, found in document["towers"].items():
+        table = Table(title=f"{tower}, milliseconds (times as long as ours)", title_justify="left")
+        names = _contenders(found["workloads"])
+        for head in ("workload", "patches", "ours", *names, "floor", "of floor", "MiB hf / ours"):
+            table.add_column(head, justify="left" if head == "workload" else "right")
+        for workload, row in found["workloads"].items():
+            cells = [_cell(row, name) for name in names]
+            floor = f"{row['floor_percent']:.0f} %" if "floor_percent" in row else "–"
+            peaks = row.get("peak_mib")
+            memory = f"{peaks['hf']:.0f} / {peaks['ours']:.0f}" if peaks else "–"
+            ours = _cell(row, "ours")
+            table.add_row(workload, str(row["tokens"]), ours, *cells, f"{row['floor_ms']:.2f}", floor, memory)
+        console.print(table)
+        for workload, row in found["workloads"].items():
+            for name, gate in row["parity"].items():
+                if not gate["passed"]:
+                    console.print(f"[red]{workload}: {name} is not right and gets no number: {gate['reason']}[/]")
+
+
+def _contenders(rows: dict[str, Any]) -> list[str]:
+    """Every contender but ours itself, in the order they first come; the engine-like ones as one."""
+    names: dict[str, None] = {}
+    for row in rows.values():
+        for name in row["clock"]:
+            if name != "ours":
+                names["engine-like" if name.startswith("engine-like") else name] = None
+    return list(names)
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    real = row["engine_like"] if name == "engine-like" else name
+    if real not in row["ms"]:
+        return "–" if real is None or row["parity"].get(real, {"passed": True})["passed"] else "[red]wrong[/]"
+    text = f"{row['ms'][real]['median']:.2f}"
+    if real in row.get("speedup", {}):
+        text += f" ({row['speedup'][real]['median']:.2f})"
+    return text
+
+
+def show_kernels(rows: list[dict[str, Any]], console: Console) -> None:
+    """A line per operation and shape: ours, the peers, and how far the floor is."""
+    table = Table(title="operations alone, microseconds (peer / ours)", title_justify="left")
+    for head in ("operation", "shape", "form", "ours", "peers", "floor", "of floor"):
+        table.add_column(head, justify="left" if head in ("operation", "shape", "form", "peers") else "right")
+    for row in rows:
+        us = row["us"]
+        peers = ", ".join(f"{n} {t:.1f}" + (f" ({t / us:.2f})" if us else "") for n, t in row["peers_us"].items())
+        ours, share = (f"{us:.1f}", f"{100 * row['floor_us'] / us:.0f} %") if us else ("[red]wrong[/]", "–")
+        table.add_row(row["op"], row["shape"], row["form"], ours, peers, f"{row['floor_us']:.1f}", share)
+    console.print(table)

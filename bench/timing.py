@@ -1,0 +1,98 @@
+"""Times of several calls in turns, so that a slow spell of the machine meets all of them."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LEAST_ROUNDS, MOST_ROUNDS = 7, 60
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One call. `clock`: "wall" is what a caller waits for, "gpu" the time between two events around it."""
+
+    name: str
+    run: Callable[[], Any]
+    clock: str = "wall"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of all rounds: median, 10th and 90th percentile, and how many."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+def in_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of every round by contender, the GPU waited for: 7 to 60 rounds in about `seconds`."""
+    for contender in contenders:
+        for _ in range(2):
+            contender.run()
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    end = time.perf_counter() + seconds
+    for done in range(MOST_ROUNDS):
+        if done >= LEAST_ROUNDS and time.perf_counter() > end:
+            break
+        for contender in contenders:
+            clock = _gpu_ms if contender.clock == "gpu" and device.type == "cuda" else _wall_ms
+            times[contender.name].append(clock(contender.run, device))
+    return times
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Percentiles are values that occurred (the nearest rank)."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return Spread(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+
+def ratios(peer: Sequence[float], ours: Sequence[float]) -> Spread:
+    """peer / ours, round by round."""
+    return spread([a / b for a, b in zip(peer, ours, strict=True)])
+
+
+def _wall_ms(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _gpu_ms(run: Callable[[], Any], device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end)
+
+
+def captured(run: Callable[[int], Any], sets: int, device: torch.device) -> Callable[[], Any]:
+    """`run(0)`, `run(1)`, … `run(sets - 1)` as one CUDA graph's replay; on a CPU, as they are."""
+
+    def every_set() -> None:
+        for i in range(sets):
+            run(i)
+
+    if device.type != "cuda":
+        return every_set
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        every_set()
+    return graph.replay

@@ -1,0 +1,207 @@
+"""`python -m fusedvit.bench.tower_bench`: whole towers against the peers, in one run, on the same weights and inputs.
+
+Parity comes before speed: a contender whose answer breaks the tolerance rule (fusedvit/tolerance.py) gets no number.
+Contenders then run in turns, so that ratios are taken round by round. `ours` is wall time from pixels and grid on the
+GPU to outputs that the caller owns; engine-like peers are replays alone, between two events.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.bench import engine_like, peer_attention, roofline, split, towers
+from fusedvit.bench.timing import Contender, in_turns, ratios, spread
+from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
+from fusedvit.cli.measure import peak_mib
+from fusedvit.config import FuseConfig
+from fusedvit.handle import FusedEncoder
+from fusedvit.huggingface import fuse
+from fusedvit.tolerance import compare
+
+OURS, ENGINE = "ours", "engine-like"
+BUDGETS = (64, 256, 512, 1024, 2048, 4096, 8192)  # merged tokens; the largest holds 32768 patches
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        workloads: grids by name.
+        compile_on: workloads that torch.compile runs as well; it compiles for a minute each.
+        fa3: FA3's library, for the engine-like peer.
+        seconds: of timing for each workload.
+        split: also record where the replay's time goes.
+    """
+
+    towers: tuple[str, ...] = ("Qwen3-VL-8B", "Qwen3-VL-2B")
+    workloads: Mapping[str, Grid] = field(default_factory=lambda: dict(WORKLOADS))
+    compile_on: tuple[str, ...] = ()
+    fa3: Path | None = None
+    seconds: float = 2.0
+    budgets: tuple[int, ...] = BUDGETS
+    dtype: torch.dtype = torch.bfloat16
+    split: bool = True
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One tower in all its guises, on the same parameters."""
+
+    tower: nn.Module
+    wide: nn.Module
+    linear_patches: nn.Module | None
+    eager: nn.Module
+    ours: nn.Module
+    handle: FusedEncoder
+    compiled: Mapping[str, nn.Module]
+    device: torch.device
+
+
+def measure(options: Options, device: torch.device, step: Step = lambda text: None) -> dict[str, Any]:
+    """The whole document but its passport: `{"towers": {name: {"workloads": {name: row}, …}}}`."""
+    if options.fa3 is not None:
+        peer_attention.load_fa3(options.fa3)
+    found = {}
+    with torch.inference_mode():
+        for name in options.towers:
+            step(f"{name}: weights, compilation, capture")
+            setting = set_up(name, options, device)
+            rows = {}
+            for workload, grid in options.workloads.items():
+                step(f"{name}: {workload}")
+                rows[workload] = row(setting, options, workload, grid)
+            found[name] = {"workloads": rows, "memory": _held(setting), "report": setting.handle.report()}
+            setting.handle.release()
+    return {"towers": found, "ceilings": {"tflops": roofline.PEAK_TFLOPS, "tbs": roofline.PEAK_TBS}}
+
+
+def set_up(name: str, options: Options, device: torch.device) -> Setting:
+    with torch.inference_mode(False):
+        tower, wide = towers.build(towers.GEOMETRIES[name], options.dtype, device)
+        eager, ours = towers.twin(tower), towers.twin(tower)
+        compiled = {
+            label: torch.compile(towers.twin(tower), mode=mode, dynamic=False)
+            for label, mode in (("hf compiled", None), ("hf compiled, reduce-overhead", "reduce-overhead"))
+            if options.compile_on
+        }
+        fuse(eager, FuseConfig(graphs=False))
+        handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256))
+        handle.warmup()
+        return Setting(tower, wide, towers.with_linear_patches(tower), eager, ours, handle, compiled, device)
+
+
+def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:
+    """One workload: parity, times, ratios, floor, memory, split."""
+    generator = torch.Generator(s.device).manual_seed(tokens(grid))
+    pixels = torch.randn(tokens(grid), towers.patch_width(s.tower), device=s.device, generator=generator)
+    pixels, grid_thw = pixels.to(options.dtype), torch.tensor(grid, device=s.device)
+    calls, answers = _contenders(s, options, workload, grid, pixels, grid_thw)
+    pt = outputs_of(s.tower(pixels, grid_thw=grid_thw))
+    ref = outputs_of(s.wide(pixels.to(towers.wider(options.dtype)), grid_thw=grid_thw))
+    gates = {name: _gate(answer, ref, pt) for name, answer in answers.items()}
+    del pt, ref
+    answers.clear()
+    passed = [c for c in calls if gates.get(c.name, {"passed": True})["passed"]]
+    times = in_turns(passed, s.device, options.seconds)
+    floor = roofline.tower_floor_ms(s.handle.spec, grid)
+    found: dict[str, Any] = {
+        "grid": grid,
+        "tokens": tokens(grid),
+        "floor_ms": floor,
+        "parity": gates,
+        "ms": {name: asdict(spread(values)) for name, values in times.items()},
+        "clock": {c.name: c.clock for c in calls},
+    }
+    engines = {name: found["ms"][name]["median"] for name in times if name.startswith(ENGINE)}
+    found["engine_like"] = min(engines, key=engines.__getitem__, default=None)
+    if OURS in times:
+        found["speedup"] = {n: asdict(ratios(v, times[OURS])) for n, v in times.items() if n != OURS}
+        found["floor_percent"] = 100 * floor / found["ms"][OURS]["median"]
+    if s.device.type == "cuda":
+        found |= _on_gpu(s, options, grid, pixels, grid_thw)
+    return found
+
+
+def _contenders(
+    s: Setting, options: Options, workload: str, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor
+) -> tuple[list[Contender], dict[str, list[torch.Tensor]]]:
+    """Everything that runs this workload, and the answers of all but Hugging Face itself."""
+    modules: dict[str, Callable[..., Any]] = {"hf": s.tower}
+    if s.linear_patches is not None:
+        modules["hf, linear patches"] = s.linear_patches
+    if workload in options.compile_on:
+        modules |= {name: functools.partial(_fresh_step, module) for name, module in s.compiled.items()}
+    modules |= {"ours eager": s.eager, OURS: s.ours}
+    calls = [Contender(n, functools.partial(module, pixels, grid_thw=grid_thw)) for n, module in modules.items()]
+    answers = {c.name: [t.clone() for t in outputs_of(c.run())] for c in calls if c.name != "hf"}
+    assert s.handle.stats()["fused"], s.handle.report()
+    layout = engine_like.lay_out(s.tower, grid, s.device)
+    for name, attend in peer_attention.available(layout.frames, options.fa3 is not None).items():
+        engine = engine_like.prepare(s.tower, pixels, layout, attend)
+        engine.run()
+        calls.append(Contender(f"{ENGINE} {name}", engine.run, "gpu"))
+        answers[f"{ENGINE} {name}"] = [t.clone() for t in engine.outputs]
+    replay = replay_of(s.handle, grid)
+    if replay is not None:
+        calls.append(Contender("ours, graph alone", replay, "gpu"))
+    return calls, answers
+
+
+def _fresh_step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    torch.compiler.cudagraph_mark_step_begin()
+    return module(*args, **kwargs)
+
+
+def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
+    """The graph that the call just made has replayed; None where there is none, or more than one."""
+    stats = handle.stats().get("graphs")
+    if not stats:
+        return None
+    limits = handle.graphs().limits
+    budget = limits.smallest_for(tokens(grid) // handle.spec.merge_unit)
+    frames = sum(t for t, _, _ in grid)
+    if budget is None or len(grid) > limits.max_items or frames > limits.max_frames:
+        return None
+    program, manager = handle.graphs().program, handle.graphs().manager
+    program.load_grid(budget, tuple(grid))
+    return manager.graph(budget).replay
+
+
+def outputs_of(outputs: Any) -> list[torch.Tensor]:
+    """Every tensor that a tower returns."""
+    return [outputs.last_hidden_state, outputs.pooler_output, *outputs.deepstack_features]
+
+
+def _gate(answer: list[torch.Tensor], ref: list[torch.Tensor], pt: list[torch.Tensor]) -> dict[str, Any]:
+    """The tolerance rule over all outputs; the worst ratios."""
+    verdicts = [compare(*three) for three in zip(answer, ref, pt, strict=True)]
+    return {
+        "passed": all(v.passed for v in verdicts),
+        "reason": next((v.reason for v in verdicts if not v.passed), ""),
+        "largest": max(v.ratio_max for v in verdicts),
+        "rms": max(v.ratio_rms for v in verdicts),
+    }
+
+
+def _on_gpu(s: Setting, options: Options, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor) -> dict[str, Any]:
+    modules = {"hf": s.tower, OURS: s.ours}
+    peaks = {n: peak_mib(functools.partial(m, pixels, grid_thw=grid_thw), s.device) for n, m in modules.items()}
+    replay = replay_of(s.handle, grid) if options.split else None
+    if replay is None:
+        return {"peak_mib": peaks}
+    found = split.by_operation(split.kernel_times(replay), s.handle.spec)
+    costs = {name: asdict(cost) for name, cost in roofline.tower_costs(s.handle.spec, grid).items()}
+    return {"peak_mib": peaks, "split_ms": found, "costs": costs}
+
+
+def _held(s: Setting) -> dict[str, float]:
+    """MiB beside the parameters: prepared weights, graphs and their buffers."""
+    stats = s.handle.stats()
+    return {"weights_mib": stats["weights_mib"], "graphs_mib": stats.get("graphs", {}).get("held_mib", 0.0)}

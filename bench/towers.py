@@ -1,0 +1,90 @@
+"""The towers that are measured: real geometries with random weights, and further modules on the same parameters."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.cli.weights import cast_parameters_, random_weights_
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "Qwen3-VL-8B": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "num_heads": 16,
+        "intermediate_size": 4304,
+        "out_hidden_size": 4096,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    "Qwen3-VL-2B": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "num_heads": 16,
+        "intermediate_size": 4096,
+        "out_hidden_size": 2048,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "tiny": {
+        "depth": 2,
+        "hidden_size": 144,
+        "num_heads": 2,
+        "intermediate_size": 280,
+        "out_hidden_size": 96,
+        "deepstack_visual_indexes": [0],
+    },
+}
+
+
+def build(
+    geometry: dict[str, Any], dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[nn.Module, nn.Module]:
+    """(tower in `dtype`, the same rounded weights in the next wider type), Hugging Face's own modules on `sdpa`."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    config = Qwen3VLVisionConfig(patch_size=16, num_position_embeddings=2304, **geometry)
+    config._attn_implementation = "sdpa"
+    tower = Qwen3VLVisionModel(config).eval()
+    random_weights_(tower, seed)
+    cast_parameters_(tower, dtype)
+    tower.to(device)
+    wide = twin(tower)
+    cast_parameters_(wide, wider(dtype))
+    return tower, wide
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The type of the reference by the tolerance rule."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def twin(tower: nn.Module) -> nn.Module:
+    """Another module of Hugging Face's on the same parameters, to be fused or compiled by itself."""
+    config: Any = tower.config
+    with torch.device("meta"):
+        other = type(tower)(config).eval()
+    other.load_state_dict(tower.state_dict(), assign=True)
+    other.rotary_pos_emb = tower.rotary_pos_emb  # whose buffers are in no state_dict
+    return other
+
+
+def with_linear_patches(tower: nn.Module) -> nn.Module | None:
+    """A twin with what `fusion_config={"patch_embeddings": True}` does at loading; None where transformers lacks it."""
+    try:
+        from transformers.fusion_mapping import PatchEmbeddingsFusionSpec
+    except ImportError:
+        return None
+    other: Any = twin(tower)
+    convolution = other.patch_embed.proj
+    with torch.device("meta"):
+        fused = PatchEmbeddingsFusionSpec().make_fused_class(type(other.patch_embed))(other.config)
+    fused.linear_proj.weight = nn.Parameter(convolution.weight.detach().flatten(1))
+    fused.linear_proj.bias = convolution.bias
+    other.patch_embed = fused
+    return other
+
+
+def patch_width(tower: nn.Module) -> int:
+    """Values of a flattened patch."""
+    config: Any = tower.config
+    return int(config.in_channels * config.temporal_patch_size * config.patch_size**2)
