@@ -24,7 +24,7 @@ from fusedvit.huggingface import fuse
 from fusedvit.tolerance import compare
 
 OURS, ENGINE = "ours", "engine-like"
-BUDGETS = (64, 256, 512, 1024, 2048, 4096, 8192)  # merged tokens; the largest holds 32768 patches
+BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # merged tokens; the largest holds 32768 patches
 Step = Callable[[str], None]
 
 
