@@ -109,10 +109,14 @@ def forward(
 
 @dataclass(frozen=True)
 class EngineLike:
-    """One shape, ready to run: `run` replays the graph (on a CPU: runs), `outputs` holds what it gives."""
+    """One shape, ready to run: `run` replays the graph (on a CPU: runs), `outputs` holds what it gives.
+
+    `held`: what a graph reads, as it keeps no memory alive by itself.
+    """
 
     run: Callable[[], Any]
     outputs: list[torch.Tensor]
+    held: tuple[Any, ...]
 
 
 def prepare(tower: nn.Module, pixels: torch.Tensor, layout: Layout, attend: Attend) -> EngineLike:
@@ -123,7 +127,7 @@ def prepare(tower: nn.Module, pixels: torch.Tensor, layout: Layout, attend: Atte
         return [hidden, merged, *deepstack]
 
     if not pixels.is_cuda:
-        return EngineLike(run, run())
+        return EngineLike(run, run(), ())
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -133,4 +137,4 @@ def prepare(tower: nn.Module, pixels: torch.Tensor, layout: Layout, attend: Atte
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run()
-    return EngineLike(graph.replay, outputs)
+    return EngineLike(graph.replay, outputs, (pixels, layout, attend))

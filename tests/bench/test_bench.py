@@ -171,3 +171,24 @@ def test_gpu_the_engine_like_peer_is_as_fast_as_known() -> None:
     found = tower_bench.measure(options, torch.device("cuda"))["towers"]["Qwen3-VL-8B"]["workloads"]
     slow = {n: (r["ms"][r["engine_like"]]["median"], known[n]) for n, r in found.items()}
     assert {n: t for n, t in slow.items() if t[0] > 1.05 * t[1]} == {}
+
+
+def test_times_that_cannot_be_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph whose metadata was freed did once pass its gate and then raced through garbage."""
+    monkeypatch.setattr(tower_bench.roofline, "tower_floor_ms", lambda spec, grid: 1e6)
+    options = tower_bench.Options(("tiny",), {"one": SMALL["one"]}, seconds=0, dtype=torch.float32)
+    row = tower_bench.measure(options, CPU)["towers"]["tiny"]["workloads"]["one"]
+    assert not row["ms"] and "under the floor" in row["parity"]["ours"]["reason"]
+
+
+def test_an_answer_that_changes_is_not_believed() -> None:
+    outputs = [torch.zeros(2)]
+    engine = engine_like.EngineLike(lambda: outputs[0].add_(1), outputs, ())
+    contender = timing.Contender("engine-like x", engine.run)
+    before = tower_bench._answer(contender, {"engine-like x": engine})
+    said = tower_bench._afterwards(contender, [1.0], 0.5, before, {"engine-like x": engine})
+    assert said == "another answer after the timing than before"
+    still = engine_like.EngineLike(lambda: None, outputs, ())
+    contender = timing.Contender("engine-like x", still.run)
+    before = tower_bench._answer(contender, {"engine-like x": still})
+    assert tower_bench._afterwards(contender, [1.0], 0.5, before, {"engine-like x": still}) == ""
