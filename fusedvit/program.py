@@ -1,7 +1,7 @@
 """The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from fusedvit.encoder import encode
 from fusedvit.graphs.budgets import Limits
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FormFailed
+from fusedvit.kernels.launch import compiling_only
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
@@ -73,6 +74,13 @@ class EncoderProgram:
                     return
                 except FormFailed:  # at its first launch, a rehearsal's; the next plan does without that form
                     self._plans |= self._plan((budget,))
+
+    def compile(self, budgets: Sequence[int]) -> None:
+        """Compiles what `run` launches for `budgets`, on all cores."""
+        with compiling_only():
+            for budget in budgets:
+                self.rehearse(budget, 1)
+                self.run(budget)
 
     def rehearse(self, budget: int, tokens: int) -> int:
         """One video of square frames. No random numbers, whose generator a failed capture may upset."""
