@@ -50,7 +50,7 @@ def lay_out(
     """Runs the encoder once, so that metadata is there; its other buffers are then free to use."""
     items = [Item(*row) for row in grid]
     plan = plan_for(spec, pixels.shape[0], pixels.dtype, Target.of(pixels.device))
-    buffers = allocate(spec, Capacity.of(items, plan.attention.block_m), pixels.dtype, pixels.device, pixels)
+    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), pixels.dtype, pixels.device, pixels)
     buffers.grid.copy_(torch.tensor(grid))
     encode(spec, weights, buffers, ops, plan)
     return Setting(spec, weights, buffers, plan, ops)

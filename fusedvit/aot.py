@@ -32,17 +32,30 @@ from fusedvit.weights import EncoderWeights
 QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
 QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
 QWEN2_VL_7B = VisionSpec(32, 1280, 16, 80, 5120, 3584, 14, activation="quick_gelu", without_bias=("patch",))
+QWEN25_VL_7B = replace(
+    QWEN2_VL_7B, intermediate_size=3420, activation="swiglu", norm="rms", window=4, full_attention=(7, 15, 23, 31)
+)
+GLM_45V = VisionSpec(
+    24, 1536, 12, 128, 4096, 4096, 14, activation="swiglu", norm="rms", norm_eps=1e-5, position_side=24,
+    position_taps=16, patch_norm=True, tail="downsample", merger_size=10944,
+    without_bias=("qkv", "proj", "mlp", "merger"),
+)  # fmt: skip
+GLM_5 = VisionSpec(
+    24, 1024, 16, 64, 4096, 1536, 14, activation="swiglu", glu_limit=10.0, norm="rms", norm_eps=1e-5, qk_norm=True,
+    tail="downsample", merger_size=10240, without_bias=("merger",),
+)  # fmt: skip
 TOWERS = {  # by a tower class of the family
     "hd72": ("Qwen3VLVisionModel", QWEN3_VL_8B),
     "hd64": ("Qwen3VLVisionModel", QWEN3_VL_4B),
     "hd80": ("Qwen2VisionTransformerPretrainedModel", QWEN2_VL_7B),
-    "hd128": (
-        "Qwen3VLVisionModel",
-        replace(QWEN3_VL_8B, hidden_size=1536, num_heads=12, head_dim=128, intermediate_size=4096),
-    ),
+    "hd128": ("Glm4vVisionModel", GLM_45V),
+    "windows": ("Qwen2_5_VisionTransformerPretrainedModel", QWEN25_VL_7B),
+    "qk_norm": ("Glm5NextVisionModel", GLM_5),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = tuple(64 << i for i in range(11))  # 64 .. 65536 patch tokens
+FEW_BUDGETS = dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096))  # much the others' kernels
+Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}
 
 
@@ -66,7 +79,7 @@ def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: i
     spec = _shallow(spec)
     plan = plan_for(spec, tokens, dtype, target)
     items = [Item(1, spec.merge_size, tokens // spec.merge_size)]
-    buffers = allocate(spec, Capacity.of(items, plan.attention.block_m), dtype, torch.device("meta"))
+    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, torch.device("meta"))
     weights = _meta_weights(class_name, spec, dtype)
     return record(lambda: encode(spec, weights, buffers, TRITON, plan))
 
@@ -77,18 +90,21 @@ def _fingerprint_launch() -> list[Launch]:
     return record(lambda: TRITON.fingerprint(watched, words.int()))
 
 
-def _jobs(arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int]) -> Iterator[tuple[Launch, int]]:
+def _jobs(
+    arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int] | None
+) -> Iterator[tuple[Launch, int]]:
+    """Without budgets, those that a tower's kernels differ in."""
     for arch in arches:
         target = Target(arch, SMS[arch], MAX_SHARED[arch])
         launches = dict.fromkeys(_fingerprint_launch())
         for tower in towers:
             for dtype in dtypes:
-                for tokens in budgets:
+                for tokens in budgets or FEW_BUDGETS.get(tower, BUDGETS):
                     launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
         yield from ((launch, arch) for launch in launches)
 
 
-def _compile(job: tuple[int, tuple[list[int], list[str], list[str], list[int]]]) -> Compiled:
+def _compile(job: tuple[int, Matrix]) -> Compiled:
     """One job by its number: launches hold kernels, which do not travel between processes."""
     index, matrix = job
     return compile_or_fail(*_matrix(matrix)[index])
@@ -106,13 +122,13 @@ def compile_or_fail(launch: Launch, arch: int) -> Compiled:
 _MATRIX: dict[str, list[tuple[Launch, int]]] = {}
 
 
-def _matrix(matrix: tuple[list[int], list[str], list[str], list[int]]) -> list[tuple[Launch, int]]:
+def _matrix(matrix: Matrix) -> list[tuple[Launch, int]]:
     """The jobs of a matrix, listed once per process."""
     return _MATRIX.setdefault(repr(matrix), list(_jobs(*matrix)))
 
 
 def compile_all(
-    arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int], jobs: int = 1
+    arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int] | None, jobs: int = 1
 ) -> list[Compiled]:
     """Compiles the whole matrix in `jobs` processes."""
     matrix = (arches, dtypes, towers, budgets)
@@ -129,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="*", default=sorted(SMS), choices=sorted(SMS))
     parser.add_argument("--dtype", nargs="*", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(TOWERS))
-    parser.add_argument("--budget", type=int, nargs="*", default=list(BUDGETS))
+    parser.add_argument("--budget", type=int, nargs="*", help="patch tokens; all that matter if left out")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", metavar="PATH", help="write every result here ('-' for standard output)")
     args = parser.parse_args(argv)

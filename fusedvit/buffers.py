@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.items import Item
-from fusedvit.kernels.metadata import Metadata
+from fusedvit.kernels.metadata import Layout, Metadata
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import ALIGNMENT
 
@@ -15,22 +15,41 @@ NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much a run may hold: patch tokens, images + videos, frames, attention tiles."""
+    """How much a run may hold: patch tokens, images + videos, frames, attention tiles, windows and their tiles."""
 
     tokens: int
     items: int
     frames: int
     tiles: int
+    windows: int = 0
+    window_tiles: int = 0
 
     @staticmethod
-    def of(items: Sequence[Item], block_m: int) -> "Capacity":
+    def of(items: Sequence[Item], layout: Layout) -> "Capacity":
         """Exactly what `items` need."""
+        side, block_m = layout.window, layout.window_block_m
         return Capacity(
             sum(item.tokens for item in items),
             len(items),
             sum(item.t for item in items),
-            sum(item.tiles(block_m) for item in items),
+            sum(item.tiles(layout.block_m) for item in items),
+            sum(item.windows(side) for item in items) if side else 0,
+            sum(item.window_tiles(side, block_m) for item in items) if side else 0,
         )
+
+    @staticmethod
+    def at_most(tokens: int, items: int, frames: int, layout: Layout) -> "Capacity":
+        """What any batch within these limits needs.
+
+        Every frame adds at most one attention tile that is not full. Frames cut worst into windows are one merged token
+        high: then a window holds `window / merge` merged tokens, and one a frame may hold fewer.
+        """
+        tiles = -(-tokens // layout.block_m) + frames
+        if not layout.window:
+            return Capacity(tokens, items, frames, tiles)
+        windows = -(-tokens // (layout.merge * layout.window)) + frames
+        split = layout.window_block_m < layout.window**2
+        return Capacity(tokens, items, frames, tiles, windows, windows + split * (tokens // layout.window_block_m))
 
 
 @dataclass(frozen=True)
@@ -42,11 +61,11 @@ class EncoderBuffers:
         grid: `[items, 3]` int32, input; rows of zeros past the last item.
         meta: filled on the device from `grid`.
         hidden: `[tokens, hidden]`, the residual stream; the last hidden state at the end.
-        wide: flat; q | k | v, then the MLP's hidden layer, then a merger's.
+        wide: flat; in window order the pixels first; then q | k | v, the MLP's hidden layer, a merger's.
         context: `[tokens, hidden]`, attention's output; the merger's normalised rows at the end.
         stats: flat fp32, partial row moments.
-        merged: `[1 + deepstack mergers, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
-            merger's.
+        merged: `[spec.merged_outputs, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
+            merger's, or the downsampling convolution's.
     """
 
     pixels: torch.Tensor
@@ -58,10 +77,11 @@ class EncoderBuffers:
     stats: torch.Tensor
     merged: torch.Tensor
 
-    def rows_of_wide(self, rows: int, cols: int) -> torch.Tensor:
-        """`[rows, cols]` over `wide`, its rows a multiple of 16 bytes apart."""
+    def rows_of_wide(self, rows: int, cols: int, after: int = 0) -> torch.Tensor:
+        """`[rows, cols]` over `wide`, its rows a multiple of 16 bytes apart, past `rows` rows of `after` columns."""
         pitch = pitch_of(cols, self.wide.dtype)
-        return self.wide[: rows * pitch].view(rows, pitch)[:, :cols]
+        skip = rows * pitch_of(after, self.wide.dtype)
+        return self.wide[skip : skip + rows * pitch].view(rows, pitch)[:, :cols]
 
     def part(self, capacity: Capacity, merge_unit: int) -> "EncoderBuffers":
         """Views of the first of everything, for a smaller capacity in the same memory."""
@@ -76,6 +96,9 @@ class EncoderBuffers:
                 tap_weight=meta.tap_weight[:tokens],
                 cu_seqlens=meta.cu_seqlens[: capacity.frames + 1],
                 tiles=meta.tiles[: capacity.tiles],
+                order=meta.order[: tokens // merge_unit],
+                window_cu_seqlens=meta.window_cu_seqlens[: capacity.windows + 1],
+                window_tiles=meta.window_tiles[: capacity.window_tiles],
             ),
             hidden=self.hidden[:tokens],
             wide=self.wide,
@@ -108,10 +131,12 @@ def allocate(
     def aligned(rows: int, cols: int) -> torch.Tensor:
         return empty(rows, pitch_of(cols, dtype))[:, :cols]
 
+    merger = (spec.out_size, spec.merger_size) if spec.tail == "downsample" else (spec.merged_size,)
     widest = max(
         tokens * pitch_of(3 * spec.hidden_size, dtype),
         tokens * pitch_of(spec.intermediate_size, dtype),
-        merged * pitch_of(spec.merged_size, dtype),
+        tokens * pitch_of(spec.patch_width, dtype),
+        merged * sum(pitch_of(cols, dtype) for cols in merger),
     )
     return EncoderBuffers(
         pixels=aligned(tokens, spec.patch_width) if pixels is None else pixels,
@@ -121,17 +146,21 @@ def allocate(
         wide=empty(widest),
         context=empty(tokens, spec.hidden_size),
         stats=torch.empty(tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2, dtype=torch.float32, device=device),
-        merged=empty(1 + len(spec.deepstack), merged, pitch_of(spec.out_size, dtype))[..., : spec.out_size],
+        merged=empty(spec.merged_outputs, merged, pitch_of(spec.out_size, dtype))[..., : spec.out_size],
     )
 
 
 def _allocate_meta(spec: VisionSpec, capacity: Capacity, device: torch.device) -> Metadata:
-    taps = 4 if spec.position_side else 0
+    taps = spec.position_taps if spec.position_side else 0
+    ordered, windows = (capacity.tokens // spec.merge_unit, capacity.windows + 1) if spec.window else (0, 0)
     return Metadata(
-        counts=torch.zeros(4, 4, dtype=torch.int32, device=device),
+        counts=torch.zeros(6, 4, dtype=torch.int32, device=device),
         rope=torch.empty(capacity.tokens, 2, spec.head_dim // 2, dtype=torch.float32, device=device),
         tap_index=torch.empty(capacity.tokens, taps, dtype=torch.int32, device=device),
         tap_weight=torch.empty(capacity.tokens, taps, dtype=torch.float32, device=device),
         cu_seqlens=torch.empty(capacity.frames + 1, dtype=torch.int32, device=device),
         tiles=torch.empty(capacity.tiles, 4, dtype=torch.int32, device=device),
+        order=torch.empty(ordered, dtype=torch.int32, device=device),
+        window_cu_seqlens=torch.empty(windows, dtype=torch.int32, device=device),
+        window_tiles=torch.empty(capacity.window_tiles, 4, dtype=torch.int32, device=device),
     )

@@ -4,19 +4,27 @@ Safe to capture: nothing here reads from the device, and no shape depends on con
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fusedvit.buffers import EncoderBuffers
 from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
-from fusedvit.kernels.metadata import MERGED, TILES, TOKENS
+from fusedvit.kernels.layer_norm import NOTHING, After
+from fusedvit.kernels.metadata import MERGED, TILES, TOKENS, WINDOW_TILES
 from fusedvit.kernels.row_stats import RowStats
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import BlockWeights, EncoderWeights, LinearWeights, MergerWeights
+from fusedvit.weights import (
+    BlockWeights,
+    DownsampleWeights,
+    EncoderWeights,
+    LinearWeights,
+    MergerWeights,
+    NormWeights,
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,8 @@ class EncoderOutputs:
     """What a run gives.
 
     Attributes:
-        hidden: `[tokens, hidden]`, after the last block.
-        merged: `[1 + deepstack mergers, tokens / merge_unit, out]`.
+        hidden: `[tokens, hidden]`, after the last block; in towers with windows in window order, item by item.
+        merged: `[spec.merged_outputs, tokens / merge_unit, out]`.
     """
 
     hidden: torch.Tensor
@@ -41,6 +49,10 @@ class EncoderOutputs:
         """One `[tokens / merge_unit, out]` per deepstack merger."""
         return self.merged[1:].unbind(0)
 
+    def last_hidden_state(self, spec: VisionSpec) -> torch.Tensor:
+        """What Hugging Face calls so: `hidden`, or `[tokens / merge_unit, out]` after a downsampling convolution."""
+        return self.merged[1] if spec.tail == "downsample" else self.hidden
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -52,13 +64,33 @@ class _Run:
     ops: Ops
     plan: EncoderPlan
 
-    def stats(self, config: Any) -> RowStats:
+    def stats(self, config: LinearConfig) -> RowStats:
         """Row statistics in the width that `config`'s tiles write; one is alive at a time."""
+        return self.stats_of(config.block_n)
+
+    def stats_of(self, width: int) -> RowStats:
+        """Row statistics in parts of `width` channels."""
         hidden = self.buffers.hidden
-        return RowStats.over(self.buffers.stats, hidden.shape[0], hidden.shape[1], config.block_n)
+        return RowStats.over(self.buffers.stats, hidden.shape[0], hidden.shape[1], width)
 
     def fold(self, stats: RowStats, linear: LinearWeights) -> NormFold:
         return NormFold(stats, linear.colsum, self.spec.norm_eps)
+
+    def norm(
+        self, x: torch.Tensor, w: NormWeights, which: int, out: torch.Tensor, eps: float, after: After = NOTHING
+    ) -> None:
+        """The norm of the first `count(which)` rows of x into `out`."""
+        count = self.buffers.meta.count(which)
+        self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.max_programs, after)
+
+    def segments(self, block: int) -> tuple[Segments, LinearConfig]:
+        """What `block` attends within, and its attention's configuration."""
+        meta, plan = self.buffers.meta, self.plan
+        if not self.spec.is_windowed(block):
+            tiles = meta.count(TILES)
+            return Segments(meta.cu_seqlens, meta.tiles, tiles, plan.attention.block_m), plan.attention
+        config, tiles = plan.window_attention, meta.count(WINDOW_TILES)
+        return Segments(meta.window_cu_seqlens, meta.window_tiles, tiles, config.block_m), config
 
 
 def encode(
@@ -74,50 +106,72 @@ def encode(
         plan: launch configurations; statistics are written in their tile widths.
     """
     run = _Run(spec, weights, buffers, ops, plan)
-    meta = ops.vision_metadata(
-        buffers.grid, weights.inv_freq, buffers.meta, spec.merge_size, spec.head_dim, spec.position_side,
-        plan.attention.block_m,
-    )  # fmt: skip
-    segments = Segments(meta.cu_seqlens, meta.tiles, meta.count(TILES), plan.attention.block_m)
+    ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     stats = _patch_embed(run)
     for i, block in enumerate(weights.blocks):
-        stats = _block(run, block, segments, stats)
+        stats = _block(run, i, block, stats)
         if i in spec.deepstack:
             _deepstack(run, spec.deepstack.index(i), stats)
-    _merger(run)
+    if isinstance(weights.merger, DownsampleWeights):
+        _downsample(run, weights.merger)
+    else:
+        _merger(run, weights.merger)
     return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
 def _patch_embed(run: _Run) -> RowStats:
+    """Pixels into the residual stream, in window order where there are windows; positions are added."""
     b, w, config = run.buffers, run.weights, run.plan.patch
+    tokens, pixels = b.meta.count(TOKENS), b.pixels
+    if run.spec.window:
+        pixels = b.rows_of_wide(*b.pixels.shape)
+        run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
-    stats = run.stats(config)
-    epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stats)
-    run.ops.linear(b.pixels, w.patch.weight, b.meta.count(TOKENS), b.hidden, epilogue, config)
+    if w.patch_norm is None:
+        stats = run.stats(config)
+        epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stats)
+        run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, epilogue, config)
+        return stats
+    run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, Epilogue(bias=w.patch.bias), config)
+    stats = run.stats_of(run.spec.hidden_size)
+    run.norm(b.hidden, w.patch_norm, TOKENS, b.hidden, run.spec.norm_eps, After(taps=taps, stats=stats))
     return stats
 
 
-def _block(run: _Run, w: BlockWeights, segments: Segments, stats: RowStats) -> RowStats:
+def _block(run: _Run, i: int, w: BlockWeights, stats: RowStats) -> RowStats:
     """hidden += proj(attention(rope(qkv(norm(hidden))))); hidden += fc2(act(fc1(norm(hidden))))."""
     b, spec, plan, ops = run.buffers, run.spec, run.plan, run.ops
-    rows, c = b.hidden.shape
+    rows = b.hidden.shape[0]
     tokens = b.meta.count(TOKENS)
 
-    qkv = b.rows_of_wide(rows, 3 * c)
-    rope = Rope(b.meta.rope, 2 * c, spec.head_dim)
-    ops.linear(b.hidden, w.qkv.weight, tokens, qkv, Epilogue(w.qkv.bias, run.fold(stats, w.qkv), rope=rope), plan.qkv)
-    ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, plan.attention)
+    qkv = _qkv(run, w, stats)
+    segments, config = run.segments(i)
+    ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
     stats = run.stats(plan.proj)
     epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats)
     ops.linear(b.context, w.proj.weight, tokens, b.hidden, epilogue, plan.proj)
 
     inner = b.rows_of_wide(rows, spec.intermediate_size)
-    epilogue = Epilogue(w.fc1.bias, run.fold(stats, w.fc1), activation=spec.activation)
+    epilogue = Epilogue(w.fc1.bias, run.fold(stats, w.fc1), activation=spec.activation, limit=spec.glu_limit)
     ops.linear(b.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
     stats = run.stats(plan.fc2)
     epilogue = Epilogue(w.fc2.bias, residual=b.hidden, stats=stats)
     ops.linear(inner, w.fc2.weight, tokens, b.hidden, epilogue, plan.fc2)
     return stats
+
+
+def _qkv(run: _Run, w: BlockWeights, stats: RowStats) -> torch.Tensor:
+    """q | k | v `[tokens, 3 hidden]`, q and k turned; the turn is the product's own where no norm stands before it."""
+    b, spec = run.buffers, run.spec
+    rows, c = b.hidden.shape
+    tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
+    rope = Rope(b.meta.rope, 2 * c, spec.head_dim) if w.qk_norm is None else None
+    epilogue = Epilogue(w.qkv.bias, run.fold(stats, w.qkv), rope=rope)
+    run.ops.linear(b.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
+    if w.qk_norm is not None:
+        heads, programs = spec.num_heads, run.plan.max_programs
+        run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
+    return qkv
 
 
 def _deepstack(run: _Run, index: int, stats: RowStats) -> None:
@@ -128,14 +182,17 @@ def _deepstack(run: _Run, index: int, stats: RowStats) -> None:
     _merger_mlp(run, w, merged, norm, b.merged[1 + index])
 
 
-def _merger(run: _Run) -> None:
-    """The merger: it normalises each token, then puts them side by side."""
-    b, w = run.buffers, run.weights.merger
+def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
+    """`[tokens / merge_unit, merged_size]`: tokens normalised and put side by side, in the caller's order again."""
+    b, spec = run.buffers, run.spec
+    after = After(order=b.meta.order, unit=spec.merge_unit) if spec.window else NOTHING
+    run.norm(b.hidden, w, TOKENS, b.context, spec.norm_eps, after)
+    return b.context.view(-1, spec.merged_size)
+
+
+def _merger(run: _Run, w: MergerWeights) -> None:
     assert w.norm is not None, "the merger's norm is not folded"
-    run.ops.layer_norm(
-        b.hidden, w.norm.weight, w.norm.bias, b.meta.count(TOKENS), b.context, run.spec.norm_eps, run.plan.max_programs
-    )
-    _merger_mlp(run, w, b.context.view(-1, run.spec.merged_size), None, b.merged[0])
+    _merger_mlp(run, w, _normalised(run, w.norm), None, run.buffers.merged[0])
 
 
 def _merger_mlp(run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, out: torch.Tensor) -> None:
@@ -144,3 +201,18 @@ def _merger_mlp(run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | N
     epilogue = Epilogue(w.fc1.bias, norm, activation="gelu")
     run.ops.linear(x, w.fc1.weight, merged, inner, epilogue, run.plan.merger_fc1)
     run.ops.linear(inner, w.fc2.weight, merged, out, Epilogue(w.fc2.bias), run.plan.merger_fc2)
+
+
+def _downsample(run: _Run, w: DownsampleWeights) -> None:
+    """fc2(swiglu(fc1(gelu(norm(proj(x)))))) of x, the convolution over normalised tokens side by side."""
+    b, spec, plan, linear = run.buffers, run.spec, run.plan, run.ops.linear
+    merged, rows = b.meta.count(MERGED), b.merged.shape[1]
+    pooled, last = b.merged[0], b.merged[1]
+    linear(_normalised(run, w.norm), w.downsample.weight, merged, last, Epilogue(w.downsample.bias), plan.downsample)
+    projected = b.rows_of_wide(rows, spec.out_size)
+    linear(last, w.proj.weight, merged, projected, Epilogue(w.proj.bias), plan.merger_proj)
+    run.norm(projected, w.proj_norm, MERGED, projected, spec.merger_eps, After(activation="gelu"))
+    inner = b.rows_of_wide(rows, spec.merger_size, after=spec.out_size)
+    epilogue = Epilogue(w.fc1.bias, activation="swiglu", limit=spec.glu_limit)
+    linear(projected, w.fc1.weight, merged, inner, epilogue, plan.merger_fc1)
+    linear(inner, w.fc2.weight, merged, pooled, Epilogue(w.fc2.bias), plan.merger_fc2)

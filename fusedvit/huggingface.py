@@ -128,7 +128,8 @@ def _rebuild(original: Any) -> nn.Module:
 def _to_hugging_face(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> Any:
     """The output record that the tower's own forward returns, from its own module."""
     record = getattr(sys.modules[original.__module__], handle.family.output_class)
-    fields: dict[str, Any] = {"last_hidden_state": outputs.hidden, "pooler_output": outputs.pooled}
+    last = outputs.last_hidden_state(handle.spec)
+    fields: dict[str, Any] = {"last_hidden_state": last, "pooler_output": outputs.pooled}
     if handle.family.has_deepstack:
         in_order = sorted(range(len(outputs.deepstack)), key=handle.spec.deepstack.__getitem__)
         fields["deepstack_features"] = [outputs.deepstack[i] for i in in_order]  # Hugging Face lists them by block

@@ -25,6 +25,15 @@ class Item(NamedTuple):
         """Attention query tiles of `block_m` tokens, whole ones per frame."""
         return self.t * -(-(self.h * self.w) // block_m)
 
+    def windows(self, side: int) -> int:
+        """Attention windows of `side` x `side` patches, cut at the border, whole ones per frame."""
+        return self.t * -(-self.h // side) * -(-self.w // side)
+
+    def window_tiles(self, side: int, block_m: int) -> int:
+        """Attention query tiles of `block_m` tokens, whole ones per window."""
+        rows, cols = (((n // side, side), (1, n % side)) for n in (self.h, self.w))
+        return self.t * sum(a * b * -(-(h * w) // block_m) for a, h in rows for b, w in cols)
+
 
 def check_grid(grid_thw: Grid) -> torch.Tensor:
     """`grid_thw` as an integer tensor `[n, 3]`, where it lies; nothing is read back from a GPU.

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedvit.kernels import fingerprint, forms, layer_norm, metadata
+from fusedvit.kernels import fingerprint, forms, gather, head_norm, layer_norm, metadata
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
+from fusedvit.kernels.reference import gather as gather_ref
+from fusedvit.kernels.reference import head_norm as head_norm_ref
 from fusedvit.kernels.reference import layer_norm as layer_norm_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference import metadata as metadata_ref
@@ -25,6 +27,8 @@ class Ops:
     linear: Callable[..., torch.Tensor]
     attention: Callable[..., torch.Tensor]
     layer_norm: Callable[..., torch.Tensor]
+    gather_rows: Callable[..., torch.Tensor]
+    head_norm_rope: Callable[..., torch.Tensor]
     fingerprint: Callable[..., torch.Tensor]
 
 
@@ -34,6 +38,8 @@ TRITON = Ops(
     forms.linear,
     forms.attention,
     layer_norm.layer_norm,
+    gather.gather_rows,
+    head_norm.head_norm_rope,
     fingerprint.fingerprint,
 )
 TORCH = Ops(
@@ -42,6 +48,8 @@ TORCH = Ops(
     linear_ref.linear,
     attention_ref.attention,
     layer_norm_ref.layer_norm,
+    gather_ref.gather_rows,
+    head_norm_ref.head_norm_rope,
     fingerprint_ref.fingerprint,
 )
 

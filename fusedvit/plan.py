@@ -11,6 +11,7 @@ import torch
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.forms import Key
+from fusedvit.kernels.metadata import Layout
 from fusedvit.kernels.tables import Table
 from fusedvit.spec import VisionSpec
 
@@ -28,11 +29,26 @@ class EncoderPlan:
     merger_fc1: Any
     merger_fc2: Any
     max_programs: int
+    window_attention: Any = None
+    downsample: Any = None
+    merger_proj: Any = None
 
     def choices(self) -> dict[str, str]:
         """The form of each operation, by its name."""
         configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "max_programs"}
-        return {name: forms.form_of(config).name for name, config in configs.items()}
+        return {name: forms.form_of(config).name for name, config in configs.items() if config is not None}
+
+    def layout(self, spec: VisionSpec) -> Layout:
+        """What metadata of `spec` this plan needs."""
+        return Layout(
+            merge=spec.merge_size,
+            head_dim=spec.head_dim,
+            block_m=self.attention.block_m,
+            side=spec.position_side,
+            taps=spec.position_taps if spec.position_side else 0,
+            window=spec.window * spec.merge_size,
+            window_block_m=self.window_attention.block_m if spec.window else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class Task:
 
 
 def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]:
-    """Every operation of a plan, in the order of `EncoderPlan`'s fields."""
+    """Every operation of a plan."""
     rows = budget(tokens)
     merged = max(1, rows // spec.merge_unit)
     c, name = spec.hidden_size, str(dtype).removeprefix("torch.")
@@ -59,14 +75,33 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
     def linear(field: str, kind: str, n: int, k: int, widest: int = 128, rows: int = rows) -> Task:
         return Task(field, Key(forms.LINEAR, kind, n, k, rows, name), widest)
 
+    def attention(field: str, kind: str) -> Task:
+        return Task(field, Key(forms.ATTENTION, kind, spec.num_heads, spec.head_dim, rows, name))
+
     taps = "taps+" if spec.position_side else ""
-    return (
-        linear("patch", f"{taps}stats", c, spec.patch_width, 64 if spec.position_side else 128),
-        linear("qkv", "norm+rope", 3 * c, c),
-        Task("attention", Key(forms.ATTENTION, "", spec.num_heads, spec.head_dim, rows, name)),
+    norm = "norm" if spec.norm == "layer" else "rms"
+    inner = spec.intermediate_size * (2 if spec.gated else 1)
+    blocks = (
+        linear("patch", "bias" if spec.patch_norm else f"{taps}stats", c, spec.patch_width, 64 if taps else 128),
+        linear("qkv", norm if spec.qk_norm else f"{norm}+rope", 3 * c, c),
+        attention("attention", ""),
         linear("proj", "residual+stats", c, c),
-        linear("fc1", f"norm+{spec.activation}", spec.intermediate_size, c, 128 if spec.activation == "gelu" else 256),
+        linear("fc1", f"{norm}+{spec.activation}", inner, c, 128 if spec.activation in ("gelu", "swiglu") else 256),
         linear("fc2", "residual+stats", c, spec.intermediate_size),
+    )
+    if spec.window:
+        blocks = (*blocks, attention("window_attention", "window"))
+    if spec.tail == "downsample":
+        out = spec.out_size
+        return (
+            *blocks,
+            linear("downsample", "bias", out, spec.merged_size, 256, rows=merged),
+            linear("merger_proj", "bias", out, out, 256, rows=merged),
+            linear("merger_fc1", "swiglu", 2 * spec.merger_size, out, rows=merged),
+            linear("merger_fc2", "bias", out, spec.merger_size, 256, rows=merged),
+        )
+    return (
+        *blocks,
         linear("merger_fc1", "norm+gelu", spec.merged_size, spec.merged_size, rows=merged),
         linear("merger_fc2", "bias", spec.out_size, spec.merged_size, 256, rows=merged),
     )

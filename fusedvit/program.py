@@ -1,7 +1,8 @@
 """The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from fusedvit.encoder import encode
 from fusedvit.graphs.budgets import Limits
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FormFailed
-from fusedvit.kernels.launch import compiling_only
+from fusedvit.kernels.metadata import Layout
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
@@ -47,7 +48,7 @@ class EncoderProgram:
         with torch.inference_mode(False):
             tokens = {b: b * self._spec.merge_unit for b in limits.token_budgets}
             plans = self._plan(limits.token_budgets)
-            capacities = {b: _capacity(tokens[b], limits, plans[b].attention.block_m) for b in limits.token_budgets}
+            capacities = {b: _capacity(tokens[b], limits, plans[b].layout(self._spec)) for b in limits.token_budgets}
             widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
             self._whole = allocate(self._spec, widest, self._dtype, self._device)
         self._plans = plans
@@ -74,13 +75,6 @@ class EncoderProgram:
                     return
                 except FormFailed:  # at its first launch, a rehearsal's; the next plan does without that form
                     self._plans |= self._plan((budget,))
-
-    def compile(self, budgets: Sequence[int]) -> None:
-        """Compiles what `run` launches for `budgets`, on all cores."""
-        with compiling_only():
-            for budget in budgets:
-                self.rehearse(budget, 1)
-                self.run(budget)
 
     def rehearse(self, budget: int, tokens: int) -> int:
         """One video of square frames. No random numbers, whose generator a failed capture may upset."""
@@ -113,14 +107,16 @@ class EncoderProgram:
         self._tables = {}
 
 
-def _capacity(tokens: int, limits: Limits, block_m: int) -> Capacity:
-    """Every frame adds at most one attention tile that is not full. Room for tiles of another form's size, too."""
-    frames = min(limits.max_frames, tokens)
-    return Capacity(tokens, limits.max_items, frames, -(-tokens // min(block_m, SMALLEST_TILE)) + frames)
+def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:
+    """What any batch within `limits` needs, with room for tiles of another form's size."""
+    sizes = {name: min(getattr(layout, name), SMALLEST_TILE) for name in ("block_m", "window_block_m")}
+    return Capacity.at_most(tokens, limits.max_items, min(limits.max_frames, tokens), replace(layout, **sizes))
 
 
 def bytes_per_token(spec: VisionSpec, dtype: torch.dtype) -> int:
     """Static-buffer bytes per merged token, to within the few that do not grow with tokens."""
     tokens = 256 * spec.merge_unit
     meta = torch.device("meta")
-    return allocate(spec, Capacity(tokens, 1, 1, tokens // 32), dtype, meta).held_bytes() // 256
+    windows = tokens // (spec.merge_unit * spec.window) if spec.window else 0
+    capacity = Capacity(tokens, 1, 1, tokens // 32, windows, windows)
+    return allocate(spec, capacity, dtype, meta).held_bytes() // 256

@@ -212,7 +212,7 @@ def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Enco
 def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
     tokens = sum(item.tokens for item in items)
     plan = plan_for(tower.spec, tower.plan_tokens(tokens), tower.dtype, Target.of(tower.device))
-    capacity = Capacity.of(items, plan.attention.block_m)
+    capacity = Capacity.of(items, plan.layout(tower.spec))
     pixels = _aligned(pixels.to(tower.device, tower.dtype))
     buffers = allocate(tower.spec, capacity, tower.dtype, tower.device, pixels)
     _fill_grid(buffers.grid, items)
@@ -223,7 +223,7 @@ def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Encode
 
 def _outputs(tower: Tower, items: Sequence[Item]) -> EncoderOutputs:
     tokens, spec, device, dtype = sum(item.tokens for item in items), tower.spec, tower.device, tower.dtype
-    shape = (1 + len(spec.deepstack), tokens // spec.merge_unit, spec.out_size)
+    shape = (spec.merged_outputs, tokens // spec.merge_unit, spec.out_size)
     return EncoderOutputs(
         torch.empty(tokens, spec.hidden_size, device=device, dtype=dtype),
         torch.empty(shape, device=device, dtype=dtype),

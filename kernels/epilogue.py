@@ -6,17 +6,17 @@ import torch
 
 from fusedvit.kernels.row_stats import RowStats
 
-ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu")
+ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
 
 
 @dataclass(frozen=True)
 class NormFold:
-    """A LayerNorm folded into the weight: `rstd * (acc - mean * colsum)`.
+    """A norm folded into the weight: LayerNorm as `rstd * (acc - mean * colsum)`, RMSNorm as `acc / rms`.
 
     Attributes:
         stats: moments of the input rows.
-        colsum: `[N]` fp32, row sums of the folded weight.
-        eps: added to the variance.
+        colsum: `[N]` fp32, row sums of the folded weight; None for an RMSNorm.
+        eps: added to the variance, or to the mean square.
     """
 
     stats: RowStats | None = None
@@ -60,7 +60,10 @@ class Epilogue:
 
     Attributes:
         bias: `[N]`, any float dtype.
-        activation: one of `ACTIVATIONS`.
+        activation: one of `ACTIVATIONS`. "swiglu" takes columns in pairs (gate, up) and gives silu(gate) * up, half as
+            many columns.
+        limit: swiglu's factors are clamped before: gate to at most this, up to this in absolute value; 0 for not at
+            all.
         residual: `[T, N]`; may be the output itself.
         stats: where moments of the rounded output rows go.
     """
@@ -70,9 +73,17 @@ class Epilogue:
     taps: Taps | None = None
     rope: Rope | None = None
     activation: str = "none"
+    limit: float = 0.0
     residual: torch.Tensor | None = None
     stats: RowStats | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}")
+        if self.gated and (self.residual is not None or self.stats is not None):
+            raise ValueError("swiglu has neither residual nor statistics behind it")
+
+    @property
+    def gated(self) -> bool:
+        """The output has one column for two of the product."""
+        return self.activation == "swiglu"

@@ -1,11 +1,13 @@
 """Every linear layer of the encoder: one persistent GEMM whose epilogue does what follows it.
 
     acc[t, n] = sum_k x[t, k] w[n, k]                                            fp32 accumulation
-    norm      : acc = rstd[t] (acc - mean[t] colsum[n])                          LayerNorm folded into w (weights.py)
+    norm      : acc = rstd[t] (acc - mean[t] colsum[n])                          LayerNorm folded into w (folding.py)
+                acc = acc / rms[t]                                               RMSNorm, likewise
     bias      : acc += bias[n]
     taps      : acc += sum_i tap_weight[t, i] table[tap_index[t, i], n]          learned positions, interpolated
     rope      : (a, b) = acc[t, 2i:2i+2] -> (a cos - b sin, b cos + a sin)       q and k columns, pairs made neighbours
     act       : gelu_tanh | gelu | quick_gelu
+                (g, u) = acc[t, 2i:2i+2] -> silu(g) u                            swiglu, half as many columns
     residual  : acc += residual[t, n]
     out       = acc rounded; moments of the rounded rows, a part per tile        (row_stats.py)
 
@@ -22,7 +24,7 @@ from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.descriptor import box
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.launch import launch
-from fusedvit.kernels.row_stats import _merge_moments, _store_moments
+from fusedvit.kernels.row_stats import _merge_moments, _merge_squares, _store_moments
 
 
 @triton.jit
@@ -45,6 +47,16 @@ def _activate(x, ACT: tl.constexpr):
         return x / (1.0 + tl.exp2(-2.45546696 * x))
     else:
         return x
+
+
+@triton.jit
+def _gate_pairs(acc, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of (gate, up) pairs -> silu(gate) up, [BLOCK_M, BLOCK_N / 2]."""
+    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
 
 
 @triton.jit
@@ -85,10 +97,10 @@ def _add_taps(
 def _linear_kernel(
     x_desc,  # [T, K]; each a descriptor, or a pointer where its pitch is given
     w_desc,  # [N, K]
-    out_desc,  # [T, N]
+    out_desc,  # [T, N]; of swiglu [T, N / 2]
     residual_desc,  # [T, N] or None
     bias_ptr,  # [N] or None
-    colsum_ptr,  # [N] fp32
+    colsum_ptr,  # [N] fp32; None for an RMSNorm
     stats_in_ptr,  # [T, IN_PARTS, 2] fp32 or None
     rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32 or None
     table_ptr,  # [positions, N] or None
@@ -106,6 +118,7 @@ def _linear_kernel(
     HEAD_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     ACT: tl.constexpr,
+    LIMIT: tl.constexpr,
     X_PITCH: tl.constexpr,
     W_PITCH: tl.constexpr,
     OUT_PITCH: tl.constexpr,
@@ -117,11 +130,14 @@ def _linear_kernel(
     FLATTEN: tl.constexpr,
 ):
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    FACTORS: tl.constexpr = 2 if ACT == "swiglu" else 1  # columns of the product to one of the output
     num_rows = tl.load(num_rows_ptr)
     if X_PITCH > 0:
         x_desc = tl.make_tensor_descriptor(x_desc, [num_rows, K], [X_PITCH, 1], [BLOCK_M, BLOCK_K])
         w_desc = tl.make_tensor_descriptor(w_desc, [N, K], [W_PITCH, 1], [BLOCK_N, BLOCK_K])
-        out_desc = tl.make_tensor_descriptor(out_desc, [num_rows, N], [OUT_PITCH, 1], [BLOCK_M, BLOCK_N])
+        out_desc = tl.make_tensor_descriptor(
+            out_desc, [num_rows, N // FACTORS], [OUT_PITCH, 1], [BLOCK_M, BLOCK_N // FACTORS]
+        )
         if residual_desc is not None:
             residual_desc = tl.make_tensor_descriptor(
                 residual_desc, [num_rows, N], [RESIDUAL_PITCH, 1], [BLOCK_M, BLOCK_N]
@@ -136,7 +152,10 @@ def _linear_kernel(
         cols = col0 + tl.arange(0, BLOCK_N)
         mask_n = cols < N
         if stats_in_ptr is not None:  # before the K loop, which hides their latency
-            mean, rstd = _merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+            if colsum_ptr is not None:
+                mean, rstd = _merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+            else:
+                rstd = _merge_squares(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
 
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, K, BLOCK_K):
@@ -148,8 +167,10 @@ def _linear_kernel(
                 acc = tl.dot(x, w.T, acc)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
 
         if stats_in_ptr is not None:
-            colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
-            acc = rstd[:, None] * (acc - mean[:, None] * colsum[None, :])
+            if colsum_ptr is not None:
+                colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
+                acc = acc - mean[:, None] * colsum[None, :]
+            acc = rstd[:, None] * acc
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)[None, :]
         if table_ptr is not None:
@@ -157,12 +178,15 @@ def _linear_kernel(
         if rope_ptr is not None:
             if col0 < ROPE_COLS:
                 acc = _rotate_pairs(acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, BLOCK_M, BLOCK_N)
-        acc = _activate(acc, ACT)
+        if ACT == "swiglu":
+            acc = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
+        else:
+            acc = _activate(acc, ACT)
         if residual_desc is not None:
             acc += residual_desc.load([row0, col0]).to(tl.float32)
 
         out = acc.to(out_desc.dtype)
-        out_desc.store([row0, col0], out)
+        out_desc.store([row0, col0 // FACTORS], out)
         if stats_out_ptr is not None:
             size = tl.minimum(N - col0, BLOCK_N)
             _store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
@@ -186,13 +210,13 @@ def linear(
         x: `[T, K]`, rows a multiple of 16 bytes apart.
         weight: `[N, K]`, same dtype, rows a multiple of 16 bytes apart.
         num_rows: `[1]` int32 on the device, the true row count (at most T).
-        out: `[T, N]`; may be the residual itself.
+        out: `[T, N]`, of swiglu `[T, N / 2]`; may be the residual itself.
         epilogue: what follows the product.
         config: tile and schedule.
     """
-    (rows, k), n = x.shape, weight.shape[0]
-    assert weight.shape[1] == k and out.shape == (rows, n), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
-    e = epilogue
+    (rows, k), n, e = x.shape, weight.shape[0], epilogue
+    wide = n // 2 if e.gated else n
+    assert weight.shape[1] == k and out.shape == (rows, wide), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
     assert e.stats is None or e.stats.width == config.block_n, "row statistics are one part per tile column"
     tiles = -(-rows // config.block_m) * -(-n // config.block_n)
     if tiles == 0:
@@ -201,7 +225,7 @@ def linear(
     launch(
         _linear_kernel,
         min(tiles, config.max_programs),
-        _boxes(x, weight, out, e.residual, config),
+        _boxes(x, weight, out, e, config),
         (
             e.bias,
             norm.colsum,
@@ -222,13 +246,13 @@ def linear(
 
 
 def _boxes(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, config: LinearConfig
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: LinearConfig
 ) -> tuple[TensorDescriptor | torch.Tensor | None, ...]:
     bm, bn, bk, engine = config.block_m, config.block_n, config.block_k, config.copy_engine
-    out_box = box(out, bm, bn, engine)
+    out_box = box(out, bm, bn // 2 if e.gated else bn, engine)
     residual_box = None
-    if residual is not None:
-        residual_box = out_box if residual is out else box(residual, bm, bn, engine)
+    if e.residual is not None:
+        residual_box = out_box if e.residual is out else box(e.residual, bm, bn, engine)
     return box(x, bm, bk, engine), box(weight, bn, bk, engine), out_box, residual_box
 
 
@@ -256,4 +280,5 @@ def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Ta
         "HEAD_DIM": rope.head_dim,
         "TAPS": 0 if taps.index is None else taps.index.shape[1],
         "ACT": e.activation,
+        "LIMIT": e.limit,
     }

@@ -1,14 +1,15 @@
 """Everything the encoder needs to know about a batch, from grid_thw, in one launch on the device.
 
     tokens  : rotary cos and sin of (row, col), and the position table's taps and weights    one row a token
+    order   : where a token's pixels are, in towers with attention windows                   one entry a merged token
     frames  : cu_seqlens                                                                     one entry a frame
     tiles   : attention's query tiles                                                        one row a tile
+    windows, window tiles : the same for windows                                             (windows.py)
     counts  : how many there are of each
 
-Tokens of a frame come in merge-block order: (block row, block col, row in block, col in block). Angles are
-`row * f` and `col * f` with `f = theta^(-2i / (head_dim / 2))`, i < head_dim / 4 (2-D rotary embedding of Qwen2-VL,
-arXiv:2409.12191); taps are bilinear with aligned corners, as `F.interpolate(align_corners=True)`.
-A grid row of zeros is an empty item, so a table padded with zeros needs no count of its own.
+Tokens of a frame come in merge-block order: (block row, block col, row in block, col in block); in towers with windows
+window by window, each in that order. A grid row of zeros is an empty item, so a table padded with zeros needs no count
+of its own.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,35 @@ import torch
 import triton
 import triton.language as tl
 
-TOKENS, MERGED, FRAMES, TILES = range(4)
+from fusedvit.kernels.locate import _locate
+from fusedvit.kernels.positions import _store_bicubic, _store_bilinear, _store_rope
+from fusedvit.kernels.windows import _span, _window_of_token, _window_tile, _window_tiles, _windows
+
+TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES = range(6)
 BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a tower decides its metadata.
+
+    Attributes:
+        merge: spatial merge size; h and w are multiples of it.
+        head_dim: channels of a head, a multiple of 4.
+        block_m: queries of an attention tile.
+        side: side of the square position table, 0 for none.
+        taps: entries of that table a position is made of: 4, 16, or 0 for none.
+        window: patches on a side of an attention window, a multiple of `merge`; 0 for none.
+        window_block_m: queries of an attention tile of windows.
+    """
+
+    merge: int
+    head_dim: int
+    block_m: int
+    side: int = 0
+    taps: int = 0
+    window: int = 0
+    window_block_m: int = 64
 
 
 @dataclass(frozen=True)
@@ -26,13 +54,17 @@ class Metadata:
     """Device-side facts of one batch, filled by `vision_metadata`. Padding is stated beside each field.
 
     Attributes:
-        counts: `[4, 4]` int32; column 0 holds tokens, merged tokens, frames, tiles (rows 16 bytes apart, so that a
-            pointer to any of them is equally aligned).
+        counts: `[6, 4]` int32; column 0 holds tokens, merged tokens, frames, tiles, windows and their tiles (rows 16
+            bytes apart, so that a pointer to any of them is equally aligned). Without windows theirs are undefined.
         rope: `[tokens, 2, head_dim / 2]` fp32, cos and sin. Past the count: undefined, never read.
         tap_index: `[tokens, taps]` int32 rows of the position table. Past the count: undefined, never read.
         tap_weight: `[tokens, taps]` fp32. Past the count: undefined, never read.
         cu_seqlens: `[frames + 1]` int32. Past the count: the total, so that it is monotone.
         tiles: `[tiles, 4]` int32, see `attention.Segments`. Past the count: zeros.
+        order: `[merged tokens]` int32, which merged token of the caller's order each one in window order is; empty
+            without windows. Past the count: undefined, never read.
+        window_cu_seqlens: `[windows + 1]` int32, as `cu_seqlens`; empty without windows.
+        window_tiles: `[window tiles, 4]` int32, as `tiles`; empty without windows.
     """
 
     counts: torch.Tensor
@@ -41,185 +73,169 @@ class Metadata:
     tap_weight: torch.Tensor
     cu_seqlens: torch.Tensor
     tiles: torch.Tensor
+    order: torch.Tensor
+    window_cu_seqlens: torch.Tensor
+    window_tiles: torch.Tensor
 
     def count(self, which: int) -> torch.Tensor:
-        """`[1]` int32 view of one count (`TOKENS`, `MERGED`, `FRAMES`, `TILES`)."""
+        """`[1]` int32 view of one count (`TOKENS`, `MERGED`, `FRAMES`, `TILES`, `WINDOWS`, `WINDOW_TILES`)."""
         return self.counts[which, :1]
 
 
 @triton.jit
-def _locate(offs, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, ITEMS: tl.constexpr):
-    """Which item each of `offs` belongs to, counting tokens (KIND 0), frames (2) or tiles (3).
-
-    Returns, for each: its offset within the item, the item's first token, height, width; and the totals.
-    """
-    total = 0
-    total_tokens = 0
-    within = offs * 0
-    first = offs * 0
-    height = offs * 0
-    width = offs * 0
-    for start in tl.range(0, num_items, ITEMS):
-        item = start + tl.arange(0, ITEMS)
-        mask = item < num_items
-        t = tl.load(grid_ptr + 3 * item, mask=mask, other=0)
-        h = tl.load(grid_ptr + 3 * item + 1, mask=mask, other=0)
-        w = tl.load(grid_ptr + 3 * item + 2, mask=mask, other=0)
-        tokens = t * h * w
-        if KIND == 0:
-            size = tokens
-        elif KIND == 2:
-            size = t
-        else:
-            size = t * ((h * w + BLOCK_Q - 1) // BLOCK_Q)
-        begin = total + tl.cumsum(size, 0) - size  # [ITEMS]
-        begin_tokens = total_tokens + tl.cumsum(tokens, 0) - tokens
-        here = (offs[:, None] >= begin[None, :]) & (offs[:, None] < (begin + size)[None, :])  # one a row at most
-        within += tl.sum(tl.where(here, offs[:, None] - begin[None, :], 0), 1)
-        first += tl.sum(tl.where(here, begin_tokens[None, :], 0), 1)
-        height += tl.sum(tl.where(here, h[None, :], 0), 1)
-        width += tl.sum(tl.where(here, w[None, :], 0), 1)
-        total += tl.sum(size, 0)
-        total_tokens += tl.sum(tokens, 0)
-    return within, first, height, width, total, total_tokens
-
-
-@triton.jit
-def _axis_taps(index, size, SIDE: tl.constexpr):
-    """Bilinear taps of one axis with aligned corners: (lower index, upper index, upper weight)."""
-    source = tl.math.div_rn(index.to(tl.float32) * (SIDE - 1), tl.maximum(size - 1, 1).to(tl.float32))
-    lower = tl.floor(source)
-    low = lower.to(tl.int32)
-    return low, tl.minimum(low + 1, SIDE - 1), source - lower
-
-
-@triton.jit
-def _store_rope(rope_ptr, inv_freq_ptr, offs, row, col, mask, HEAD_DIM: tl.constexpr, FREQS: tl.constexpr):
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    f = tl.arange(0, FREQS)
-    inv_freq = tl.load(inv_freq_ptr + f, mask=f < QUARTER, other=0.0)
-    ptrs = rope_ptr + offs.to(tl.int64)[:, None] * HEAD_DIM + f[None, :]
-    mask = mask[:, None] & (f < QUARTER)[None, :]
-    angle = row.to(tl.float32)[:, None] * inv_freq[None, :]  # [BLOCK, FREQS]
-    tl.store(ptrs, tl.cos(angle), mask=mask)
-    tl.store(ptrs + 2 * QUARTER, tl.sin(angle), mask=mask)
-    angle = col.to(tl.float32)[:, None] * inv_freq[None, :]
-    tl.store(ptrs + QUARTER, tl.cos(angle), mask=mask)
-    tl.store(ptrs + 3 * QUARTER, tl.sin(angle), mask=mask)
-
-
-@triton.jit
-def _store_taps(index_ptr, weight_ptr, offs, row, col, height, width, mask, SIDE: tl.constexpr):
-    top, bottom, down = _axis_taps(row, height, SIDE)
-    left, right, across = _axis_taps(col, width, SIDE)
-    base = 4 * offs.to(tl.int64)
-    tl.store(index_ptr + base, top * SIDE + left, mask=mask)
-    tl.store(index_ptr + base + 1, top * SIDE + right, mask=mask)
-    tl.store(index_ptr + base + 2, bottom * SIDE + left, mask=mask)
-    tl.store(index_ptr + base + 3, bottom * SIDE + right, mask=mask)
-    tl.store(weight_ptr + base, (1.0 - down) * (1.0 - across), mask=mask)
-    tl.store(weight_ptr + base + 1, (1.0 - down) * across, mask=mask)
-    tl.store(weight_ptr + base + 2, down * (1.0 - across), mask=mask)
-    tl.store(weight_ptr + base + 3, down * across, mask=mask)
-
-
-@triton.jit
 def _store_tokens(
-    offs, grid_ptr, num_items, counts_ptr, rope_ptr, index_ptr, weight_ptr, inv_freq_ptr,
-    MERGE: tl.constexpr, HEAD_DIM: tl.constexpr, FREQS: tl.constexpr, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr,
-    ITEMS: tl.constexpr,
+    offs, grid_ptr, num_items, counts_ptr, rope_ptr, index_ptr, weight_ptr, order_ptr, inv_freq_ptr,
+    MERGE: tl.constexpr, HEAD_DIM: tl.constexpr, FREQS: tl.constexpr, SIDE: tl.constexpr, TAPS: tl.constexpr,
+    WINDOW: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    within, first, height, width, total, _ = _locate(offs, grid_ptr, num_items, 0, BLOCK_Q, ITEMS)
+    within, first, height, width, total, _ = _locate(offs, grid_ptr, num_items, 0, 1, WINDOW, ITEMS)
     mask = offs < total
-    h = tl.maximum(height, 1)
+    h = tl.maximum(height, MERGE)
     w = tl.maximum(width, MERGE)
+    begin = first + within // (h * w) * (h * w)
     within = within % (h * w)
-    block = within // (MERGE * MERGE)
-    row = block // (w // MERGE) * MERGE + within // MERGE % MERGE
-    col = block % (w // MERGE) * MERGE + within % MERGE
+    if WINDOW > 0:
+        row, col = _window_of_token(within, h, w, WINDOW, MERGE)
+        unit: tl.constexpr = MERGE * MERGE
+        there = begin // unit + row // MERGE * (w // MERGE) + col // MERGE
+        tl.store(order_ptr + offs // unit, there, mask=mask & (offs % unit == 0))
+    else:
+        block = within // (MERGE * MERGE)
+        row = block // (w // MERGE) * MERGE + within // MERGE % MERGE
+        col = block % (w // MERGE) * MERGE + within % MERGE
     _store_rope(rope_ptr, inv_freq_ptr, offs, row, col, mask, HEAD_DIM, FREQS)
-    if SIDE > 0:
-        _store_taps(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
+    if TAPS == 4:
+        _store_bilinear(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
+    if TAPS == 16:
+        _store_bicubic(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, total)
         tl.store(counts_ptr + 4, total // (MERGE * MERGE))
 
 
-@triton.jit(do_not_specialize=["num_items", "token_programs", "frame_programs", "num_cu", "num_tiles"])
+@triton.jit
+def _store_segments(
+    first_program, offs, grid_ptr, num_items, count_ptr, cu_ptr, num_cu, WINDOW: tl.constexpr, ITEMS: tl.constexpr
+):
+    """cu_seqlens of frames, or with WINDOW of windows."""
+    within, first, height, width, total, tokens = _locate(
+        offs, grid_ptr, num_items, 4 if WINDOW > 0 else 2, 1, WINDOW, ITEMS
+    )
+    if WINDOW > 0:
+        per_frame = tl.maximum(_windows(height, width, WINDOW), 1)
+        across = tl.maximum((width + WINDOW - 1) // WINDOW, 1)
+        window = within % per_frame
+        start, _ = _span(window // across, window % across, height, width, WINDOW)
+        begin = first + within // per_frame * height * width + start
+    else:
+        begin = first + within * height * width
+    tl.store(cu_ptr + offs, tl.where(offs < total, begin, tokens), mask=offs < num_cu)
+    if tl.program_id(0) == first_program:
+        tl.store(count_ptr, total)
+
+
+@triton.jit
+def _store_tiles(
+    first_program, offs, grid_ptr, num_items, count_ptr, tiles_ptr, num_tiles,
+    BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Query tiles of frames, or with WINDOW of windows."""
+    within, first, height, width, total, _ = _locate(
+        offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, BLOCK_Q, WINDOW, ITEMS
+    )
+    if WINDOW > 0:
+        per_frame = tl.maximum(_window_tiles(height, width, WINDOW, BLOCK_Q), 1)
+        start, size, tile = _window_tile(within % per_frame, height, width, WINDOW, BLOCK_Q)
+        begin = first + within // per_frame * height * width + start
+    else:
+        size = height * width
+        per_frame = tl.maximum((size + BLOCK_Q - 1) // BLOCK_Q, 1)
+        begin = first + within // per_frame * size
+        tile = within % per_frame
+    real = offs < total
+    ptrs = tiles_ptr + 4 * offs
+    mask = offs < num_tiles
+    tl.store(ptrs, tl.where(real, begin, 0), mask=mask)
+    tl.store(ptrs + 1, tl.where(real, begin + size, 0), mask=mask)
+    tl.store(ptrs + 2, tl.where(real, begin + tile * BLOCK_Q, 0), mask=mask)
+    tl.store(ptrs + 3, offs * 0, mask=mask)
+    if tl.program_id(0) == first_program:
+        tl.store(count_ptr, total)
+
+
+@triton.jit(do_not_specialize=["num_items", "a1", "a2", "a3", "a4", "num_cu", "num_tiles", "num_windows", "num_wtiles"])
 def _metadata_kernel(
     grid_ptr,  # [items, 3] int32, (t, h, w)
     inv_freq_ptr,  # [HEAD_DIM / 4] fp32
-    counts_ptr,  # [4, 4] int32
+    counts_ptr,  # [6, 4] int32
     rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32
-    index_ptr,  # [T, 4] int32
-    weight_ptr,  # [T, 4] fp32
+    index_ptr,  # [T, TAPS] int32
+    weight_ptr,  # [T, TAPS] fp32
     cu_ptr,  # [num_cu] int32
     tiles_ptr,  # [num_tiles, 4] int32
+    order_ptr,  # [T / MERGE^2] int32
+    window_cu_ptr,  # [num_windows] int32
+    window_tiles_ptr,  # [num_wtiles, 4] int32
     num_items,
-    token_programs,
-    frame_programs,
+    a1,  # programs up to here do tokens, then to a2 frames, to a3 tiles, to a4 windows, the rest window tiles
+    a2,
+    a3,
+    a4,
     num_cu,
     num_tiles,
+    num_windows,
+    num_wtiles,
     MERGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FREQS: tl.constexpr,
     SIDE: tl.constexpr,
+    TAPS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_Q: tl.constexpr,
     BLOCK: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    if pid < token_programs:
-        offs = pid * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    if pid < a1:
         _store_tokens(
-            offs, grid_ptr, num_items, counts_ptr, rope_ptr, index_ptr, weight_ptr, inv_freq_ptr,
-            MERGE, HEAD_DIM, FREQS, SIDE, BLOCK_Q, ITEMS,
+            pid * BLOCK + lane, grid_ptr, num_items, counts_ptr, rope_ptr, index_ptr, weight_ptr, order_ptr,
+            inv_freq_ptr, MERGE, HEAD_DIM, FREQS, SIDE, TAPS, WINDOW, ITEMS,
         )  # fmt: skip
-    elif pid < token_programs + frame_programs:
-        offs = (pid - token_programs) * BLOCK + tl.arange(0, BLOCK)
-        within, first, height, width, total, tokens = _locate(offs, grid_ptr, num_items, 2, BLOCK_Q, ITEMS)
-        tl.store(cu_ptr + offs, tl.where(offs < total, first + within * height * width, tokens), mask=offs < num_cu)
-        if pid == token_programs:
-            tl.store(counts_ptr + 8, total)
-    else:
-        offs = (pid - token_programs - frame_programs) * BLOCK + tl.arange(0, BLOCK)
-        within, first, height, width, total, _ = _locate(offs, grid_ptr, num_items, 3, BLOCK_Q, ITEMS)
-        size = height * width
-        per_frame = tl.maximum((size + BLOCK_Q - 1) // BLOCK_Q, 1)
-        begin = first + within // per_frame * size
-        ptrs = tiles_ptr + 4 * offs
-        mask = offs < num_tiles
-        tl.store(ptrs, begin, mask=mask)
-        tl.store(ptrs + 1, begin + size, mask=mask)
-        tl.store(ptrs + 2, begin + within % per_frame * BLOCK_Q, mask=mask)
-        tl.store(ptrs + 3, offs * 0, mask=mask)
-        if pid == token_programs + frame_programs:
-            tl.store(counts_ptr + 12, total)
+    elif pid < a2:
+        _store_segments(a1, (pid - a1) * BLOCK + lane, grid_ptr, num_items, counts_ptr + 8, cu_ptr, num_cu, 0, ITEMS)
+    elif pid < a3:
+        offs = (pid - a2) * BLOCK + lane
+        _store_tiles(a2, offs, grid_ptr, num_items, counts_ptr + 12, tiles_ptr, num_tiles, BLOCK_Q, 0, ITEMS)
+    elif WINDOW > 0:
+        if pid < a4:
+            offs = (pid - a3) * BLOCK + lane
+            _store_segments(
+                a3, offs, grid_ptr, num_items, counts_ptr + 16, window_cu_ptr, num_windows, WINDOW, ITEMS
+            )
+        else:
+            offs = (pid - a4) * BLOCK + lane
+            _store_tiles(
+                a4, offs, grid_ptr, num_items, counts_ptr + 20, window_tiles_ptr, num_wtiles, WINDOW_Q, WINDOW, ITEMS
+            )
 
 
-def vision_metadata(
-    grid: torch.Tensor,
-    inv_freq: torch.Tensor,
-    out: Metadata,
-    merge: int,
-    head_dim: int,
-    side: int,
-    block_m: int,
-) -> Metadata:
+def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, layout: Layout) -> Metadata:
     """Fills `out` from `grid`; capacities are the shapes of `out`.
 
     Args:
         grid: `[items, 3]` int32 (t, h, w) on the device, rows of zeros for no item.
         inv_freq: `[head_dim / 4]` fp32.
-        merge: spatial merge size; h and w are multiples of it.
-        head_dim: channels of a head, a multiple of 4.
-        side: side of the square position table, 0 for none.
-        block_m: queries of an attention tile.
+        layout: of the tower and its attention tiles.
     """
-    num_cu, num_tiles = out.cu_seqlens.shape[0], out.tiles.shape[0]
-    token_programs = max(1, triton.cdiv(out.rope.shape[0], BLOCK))
-    frame_programs = triton.cdiv(num_cu, BLOCK)
-    _metadata_kernel[(token_programs + frame_programs + max(1, triton.cdiv(num_tiles, BLOCK)),)](
+    sizes = [out.rope.shape[0], *(t.shape[0] for t in (out.cu_seqlens, out.tiles))]
+    if layout.window:
+        sizes += [out.window_cu_seqlens.shape[0], out.window_tiles.shape[0]]
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + max(1, triton.cdiv(size, BLOCK)))
+    _metadata_kernel[(ends[-1],)](
         grid,
         inv_freq,
         out.counts,
@@ -228,16 +244,22 @@ def vision_metadata(
         out.tap_weight,
         out.cu_seqlens,
         out.tiles,
+        out.order,
+        out.window_cu_seqlens,
+        out.window_tiles,
         grid.shape[0],
-        token_programs,
-        frame_programs,
-        num_cu,
-        num_tiles,
-        MERGE=merge,
-        HEAD_DIM=head_dim,
-        FREQS=triton.next_power_of_2(head_dim // 4),
-        SIDE=side,
-        BLOCK_Q=block_m,
+        *ends[1:4],
+        ends[4] if layout.window else ends[3],
+        *sizes[1:3],
+        *(sizes[3:] or (0, 0)),
+        MERGE=layout.merge,
+        HEAD_DIM=layout.head_dim,
+        FREQS=triton.next_power_of_2(layout.head_dim // 4),
+        SIDE=layout.side,
+        TAPS=layout.taps,
+        BLOCK_Q=layout.block_m,
+        WINDOW=layout.window,
+        WINDOW_Q=layout.window_block_m,
         BLOCK=BLOCK,
         ITEMS=16,
         num_warps=4,

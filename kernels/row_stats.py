@@ -81,6 +81,31 @@ def _merge_moments(
 
 
 @triton.jit
+def _merge_squares(
+    stats_ptr,  # [T, PARTS, 2] fp32
+    rows,  # [BLOCK_M] int64
+    mask_m,  # [BLOCK_M]
+    eps,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """1 / sqrt(mean of squares + eps) of each row: a part's sum of squares is M2 + size mean^2, all of one sign."""
+    PER_LENGTH: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
+    offs = tl.arange(0, CHUNK)
+    squares = tl.zeros([rows.shape[0]], tl.float32)
+    for start in tl.static_range(0, PARTS, CHUNK):
+        part = start + offs
+        size = tl.minimum(LENGTH - (part % PER_LENGTH) * WIDTH, WIDTH).to(tl.float32)
+        ptrs = stats_ptr + rows[:, None] * (2 * PARTS) + 2 * part[None, :]
+        mask = mask_m[:, None] & (part < PARTS)[None, :]
+        mean = tl.load(ptrs, mask=mask, other=0.0)  # [BLOCK_M, CHUNK]
+        squares += tl.sum(tl.load(ptrs + 1, mask=mask, other=0.0) + size[None, :] * mean * mean, 1)
+    return 1.0 / tl.sqrt(squares / (PARTS // PER_LENGTH * LENGTH) + eps)
+
+
+@triton.jit
 def _store_moments(
     y,  # [BLOCK_M, BLOCK_N] fp32, the rounded output
     stats_ptr,  # [T, PARTS, 2] fp32

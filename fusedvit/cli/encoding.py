@@ -31,7 +31,7 @@ def encode_once(
     """Prepare the weights and run `ops` on pixels `[P, C*tp*p*p]`, in buffers of exactly their size."""
     weights = prepare(spec, family.names, family.source(parameters))
     plan = plan_for(spec, len(pixels), pixels.dtype, H100)
-    buffers = allocate(spec, Capacity.of(items, plan.attention.block_m), pixels.dtype, pixels.device, pixels)
+    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), pixels.dtype, pixels.device, pixels)
     buffers.grid.copy_(torch.tensor([[item.t, item.h, item.w] for item in items]))
     with torch.inference_mode():
         return encode(spec, weights, buffers, ops, plan)

@@ -1,4 +1,5 @@
-"""Qwen3-VL (dense and MoE: the same tower) and Qwen3.5 / 3.6 (the same without deepstack)."""
+"""Qwen3-VL (dense and MoE: the same tower), Qwen3-Omni (under other names), Qwen3.5 / 3.6 (without deepstack), and
+models that took one of these towers over."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,10 @@ def _merger(at: str) -> MergerNames:
     return MergerNames(f"{at}.norm", f"{at}.linear_fc1", f"{at}.linear_fc2", f"{at}.act_fn")
 
 
+def _omni_merger(at: str) -> MergerNames:
+    return MergerNames(f"{at}.ln_q", f"{at}.mlp.0", f"{at}.mlp.2", f"{at}.mlp.1")
+
+
 NAMES = WeightNames(
     patch="patch_embed.proj",
     position="pos_embed",
@@ -28,6 +33,8 @@ NAMES = WeightNames(
     merger=_merger("merger"),
     deepstack=_merger("deepstack_merger_list.{}"),
 )
+
+OMNI_NAMES = replace(NAMES, merger=_omni_merger("merger"), deepstack=_omni_merger("merger_list.{}"))
 
 
 def spec_from_config(config: Any) -> VisionSpec:
@@ -67,7 +74,7 @@ def spec_without_deepstack(config: Any) -> VisionSpec:
 FAMILIES = (
     Family(
         name="Qwen3-VL",
-        class_names=("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"),
+        class_names=("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "CohereCompassVisionModel"),
         spec_from_config=spec_from_config,
         names=NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
@@ -75,8 +82,17 @@ FAMILIES = (
         aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
+        name="Qwen3-Omni",
+        class_names=("Qwen3OmniMoeVisionEncoder",),
+        spec_from_config=spec_from_config,
+        names=OMNI_NAMES,
+        output_class="BaseModelOutputWithDeepstackFeatures",
+        has_deepstack=True,
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+    Family(
         name="Qwen3.5",
-        class_names=("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel"),
+        class_names=("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel"),
         spec_from_config=spec_without_deepstack,
         names=NAMES,
         output_class="BaseModelOutputWithPooling",

@@ -1,9 +1,9 @@
 """Every family that can be fused."""
 
-from fusedvit.families import qwen2, qwen3
+from fusedvit.families import glm, qwen2, qwen3, qwen25
 from fusedvit.families.record import Family
 
-FAMILIES: tuple[Family, ...] = (*qwen2.FAMILIES, *qwen3.FAMILIES)
+FAMILIES: tuple[Family, ...] = (*qwen2.FAMILIES, *qwen25.FAMILIES, *qwen3.FAMILIES, *glm.FAMILIES)
 
 
 def family_of(class_name: str) -> Family | None:

@@ -29,6 +29,13 @@ def moments(stats: RowStats, rows: int, eps: float) -> tuple[torch.Tensor, torch
     return mean, torch.rsqrt(m2 / size.sum() + eps)
 
 
+def inverse_rms(stats: RowStats, rows: int, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean of squares + eps), `[rows, 1]` fp64, from partial moments."""
+    size = part_sizes(stats)
+    part_mean, part_m2 = stats.partials[:rows].double().unbind(-1)
+    return torch.rsqrt((part_m2 + size * part_mean**2).sum(1, keepdim=True) / size.sum() + eps)
+
+
 def store_moments(y: torch.Tensor, stats: RowStats) -> None:
     """Writes the partial moments of the rows of `y` `[rows, length]`."""
     for part, columns in enumerate(_wide(y).split(stats.width, dim=1)):
@@ -38,12 +45,14 @@ def store_moments(y: torch.Tensor, stats: RowStats) -> None:
 
 
 def _norm(acc: torch.Tensor, norm: NormFold) -> torch.Tensor:
-    assert norm.stats is not None and norm.colsum is not None, "a norm fold needs stats and colsum"
+    assert norm.stats is not None, "a norm fold needs stats"
+    if norm.colsum is None:
+        return acc * inverse_rms(norm.stats, acc.shape[0], norm.eps).to(acc.dtype)
     mean, rstd = (m.to(acc.dtype) for m in moments(norm.stats, acc.shape[0], norm.eps))
     return rstd * (acc - mean * norm.colsum.to(acc.dtype))
 
 
-def _taps(acc: torch.Tensor, taps: Taps) -> torch.Tensor:
+def add_taps(acc: torch.Tensor, taps: Taps) -> torch.Tensor:
     assert taps.table is not None and taps.index is not None and taps.weight is not None, "taps need all three"
     rows = acc.shape[0]
     picked = taps.table.to(acc.dtype)[taps.index[:rows].long()]  # [rows, taps, N]
@@ -68,6 +77,13 @@ def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     return x
 
 
+def _gate(acc: torch.Tensor, limit: float) -> torch.Tensor:
+    gate, up = acc[:, 0::2], acc[:, 1::2]
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -84,10 +100,10 @@ def linear(
     if e.bias is not None:
         acc = acc + e.bias.to(acc.dtype)
     if e.taps is not None:
-        acc = _taps(acc, e.taps)
+        acc = add_taps(acc, e.taps)
     if e.rope is not None:
         acc = _rope(acc, e.rope)
-    acc = _activate(acc, e.activation)
+    acc = _gate(acc, e.limit) if e.gated else _activate(acc, e.activation)
     if e.residual is not None:
         acc = acc + e.residual[:rows].to(acc.dtype)
     out[:rows] = acc.to(out.dtype)

@@ -1,19 +1,35 @@
 """Torch twin of `kernels.metadata`, item by item."""
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange, repeat
 
-from fusedvit.kernels.metadata import FRAMES, MERGED, TILES, TOKENS, Metadata
+from fusedvit.kernels.metadata import (
+    FRAMES,
+    MERGED,
+    TILES,
+    TOKENS,
+    WINDOW_TILES,
+    WINDOWS,
+    Layout,
+    Metadata,
+)
 
 
-def _positions(h: int, w: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, col) of a frame's tokens in merge-block order, each `[h * w]` int64."""
+def _positions(h: int, w: int, merge: int) -> torch.Tensor:
+    """The raster index of a frame's tokens in merge-block order, `[h * w]` int64."""
     index = torch.arange(h * w).view(h, w)
-    order = rearrange(index, "(bh mh) (bw mw) -> (bh bw mh mw)", mh=merge, mw=merge)
-    return order // w, order % w
+    return rearrange(index, "(bh mh) (bw mw) -> (bh bw mh mw)", mh=merge, mw=merge)
 
 
-def _axis_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _windows(h: int, w: int, side: int) -> tuple[torch.Tensor, list[int]]:
+    """Merged tokens of an h x w frame window by window: their indices, and how many each window holds."""
+    index = F.pad(torch.arange(h * w).view(h, w), (0, -w % side, 0, -h % side), value=-1)
+    cut = rearrange(index, "(ih sh) (iw sw) -> (ih iw) (sh sw)", sh=side, sw=side)
+    return cut[cut >= 0], (cut >= 0).sum(1).tolist()
+
+
+def _linear_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Bilinear taps of one axis with aligned corners: indices and weights, each `[n, 2]`."""
     source = index.float() * (side - 1) / max(size - 1, 1)
     low = source.floor().long()
@@ -21,10 +37,21 @@ def _axis_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor,
     return torch.stack([low, (low + 1).clamp(max=side - 1)], 1), torch.stack([1 - up, up], 1)
 
 
-def _taps(row: torch.Tensor, col: torch.Tensor, h: int, w: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, row_weights = _axis_taps(row, h, side)
-    cols, col_weights = _axis_taps(col, w, side)
-    index = rows[:, :, None] * side + cols[:, None, :]
+def _cubic_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bicubic taps of one axis with half-pixel centres, clamped to the border: indices and weights, each `[n, 4]`."""
+    source = (index.float() + 0.5) * side / size - 0.5
+    low, tap = source.floor().long(), torch.arange(-1, 3)
+    d = (source[:, None] - low[:, None] - tap).abs()
+    near = (1.25 * d - 2.25) * d * d + 1
+    far = ((-0.75 * d + 3.75) * d - 6) * d + 3
+    return (low[:, None] + tap).clamp(0, side - 1), torch.where(tap.sub(0.5).abs() < 1, near, far)
+
+
+def _taps(row: torch.Tensor, col: torch.Tensor, h: int, w: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    axis = _linear_taps if layout.taps == 4 else _cubic_taps
+    rows, row_weights = axis(row, h, layout.side)
+    cols, col_weights = axis(col, w, layout.side)
+    index = rows[:, :, None] * layout.side + cols[:, None, :]
     weight = row_weights[:, :, None] * col_weights[:, None, :]
     return rearrange(index, "n r c -> n (r c)").int(), rearrange(weight, "n r c -> n (r c)")
 
@@ -35,37 +62,47 @@ def _rope(row: torch.Tensor, col: torch.Tensor, inv_freq: torch.Tensor) -> torch
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
-def vision_metadata(
-    grid: torch.Tensor,
-    inv_freq: torch.Tensor,
-    out: Metadata,
-    merge: int,
-    head_dim: int,
-    side: int,
-    block_m: int,
-) -> Metadata:
+def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, layout: Layout) -> Metadata:
     """See `fusedvit.kernels.metadata.vision_metadata`."""
-    lengths: list[int] = []
-    token = 0
+    frames: list[int] = []
+    windows: list[int] = []
+    token, unit = 0, layout.merge**2
     for t, h, w in grid.tolist():
         tokens = slice(token, token + t * h * w)
         token = tokens.stop
-        lengths += [h * w] * t
+        frames += [h * w] * t
         if t * h * w == 0:
             continue
-        row, col = _positions(h, w, merge)
+        place = _positions(h, w, layout.merge)
+        if layout.window:
+            order, sizes = _windows(h // layout.merge, w // layout.merge, layout.window // layout.merge)
+            place = place.view(-1, unit)[order].flatten()
+            starts = torch.arange(tokens.start // unit, tokens.stop // unit, len(order))
+            out.order[tokens.start // unit : tokens.stop // unit] = (starts[:, None] + order).flatten().to(out.order)
+            windows += [size * unit for size in sizes] * t
+        row, col = place // w, place % w
         out.rope[tokens] = repeat(_rope(row, col, inv_freq.cpu()), "n c f -> (t n) c f", t=t).to(out.rope)
-        if side:
-            index, weight = _taps(row, col, h, w, side)
+        if layout.taps:
+            index, weight = _taps(row, col, h, w, layout)
             out.tap_index[tokens] = repeat(index, "n k -> (t n) k", t=t).to(out.tap_index)
             out.tap_weight[tokens] = repeat(weight, "n k -> (t n) k", t=t).to(out.tap_weight)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    out.cu_seqlens[: len(ends)] = ends.to(out.cu_seqlens)
-    out.cu_seqlens[len(ends) :] = token
-    tiles = [(b, b + n, r, 0) for b, n in zip(ends.tolist(), lengths, strict=False) for r in range(b, b + n, block_m)]
-    out.tiles.zero_()
-    if tiles:
-        out.tiles[: len(tiles)] = torch.tensor(tiles).to(out.tiles)
-    for which, count in ((TOKENS, token), (MERGED, token // merge**2), (FRAMES, len(lengths)), (TILES, len(tiles))):
-        out.counts[which, 0] = count
+    _segments(frames, layout.block_m, out, out.cu_seqlens, out.tiles, FRAMES, TILES)
+    if layout.window:
+        _segments(
+            windows, layout.window_block_m, out, out.window_cu_seqlens, out.window_tiles, WINDOWS, WINDOW_TILES
+        )
+    out.counts[TOKENS, 0], out.counts[MERGED, 0] = token, token // unit
     return out
+
+
+def _segments(
+    lengths: list[int], block_m: int, out: Metadata, cu: torch.Tensor, table: torch.Tensor, segments: int, tiles: int
+) -> None:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    cu[: len(ends)] = ends.to(cu)
+    cu[len(ends) :] = int(ends[-1])
+    rows = [(b, b + n, r, 0) for b, n in zip(ends.tolist(), lengths, strict=False) for r in range(b, b + n, block_m)]
+    table.zero_()
+    if rows:
+        table[: len(rows)] = torch.tensor(rows).to(table)
+    out.counts[segments, 0], out.counts[tiles, 0] = len(lengths), len(rows)

@@ -34,18 +34,20 @@ class Encoder:
 
     def buffers(self, grid: Grid, spare: Sequence[int] = (0, 0, 0, 0), fill: float | None = None) -> EncoderBuffers:
         """Buffers for `grid` and `spare` more tokens, items, frames, tiles; floats filled with `fill`."""
-        block_m = self.plan(patches_of(grid) + spare[0]).attention.block_m
-        exact = Capacity.of(items_of(grid), block_m)
+        layout = self.plan(patches_of(grid) + spare[0]).layout(self.spec)
+        exact = Capacity.of(items_of(grid), layout)
+        windows = (exact.windows + spare[2], exact.window_tiles + spare[3]) if self.spec.window else ()
         capacity = Capacity(
-            exact.tokens + spare[0], exact.items + spare[1], exact.frames + spare[2], exact.tiles + spare[3]
+            exact.tokens + spare[0], exact.items + spare[1], exact.frames + spare[2], exact.tiles + spare[3], *windows
         )
         made = allocate(self.spec, capacity, self.dtype, self.device)
         if fill is not None:
             floats = [made.pixels, made.hidden, made.wide, made.context, made.stats, made.merged]
             for tensor in [*floats, made.meta.rope, made.meta.tap_weight]:
                 tensor.fill_(fill)
-            for tensor in (made.meta.tap_index, made.meta.cu_seqlens, made.meta.tiles, made.meta.counts):
-                tensor.fill_(2**31 - 1)
+            for tensor in vars(made.meta).values():
+                if not tensor.is_floating_point():
+                    tensor.fill_(2**31 - 1)
         return made
 
     def load(self, buffers: EncoderBuffers, grid: Grid, pixels: torch.Tensor) -> None:
@@ -63,8 +65,11 @@ class Encoder:
         made = self.encode(buffers)
         tokens = patches_of(grid)
         merged = tokens // self.spec.merge_unit
-        named = {"last_hidden_state": made.hidden[:tokens], "pooler_output": made.pooled[:merged]}
-        named |= {f"deepstack_features[{i}]": t[:merged] for i, t in enumerate(made.deepstack)}
+        hidden = made.last_hidden_state(self.spec)
+        rows = merged if self.spec.tail == "downsample" else tokens
+        named = {"last_hidden_state": hidden[:rows], "pooler_output": made.pooled[:merged]}
+        if self.spec.tail != "downsample":
+            named |= {f"deepstack_features[{i}]": t[:merged] for i, t in enumerate(made.deepstack)}
         return {name: t.clone() for name, t in named.items()}
 
     def answer(self, grid: Grid, pixels: torch.Tensor) -> Outputs:

@@ -23,6 +23,25 @@ _QWEN3: dict[str, Any] = {
     "out_hidden_size": 40,
     "num_position_embeddings": 36,
 }
+_QWEN25: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 48,
+    "intermediate_size": 71,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 40,
+    "window_size": 32,  # 8 x 8 patches, as in the released towers
+    "fullatt_block_indexes": [1, 7],  # the second of them is past the last block
+}
+_GLM: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 40,
+    "intermediate_size": 70,
+    "image_size": 24,
+}
 _DEEPSTACK = _QWEN3 | {"deepstack_visual_indexes": [0, 1]}
 
 # Tower class: the model that it is of, and its tiny config.
@@ -32,12 +51,25 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3VLMoeVisionModel": ("qwen3_vl_moe", _DEEPSTACK),
     "Qwen3_5VisionModel": ("qwen3_5", _QWEN3),
     "Qwen3_5MoeVisionModel": ("qwen3_5_moe", _QWEN3),
+    "Qwen4ExpVisionModel": ("qwen4_exp", _QWEN3),
+    "CohereCompassVisionModel": ("cohere_compass", _DEEPSTACK),
+    "Qwen3OmniMoeVisionEncoder": ("qwen3_omni_moe", _DEEPSTACK),
+    "Qwen2_5_VisionTransformerPretrainedModel": ("qwen2_5_vl", _QWEN25),
+    "Qwen2_5OmniVisionEncoder": ("qwen2_5_omni", _QWEN25),
+    "Exaone4_5_VisionModel": ("exaone4_5", _QWEN25 | {"hidden_size": 96, "num_heads": 4, "num_key_value_heads": 2}),
+    "Glm4vVisionModel": ("glm4v", _GLM),
+    "Glm4vMoeVisionModel": ("glm4v_moe", _GLM),
+    "GlmOcrVisionModel": ("glm_ocr", _GLM),
+    "Glm5NextVisionModel": ("glm5_next", _GLM | {"projection_intermediate_size": 90, "swiglu_limit": 0.5}),
 }
 
 
 def is_installed(name: str) -> bool:
     """Whether this version of transformers has the tower class at all."""
     return importlib.util.find_spec(f"transformers.models.{TINY[name][0]}") is not None
+
+
+INSTALLED = [name for name in TINY if is_installed(name)]
 
 
 def class_of(name: str) -> Any:

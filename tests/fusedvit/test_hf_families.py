@@ -10,12 +10,11 @@ import fusedvit
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.structure import shapes_of
 from fusedvit.tolerance import compare
-from tests.fusedvit.families import TINY, class_of, family_tower, is_installed
+from tests.fusedvit.families import INSTALLED, TINY, class_of, family_tower
 from tests.fusedvit.towers import GRIDS, Call, Grid, assert_same, ran_fused, twin
 
 STRICT = fusedvit.FuseConfig(strict=True)
 CLASSES = [name for family in FAMILIES for name in family.class_names]
-INSTALLED = [name for name in CLASSES if is_installed(name)]
 by_class = pytest.mark.parametrize("name", INSTALLED)
 
 # Frames cut by windows at one border, at both, at none; narrower than a window.

@@ -24,12 +24,14 @@ class Layer:
 
     Attributes:
         rows, k, n: the product.
-        norm: a LayerNorm comes first.
+        norm: a norm comes first.
+        rms: it is an RMSNorm.
         merged: rows of x are this many producing rows side by side (a deepstack merger's).
         part: channels of a part of x's statistics.
         heads: rotary heads of q | k | v, 0 for none; n is then 3 * heads * head_dim.
         taps: a four-tap position embedding is added.
         massive: one channel of x is 200 times the rest, as in trained towers.
+        limit: of swiglu's factors.
     """
 
     rows: int
@@ -37,6 +39,7 @@ class Layer:
     n: int
     bias: bool = True
     norm: bool = False
+    rms: bool = False
     merged: int = 1
     part: int = 32
     heads: int = 0
@@ -45,6 +48,16 @@ class Layer:
     residual: bool = False
     stats: bool = False
     massive: bool = False
+    limit: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.n // 2 if self.gated else self.n
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ def tensors(layer: Layer, dtype: torch.dtype, device: torch.device, seed: int = 
         table=draw(9, layer.n, n=6),
         index=draw(layer.rows, 4, n=7).abs().mul(3).long().clamp(max=8),
         tap=draw(layer.rows, 4, n=8).softmax(1),
-        residual=draw(layer.rows, layer.n, n=9),
+        residual=draw(layer.rows, layer.width, n=9),
     ).to(dtype)
     return replace(rounded, angle=draw(layer.rows, half, n=5, scale=3.0), tap=draw(layer.rows, 4, n=8).softmax(1))
 
@@ -98,14 +111,31 @@ def plain(layer: Layer, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
     """The layer op by op in `dtype`, each op rounding as Hugging Face's does; columns in the kernels' order."""
     angle, tap = t.angle, t.tap
     t = t.to(dtype)
-    x = F.layer_norm(t.x, (layer.k,), t.gamma, t.beta, EPS) if layer.norm else t.x
+    x = _normed(layer, t)
     y = F.linear(x, t.weight, t.bias if layer.bias else None)
     if layer.taps:
         y = y + (t.table[t.index] * tap.to(dtype)[:, :, None]).sum(1)
     if layer.heads:
         y = pair_columns(_rotate_q_and_k(y, angle, layer.heads), layer.heads)
-    y = _activations()[layer.activation](y)
+    y = _gate(layer, y) if layer.gated else _activations()[layer.activation](y)
     return t.residual + y if layer.residual else y
+
+
+def _normed(layer: Layer, t: Tensors) -> torch.Tensor:
+    if not layer.norm:
+        return t.x
+    if not layer.rms:
+        return F.layer_norm(t.x, (layer.k,), t.gamma, t.beta, EPS)
+    wide = t.x.to(torch.promote_types(t.x.dtype, torch.float32))  # as Hugging Face: rounded, then scaled
+    return t.gamma * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(t.x.dtype)
+
+
+def _gate(layer: Layer, y: torch.Tensor) -> torch.Tensor:
+    """Columns are gate and up in turns."""
+    gate, up = y[:, 0::2], y[:, 1::2]
+    if layer.limit:
+        gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
+    return F.silu(gate) * up
 
 
 def _activations() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -173,7 +203,7 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
     dtype = t.x.dtype if wide is None else wide
     norm = None
     if layer.norm:
-        norm = NormFold(_stats_of(layer, t, rows), colsum, EPS)
+        norm = NormFold(_stats_of(layer, t, rows), None if layer.rms else colsum, EPS)
     rope = taps = None
     if layer.heads:
         table = torch.stack([t.angle.cos(), t.angle.sin()], dim=1)
@@ -182,7 +212,7 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
         taps = Taps(t.table.to(dtype), _poisoned(t.index.int(), rows), _poisoned(t.tap, rows))
     if wide is not None:
         bias, colsum = bias.to(wide), colsum.to(wide)
-    epilogue = Epilogue(bias if layer.bias else None, norm, taps, rope, layer.activation)
+    epilogue = Epilogue(bias if layer.bias else None, norm, taps, rope, layer.activation, layer.limit)
     return Fused(
         layer,
         padded(t.x.to(dtype), rows),
@@ -198,7 +228,8 @@ def _prepared(layer: Layer, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, tor
     weight, bias = t.weight, t.bias
     if layer.norm:
         weight = (t.weight.double() * t.gamma.double()).to(t.x.dtype)
-        bias = (t.bias.double() + t.weight.double() @ t.beta.double()).float()
+        if not layer.rms:
+            bias = (t.bias.double() + t.weight.double() @ t.beta.double()).float()
     if layer.heads:
         weight, bias = pair_columns(weight.T, layer.heads).T, pair_columns(bias[None], layer.heads)[0]
     return weight, bias, weight.double().sum(1).float()

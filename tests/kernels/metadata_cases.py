@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from hypothesis import strategies as st
 
-from fusedvit.kernels.metadata import Metadata
+from fusedvit.kernels.metadata import Layout, Metadata
 
 Grid = Sequence[tuple[int, int, int]]
 SIDES = st.integers(1, 9)
@@ -31,10 +31,21 @@ def frames_of(grid: Grid) -> list[int]:
     return [h * w for t, h, w in grid for _ in range(t)]
 
 
-def blank(grid: Grid, block_m: int, head_dim: int, taps: int, device: torch.device, room: int = 0) -> Metadata:
+def windows_of(grid: Grid, side: int) -> list[int]:
+    """Tokens of each window of `side` x `side` patches, in order."""
+
+    def cut(n: int) -> list[int]:
+        return [min(side, n - at) for at in range(0, n, side)]
+
+    return [a * b for t, h, w in grid for _ in range(t) for a in cut(h) for b in cut(w)]
+
+
+def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0) -> Metadata:
     """Room for `grid` and `room` more of everything, every field poisoned."""
     frames = frames_of(grid)
-    tokens, tiles = sum(frames) + room, sum(-(-n // block_m) for n in frames) + room
+    tokens, tiles = sum(frames) + room, sum(-(-n // layout.block_m) for n in frames) + room
+    windows = windows_of(grid, layout.window) if layout.window else []
+    more = room if layout.window else 0
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.full(shape, -(2**30), dtype=torch.int32, device=device)
@@ -43,12 +54,15 @@ def blank(grid: Grid, block_m: int, head_dim: int, taps: int, device: torch.devi
         return torch.full(shape, float("nan"), device=device)
 
     return Metadata(
-        counts=integers(4, 4),
-        rope=floats(tokens, 2, head_dim // 2),
-        tap_index=integers(tokens, taps),
-        tap_weight=floats(tokens, taps),
+        counts=integers(6, 4),
+        rope=floats(tokens, 2, layout.head_dim // 2),
+        tap_index=integers(tokens, layout.taps),
+        tap_weight=floats(tokens, layout.taps),
         cu_seqlens=integers(len(frames) + 1 + room),
         tiles=integers(tiles, 4),
+        order=integers(tokens // layout.merge**2 if layout.window else 0),
+        window_cu_seqlens=integers(len(windows) + 1 + more if layout.window else 0),
+        window_tiles=integers(sum(-(-n // layout.window_block_m) for n in windows) + more, 4),
     )
 
 
@@ -60,12 +74,16 @@ def fill(
     merge: int = 2,
     head_dim: int = 24,
     side: int = 7,
+    taps: int = 4,
     block_m: int = 16,
     room: int = 0,
+    window: int = 0,
+    window_block_m: int = 16,
 ) -> Metadata:
     """`op`'s answer for `grid`; frequencies as Qwen's."""
-    out = blank(grid, block_m, head_dim, 4 if side else 0, device, room)
+    layout = Layout(merge, head_dim, block_m, side, taps if side else 0, window, window_block_m)
+    out = blank(grid, layout, device, room)
     half = head_dim // 2
     inv_freq = 10000.0 ** -(torch.arange(0, half, 2, device=device) / half)
     rows = torch.tensor(list(grid), dtype=torch.int32, device=device).reshape(-1, 3)
-    return op(rows, inv_freq, out, merge, head_dim, side, block_m)
+    return op(rows, inv_freq, out, layout)

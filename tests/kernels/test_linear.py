@@ -31,6 +31,13 @@ CASES = {
     "gelu": Layer(21, 70, 50, activation="gelu"),
     "gelu_tanh": Layer(21, 70, 50, activation="gelu_tanh"),
     "quick_gelu": Layer(21, 70, 50, activation="quick_gelu"),
+    "swiglu": Layer(21, 70, 50, activation="swiglu"),
+    "swiglu, clamped": Layer(21, 70, 50, bias=False, activation="swiglu", limit=0.7),
+    "rms": Layer(21, 70, 50, norm=True, rms=True),
+    "rms, last part narrower": Layer(5, 72, 40, norm=True, rms=True, part=64, bias=False),
+    "rms of massive channels": Layer(21, 70, 50, norm=True, rms=True, massive=True),
+    "rms, qkv": Layer(21, 48, 144, norm=True, rms=True, heads=2),
+    "rms, gate and up": Layer(21, 70, 54, norm=True, rms=True, activation="swiglu"),  # rows of 27: not of 16 bytes
     "residual": Layer(21, 70, 50, residual=True),
     "statistics": Layer(21, 70, 50, stats=True),
     "patch embed": Layer(21, 70, 50, taps=True, stats=True),
@@ -88,7 +95,7 @@ def test_statistics_are_those_of_the_rounded_rows(dtype: torch.dtype, device: to
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 32])  # around a tile's 16 rows
-@pytest.mark.parametrize("name", ["qkv", "proj, fc2", "patch embed"])
+@pytest.mark.parametrize("name", ["qkv", "proj, fc2", "patch embed", "rms, gate and up"])
 def test_rows_past_the_count_change_nothing(name: str, rows: int, device: torch.device) -> None:
     """`rows` of them in room for 37, the rest NaN: bit for bit what exactly enough room gives."""
     layer = dataclasses.replace(CASES[name], rows=rows)
@@ -121,7 +128,7 @@ def test_the_schedule_does_not_show(max_programs: int, group_m: int, device: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["norm", "qkv", "proj, fc2", "patch embed", "deepstack fc1"])
+@pytest.mark.parametrize("name", ["norm", "qkv", "proj, fc2", "patch embed", "deepstack fc1", "rms, gate and up"])
 def test_without_a_copy_engine(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Descriptors made in the kernel read and write the same, and nothing past the last row."""
     if device.type == "cuda":
@@ -153,3 +160,5 @@ def test_mismatch_says_what_came(device: torch.device) -> None:
         linear(x.to(device), weight.to(device), count(4, device), out.to(device), Epilogue(), CONFIG)
     with pytest.raises(ValueError, match="got 'relu'"):
         Epilogue(activation="relu")
+    with pytest.raises(ValueError, match="neither residual nor statistics"):
+        Epilogue(activation="swiglu", residual=out)

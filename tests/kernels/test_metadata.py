@@ -10,9 +10,18 @@ from hypothesis import strategies as st
 from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, Taps
 from fusedvit.kernels.linear import linear
-from fusedvit.kernels.metadata import FRAMES, MERGED, TILES, TOKENS, Metadata, vision_metadata
+from fusedvit.kernels.metadata import (
+    FRAMES,
+    MERGED,
+    TILES,
+    TOKENS,
+    WINDOW_TILES,
+    WINDOWS,
+    Metadata,
+    vision_metadata,
+)
 from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
-from tests.kernels.metadata_cases import Grid, fill, frames_of, grids
+from tests.kernels.metadata_cases import Grid, fill, frames_of, grids, windows_of
 from tests.kernels.support import count, padded
 
 EXAMPLES = 25
@@ -20,7 +29,11 @@ EXAMPLES = 25
 
 def assert_same(ours: Metadata, twin: Metadata, tokens: int) -> None:
     """Integers exactly, fractions and angles to fp32's last places; all padding that is ever read included."""
-    assert torch.equal(ours.counts[:, 0], twin.counts[:, 0])
+    kinds = len(ours.counts) if len(ours.order) else TILES + 1
+    assert torch.equal(ours.counts[:kinds, 0], twin.counts[:kinds, 0])
+    assert torch.equal(ours.window_cu_seqlens, twin.window_cu_seqlens)
+    assert torch.equal(ours.window_tiles, twin.window_tiles)
+    assert torch.equal(ours.order, twin.order), "padding included: neither writes there"
     assert torch.equal(ours.cu_seqlens, twin.cu_seqlens)
     assert torch.equal(ours.tiles, twin.tiles)
     assert torch.equal(ours.tap_index[:tokens], twin.tap_index[:tokens])
@@ -112,3 +125,66 @@ def test_far_positions_keep_their_angles(device: torch.device) -> None:
     ours = fill(vision_metadata, grid, device)
     twin = fill(vision_metadata_ref, grid, device)
     torch.testing.assert_close(ours.rope, twin.rope, rtol=0, atol=2e-6)
+
+
+WINDOWED = {"window": 8, "head_dim": 16, "side": 0}
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(grids(2, 6), st.sampled_from([16, 64, 128]), st.integers(0, 140))
+@example([], 64, 0)
+@example([], 64, 3)
+@example([(1, 8, 8)], 64, 0)  # one window exactly
+@example([(1, 2, 2)], 16, 0)  # one merged token
+@example([(1, 10, 8), (1, 8, 10), (1, 6, 6)], 16, 0)  # cut below, at the right, at both and narrower than a window
+@example([(2, 18, 26)], 16, 1)  # tiles of 16: four of a whole window, one to three of a cut one
+@example([(40, 10, 10), (0, 4, 4), (1, 2, 40)], 64, 130)  # more windows than a program's block of 128
+def test_windows_are_the_twins(device: torch.device, grid: Grid, block_m: int, room: int) -> None:
+    options = WINDOWED | {"window_block_m": block_m, "room": room}
+    ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
+    assert_same(ours, twin, sum(frames_of(grid)))
+    windows = windows_of(grid, 8)
+    tiles = sum(-(-n // block_m) for n in windows)
+    assert [int(ours.count(which)) for which in (WINDOWS, WINDOW_TILES)] == [len(windows), tiles]
+    assert ours.window_cu_seqlens[: len(windows) + 1].diff().tolist() == windows
+    assert (ours.window_cu_seqlens[len(windows) :] == sum(windows)).all() and (ours.window_tiles[tiles:] == 0).all()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(grids(2, 8))
+@example([(1, 8, 8)])
+@example([(3, 10, 22), (1, 2, 2), (1, 40, 6)])
+def test_windows_are_hugging_faces(grid: Grid) -> None:
+    vision_utils = pytest.importorskip("transformers.vision_utils")
+    grid = [g for g in grid if g[0] * g[1]]
+    if not grid:
+        return
+    meta = fill(vision_metadata_ref, grid, torch.device("cpu"), **WINDOWED)
+    index, cu_seqlens = vision_utils.get_vision_window_index(torch.tensor(grid), 2, 112, 14)
+    assert meta.order.tolist() == index.tolist()
+    assert meta.window_cu_seqlens.tolist() == cu_seqlens.tolist()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(grids(2, 4))
+@example([(1, 48, 2), (1, 6, 40)])
+def test_bicubic_taps_are_the_twins(device: torch.device, grid: Grid) -> None:
+    ours, twin = (fill(op, grid, device, taps=16, room=5) for op in (vision_metadata, vision_metadata_ref))
+    tokens = sum(frames_of(grid))
+    table = torch.randn(49, 8, device=device)  # by what they pick: half pixels may fall to either side of an entry
+    picked = [(table[m.tap_index[:tokens].long()] * m.tap_weight[:tokens, :, None]).sum(1) for m in (ours, twin)]
+    torch.testing.assert_close(*picked, rtol=0, atol=1e-5)
+    assert ours.tap_weight[tokens:].isnan().all(), "written past the tokens"
+
+
+@pytest.mark.parametrize("h, w", [(2, 2), (14, 14), (2, 20), (24, 8), (40, 6)])
+def test_bicubic_taps_are_grid_sample(h: int, w: int, device: torch.device) -> None:
+    table = torch.randn(7, 7, 24, device=device)
+    rows, cols = torch.meshgrid(torch.arange(h, device=device), torch.arange(w, device=device), indexing="ij")
+    at = torch.stack([(cols + 0.5) / w * 2 - 1, (rows + 0.5) / h * 2 - 1], -1)[None]
+    image = rearrange(table, "h w c -> 1 c h w")
+    wanted = F.grid_sample(image, at, mode="bicubic", align_corners=False, padding_mode="border")
+    wanted = rearrange(wanted, "1 c (bh mh) (bw mw) -> (bh bw mh mw) c", mh=2, mw=2)
+    meta = fill(vision_metadata, [(1, h, w)], device, taps=16)
+    picked = (table.reshape(49, 24)[meta.tap_index.long()] * meta.tap_weight[:, :, None]).sum(1)
+    torch.testing.assert_close(picked, wanted, rtol=0, atol=2e-5)

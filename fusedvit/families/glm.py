@@ -1,0 +1,121 @@
+"""GLM-4V's line: RMSNorm, SwiGLU, a merger that downsamples by a convolution.
+
+GLM-4.1V, 4.5V and 4.6V normalise embedded patches and add bicubic positions, without biases; GLM-OCR and GLM-5.3 have
+no positions but the rotary ones and normalise q and k; GLM-5.3 clamps both SwiGLUs.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from fusedvit.families.record import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.names import DownsampleNames, WeightNames
+from fusedvit.spec import VisionSpec
+
+NAMES = WeightNames(
+    patch="patch_embed.proj",
+    norm1="blocks.{}.norm1",
+    qkv=("blocks.{}.attn.qkv",),
+    qk_norm=("blocks.{}.attn.q_norm", "blocks.{}.attn.k_norm"),
+    proj="blocks.{}.attn.proj",
+    norm2="blocks.{}.norm2",
+    fc1=("blocks.{}.mlp.gate_proj", "blocks.{}.mlp.up_proj"),
+    fc2="blocks.{}.mlp.down_proj",
+    act="blocks.{}.mlp.act_fn",
+    merger=DownsampleNames(
+        norm="post_layernorm",
+        downsample="downsample",
+        proj="merger.proj",
+        proj_norm="merger.post_projection_norm",
+        proj_act="merger.act1",
+        fc1=("merger.gate_proj", "merger.up_proj"),
+        fc2="merger.down_proj",
+        act="merger.act_fn",
+    ),
+)
+WITH_POSITIONS = replace(
+    NAMES, qk_norm=(), position="embeddings.position_embedding", patch_norm="post_conv_layernorm"
+)
+
+
+def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:
+    """What the line has in common; `merger_size` is the width of the merger's MLP."""
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
+    return VisionSpec(
+        depth=config.depth,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        intermediate_size=intermediate_size,
+        out_size=config.out_hidden_size,
+        patch_size=config.patch_size,
+        temporal_patch_size=config.temporal_patch_size,
+        in_channels=config.in_channels,
+        merge_size=config.spatial_merge_size,
+        activation="swiglu",
+        glu_limit=float(getattr(config, "swiglu_limit", 0.0)),
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        rope_theta=rope_theta_of(config),
+        tail="downsample",
+        merger_size=merger_size,
+    )
+
+
+def glm4v_spec(config: Any) -> VisionSpec:
+    """GLM-4.1V to 4.6V: the MLP is as wide as the output, `intermediate_size` is the merger's.
+
+    Raises:
+        ValueError: a number that no such tower can have.
+    """
+    without_bias = ("proj", "mlp", "merger") if config.attention_bias else ("qkv", "proj", "mlp", "merger")
+    return replace(
+        _spec(config, config.out_hidden_size, config.intermediate_size),
+        position_side=config.image_size // config.patch_size,
+        position_taps=16,
+        patch_norm=True,
+        without_bias=without_bias,
+    )
+
+
+def _qk_norm_spec(config: Any, merger_size: int) -> VisionSpec:
+    without_bias = ("merger",) if config.attention_bias else ("qkv", "proj", "merger")
+    return replace(_spec(config, config.intermediate_size, merger_size), qk_norm=True, without_bias=without_bias)
+
+
+def glm_ocr_spec(config: Any) -> VisionSpec:
+    """GLM-OCR, whose merger is `out_hidden_size * in_channels` wide. Raises ValueError, as `glm4v_spec`."""
+    return _qk_norm_spec(config, config.out_hidden_size * config.in_channels)
+
+
+def glm5_spec(config: Any) -> VisionSpec:
+    """GLM-5.3. Raises ValueError, as `glm4v_spec`."""
+    return _qk_norm_spec(config, config.projection_intermediate_size)
+
+
+FAMILIES = (
+    Family(
+        name="GLM-4.1V, 4.5V, 4.6V",
+        class_names=("Glm4vVisionModel", "Glm4vMoeVisionModel"),
+        spec_from_config=glm4v_spec,
+        names=WITH_POSITIONS,
+        output_class="BaseModelOutputWithPooling",
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+    Family(
+        name="GLM-OCR",
+        class_names=("GlmOcrVisionModel",),
+        spec_from_config=glm_ocr_spec,
+        names=NAMES,
+        output_class="BaseModelOutputWithPooling",
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+    Family(
+        name="GLM-5.3",
+        class_names=("Glm5NextVisionModel",),
+        spec_from_config=glm5_spec,
+        names=NAMES,
+        output_class="BaseModelOutputWithPooling",
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+)

@@ -1,0 +1,77 @@
+"""The encoder of every kind of family on both tables of operations, in buffers that exceed their content."""
+
+import pytest
+import torch
+
+from fusedvit import ops
+from fusedvit.buffers import Capacity
+from fusedvit.items import Item
+from fusedvit.kernels.metadata import Layout
+from fusedvit.tolerance import compare
+from tests.fusedvit.encoding import Encoder, hugging_face
+from tests.fusedvit.families import INSTALLED, family_tower
+from tests.fusedvit.towers import Grid, assert_bitwise, assert_same, patches_of, pixels_for, twin
+from tests.kernels.metadata_cases import frames_of, windows_of
+
+# One class of each shape of encoder: what the others add is in their weights.
+SHAPES = [
+    name
+    for name in (
+        "Qwen2VisionTransformerPretrainedModel",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Exaone4_5_VisionModel",
+        "Glm4vVisionModel",
+        "Glm5NextVisionModel",
+    )
+    if name in INSTALLED
+]
+GRID: Grid = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
+TABLES = {"torch": ops.TORCH, "triton": ops.TRITON}
+by_shape = pytest.mark.parametrize("name", SHAPES)
+by_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+
+
+@by_shape
+def test_triton_table_in_fp32(name: str, device: torch.device) -> None:
+    tower = family_tower(name, depth=2).to(device)
+    pixels = pixels_for(tower, GRID)
+    assert_same(Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels))
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith(("Qwen2_5", "Glm5"))])
+def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
+    tower = twin(family_tower(name, depth=2), torch.float16).to(device)
+    pixels = pixels_for(tower, GRID).half()
+    ours, pt = Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels)
+    ref = hugging_face(twin(tower, torch.float32), GRID, pixels)
+    for field in ref:
+        verdict = compare(ours[field], ref[field], pt[field])
+        assert verdict.passed, f"{field}: {verdict.reason}"
+
+
+@by_table
+@by_shape
+def test_buffers_of_a_budget_and_nan_in_their_rest(name: str, table: ops.Ops, device: torch.device) -> None:
+    """Larger buffers, every spare row NaN or garbage; one call after another in the same ones."""
+    encoder = Encoder(family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu"), table)
+    shared = encoder.buffers([(1, 2, 2)] * 12, spare=(64 - 48, 3, 5, 7), fill=float("nan"))
+    for seed, grid in enumerate((GRID, [(1, 6, 8)], [(1, 8, 6)], [(1, 2, 2)])):
+        pixels = torch.randn(patches_of(grid), encoder.spec.patch_width, generator=torch.Generator().manual_seed(seed))
+        assert_bitwise(encoder.run(shared, grid, pixels), encoder.answer(grid, pixels))
+
+
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+def test_capacities(block_m: int) -> None:
+    """Exact ones count what there is; those for limits hold every batch within them."""
+    layout = Layout(2, 80, block_m, window=8, window_block_m=block_m)
+    for h in range(2, 40, 2):
+        for w in range(2, 40, 2):
+            for t in (1, 3):
+                grid: Grid = [(t, h, w), (1, w, h)]
+                exact = Capacity.of([Item(*row) for row in grid], layout)
+                windows = windows_of(grid, 8)
+                tiles = sum(-(-n // block_m) for n in windows)
+                assert (exact.windows, exact.window_tiles, exact.frames) == (len(windows), tiles, t + 1)
+                most = Capacity.at_most(sum(frames_of(grid)), 2, t + 1, layout)
+                assert exact.windows <= most.windows and exact.window_tiles <= most.window_tiles
+                assert exact.tiles <= most.tiles
