@@ -1,11 +1,11 @@
 """A tower's weights as the kernels want them, made once from the original parameters.
 
-    LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta
-    RMSNorm                         : W' = round(W * gamma)
-    rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
-    heads of k and v shared         : repeated, once for each head of q
-    gated MLP                       : rows of gate and up in turns, so that the two factors meet in one tile
-    convolution [N, C, m, m]        : [N, m m C], for tokens that lie side by side in merge-block order
+LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta
+RMSNorm                         : W' = round(W * gamma)
+rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
+heads of k and v shared         : repeated, once for each head of q
+gated MLP                       : rows of gate and up in turns, so that the two factors meet in one tile
+convolution [N, C, m, m]        : [N, m m C], for tokens that lie side by side in merge-block order
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,12 @@
 """The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
 
 import math
+<<<<<<< ours
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+=======
+from collections.abc import Callable, Iterable, Sequence
+>>>>>>> theirs
 
 import torch
 
@@ -11,7 +15,11 @@ from fusedvit.encoder import encode
 from fusedvit.graphs.budgets import Limits
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FormFailed
+<<<<<<< ours
 from fusedvit.kernels.metadata import Layout
+=======
+from fusedvit.kernels.launch import compiling_only
+>>>>>>> theirs
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
@@ -75,6 +83,13 @@ class EncoderProgram:
                     return
                 except FormFailed:  # at its first launch, a rehearsal's; the next plan does without that form
                     self._plans |= self._plan((budget,))
+
+    def compile(self, budgets: Sequence[int]) -> None:
+        """Compiles what `run` launches for `budgets`, on all cores."""
+        with compiling_only():
+            for budget in budgets:
+                self.rehearse(budget, 1)
+                self.run(budget)
 
     def rehearse(self, budget: int, tokens: int) -> int:
         """One video of square frames. No random numbers, whose generator a failed capture may upset."""

@@ -4,10 +4,11 @@ States of a budget: unknown -> captured, or failed. A failure leaves the others 
 again. Nothing here knows what is captured: a `Program` does.
 """
 
+import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ class Program(Protocol):
 
     def allocate(self, limits: Limits) -> None:
         """Static buffers for the largest budget; smaller ones use a part of them. Called before any capture."""
+
+    def compile(self, budgets: Sequence[int]) -> None:
+        """Compiles what `run` will launch for `budgets`; what fails here may fail again there. After `allocate`."""
 
     def run(self, budget: int) -> None:
         """Launches everything for `budget` on the static buffers. Allocates nothing, reads nothing back."""
@@ -95,8 +99,26 @@ class GraphManager:
 
     def warmup(self, progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets) -> None:
         """Captures every budget, the largest first; `progress` wraps the iterable of budgets."""
+        self._compile(tuple(b for b in self.limits.token_budgets if b not in self._graphs and b not in self._failed))
         for budget in progress(tuple(reversed(self.limits.token_budgets))):
             self.ready(budget)
+
+    def _compile(self, budgets: tuple[int, ...]) -> None:
+        """All at once, which takes a fraction of the time; a failure is found, and dealt with, budget by budget."""
+        if not budgets:
+            return
+        with self._lock, contextlib.suppress(RuntimeError):
+            self._allocate()
+            self._capture.before_use()
+            try:
+                self._program.compile(budgets)
+            finally:
+                self._capture.after_use()
+
+    def _allocate(self) -> None:
+        if not self._allocated:
+            self._program.allocate(self.limits)
+            self._allocated = True
 
     def measure(self) -> list[tuple[int, int, float]]:
         """Replays each captured graph nearly empty and full: (budget, tokens, microseconds), for a cost model."""
@@ -131,9 +153,7 @@ class GraphManager:
             return budget in self._graphs
 
     def _capture_budget(self, budget: int) -> None:
-        if not self._allocated:
-            self._program.allocate(self.limits)
-            self._allocated = True
+        self._allocate()
         self._capture.before_use()
         self._program.rehearse(budget, 1)
         self._program.run(budget)  # compiles, and fails outside the capture if it must

@@ -5,13 +5,34 @@ Triton's own launcher works out an argument's specialisation at every launch, 20
 called directly (10 us), as Triton itself keeps compiled kernels per function.
 """
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import triton
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", default=False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, `launch` compiles and launches nothing; all compilations run side by side, and leaving waits for them.
+
+    One that fails is silent here and fails again at its first real launch.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        token = _compiling_only.set(True)
+        try:
+            yield
+        finally:
+            _compiling_only.reset(token)
 
 
 def launch(
@@ -47,7 +68,11 @@ def launch(
     names = kernel.arg_names[len(boxes) + len(pointers) :]
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
     # Fused multiply-adds are asked for: versions of Triton differ in what they default to.
-    compiled = kernel[(programs,)](*boxes, *pointers, **constants, **options, enable_fp_fusion=True)
+    named = constants | options | {"enable_fp_fusion": True}
+    if _compiling_only.get():
+        kernel.warmup(*boxes, *pointers, grid=(programs,), **named)
+        return
+    compiled = kernel[(programs,)](*boxes, *pointers, **named)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled
 

@@ -1,5 +1,6 @@
 """Captured graphs on a GPU, on four blocks of Qwen3-VL-8B's width. bench/graphs.py runs the same checks at length."""
 
+import copy
 import logging
 from collections.abc import Iterator
 
@@ -183,3 +184,45 @@ def test_two_encoders_side_by_side(plain: nn.Module) -> None:
             assert same(second, trust.eager(b, pixels, grid))
     unfuse(plain)
     unfuse(other)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices_side_by_side(plain: nn.Module) -> None:
+    other = copy.deepcopy(plain).to("cuda:1")
+    grids = [[(1, 8, 8), (3, 4, 6)], [(1, 20, 24)], [(2, 6, 6)]]
+    with torch.inference_mode():
+        a, b = fuse(plain, CONFIG), fuse(other, CONFIG)
+        for i, grid in enumerate(2 * grids):
+            pixels = trust.pixels_of(grid, torch.bfloat16, i)
+            first, second = trust.call(plain, pixels, grid), trust.call(other, pixels.to("cuda:1"), grid)
+            assert all(t.device.index == 1 for t in second)
+            assert same(first, trust.eager(a, pixels, grid))
+            assert same(first, [t.to("cuda:0") for t in second]), "two GPUs of one kind give the same bits"
+        plain.to("cuda:1")
+        assert same(trust.call(plain, pixels.to("cuda:1"), grid), second), "moved, graphs and all"
+        plain.to("cuda:0")
+        assert same(trust.call(plain, pixels, grid), first)
+        assert eager_reasons(a) == eager_reasons(b) == {}
+    unfuse(plain)
+
+
+def test_costs_measured_at_warmup_follow_the_content(fused: tuple[nn.Module, FusedEncoder]) -> None:
+    tower, handle = fused
+    handle.warmup(measure=True)
+    cost = handle.graphs().cost
+    assert cost.budgets == handle.stats()["graphs"]["token_budgets"]
+    assert cost.cost(1024, 1024) > 1.5 * cost.cost(1024, 64)
+    grid = [(1, 8, 8), (3, 4, 6)]
+    pixels = trust.pixels_of(grid, torch.bfloat16, 0)
+    assert same(trust.call(tower, pixels, grid), trust.eager(handle, pixels, grid))
+
+
+def test_warmup_compiles_everything(plain: nn.Module) -> None:
+    with torch.inference_mode():
+        handle = fuse(plain, CONFIG)
+        handle.warmup()
+        before = handle.stats()["compiles"]
+        for i, grid in enumerate([[(1, 4, 4)], [(1, 30, 30)], [(7, 8, 8), (1, 20, 6)], [(1, 60, 60)]]):
+            trust.call(plain, trust.pixels_of(grid, torch.bfloat16, i), grid)
+        assert handle.stats()["compiles"] == before > 0
+    unfuse(plain)

@@ -1,7 +1,7 @@
 """The manager's states, on a stand-in for capture: what fails where, and what is left then."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -37,6 +37,10 @@ class FakeProgram:
     def allocate(self, limits: Limits) -> None:
         self.log.add("allocate")
         self.allocated = True
+
+    def compile(self, budgets: Sequence[int]) -> None:
+        assert self.allocated, "compile before allocate"
+        self.log.add(f"compile {list(budgets)}")
 
     def run(self, budget: int) -> None:
         assert self.allocated, "run before allocate"
@@ -221,3 +225,20 @@ def test_a_budget_of_one_token_is_measured_too() -> None:
     manager = GraphManager(check_limits((1,), 1, 1), FakeProgram(log), FakeCapture(log))
     manager.warmup()
     assert CostModel.measured(manager.measure()).slope_ns == (0.0,)
+
+
+def test_warmup_compiles_what_is_not_captured_yet_first() -> None:
+    log = Log()
+    manager, _, _ = make(log)
+    assert replay(manager, log, 16)
+    log.events.clear()
+    manager.warmup()
+    assert log.events[:2] == ["compile [4, 64]", "rehearse 64"]
+
+
+@pytest.mark.parametrize("step", [1, 2])  # allocate, compile
+def test_a_failure_while_compiling_is_left_to_the_captures(step: int) -> None:
+    log = Log(fail_at=step)
+    manager, _, capture = make(log)
+    manager.warmup()
+    assert manager.stats.captures == 3 and capture.in_use == 0
