@@ -1,12 +1,8 @@
 """The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
 
 import math
-<<<<<<< ours
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-=======
 from collections.abc import Callable, Iterable, Sequence
->>>>>>> theirs
+from dataclasses import replace
 
 import torch
 
@@ -15,11 +11,8 @@ from fusedvit.encoder import encode
 from fusedvit.graphs.budgets import Limits
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FormFailed
-<<<<<<< ours
-from fusedvit.kernels.metadata import Layout
-=======
 from fusedvit.kernels.launch import compiling_only
->>>>>>> theirs
+from fusedvit.kernels.metadata import Layout
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
