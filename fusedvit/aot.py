@@ -53,7 +53,7 @@ TOWERS = {  # by a tower class of the family
     "qk_norm": ("Glm5NextVisionModel", GLM_5),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BUDGETS = tuple(64 << i for i in range(11))  # 64 .. 65536 patch tokens
+BUDGETS = (*(n << i for i in range(4, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens, from 64
 FEW_BUDGETS = dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096))  # much the others' kernels
 Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}

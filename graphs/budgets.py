@@ -1,12 +1,12 @@
 """What one replay may hold: token budgets, items, frames. From the user, or from the tower and free memory.
 
 Tokens are output tokens: patches after the spatial merge. A frame is one attention sequence, of at least one token.
-All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: the powers of two below the
+All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: four sizes an octave below the
 largest budget are always among them, and a small batch runs on tiles of its own size.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 DEFAULT_ITEMS = 64
@@ -76,8 +76,8 @@ def infer_limits(
     """The limits a user left out (None), from the tower and free memory; what the user gave is checked and kept.
 
     token_budgets: what the user gave, else `largest`, halved until the buffers take at most `share` of free memory, but
-    with room for `smallest` and for the user's `max_items` even if memory does not hold that; in either case with the
-    powers of two from `smallest` on below the last.
+    with room for `smallest` and for the user's `max_items` even if memory does not hold that; in either case with four
+    sizes an octave, 4, 5, 6 and 7 times powers of two, from `smallest` on below the last.
     max_items: 64, or what the largest budget or the user's `max_frames` holds if that is less.
     max_frames: four per item and at least 256, or what the largest budget holds if that is less.
 
@@ -119,9 +119,16 @@ def _halve_to(held: int, top: int, floor: int) -> int:
 
 
 def _filled(budgets: tuple[int, ...], smallest: int) -> tuple[int, ...]:
-    """`budgets` and the powers of two between `smallest` and the last."""
-    powers = (1 << n for n in range((smallest - 1).bit_length(), (budgets[-1] - 1).bit_length()))
-    return tuple(sorted({*budgets, *powers}))
+    """`budgets`, and between `smallest` and the last four sizes an octave."""
+    return tuple(sorted({*budgets, *_sizes(smallest, budgets[-1])}))
+
+
+def _sizes(smallest: int, end: int) -> Iterator[int]:
+    size = smallest
+    while size < end:
+        yield size
+        step = 1 << max(0, size.bit_length() - 3)
+        size = (size // step + 1) * step
 
 
 def _check_budgets(token_budgets: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Launch configurations: frozen dataclasses passed as arguments, and the pure heuristics that choose them.
 
 Nothing here asks the GPU anything: the caller passes a `Target`. A configuration depends on the row *budget*
-(the next power of two of the row count), never on the exact count, so that two calls of one budget run the same
+(see `budget`), never on the exact count, so that two calls of one budget run the same
 code and give the same bits.
 """
 
@@ -109,8 +109,12 @@ class AttentionConfig:
 
 
 def budget(rows: int, smallest: int = 64) -> int:
-    """The row budget that `rows` falls into: the next power of two, at least `smallest`."""
-    return max(smallest, 1 << max(0, rows - 1).bit_length())
+    """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`.
+
+    Tiles that fit 784 rows in one wave need not fit 1024: a wider class would choose for the larger count.
+    """
+    step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
+    return max(smallest, -(-rows // step) * step)
 
 
 # Tiles and their share of the tensor cores' peak in the main loop, as measured on an H200 (bf16, K = 1152). Two narrow

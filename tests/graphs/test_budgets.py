@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fusedvit.graphs.budgets import Limits, check_limits, infer_limits
 
 GIB = 2**30
-TO_16K = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TO_16K = (*(n << i for i in range(4, 12) for n in (4, 5, 6, 7)), 16384)
 ROOMY = {"smallest": 64, "largest": 16384, "bytes_per_token": 2**17, "fixed_bytes": 2**24, "free_bytes": 100 * GIB}
 
 
@@ -74,27 +74,28 @@ def test_ladder_ends_at_what_memory_holds(free_gib, largest):
     ("smallest", "largest", "budgets"),
     [
         (64, 64, (64,)),
-        (64, 100, (64, 100)),
-        (49, 1000, (64, 128, 256, 512, 1000)),
-        (1, 16, (1, 2, 4, 8, 16)),
-        (3, 5, (4, 5)),
+        (64, 100, (64, 80, 96, 100)),
+        (49, 200, (49, 56, 64, 80, 96, 112, 128, 160, 192, 200)),
+        (1, 12, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)),
+        (3, 5, (3, 4, 5)),
     ],
 )
-def test_powers_of_two_lie_between_the_ends(smallest, largest, budgets):
+def test_four_sizes_an_octave_lie_between_the_ends(smallest, largest, budgets):
     assert infer_limits(**ROOMY | {"smallest": smallest, "largest": largest}).token_budgets == budgets
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"token_budgets": [100, 300]}, Limits((64, 100, 128, 256, 300), 64, 256)),
+        ({"token_budgets": [100, 300]}, Limits((64, 80, 96, 100, 112, 128, 160, 192, 224, 256, 300), 64, 256)),
         ({"token_budgets": (16,)}, Limits((16,), 16, 16)),
         ({"token_budgets": (64,)}, Limits((64,), 64, 64)),
         ({"token_budgets": (16, 64)}, Limits((16, 64), 64, 64)),
         ({"max_items": 200}, Limits(TO_16K, 200, 800)),
         ({"max_items": 1}, Limits(TO_16K, 1, 256)),
         ({"max_frames": 10}, Limits(TO_16K, 10, 10)),
-        ({"max_items": 300, "free_bytes": 0}, Limits((64, 128, 256, 300), 300, 300)),  # room for the items asked for
+        # room for the items asked for
+        ({"max_items": 100, "free_bytes": 0}, Limits((64, 80, 96, 100), 100, 100)),
     ],
 )
 def test_keeps_what_the_user_gave(given, expected):
@@ -138,6 +139,6 @@ def test_inferred_limits_hold(smallest, factor, free, bytes_per_token, share):
         share=share,
     )
     assert limits == check_limits(limits.token_budgets, limits.max_items, limits.max_frames)
-    assert smallest <= limits.token_budgets[0] <= 2 * smallest and limits.largest <= largest
-    assert all(b <= 2 * a for a, b in pairwise(limits.token_budgets)), "a batch fills more than half of its budget"
+    assert smallest == limits.token_budgets[0] and limits.largest <= largest
+    assert all(4 * b <= 5 * a or b == a + 1 for a, b in pairwise(limits.token_budgets)), "a batch fills four fifths"
     assert limits.largest == smallest or 2**20 + limits.largest * bytes_per_token <= share * free

@@ -23,9 +23,9 @@ widths = st.sampled_from([16, 1024, 1152, 1280, 3456, 4304, 5120, 16384])
 
 
 @pytest.mark.parametrize(
-    "rows, expected", [(0, 64), (1, 64), (64, 64), (65, 128), (784, 1024), (1024, 1024), (1025, 2048), (65536, 65536)]
+    "rows, expected", [(0, 64), (1, 64), (64, 64), (65, 80), (784, 896), (1024, 1024), (1025, 1280), (65536, 65536)]
 )
-def test_budget_is_the_next_power_of_two(rows: int, expected: int) -> None:
+def test_budget_is_the_next_of_four_an_octave(rows: int, expected: int) -> None:
     assert budget(rows) == expected
 
 
