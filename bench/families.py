@@ -1,0 +1,135 @@
+"""`python -m fusedvit.bench.families`: one tower of every family against Hugging Face, on this machine's GPU.
+
+By the tolerance rule (fusedvit/tolerance.py) at whole towers in bf16, over images, a video, a mix and grids that no
+window fits; then wall time through graphs beside Hugging Face eager, in turns, behind that gate.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build, class_of
+from fusedvit.bench.passport import passport
+from fusedvit.bench.timing import Contender, in_turns, ratios, spread
+from fusedvit.bench.towers import patch_width, twin, wider
+from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.config import FuseConfig
+from fusedvit.errors import UnsupportedModel
+from fusedvit.handle import FusedEncoder
+from fusedvit.huggingface import fuse
+from fusedvit.spec import VisionSpec
+from fusedvit.tolerance import compare
+
+TIMED: dict[str, Grid] = {
+    "1024": [(1, 32, 32)],
+    "4096": [(1, 64, 64)],
+    "6272": [(1, 28, 28)] * 8,
+}
+CHECKED: dict[str, Grid] = {
+    "odd image": [(1, 34, 46)],
+    "video": [(4, 20, 26)],
+    "mix": [(1, 16, 40), (3, 14, 18), (1, 2, 2), (1, 30, 10)],
+}
+BUDGETS = (256, 1024, 2048)  # merged tokens
+
+
+def measure(name: str, geometry: Geometry, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Parity over every grid, then times of those that passed it."""
+    with torch.inference_mode(False):
+        tower, wide = build(geometry, torch.bfloat16, device)
+        ours = twin(tower)
+        handle = fuse(ours, FuseConfig(strict=True, token_budgets=BUDGETS))
+        handle.warmup()
+    found: dict[str, Any] = {"tower": _numbers(handle.spec), "class": geometry.class_name, "others": geometry.others}
+    parity, cost = {}, {}
+    for workload, grid in (TIMED | CHECKED).items():
+        rows = [(1, h, w) for t, h, w in grid for _ in range(t)] if geometry.only_images else grid
+        generator = torch.Generator(device).manual_seed(tokens(rows))
+        pixels = torch.randn(tokens(rows), patch_width(tower), device=device, generator=generator).bfloat16()
+        grid_thw = torch.tensor(rows, device=device)
+        parity[workload] = _gate(ours, tower, wide, pixels, grid_thw)
+        if workload in TIMED and parity[workload]["passed"]:
+            calls = [
+                Contender(label, functools.partial(module, pixels, grid_thw=grid_thw))
+                for label, module in (("hf", tower), ("ours", ours))
+            ]
+            times = in_turns(calls, device, seconds)
+            cost[workload] = {label: asdict(spread(values)) for label, values in times.items()}
+            cost[workload]["speedup"] = asdict(ratios(times["hf"], times["ours"]))
+    found |= {"parity": parity, "cost": cost, "graphs": _replays(handle)}
+    handle.release()
+    return found
+
+
+def _numbers(spec: VisionSpec) -> dict[str, Any]:
+    """The spec, but for what is left at its default."""
+    return {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) != f.default}
+
+
+def _gate(ours: nn.Module, tower: nn.Module, wide: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+    """The tolerance rule over all outputs; the worst ratios."""
+    answers = [outputs_of(m(pixels.to(d), grid_thw=grid)) for m, d in _in_their_dtypes(ours, tower, wide)]
+    verdicts = [compare(mine, ref, pt) for mine, pt, ref in zip(*answers, strict=True)]
+    return {
+        "passed": all(v.passed for v in verdicts),
+        "reason": next((v.reason for v in verdicts if not v.passed), ""),
+        "largest": max(v.ratio_max for v in verdicts),
+        "rms": max(v.ratio_rms for v in verdicts),
+    }
+
+
+def _in_their_dtypes(ours: nn.Module, tower: nn.Module, wide: nn.Module) -> list[tuple[nn.Module, torch.dtype]]:
+    return [(ours, torch.bfloat16), (tower, torch.bfloat16), (wide, wider(torch.bfloat16))]
+
+
+def outputs_of(outputs: Any) -> list[torch.Tensor]:
+    """Every tensor that a tower returns."""
+    return [
+        *(outputs[name] for name in ("last_hidden_state", "pooler_output") if outputs.get(name) is not None),
+        *(outputs.get("deepstack_features") or []),
+    ]
+
+
+def _replays(handle: FusedEncoder) -> dict[str, Any]:
+    stats = handle.stats()
+    graphs = stats.get("graphs", {})
+    kept = {name: graphs.get(name) for name in ("replays", "held_mib", "token_budgets")}
+    return kept | {"weights_mib": stats["weights_mib"], "eager": stats["eager"]}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the document; the exit code is 1 where an answer broke the rule."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", required=True)
+    parser.add_argument("--family", nargs="*", default=list(GEOMETRIES), choices=list(GEOMETRIES))
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each workload")
+    parser.add_argument("--commit", default="", help="where the sources are no checkout")
+    args = parser.parse_args(argv)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    document: dict[str, Any] = {"passport": passport("families", args.json, args.commit), "families": {}}
+    for name in args.family:
+        if class_of(GEOMETRIES[name]) is None:
+            document["families"][name] = {"absent": "not in this version of transformers"}
+            continue
+        try:
+            with torch.inference_mode():
+                found = measure(name, GEOMETRIES[name], torch.device("cuda"), args.seconds)
+        except (RuntimeError, UnsupportedModel) as error:  # one family's failure is its own
+            found = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        document["families"][name] = found
+        print(name, json.dumps({k: found.get(k) for k in ("failed", "parity", "cost")}), file=sys.stderr, flush=True)
+        Path(args.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        torch.cuda.empty_cache()
+    wrong = [n for n, f in document["families"].items() if any(not p["passed"] for p in f.get("parity", {}).values())]
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

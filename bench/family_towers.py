@@ -1,0 +1,110 @@
+"""A tower of every family at the geometry of a released checkpoint, with random weights."""
+
+import copy
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.bench.towers import wider
+from fusedvit.cli.weights import cast_parameters_, random_weights_
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A released tower.
+
+    Attributes:
+        class_name: of the tower.
+        model: the model it is of, as transformers names its folder.
+        numbers: of its config, where they are not the class's defaults.
+        others: checkpoints with the same tower but for the width of its output.
+        only_images: it takes frames as images, one row of the grid each.
+    """
+
+    class_name: str
+    model: str
+    numbers: dict[str, Any]
+    others: str = ""
+    only_images: bool = False
+
+
+_QWEN25 = {"hidden_size": 1280, "out_hidden_size": 3584}
+_QWEN3: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "num_heads": 16,
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+}
+_DEEPSTACK = {"deepstack_visual_indexes": [8, 16, 24]}
+GEOMETRIES = {
+    "Qwen2-VL-7B": Geometry("Qwen2VisionTransformerPretrainedModel", "qwen2_vl", {"hidden_size": 3584}, "2B, 72B"),
+    "Qwen2.5-VL-7B": Geometry(
+        "Qwen2_5_VisionTransformerPretrainedModel", "qwen2_5_vl", _QWEN25, "3B; 32B and 72B with an MLP of 3456"
+    ),
+    "Qwen2.5-Omni-7B": Geometry("Qwen2_5OmniVisionEncoder", "qwen2_5_omni", _QWEN25),
+    "Qwen3-VL-8B": Geometry(
+        "Qwen3VLVisionModel", "qwen3_vl", _QWEN3 | _DEEPSTACK | {"out_hidden_size": 4096}, "32B, 30B-A3B, 235B-A22B"
+    ),
+    "Qwen3-VL-4B": Geometry(
+        "Qwen3VLVisionModel",
+        "qwen3_vl",
+        _QWEN3
+        | {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        "2B",
+    ),
+    "Qwen3-Omni-30B-A3B": Geometry(
+        "Qwen3OmniMoeVisionEncoder", "qwen3_omni_moe", _QWEN3 | _DEEPSTACK | {"out_hidden_size": 2048}
+    ),
+    "Qwen3.5-9B": Geometry(
+        "Qwen3_5VisionModel", "qwen3_5", _QWEN3 | {"out_hidden_size": 4096}, "27B, 35B-A3B, 122B-A10B, 397B-A17B"
+    ),
+    "GLM-4.1V-9B": Geometry("Glm4vVisionModel", "glm4v", {}, "4.5V with a merger of 10944", only_images=True),
+    "GLM-OCR": Geometry("GlmOcrVisionModel", "glm_ocr", {}),
+    "GLM-5.3-Flash": Geometry("Glm5NextVisionModel", "glm5_next", {}),
+    "EXAONE-4.5-33B": Geometry(
+        "Exaone4_5_VisionModel",
+        "exaone4_5",
+        {
+            "depth": 28,
+            "hidden_size": 2048,
+            "num_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 5120,
+            "out_hidden_size": 5120,
+            "fullatt_block_indexes": [6, 13, 20, 27],
+        },
+    ),
+}
+
+
+def class_of(geometry: Geometry) -> Any:
+    """The tower's class; None where the installed transformers has no such model."""
+    if importlib.util.find_spec(f"transformers.models.{geometry.model}") is None:
+        return None
+    module = importlib.import_module(f"transformers.models.{geometry.model}.modeling_{geometry.model}")
+    return getattr(module, geometry.class_name)
+
+
+def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """(tower in `dtype`, the same rounded weights in the next wider type), Hugging Face's own modules on `sdpa`."""
+    cls = class_of(geometry)
+    config = cls.config_class(**geometry.numbers)
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        tower = cls(config).eval()
+    random_weights_(tower, seed, device)
+    cast_parameters_(tower, dtype)
+    wide = copy.deepcopy(tower)
+    cast_parameters_(wide, wider(dtype))
+    return tower, wide
