@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from fusedvit.bench import peer_attention
 from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
+from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels import forms
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
@@ -24,9 +25,10 @@ from fusedvit.spec import VisionSpec
 from fusedvit.tolerance import Comparison, compare
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
+MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
 STATS_WIDTH = 128  # of the statistics that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
-PARTS = ("taps", "stats", "norm", "rope", "residual", "bias", "gelu_tanh", "gelu", "quick_gelu")
+PARTS = ("taps", "stats", "norm", "rms", "rope", "residual", "bias", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -54,21 +56,29 @@ def supported(task: Task) -> bool:
 
 def linear_case(task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.device, rows: int) -> Case:
     """`rows` rows of content in buffers of as many."""
-    n, k = task.key.n, task.key.k
-    parts = set(task.key.kind.split("+"))
-    sets = max(1, -(-ROTATED_BYTES // (n * k * dtype.itemsize))) if device.type == "cuda" else 2
-    x, out = _random(rows, k, dtype=dtype, device=device), torch.empty(rows, n, dtype=dtype, device=device)
+    n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
+    sets = _sets(n * k * dtype.itemsize, rows, device)
+    cols = n // 2 if "swiglu" in parts else n
+    x, out = _random(rows, k, dtype=dtype, device=device), torch.empty(rows, cols, dtype=dtype, device=device)
     weights = [_random(n, k, dtype=dtype, device=device, scale=k**-0.5) for _ in range(sets)]
-    bias = _random(n, dtype=torch.float32 if "norm" in parts else dtype, device=device, scale=0.05)
+    folded = bool(parts & {"norm", "rms"})
+    bias = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
     count = torch.tensor([rows], dtype=torch.int32, device=device)
     moments = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     common = _inputs(parts, spec, x, weights, n)
 
     def epilogue(config: Any, i: int) -> Epilogue:
-        stats = RowStats.over(moments, rows, n, config.block_n) if "stats" in parts else None
-        norm = None if "norm" not in parts else NormFold(common["stats"], common["colsum"][i], spec.norm_eps)
-        act = next((a for a in ("gelu_tanh", "gelu", "quick_gelu") if a in parts), "none")
-        return Epilogue(bias, norm, common["taps"], common["rope"], act, common["residual"], stats)
+        colsum = common["colsum"][i] if "norm" in parts else None
+        return Epilogue(
+            bias=bias,
+            norm=NormFold(common["stats"], colsum, spec.norm_eps) if folded else None,
+            taps=common["taps"],
+            rope=common["rope"],
+            activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
+            limit=spec.glu_limit if "swiglu" in parts else 0.0,
+            residual=common["residual"],
+            stats=RowStats.over(moments, rows, n, config.block_n) if "stats" in parts else None,
+        )
 
     def run(config: Any, i: int) -> torch.Tensor:
         return ops_for(device).linear(x, weights[i], count, out, epilogue(config, i), config)
@@ -77,25 +87,32 @@ def linear_case(task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.
         out.fill_(float("nan"))
         run(config, 0)
         e = epilogue(config, 0)
-        wide = torch.empty(rows, n, dtype=torch.float32, device=device)
+        wide = torch.empty(rows, cols, dtype=torch.float32, device=device)
         ref = linear_ref.linear(x, weights[0], count, wide, e, config)
         return compare(out, ref, _as_torch_rounds(x, weights[0], count, e, config, ref.to(dtype)))
 
-    bias_cast = bias.to(dtype)
-    peers = {"cuBLAS + bias": lambda i: F.linear(x, weights[i], bias_cast)}
+    plain_bias = bias.to(dtype)
+    peers = {"cuBLAS + bias": lambda i: F.linear(x, weights[i], plain_bias)}
     extra = rows * n if parts & {"residual", "taps"} else 0
     return Case(run, check, sets, linear_cost(rows, n, k, extra_values=extra), peers, count.fill_)
+
+
+def _sets(weight_bytes: int, rows: int, device: torch.device) -> int:
+    """How many sets of weights push each other out of L2."""
+    if device.type != "cuda":
+        return 2
+    return -(-ROTATED_BYTES // weight_bytes) if rows < MANY_ROWS else FEW_SETS
 
 
 def _inputs(parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int) -> dict[str, Any]:
     """What the epilogue reads beside the bias."""
     rows, k, device, dtype = x.shape[0], x.shape[1], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
-    if "norm" in parts:
+    if parts & {"norm", "rms"}:
         storage = torch.empty(rows * -(-k // STATS_WIDTH) * 2, dtype=torch.float32, device=device)
         found["stats"] = RowStats.over(storage, rows, k, STATS_WIDTH)
         linear_ref.store_moments(x, found["stats"])
-        found["colsum"] = [w.float().sum(1) for w in weights]
+        found["colsum"] = [w.float().sum(1) for w in weights] if "norm" in parts else None
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         found["rope"] = Rope(torch.stack([angle.cos(), angle.sin()], 1), 2 * n // 3, spec.head_dim)
@@ -116,7 +133,7 @@ def _as_torch_rounds(
     does that PyTorch has an operator for."""
     if e.residual is None and e.activation not in ACTIVATIONS:
         return rounded
-    product = linear_ref.linear(x, w, count, torch.empty_like(rounded), Epilogue(e.bias, e.norm), config)
+    product = linear_ref.linear(x, w, count, torch.empty_like(rounded), Epilogue(bias=e.bias, norm=e.norm), config)
     if e.activation in ACTIVATIONS:
         product = F.gelu(product, approximate=ACTIVATIONS[e.activation])
     return product if e.residual is None else product + e.residual

@@ -162,6 +162,27 @@ def linear_config(
     return best
 
 
+def linear_candidates(dtype: torch.dtype, target: Target, *, max_block_n: int = 256) -> list[LinearConfig]:
+    """Tiles worth timing, as narrow ones as share an SM included."""
+    shapes = (
+        (64, 64, 64, 4, 4, 2), (64, 64, 128, 4, 3, 2), (64, 128, 64, 4, 4, 2), (128, 64, 64, 4, 4, 2),
+        (128, 128, 64, 8, 3, 2), (128, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1),
+    )  # fmt: skip
+    found = []
+    for m, n, k, warps, stages, ctas in shapes:
+        config = LinearConfig(m, n, k, warps, stages, ctas * target.num_sms, copy_engine=target.has_copy_engine)
+        if n <= max_block_n and not wrong_linear(config, target, dtype):
+            found.append(config)
+    return found
+
+
+def attention_candidates(dtype: torch.dtype, target: Target) -> list[AttentionConfig]:
+    """Tiles worth timing; those that ptxas serialises or that spill at a head's width fall out when compiled."""
+    shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
+    found = [AttentionConfig(*s[:4], s[4] * target.num_sms, copy_engine=target.has_copy_engine) for s in shapes]
+    return [config for config in found if not wrong_attention(config, target, dtype)]
+
+
 def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearConfig:
     """`config` with as few stages fewer as it takes to fit `max_shared` bytes (at least two stages)."""
     while config.num_stages > 2 and config.shared_bytes(itemsize) > max_shared:

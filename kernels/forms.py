@@ -61,6 +61,8 @@ class Form:
         wrong: (config, target, dtype) -> why the configuration cannot run there, or "".
         heuristic: (key, dtype, target, widest tile of plain Triton whose epilogue does not spill) -> a configuration,
             or None where the form has no answer.
+        candidates: the same arguments -> configurations worth timing, for the tuner; those that do not compile well are
+            pruned by it.
         modules: whose sources decide what the form computes and how fast.
     """
 
@@ -71,6 +73,7 @@ class Form:
     absent: Callable[[Target, torch.dtype], str]
     wrong: Callable[[Any, Target, torch.dtype], str]
     heuristic: Callable[[Key, torch.dtype, Target, int], Any]
+    candidates: Callable[[Key, torch.dtype, Target, int], list[Any]]
     modules: tuple[Any, ...]
 
 
@@ -80,6 +83,14 @@ def _never_absent(target: Target, dtype: torch.dtype) -> str:
 
 def _plain_linear(key: Key, dtype: torch.dtype, target: Target, widest: int) -> LinearConfig:
     return configs.linear_config(key.rows, key.n, key.k, dtype, target, max_block_n=widest)
+
+
+def _plain_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[LinearConfig]:
+    return configs.linear_candidates(dtype, target, max_block_n=widest)
+
+
+def _plain_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[AttentionConfig]:
+    return configs.attention_candidates(dtype, target)
 
 
 def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) -> AttentionConfig:
@@ -95,6 +106,7 @@ FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this
         absent=_never_absent,
         wrong=configs.wrong_linear,
         heuristic=_plain_linear,
+        candidates=_plain_linears,
         modules=(plain_linear, row_stats),
     ),
     Form(
@@ -105,6 +117,7 @@ FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this
         absent=_never_absent,
         wrong=configs.wrong_attention,
         heuristic=_plain_attention,
+        candidates=_plain_attentions,
         modules=(plain_attention, metadata),
     ),
 )

@@ -1,6 +1,6 @@
 """Rows of a table put in another order, in groups.
 
-    out[u i + j] = x[u order[i] + j]        j < u
+out[u i + j] = x[u order[i] + j]        j < u
 """
 
 import torch

@@ -211,9 +211,7 @@ def _metadata_kernel(
     elif WINDOW > 0:
         if pid < a4:
             offs = (pid - a3) * BLOCK + lane
-            _store_segments(
-                a3, offs, grid_ptr, num_items, counts_ptr + 16, window_cu_ptr, num_windows, WINDOW, ITEMS
-            )
+            _store_segments(a3, offs, grid_ptr, num_items, counts_ptr + 16, window_cu_ptr, num_windows, WINDOW, ITEMS)
         else:
             offs = (pid - a4) * BLOCK + lane
             _store_tiles(

@@ -1,9 +1,9 @@
 """What a token's place in its frame gives: rotary cos and sin, and taps into the learned position table.
 
-    angle   = row f | col f,  f = theta^(-2i / (head_dim / 2)), i < head_dim / 4     2-D rotary, arXiv:2409.12191
-    4 taps  : bilinear, aligned corners                     F.interpolate(align_corners=True)
-    16 taps : bicubic (Keys, a = -0.75), half pixels, taps past the border clamped to it
-                                                            F.grid_sample(align_corners=False, padding_mode="border")
+angle   = row f | col f,  f = theta^(-2i / (head_dim / 2)), i < head_dim / 4     2-D rotary, arXiv:2409.12191
+4 taps  : bilinear, aligned corners                     F.interpolate(align_corners=True)
+16 taps : bicubic (Keys, a = -0.75), half pixels, taps past the border clamped to it
+                                                        F.grid_sample(align_corners=False, padding_mode="border")
 """
 
 import triton

@@ -32,9 +32,7 @@ NAMES = WeightNames(
         act="merger.act_fn",
     ),
 )
-WITH_POSITIONS = replace(
-    NAMES, qk_norm=(), position="embeddings.position_embedding", patch_norm="post_conv_layernorm"
-)
+WITH_POSITIONS = replace(NAMES, qk_norm=(), position="embeddings.position_embedding", patch_norm="post_conv_layernorm")
 
 
 def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:

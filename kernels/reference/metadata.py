@@ -88,9 +88,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
             out.tap_weight[tokens] = repeat(weight, "n k -> (t n) k", t=t).to(out.tap_weight)
     _segments(frames, layout.block_m, out, out.cu_seqlens, out.tiles, FRAMES, TILES)
     if layout.window:
-        _segments(
-            windows, layout.window_block_m, out, out.window_cu_seqlens, out.window_tiles, WINDOWS, WINDOW_TILES
-        )
+        _segments(windows, layout.window_block_m, out, out.window_cu_seqlens, out.window_tiles, WINDOWS, WINDOW_TILES)
     out.counts[TOKENS, 0], out.counts[MERGED, 0] = token, token // unit
     return out
 

@@ -37,6 +37,7 @@ def other(run: Any) -> forms.Form:
         absent=lambda target, dtype: "" if target.capability == 90 and dtype == BF16 else "bf16 on sm_90 only",
         wrong=lambda config, target, dtype: "",
         heuristic=lambda key, dtype, target, widest: OtherConfig() if key.kind == "residual+stats" else None,
+        candidates=lambda key, dtype, target, widest: [OtherConfig()],
         modules=(configs,),
     )
 

@@ -1,0 +1,137 @@
+"""Candidates compiled, checked and run once in processes of their own: a hang or a crash there stops nothing here."""
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+
+from fusedvit.bench.cases import Case, attention_case, linear_case
+from fusedvit.bench.tune import Candidate, Question
+from fusedvit.kernels import forms
+from fusedvit.kernels.aot import compile_launch, record
+from fusedvit.kernels.configs import Target
+
+ROWS, LENGTHS = 300, (196, 104)  # neither a multiple of a tile
+PATIENCE_S = 60.0  # for one pair, a process's start included
+
+Pair = tuple[Question, Candidate]
+
+
+def small_case(question: Question, dtype: torch.dtype, device: torch.device) -> Case:
+    """The question's operation at a size that runs in no time."""
+    key = question.task.key
+    if key.op == forms.LINEAR:
+        return linear_case(question.task, question.spec, dtype, device, ROWS)
+    return attention_case(key.n, key.k, LENGTHS, dtype, device, fa3=False)
+
+
+def problem_of(pair: Pair, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the candidate may not be used, or "". Without a GPU: by its answer alone."""
+    question, candidate = pair
+    case = small_case(question, dtype, device)
+    if device.type == "cuda":
+        capability = Target.of(device).capability
+        for launch in record(lambda: case.run(candidate.config, 0)):
+            problems = compile_launch(launch, capability).problems
+            if problems:
+                return "; ".join(problems)
+    return case.check(candidate.config).reason
+
+
+def here(dtype: torch.dtype, device: torch.device) -> Callable[[list[Pair], Callable[[str], None]], Any]:
+    """Prunes in this process, one after another."""
+
+    def prune(pairs: list[Pair], step: Callable[[str], None]) -> Iterator[tuple[int, str]]:
+        for i, pair in enumerate(pairs):
+            yield i, problem_of(pair, dtype, device)
+
+    return prune
+
+
+def in_processes(
+    jobs: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[list[Pair], Callable[[str], None]], Any]:
+    """Prunes in `jobs` processes at a time; one that dies or does not end takes only its own pair along."""
+
+    def prune(pairs: list[Pair], step: Callable[[str], None]) -> Iterator[tuple[int, str]]:
+        todo = list(range(len(pairs)))
+        workers = [_Worker.start(dtype, device) for _ in range(min(jobs, len(pairs)))]
+        try:
+            while todo or any(worker.pair is not None for worker in workers):
+                for place, worker in enumerate(workers):
+                    if worker.pair is None and todo:
+                        worker.give(todo[0], pairs[todo.pop(0)])
+                    said = worker.answer()
+                    if said is not None and worker.pair is not None:
+                        yield worker.pair, said
+                        workers[place] = worker.after(said, dtype, device)
+                time.sleep(0.02)
+        finally:
+            for worker in workers:
+                worker.process.kill()
+                worker.process.join()
+
+    return prune
+
+
+LOST = "crashed, or did not end"
+
+
+@dataclass
+class _Worker:
+    """A process that answers one pair at a time; `pair` is the number of the one it has, `since` when it got it."""
+
+    process: SpawnProcess
+    pipe: Any
+    pair: int | None = None
+    since: float = 0.0
+
+    @staticmethod
+    def start(dtype: torch.dtype, device: torch.device) -> "_Worker":
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, dtype, device), daemon=True)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def give(self, number: int, pair: Pair) -> None:
+        self.pair, self.since = number, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it is dead, which `answer` finds
+            self.pipe.send(pair)
+
+    def answer(self) -> str | None:
+        """What it says of its pair, `LOST` where nothing will come any more, None while it works."""
+        if self.pair is None:
+            return None
+        try:
+            if self.pipe.poll():
+                return str(self.pipe.recv())
+        except (EOFError, ConnectionError):
+            return LOST
+        return None if self.process.is_alive() and time.monotonic() - self.since < PATIENCE_S else LOST
+
+    def after(self, said: str, dtype: torch.dtype, device: torch.device) -> "_Worker":
+        """Who takes the next pair: itself, or another in its place."""
+        self.pair = None
+        if said != LOST:
+            return self
+        self.process.kill()
+        self.process.join()
+        return _Worker.start(dtype, device)
+
+
+def _work(pipe: Any, dtype: torch.dtype, device: torch.device) -> None:
+    with torch.inference_mode(), contextlib.suppress(EOFError):
+        while True:
+            pair = pipe.recv()
+            try:
+                said = problem_of(pair, dtype, device)
+            except Exception as error:  # whatever a compiler dies of is this candidate's problem
+                said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            pipe.send(said)
