@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fusedvit.cli import bench, demo_report, documents, environment, picture, tune
+from fusedvit.cli import bench, demo_report, documents, environment, picture, tune, verify
 from fusedvit.cli import demo as demo_command
 from fusedvit.cli.progress import with_progress
 from fusedvit.errors import UnsupportedModel
@@ -24,6 +24,7 @@ app = typer.Typer(
 
 app.add_typer(bench.app, name="bench")
 app.command("tune")(tune.command)
+app.command("verify")(verify.command)
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write everything to a JSON file as well.")]
 

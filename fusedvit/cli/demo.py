@@ -92,7 +92,9 @@ class Demo:
 
 
 @dataclass(frozen=True)
-class _Towers:
+class Towers:
+    """The same parameters three times."""
+
     original: nn.Module
     fused: nn.Module
     reference: nn.Module  # the original with its parameters as REFERENCE
@@ -127,8 +129,8 @@ def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
     tower = checkpoint_tower(model_id, device) if model_id else random_tower(device)
     step("fusing")
     handle = fusedvit.fuse(tower.model)
-    towers = _side_by_side(handle, tower.dtype, device)
-    inputs = _inputs(media, towers)
+    towers = side_by_side(handle, tower.dtype, device)
+    inputs = inputs_of(media, towers)
     calls = [_compare_call(name, item, towers, step) for name, item in inputs.items()]
     step("bad inputs")
     bad_inputs = _try_bad_inputs(towers.fused, next(iter(inputs.values())))
@@ -149,14 +151,16 @@ def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
     )
 
 
-def _side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> _Towers:
+def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
+    """A fused tower beside its original and a reference, which are copies."""
     original = fusedvit.unfuse(copy.deepcopy(handle.tower))
     reference = copy.deepcopy(original)
     cast_parameters_(reference, REFERENCE)
-    return _Towers(original, handle.tower, reference, dtype, device)
+    return Towers(original, handle.tower, reference, dtype, device)
 
 
-def _inputs(media: Sequence[Media], towers: _Towers) -> dict[str, VisionInput]:
+def inputs_of(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
+    """Each medium preprocessed for these towers; several of them once more all at once."""
     layout = layout_of(towers.original)
     inputs = {item.name: prepare(item, layout) for item in media}
     if len(inputs) > 1:
@@ -164,9 +168,9 @@ def _inputs(media: Sequence[Media], towers: _Towers) -> dict[str, VisionInput]:
     return {name: _placed(item, towers.dtype, towers.device) for name, item in inputs.items()}
 
 
-def _compare_call(name: str, item: VisionInput, towers: _Towers, step: Step) -> CallResult:
+def _compare_call(name: str, item: VisionInput, towers: Towers, step: Step) -> CallResult:
     step(f"{name}: parity")
-    parity = _parity(towers, item)
+    parity = parity_of(towers, item)
     calls = towers.calls(item)
     on_gpu = towers.device.type == "cuda"
     step(f"{name}: cost")
@@ -185,7 +189,8 @@ def _compare_call(name: str, item: VisionInput, towers: _Towers, step: Step) -> 
     )
 
 
-def _parity(towers: _Towers, item: VisionInput) -> list[OutputParity]:
+def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
+    """Every output of one call, by the tolerance rule."""
     ref = _outputs(_call(towers.reference, VisionInput(item.pixel_values.to(REFERENCE), item.grid_thw)))
     pt, ours = (_outputs(call()) for call in towers.calls(item).values())
     if not ref.keys() == pt.keys() == ours.keys():
