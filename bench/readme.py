@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fusedvit.bench.readme_speed import explanation, speed_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+SPEED = "h200-bench.json"
 BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
 
 
@@ -85,6 +88,17 @@ def trust_lines(trust: dict[str, Any]) -> list[str]:
     ]
 
 
+def speed_lines() -> list[str]:
+    """Whole towers against the peers, by the latest run of `fusedvit bench`."""
+    if not (RESULTS / SPEED).exists():
+        return []
+    document = _load(SPEED)
+    lines = [*explanation(document), ""]
+    for tower, (head, rows) in speed_tables(document).items():
+        lines += [f"{tower}'s tower:", "", *_table(head, rows), ""]
+    return [*lines, f"From: {_origin(SPEED, document['passport'])}.", ""]
+
+
 def figures() -> str:
     """The README's section between the two marks."""
     parity, graphs = _load("h200-parity.json"), _load("h200-graphs.json")
@@ -93,6 +107,7 @@ def figures() -> str:
     trust, one = graphs["trust"], graphs["cost"]["workloads"]["1 x 448 px"]
     largest = max(graphs["cost"]["stats"]["graphs"]["token_budgets"])
     lines = [
+        *speed_lines(),
         "Qwen3-VL-8B's tower (27 blocks, 1152 channels), bf16, random weights at realistic scale. Hugging Face runs",
         "`sdpa`; times are medians of wall time, both in turns in one run for eager, in a run of its own for graphs.",
         "",

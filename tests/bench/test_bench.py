@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from fusedvit.bench import engine_like, kernel_bench, plots, roofline, rows, split, timing, tower_bench  # noqa: E402
+from fusedvit.bench import engine_like, kernel_bench, plots, readme_speed, roofline, rows, split, timing, tower_bench  # noqa: E402
 from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
@@ -68,6 +68,15 @@ def test_flat_rows_and_csv(document: dict[str, Any], tmp_path: Path) -> None:
     with (tmp_path / "new" / "bench.csv").open(encoding="utf-8") as file:
         read = list(csv.DictReader(file))
     assert tuple(read[0]) == rows.FIELDS and [r["contender"] for r in read] == [r["contender"] for r in found]
+
+
+def test_the_readmes_tables_name_ours_and_the_peers(document: dict[str, Any]) -> None:
+    ((head, found),) = readme_speed.speed_tables(document).values()
+    assert [row[0] for row in found] == list(SMALL) and all(len(row) == len(head) for row in found)
+    row = document["towers"]["tiny"]["workloads"]["one"]
+    ratio = row["speedup"]["engine-like torch"]["median"]
+    assert found[0][3] == f"{row['ms']['engine-like torch']['median']:.2f} ({ratio:.2f} x torch)"
+    assert found[0][2] == f"{row['ms']['ours']['median']:.2f}"
 
 
 def test_plots_of_what_there_is(document: dict[str, Any], tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""The README's first table: whole towers against the peers, from one document of `fusedvit bench`."""
+
+from typing import Any
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def speed_tables(document: dict[str, Any]) -> dict[str, Table]:
+    """(head, rows) by tower: the nine workloads and the sweep, in the document's order."""
+    return {name: (_head(found), _rows(found)) for name, found in document["towers"].items()}
+
+
+def explanation(document: dict[str, Any]) -> list[str]:
+    """What stands in the tables."""
+    ceilings = document["ceilings"]
+    return [
+        "Milliseconds, bf16, random weights at realistic scale; in brackets how many times as long as ours, median of",
+        "the ratios of single rounds, all contenders in turns in one process. **Ours**: wall time from pixels and grid",
+        "on the GPU to outputs that the caller owns. **Engine-like**: cuBLAS, the fastest varlen attention of FA3,",
+        "cuDNN and torch for each workload, one fused rotary kernel, everything in a CUDA graph of the exact shape;",
+        "the time of its replay alone, metadata and copies not counted. **Hugging Face**: `sdpa`, eager, wall time.",
+        f"Floor: useful FLOPs at {ceilings['tflops']:.0f} TFLOP/s or weights at {ceilings['tbs']:.1f} TB/s.",
+        "A contender whose answer breaks the tolerance rule gets no number.",
+    ]
+
+
+def _compiled(found: dict[str, Any]) -> list[str]:
+    names: dict[str, None] = {}
+    for row in found["workloads"].values():
+        names |= dict.fromkeys(name for name in row["ms"] if name.startswith("hf compiled"))
+    return list(names)
+
+
+def _head(found: dict[str, Any]) -> list[str]:
+    compiled = [name.replace("hf compiled", "torch.compile") for name in _compiled(found)]
+    return ["workload", "patches", "ours", "engine-like", "Hugging Face", *compiled, "of floor", "peak MiB HF / ours"]
+
+
+def _rows(found: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, row in found["workloads"].items():
+        ours = row["ms"].get("ours")
+        peaks = row.get("peak_mib", {})
+        rows.append(
+            [
+                name,
+                str(row["tokens"]),
+                f"{ours['median']:.2f}" if ours else "wrong",
+                _peer(row, row["engine_like"]),
+                _peer(row, "hf"),
+                *(_peer(row, compiled) for compiled in _compiled(found)),
+                f"{row['floor_percent']:.0f} %" if ours else "–",
+                f"{peaks['hf']:.0f} / {peaks['ours']:.0f}" if peaks else "–",
+            ]
+        )
+    return rows
+
+
+def _peer(row: dict[str, Any], name: str | None) -> str:
+    if name not in row["ms"]:
+        return "–"
+    kind = f" {name.removeprefix('engine-like ')}" if name.startswith("engine-like") else ""
+    ratio = f" ({row['speedup'][name]['median']:.2f} x{kind})" if name in row.get("speedup", {}) else ""
+    return f"{row['ms'][name]['median']:.2f}{ratio}"
