@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-LEAST_ROUNDS, MOST_ROUNDS = 7, 60
+LEAST_ROUNDS, MOST_ROUNDS = 5, 60
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Spread:
 
 
 def in_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every round by contender, the GPU waited for: 7 to 60 rounds in about `seconds`."""
+    """Milliseconds of every round by contender, the GPU waited for: 5 to 60 rounds in about `seconds`."""
     for contender in contenders:
         for _ in range(2):
             contender.run()

@@ -51,7 +51,8 @@ def bench(
     _refuse_unknown(compile_on or [], grids, "--compile")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     options = Options(names, grids, tuple(compile_on or ()), fa3, seconds, dtype=dtype)
-    document: dict[str, Any] = {"passport": passport("bench", json.name if json else "bench.json", commit)}
+    said = _command(names, workload, sweep, compile_on, fa3, json)
+    document: dict[str, Any] = {"passport": passport("", "", commit) | {"command": said}}
     document |= with_progress(lambda step: measure(options, device, step))
     console = Console()
     show.show(document, console)
@@ -73,8 +74,24 @@ def kernels(tower: Towers = None, fa3: Fa3 = None, json: Json = None) -> None:
     found = with_progress(lambda step: kernel_bench.measure(names, device, fa3, step))
     show.show_kernels(found, Console())
     if json:
-        documents.write({"passport": passport("bench kernels", json.name, ""), "rows": found}, json)
+        said = f"fusedvit bench kernels {' '.join(f'--tower {name}' for name in names)} --json {json.name}"
+        documents.write({"passport": passport("", "", "") | {"command": said}, "rows": found}, json)
     raise typer.Exit(int(any(row["us"] is None for row in found)))
+
+
+def _command(
+    names: tuple[str, ...],
+    chosen: list[str] | None,
+    sweep: bool,
+    compile_on: list[str] | None,
+    fa3: Path | None,
+    json: Path | None,
+) -> str:
+    """How to run this again; of paths the name alone, as folders differ from machine to machine."""
+    words = ["fusedvit bench", *(f"--tower {name}" for name in names)]
+    words += [f"--workload '{name}'" for name in chosen or ()] + ([] if sweep else ["--no-sweep"])
+    words += [f"--compile '{name}'" for name in compile_on or ()] + ([f"--fa3 {fa3.name}"] if fa3 else [])
+    return " ".join(words + ([f"--json {json.name}"] if json else []))
 
 
 def _device(names: tuple[str, ...]) -> torch.device:
