@@ -1,5 +1,10 @@
-"""Pictures of a bench document: speed-up by size, time split by kernel, roofline."""
+"""Pictures of a bench document: speed-up by size, time split by kernel, roofline.
 
+`python -m fusedvit.bench.plots DOCUMENT FOLDER` draws them again from a file that `fusedvit bench --json` wrote.
+"""
+
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +106,8 @@ def _roofline(tower: str, rows: dict[str, Any], ceilings: dict[str, float]) -> A
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="TFLOP/s")
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+if __name__ == "__main__":
+    for drawn in draw(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])):
+        print(drawn)

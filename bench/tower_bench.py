@@ -65,22 +65,34 @@ class Setting:
     device: torch.device
 
 
-def measure(options: Options, device: torch.device, step: Step = lambda text: None) -> dict[str, Any]:
-    """The whole document but its passport: `{"towers": {name: {"workloads": {name: row}, …}}}`."""
+def measure(
+    options: Options,
+    device: torch.device,
+    step: Step = lambda text: None,
+    keep: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
+    """The whole document but its passport: `{"towers": {name: {"workloads": {name: row}, …}}}`.
+
+    Args:
+        keep: is given the document as far as it is after every workload, so that a run that is cut leaves something.
+    """
     if options.fa3 is not None:
         peer_attention.load_fa3(options.fa3)
-    found = {}
+    found: dict[str, Any] = {}
+    document = {"towers": found, "ceilings": {"tflops": roofline.PEAK_TFLOPS, "tbs": roofline.PEAK_TBS}}
     with torch.inference_mode():
         for name in options.towers:
             step(f"{name}: weights, compilation, capture")
             setting = set_up(name, options, device)
-            rows = {}
+            rows: dict[str, Any] = {}
+            found[name] = {"workloads": rows}
             for workload, grid in options.workloads.items():
                 step(f"{name}: {workload}")
                 rows[workload] = row(setting, options, workload, grid)
-            found[name] = {"workloads": rows, "memory": _held(setting), "report": setting.handle.report()}
+                found[name] |= {"memory": _held(setting), "report": setting.handle.report()}
+                keep(document)
             setting.handle.release()
-    return {"towers": found, "ceilings": {"tflops": roofline.PEAK_TFLOPS, "tbs": roofline.PEAK_TBS}}
+    return document
 
 
 def set_up(name: str, options: Options, device: torch.device) -> Setting:

@@ -1,5 +1,6 @@
 """`fusedvit bench` and `fusedvit bench kernels`."""
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,12 +53,11 @@ def bench(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     options = Options(names, grids, tuple(compile_on or ()), fa3, seconds, dtype=dtype)
     said = _command(names, workload, sweep, compile_on, fa3, json)
-    document: dict[str, Any] = {"passport": passport("", "", commit) | {"command": said}}
-    document |= with_progress(lambda step: measure(options, device, step))
+    head: dict[str, Any] = {"passport": passport("", "", commit) | {"command": said}}
+    keep = functools.partial(_keep, head, json)
+    document = head | with_progress(lambda step: measure(options, device, step, keep))
     console = Console()
     show.show(document, console)
-    if json:
-        documents.write(document, json)
     if csv:
         rows.write_csv(document, csv)
     for path in plots.draw(document, plot) if plot else []:
@@ -77,6 +77,11 @@ def kernels(tower: Towers = None, fa3: Fa3 = None, json: Json = None) -> None:
         said = f"fusedvit bench kernels {' '.join(f'--tower {name}' for name in names)} --json {json.name}"
         documents.write({"passport": passport("", "", "") | {"command": said}, "rows": found}, json)
     raise typer.Exit(int(any(row["us"] is None for row in found)))
+
+
+def _keep(head: dict[str, Any], path: Path | None, found: dict[str, Any]) -> None:
+    if path:
+        documents.write(head | found, path)
 
 
 def _command(
