@@ -20,10 +20,10 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     return [(e.name, e.time_range.elapsed_us()) for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
-def launch_order(spec: VisionSpec) -> list[str]:
-    """The operations that one run of the encoder launches, where each is one kernel."""
+def launch_order(spec: VisionSpec, words: bool = False) -> list[str]:
+    """The operations that one run of the encoder launches, where each is one kernel; `words`: rotary words as well."""
     block = ["qkv", "attention", "proj", "fc1", "fc2"]
-    order = ["metadata", "patch"]
+    order = ["metadata", *["rope_words"] * words, "patch"]
     for i in range(spec.depth):
         order += block + (["merger_fc1", "merger_fc2"] if i in spec.deepstack else [])
     return [*order, "merger_norm", "merger_fc1", "merger_fc2"]
@@ -31,8 +31,8 @@ def launch_order(spec: VisionSpec) -> list[str]:
 
 def by_operation(times: list[tuple[str, float]], spec: VisionSpec) -> dict[str, float]:
     """Milliseconds by operation; by kernel name where a run launched other than one kernel an operation."""
-    order = launch_order(spec)
-    names = order if len(order) == len(times) else [name for name, _ in times]
+    orders = [launch_order(spec), launch_order(spec, words=True)]
+    names = next((order for order in orders if len(order) == len(times)), [name for name, _ in times])
     found: dict[str, float] = {}
     for name, (_, us) in zip(names, times, strict=True):
         found[name] = found.get(name, 0.0) + us / 1e3

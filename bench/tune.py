@@ -31,6 +31,7 @@ from fusedvit.spec import VisionSpec
 
 CONTENTS = (1.0, 0.88)  # shares of a budget: there are four to an octave, so that it is at least 0.8 full
 FRAMES = (196, 784)  # lengths of a video's frames of 224 and 448 px
+PRUNING = 0.7  # of the time, at most
 WINDOW = 64  # patches of a window
 BUDGETS = (*(n << i for i in range(5, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens, from 128
 
@@ -166,19 +167,24 @@ class Tuner:
         return entries
 
     def _prune(self, asked: Sequence[Question], proposals: dict[str, list[Candidate]]) -> None:
-        """Compilation depends on an operation and a configuration, not on rows: each pair once."""
-        todo = {}
-        for question in asked:
-            for candidate in proposals[question.describe()]:
-                todo.setdefault(_compilation(question, candidate), (question, candidate))
+        """Compilation depends on an operation and a configuration, not on rows: each pair once, what is proposed
+        first first. Where time is short a part of it is kept for timing what was checked by then."""
+        ranked = [(i, q, c) for q in asked for i, c in enumerate(proposals[q.describe()])]
+        todo: dict[str, tuple[Question, Candidate]] = {}
+        for _, question, candidate in sorted(ranked, key=lambda item: item[0]):
+            todo.setdefault(_compilation(question, candidate), (question, candidate))
         left = [(name, pair) for name, pair in todo.items() if name not in self.log.found]
+        begun = time.monotonic()
+        last = begun + PRUNING * (self.deadline - begun)
         for done, (index, problem) in enumerate(self.prune([pair for _, pair in left], self.step)):
             self.log.add(left[index][0], problem=problem)
             self.step(f"compiled and checked {done + 1} of {len(left)}")
+            if time.monotonic() > last:
+                break
 
     def _decide(self, question: Question, proposed: list[Candidate]) -> dict[str, Any]:
         key = question.task.key
-        good = [c for c in proposed if not self.log.found[_compilation(question, c)]["problem"]]
+        good = [c for c in proposed if self.log.found.get(_compilation(question, c), {"problem": "?"})["problem"] == ""]
         cases = cases_of(question, self.dtype, self.device)
         measured = []
         for candidate in good:
@@ -186,8 +192,8 @@ class Tuner:
                 measured.append((candidate, time_candidate(cases, key.rows, candidate.config, self.device)))
             except forms.FormFailed as error:
                 self.log.add(_compilation(question, candidate), problem=str(error))
-        ranked = sorted(measured, key=lambda pair: _against(pair[1], measured[0][1]))
-        for candidate, us in ranked:
+        best_first = sorted(measured, key=lambda pair: _against(pair[1], measured[0][1]))
+        for candidate, us in best_first:
             if all(case.check(candidate.config).passed for case in cases):
                 first = {"heuristic_us": round(measured[0][1][0], 2)} if measured[0][0] == proposed[0] else {}
                 entry = {**asdict(key), **candidate.as_dict(), "us": round(us[0], 2), **first}

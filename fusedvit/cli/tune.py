@@ -29,6 +29,9 @@ def command(
             "--budget", metavar="PATCHES", min=4, help="Row budgets; else four to an octave from 128 to 65536."
         ),
     ] = None,
+    operation: Annotated[
+        list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")
+    ] = None,
     budget_minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; run again to go on.")] = 60.0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile and check candidates.")] = 8,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried.")] = False,
@@ -48,7 +51,7 @@ def command(
     dtype = torch.bfloat16 if device.type == "cuda" or dry_run else torch.float32
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
     asked = tune.questions([kernel_bench.spec_of(name) for name in names], budget or tune.BUDGETS, dtype)
-    console = Console()
+    asked, console = [q for q in asked if not operation or q.task.name in operation], Console()
     if dry_run:
         _show_plan(asked, dtype, Target.of(device), console)
         return

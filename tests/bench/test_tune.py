@@ -99,7 +99,7 @@ def test_a_pruned_or_wrong_candidate_is_never_taken(
 def test_a_run_that_was_cut_goes_on(
     asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    clock = iter([0.0, 1.0, 3.0])
+    clock = iter([0.0, *[0.3] * 6, 0.4, 1.0])
     monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(tune, "candidates", three_tiles)
     linears = [q for q in asked if q.task.key.op == "linear"]
@@ -110,13 +110,24 @@ def test_a_run_that_was_cut_goes_on(
     assert len(first) == 1 and len(measured) == 3
     with path.open("a", encoding="utf-8") as file:
         file.write('{"of": "cut in the mid')
-    clock = iter([0.0] * 9)
+    clock = iter([0.0] * 20)
     again = tuner(tune.Log(path, stamp)).run(linears)
     assert again[0] == first[0] and len(again) == 2 and len(measured) == 6
-    clock = iter([0.0] * 9)
+    clock = iter([0.0] * 20)
     anew = tune.Log(path, {"gpu": "another"})
     tuner(anew).run(linears)
     assert len(measured) == 12, "another GPU's log is not gone on with"
+
+
+def test_short_of_time_what_was_checked_is_timed(asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three candidates of two questions: the first of each come first; time is up after these and one more."""
+    clock = iter([0.0, 1.0, 2.0, 8.0, *[8.5] * 2])
+    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+    linears = [q for q in asked if q.task.key.op == "linear"]
+    entries = tuner(tune.Log(None, {}), deadline=10.0).run(linears)
+    assert [e["config"]["block_m"] for e in entries] == [64, 32]
 
 
 def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
