@@ -8,7 +8,7 @@ import torch
 from fusedvit.items import Item
 from fusedvit.kernels.metadata import Layout, Metadata
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import ALIGNMENT
+from fusedvit.weights import pitch_of
 
 NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
 
@@ -111,12 +111,6 @@ class EncoderBuffers:
         """Bytes of all fields."""
         fields = (self.pixels, self.grid, self.hidden, self.wide, self.context, self.stats, self.merged)
         return sum(t.nbytes for t in (*fields, *vars(self.meta).values()))
-
-
-def pitch_of(cols: int, dtype: torch.dtype) -> int:
-    """Columns from row to row so that rows start at multiples of 16 bytes."""
-    step = max(1, ALIGNMENT // dtype.itemsize)
-    return -(-cols // step) * step
 
 
 def allocate(

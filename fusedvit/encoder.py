@@ -32,7 +32,8 @@ class EncoderOutputs:
     """What a run gives.
 
     Attributes:
-        hidden: `[tokens, hidden]`, after the last block; in towers with windows in window order, item by item.
+        hidden: `[tokens, hidden]`, after the last block and a last norm if there is one; in towers with windows in
+            window order, item by item.
         merged: `[spec.merged_outputs, tokens / merge_unit, out]`.
     """
 
@@ -114,8 +115,10 @@ def encode(
             _deepstack(run, spec.deepstack.index(i), stats)
     if isinstance(weights.merger, DownsampleWeights):
         _downsample(run, weights.merger)
-    else:
+    elif isinstance(weights.merger, MergerWeights):
         _merger(run, weights.merger)
+    else:
+        run.norm(buffers.hidden, weights.merger, TOKENS, buffers.hidden, spec.norm_eps)
     return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
@@ -151,7 +154,7 @@ def _block(run: _Run, i: int, w: BlockWeights, stats: RowStats) -> RowStats:
     epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats)
     ops.linear(b.context, w.proj.weight, tokens, b.hidden, epilogue, plan.proj)
 
-    inner = b.rows_of_wide(rows, spec.intermediate_size)
+    inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
     epilogue = Epilogue(w.fc1.bias, run.fold(stats, w.fc1), activation=spec.activation, limit=spec.glu_limit)
     ops.linear(b.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
     stats = run.stats(plan.fc2)
@@ -212,7 +215,7 @@ def _downsample(run: _Run, w: DownsampleWeights) -> None:
     projected = b.rows_of_wide(rows, spec.out_size)
     linear(last, w.proj.weight, merged, projected, Epilogue(w.proj.bias), plan.merger_proj)
     run.norm(projected, w.proj_norm, MERGED, projected, spec.merger_eps, After(activation="gelu"))
-    inner = b.rows_of_wide(rows, spec.merger_size, after=spec.out_size)
+    inner = b.rows_of_wide(rows, w.fc2.weight.shape[1], after=spec.out_size)
     epilogue = Epilogue(w.fc1.bias, activation="swiglu", limit=spec.glu_limit)
     linear(projected, w.fc1.weight, merged, inner, epilogue, plan.merger_fc1)
     linear(inner, w.fc2.weight, merged, pooled, Epilogue(w.fc2.bias), plan.merger_fc2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from einops import rearrange, repeat
 
-from fusedvit.names import DownsampleNames, MergerNames, WeightNames
+from fusedvit.names import DownsampleNames, LastNormNames, MergerNames, WeightNames
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import (
     ALIGNMENT,
@@ -24,6 +24,7 @@ from fusedvit.weights import (
     MergerWeights,
     NormWeights,
     TensorSource,
+    pitch_of,
     rewrite,
 )
 
@@ -79,9 +80,16 @@ class _Maker:
         return LinearWeights(weight, bias, own=("weight",) if copied else ())
 
     def patch(self, name: str) -> LinearWeights:
-        """The patch embedding as a product: a convolution whose kernel is its stride is one."""
+        """The patch embedding as a product: a convolution whose kernel is its stride is one.
+
+        A missing bias becomes zeros: with nothing between a product and its rounding to fp16, ptxas serialises it
+        (C7514, Triton 3.7).
+        """
         weight = self.source(f"{name}.weight").detach()
-        return self._plain(weight.reshape(weight.shape[0], -1), name, "patch")
+        linear = self._plain(weight.reshape(weight.shape[0], -1), name, "patch")
+        if linear.bias is not None:
+            return linear
+        return replace(linear, bias=weight.new_zeros(weight.shape[0]), own=(*linear.own, "bias"))
 
     def joined(self, names: tuple[str, ...], part: str) -> LinearWeights:
         """Linear layers one above the other."""
@@ -113,18 +121,18 @@ class _Maker:
         return BlockWeights(
             qkv=_rows(self.folded(names.norm1.format(i), qkv), rotary_rows(self.spec)),
             proj=self.plain(names.proj.format(i), "proj"),
-            fc1=self._first(self.folded(names.norm2.format(i), fc1)),
-            fc2=self.plain(names.fc2.format(i), "mlp"),
+            fc1=_first(self.folded(names.norm2.format(i), fc1), self.spec.gated),
+            fc2=_second(self.plain(names.fc2.format(i), "mlp")),
             qk_norm=rearrange(torch.stack(qk_norm), "two (half p) -> two (p half)", half=2) if qk_norm else None,
         )
 
-    def _first(self, fc1: LinearWeights) -> LinearWeights:
-        """An MLP's first layer: gate and up in turns, if it is gated."""
-        return _rows(fc1, _turns(fc1.weight.shape[0])) if self.spec.gated else fc1
-
-    def tail(self, names: MergerNames | DownsampleNames) -> MergerWeights | DownsampleWeights:
+    def tail(
+        self, names: MergerNames | DownsampleNames | LastNormNames
+    ) -> MergerWeights | DownsampleWeights | NormWeights:
         if isinstance(names, DownsampleNames):
             return self._downsample(names)
+        if isinstance(names, LastNormNames):
+            return self.norm(names.norm)
         return MergerWeights(self.norm(names.norm), self.plain(names.fc1, "merger"), self.plain(names.fc2, "merger"))
 
     def folded_merger(self, names: MergerNames | None, i: int) -> MergerWeights:
@@ -142,14 +150,40 @@ class _Maker:
             downsample=self._plain(turned, names.downsample, "downsample"),
             proj=self.plain(names.proj, "merger"),
             proj_norm=self.norm(names.proj_norm, layer=True),
-            fc1=_rows(fc1, _turns(fc1.weight.shape[0])),
-            fc2=self.plain(names.fc2, "merger"),
+            fc1=_first(fc1, gated=True),
+            fc2=_second(self.plain(names.fc2, "merger")),
         )
 
 
-def _turns(rows: int) -> torch.Tensor:
-    """The order that takes rows of one half and of the other in turns."""
-    return rearrange(torch.arange(rows), "(two n) -> (n two)", two=2)
+def _first(fc1: LinearWeights, gated: bool) -> LinearWeights:
+    """An MLP's first layer: gate and up in turns if it is gated, and rows of zeros until its channels fill 16 bytes.
+
+    They give channels of zeros, which `_second` multiplies by zeros.
+    """
+    rows = torch.arange(fc1.weight.shape[0])
+    if gated:
+        rows = rearrange(rows, "(two n) -> (n two)", two=2)
+    factors = 2 if gated else 1
+    channels = len(rows) // factors
+    missing = factors * (pitch_of(channels, fc1.weight.dtype) - channels)
+    if not missing:
+        return _rows(fc1, rows) if gated else fc1
+    padded = {name: getattr(fc1, name) for name in ("weight", "bias", "colsum") if getattr(fc1, name) is not None}
+    padded = {name: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for name, t in padded.items()}
+    return _rows(replace(fc1, **padded), torch.cat([rows, torch.arange(len(rows), len(rows) + missing)]))
+
+
+def _second(fc2: LinearWeights) -> LinearWeights:
+    """An MLP's second layer, whose rows' padding becomes part of them."""
+    n, k = fc2.weight.shape
+    pitch = pitch_of(k, fc2.weight.dtype)
+    if pitch == k:
+        return fc2
+    if "weight" in fc2.own:
+        return replace(fc2, weight=fc2.weight.as_strided((n, pitch), (pitch, 1)))
+    padded = fc2.weight.new_zeros(n, pitch)
+    padded[:, :k] = fc2.weight
+    return replace(fc2, weight=padded, own=("weight",))
 
 
 def rotary_rows(spec: VisionSpec) -> torch.Tensor:
@@ -179,10 +213,8 @@ def _pitched(weight: torch.Tensor, own: bool = False) -> torch.Tensor:
 
     `own` says that the tensor is ours and contiguous already.
     """
-    step = ALIGNMENT // weight.element_size()
-    aligned = weight.stride(-1) == 1 and weight.stride(0) % step == 0
+    aligned = weight.stride(-1) == 1 and weight.stride(0) == pitch_of(weight.stride(0), weight.dtype)
     if aligned and (own or weight.data_ptr() % ALIGNMENT == 0):
         return weight
-    pitch = -(-weight.shape[1] // step) * step
-    padded = weight.new_zeros(weight.shape[0], pitch)[:, : weight.shape[1]]
+    padded = weight.new_zeros(weight.shape[0], pitch_of(weight.shape[1], weight.dtype))[:, : weight.shape[1]]
     return padded.copy_(weight)

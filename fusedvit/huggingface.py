@@ -15,6 +15,7 @@ from fusedvit.config import FuseConfig
 from fusedvit.encoder import EncoderOutputs
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
+from fusedvit.families.unsupported import UNSUPPORTED
 from fusedvit.handle import FusedEncoder
 
 _HANDLE = "_fusedvit"  # in a fused tower's __dict__
@@ -75,11 +76,18 @@ def find_tower(model: nn.Module) -> nn.Module:
     found = {id(m): (name, m) for name, m in model.named_modules() if family_of(type(m).__name__) is not None}
     if len(found) == 1:
         return next(iter(found.values()))[1]
-    known = "; ".join(f"{family.name} ({', '.join(family.class_names)})" for family in FAMILIES)
     if not found:
-        raise UnsupportedModel(f"{type(model).__name__} holds no supported vision tower. Supported: {known}")
+        raise UnsupportedModel(_nothing_in(model))
     names = ", ".join(repr(name) for name, _ in found.values())
     raise UnsupportedModel(f"{type(model).__name__} holds {len(found)} vision towers ({names}): fuse each by itself")
+
+
+def _nothing_in(model: nn.Module) -> str:
+    """Why nothing in `model` can be fused, and what could."""
+    known = "; ".join(f"{family.name} ({', '.join(family.class_names)})" for family in FAMILIES)
+    held = dict.fromkeys(name for name in (type(m).__name__ for m in model.modules()) if name in UNSUPPORTED)
+    why = "".join(f" {name} is not: {UNSUPPORTED[name]}." for name in held)
+    return f"{type(model).__name__} holds no supported vision tower.{why} Supported: {known}"
 
 
 def _set_class(tower: nn.Module, cls: type) -> None:
@@ -129,7 +137,9 @@ def _to_hugging_face(original: type, handle: FusedEncoder, outputs: EncoderOutpu
     """The output record that the tower's own forward returns, from its own module."""
     record = getattr(sys.modules[original.__module__], handle.family.output_class)
     last = outputs.last_hidden_state(handle.spec)
-    fields: dict[str, Any] = {"last_hidden_state": last, "pooler_output": outputs.pooled}
+    fields: dict[str, Any] = {"last_hidden_state": last}
+    if handle.spec.merged_outputs:
+        fields["pooler_output"] = outputs.pooled
     if handle.family.has_deepstack:
         in_order = sorted(range(len(outputs.deepstack)), key=handle.spec.deepstack.__getitem__)
         fields["deepstack_features"] = [outputs.deepstack[i] for i in in_order]  # Hugging Face lists them by block

@@ -32,6 +32,13 @@ class DownsampleNames:
 
 
 @dataclass(frozen=True)
+class LastNormNames:
+    """No merger: a norm of the last block's states."""
+
+    norm: str
+
+
+@dataclass(frozen=True)
 class WeightNames:
     """A family's parameter names.
 
@@ -39,7 +46,7 @@ class WeightNames:
         qkv: one fused linear layer, or those of q, k and v.
         fc1: one linear layer, or gate and up of a gated MLP.
         act: the MLP's activation module.
-        merger: None for a tower that ends with its blocks' states, normalised by `last_norm`.
+        merger: what follows the blocks.
         position: None for a family without a learned position table.
         patch_norm: norm of the embedded patches, if there is one.
         qk_norm: norms of q and k, if there are any.
@@ -53,7 +60,7 @@ class WeightNames:
     fc1: tuple[str, ...]
     fc2: str
     act: str
-    merger: MergerNames | DownsampleNames
+    merger: MergerNames | DownsampleNames | LastNormNames
     deepstack: MergerNames | None = None
     position: str | None = None
     patch_norm: str | None = None

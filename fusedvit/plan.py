@@ -14,6 +14,7 @@ from fusedvit.kernels.forms import Key
 from fusedvit.kernels.metadata import Layout
 from fusedvit.kernels.tables import Table
 from fusedvit.spec import VisionSpec
+from fusedvit.weights import pitch_of
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class EncoderPlan:
     proj: Any
     fc1: Any
     fc2: Any
-    merger_fc1: Any
-    merger_fc2: Any
     max_programs: int
+    merger_fc1: Any = None
+    merger_fc2: Any = None
     window_attention: Any = None
     downsample: Any = None
     merger_proj: Any = None
@@ -80,31 +81,34 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
 
     taps = "taps+" if spec.position_side else ""
     norm = "norm" if spec.norm == "layer" else "rms"
-    inner = spec.intermediate_size * (2 if spec.gated else 1)
+    inner, factors = pitch_of(spec.intermediate_size, dtype), 2 if spec.gated else 1
+    widest = 128 if spec.activation in ("gelu", "swiglu") else 256
     blocks = (
         linear("patch", "bias" if spec.patch_norm else f"{taps}stats", c, spec.patch_width, 64 if taps else 128),
         linear("qkv", norm if spec.qk_norm else f"{norm}+rope", 3 * c, c),
         attention("attention", ""),
         linear("proj", "residual+stats", c, c),
-        linear("fc1", f"{norm}+{spec.activation}", inner, c, 128 if spec.activation in ("gelu", "swiglu") else 256),
-        linear("fc2", "residual+stats", c, spec.intermediate_size),
+        linear("fc1", f"{norm}+{spec.activation}", inner * factors, c, widest),
+        linear("fc2", "residual+stats", c, inner),
     )
     if spec.window:
         blocks = (*blocks, attention("window_attention", "window"))
+    return (*blocks, *(linear(*task, rows=merged) for task in _merger_tasks(spec, dtype)))
+
+
+def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str, int, int, int], ...]:
+    """(field, kind, n, k, widest tile) of each linear layer over merged tokens."""
+    out, wide, inner = spec.out_size, spec.merged_size, pitch_of(spec.merger_size, dtype)
     if spec.tail == "downsample":
-        out = spec.out_size
         return (
-            *blocks,
-            linear("downsample", "bias", out, spec.merged_size, 256, rows=merged),
-            linear("merger_proj", "bias", out, out, 256, rows=merged),
-            linear("merger_fc1", "swiglu", 2 * spec.merger_size, out, rows=merged),
-            linear("merger_fc2", "bias", out, spec.merger_size, 256, rows=merged),
+            ("downsample", "bias", out, wide, 256),
+            ("merger_proj", "bias", out, out, 256),
+            ("merger_fc1", "swiglu", 2 * inner, out, 128),
+            ("merger_fc2", "bias", out, inner, 256),
         )
-    return (
-        *blocks,
-        linear("merger_fc1", "norm+gelu", spec.merged_size, spec.merged_size, rows=merged),
-        linear("merger_fc2", "bias", spec.out_size, spec.merged_size, 256, rows=merged),
-    )
+    if spec.tail == "merger":
+        return ("merger_fc1", "norm+gelu", wide, wide, 128), ("merger_fc2", "bias", out, wide, 256)
+    return ()
 
 
 def plan_for(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "swiglu")
 NORMS = ("layer", "rms")
-TAILS = ("merger", "downsample")
+TAILS = ("merger", "downsample", "norm")
 TAPS = (4, 16)
 LINEARS = ("patch", "qkv", "proj", "mlp", "merger")
 
@@ -40,7 +40,7 @@ class VisionSpec:
         window: merged tokens on a side of an attention window, 0 for whole frames.
         full_attention: blocks that attend to whole frames all the same.
         tail: "merger" (norm, merge, MLP) or "downsample" (norm, merge by a convolution, projection, gated MLP; the last
-            hidden state is the convolution's).
+            hidden state is the convolution's) or "norm" alone, without merged tokens.
         merger_size: channels of a downsampling merger's MLP.
         without_bias: which of `LINEARS` have none.
     """
@@ -118,6 +118,8 @@ class VisionSpec:
     @property
     def merged_outputs(self) -> int:
         """Output tensors with a row per merged token."""
+        if self.tail == "norm":
+            return 0
         return 1 + len(self.deepstack) + (self.tail == "downsample")
 
     def is_windowed(self, block: int) -> bool:

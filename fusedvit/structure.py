@@ -6,7 +6,7 @@ from math import prod
 from torch import nn
 
 from fusedvit.families.record import Family
-from fusedvit.names import DownsampleNames, MergerNames
+from fusedvit.names import DownsampleNames, LastNormNames, MergerNames
 from fusedvit.spec import VisionSpec
 
 # Modules without parameters that repeat a known function, by our names of it.
@@ -89,6 +89,8 @@ def shapes_of(family: Family, spec: VisionSpec) -> Shapes:
             yield name.format(i), shape
     if isinstance(names.merger, DownsampleNames):
         yield from _downsample_shapes(names.merger, spec)
+    elif isinstance(names.merger, LastNormNames):
+        yield from _norm(names.merger.norm, c, spec.norm)
     else:
         yield from _merger_shapes(names.merger, spec, c)
     for i in range(len(spec.deepstack)):
@@ -149,6 +151,8 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, str]:
     paths = {names.act.format(i): _ACTIVATIONS[spec.activation] for i in range(spec.depth)}
     if isinstance(names.merger, DownsampleNames):
         return paths | {names.merger.proj_act: "GELU", names.merger.act: _ACTIVATIONS["swiglu"]}
+    if isinstance(names.merger, LastNormNames):
+        return paths
     deepstack = [names.deepstack.at(i).act for i in range(len(spec.deepstack))] if names.deepstack else []
     return paths | dict.fromkeys([names.merger.act, *deepstack], "GELU")
 

@@ -14,6 +14,12 @@ TensorSource = Callable[[str], torch.Tensor]
 ALIGNMENT = 16  # bytes; what the copy engine asks of bases and row pitches
 
 
+def pitch_of(cols: int, dtype: torch.dtype) -> int:
+    """Columns from row to row so that rows start at multiples of 16 bytes."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-cols // step) * step
+
+
 @dataclass(frozen=True)
 class LinearWeights:
     """`weight` `[N, K]`, `bias` `[N]` or None; `colsum` `[N]` fp32 where a LayerNorm was folded in.
@@ -77,7 +83,7 @@ class EncoderWeights:
     patch_norm: NormWeights | None
     position: torch.Tensor | None
     blocks: tuple[BlockWeights, ...]
-    merger: MergerWeights | DownsampleWeights
+    merger: MergerWeights | DownsampleWeights | NormWeights
     deepstack: tuple[MergerWeights, ...]
     inv_freq: torch.Tensor
     own: tuple[str, ...] = ("inv_freq",)

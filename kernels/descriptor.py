@@ -13,7 +13,7 @@ def box(t: torch.Tensor, rows: int, cols: int, copy_engine: bool = True) -> Tens
     """A descriptor over `t` `[T, C]`, read and written `[rows, cols]` at a time; without a copy engine `t` itself.
 
     Skips the record's own checks, which cost more than the launch: buffers and prepared weights have bases and row
-    pitches that are multiples of 16 bytes (`buffers.pitch_of`, `weights.prepare`), and the driver refuses others.
+    pitches that are multiples of 16 bytes (`weights.pitch_of`, `folding.prepare`), and the driver refuses others.
     """
     if not copy_engine:
         return t

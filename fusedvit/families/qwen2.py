@@ -1,9 +1,13 @@
-"""Qwen2-VL: LayerNorm, quick_gelu, heads of 80, no position table."""
+"""Qwen2-VL: LayerNorm, quick_gelu, heads of 80, no position table; ERNIE 4.5 VL's blocks are the same.
 
+ERNIE's tower takes single frames and ends with a norm: what merges its tokens stands outside.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 from fusedvit.families.record import LINEAR_PATCH_EMBED, Family, rope_theta_of
-from fusedvit.names import MergerNames, WeightNames
+from fusedvit.names import LastNormNames, MergerNames, WeightNames
 from fusedvit.spec import VisionSpec
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
@@ -20,6 +24,8 @@ NAMES = WeightNames(
     merger=MergerNames("merger.ln_q", "merger.mlp.0", "merger.mlp.2", "merger.mlp.1"),
 )
 
+ERNIE_NAMES = replace(NAMES, merger=LastNormNames("ln"))
+
 
 def spec_from_config(config: Any) -> VisionSpec:
     """The spec behind a `vision_config` of this family, whose `hidden_size` is the language model's.
@@ -27,8 +33,7 @@ def spec_from_config(config: Any) -> VisionSpec:
     Raises:
         ValueError: a number that no such tower can have.
     """
-    if config.hidden_act not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_act!r}")
+    _check(config)
     return VisionSpec(
         depth=config.depth,
         hidden_size=config.embed_dim,
@@ -46,6 +51,33 @@ def spec_from_config(config: Any) -> VisionSpec:
     )
 
 
+def ernie_spec(config: Any) -> VisionSpec:
+    """The spec behind an ERNIE 4.5 VL tower's config. Raises ValueError, as `spec_from_config`."""
+    _check(config)
+    return VisionSpec(
+        depth=config.depth,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        intermediate_size=config.intermediate_size,
+        out_size=config.hidden_size,
+        patch_size=config.patch_size,
+        temporal_patch_size=1,
+        in_channels=config.in_channels,
+        merge_size=config.spatial_merge_size,
+        activation=_ACTIVATIONS[config.hidden_act],
+        norm_eps=config.rms_norm_eps,
+        rope_theta=rope_theta_of(config),
+        tail="norm",
+        without_bias=("patch",),
+    )
+
+
+def _check(config: Any) -> None:
+    if config.hidden_act not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_act!r}")
+
+
 FAMILIES = (
     Family(
         name="Qwen2-VL",
@@ -54,5 +86,12 @@ FAMILIES = (
         names=NAMES,
         output_class="BaseModelOutputWithPooling",
         aliases=LINEAR_PATCH_EMBED,
+    ),
+    Family(
+        name="ERNIE 4.5 VL",
+        class_names=("Ernie4_5_VLMoeVisionTransformerPretrainedModel",),
+        spec_from_config=ernie_spec,
+        names=ERNIE_NAMES,
+        output_class="BaseModelOutputWithPooling",
     ),
 )

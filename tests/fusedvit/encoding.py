@@ -67,8 +67,10 @@ class Encoder:
         merged = tokens // self.spec.merge_unit
         hidden = made.last_hidden_state(self.spec)
         rows = merged if self.spec.tail == "downsample" else tokens
-        named = {"last_hidden_state": hidden[:rows], "pooler_output": made.pooled[:merged]}
-        if self.spec.tail != "downsample":
+        named = {"last_hidden_state": hidden[:rows]}
+        if self.spec.merged_outputs:
+            named["pooler_output"] = made.pooled[:merged]
+        if self.spec.tail == "merger":
             named |= {f"deepstack_features[{i}]": t[:merged] for i, t in enumerate(made.deepstack)}
         return {name: t.clone() for name, t in named.items()}
 

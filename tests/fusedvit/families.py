@@ -57,6 +57,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2_5_VisionTransformerPretrainedModel": ("qwen2_5_vl", _QWEN25),
     "Qwen2_5OmniVisionEncoder": ("qwen2_5_omni", _QWEN25),
     "Exaone4_5_VisionModel": ("exaone4_5", _QWEN25 | {"hidden_size": 96, "num_heads": 4, "num_key_value_heads": 2}),
+    "Ernie4_5_VLMoeVisionTransformerPretrainedModel": (
+        "ernie4_5_vl_moe",
+        {"depth": 2, "hidden_size": 48, "intermediate_size": 70, "num_heads": 2, "patch_size": 4},
+    ),
     "Glm4vVisionModel": ("glm4v", _GLM),
     "Glm4vMoeVisionModel": ("glm4v_moe", _GLM),
     "GlmOcrVisionModel": ("glm_ocr", _GLM),

@@ -20,6 +20,7 @@ SHAPES = [
         "Qwen2VisionTransformerPretrainedModel",
         "Qwen2_5_VisionTransformerPretrainedModel",
         "Exaone4_5_VisionModel",
+        "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
         "Glm4vVisionModel",
         "Glm5NextVisionModel",
     )

@@ -13,6 +13,8 @@ from torch import nn
 
 import fusedvit
 from fusedvit import reasons
+from fusedvit.families.registry import FAMILIES
+from fusedvit.families.unsupported import UNSUPPORTED
 from tests.fusedvit.towers import (
     GRIDS,
     KINDS,
@@ -69,6 +71,15 @@ def test_unsupported_models_are_named() -> None:
                 act(model)
             assert "Qwen3-VL" in str(info.value) and "Qwen3_5VisionModel" in str(info.value)
     assert issubclass(fusedvit.UnsupportedModel, ValueError)
+
+
+def test_towers_that_are_known_and_not_fused_say_why() -> None:
+    class Kimi_K25VisionModel(nn.Module):
+        pass
+
+    with pytest.raises(fusedvit.UnsupportedModel, match="Kimi_K25VisionModel is not: attends to whole clips"):
+        fusedvit.fuse(nn.Sequential(Kimi_K25VisionModel()))
+    assert not set(UNSUPPORTED) & {name for family in FAMILIES for name in family.class_names}
 
 
 def test_config_that_no_tower_can_have_is_unsupported() -> None:

@@ -189,9 +189,10 @@ def test_rows_start_at_multiples_of_16_bytes(inner: int, dtype: torch.dtype) -> 
             assert linear.weight.stride(1) == 1
             assert linear.weight.stride(0) * linear.weight.element_size() % ALIGNMENT == 0
             assert linear.weight.data_ptr() % ALIGNMENT == 0
-    fc2 = prepared(tower).blocks[0].fc2.weight
-    assert fc2.equal(tower.blocks[0].mlp.linear_fc2.weight)
-    assert int(fc2.untyped_storage().nbytes()) >= 48 * -(-inner * dtype.itemsize // 16) * 16
+    fc1, fc2 = prepared(tower).blocks[0].fc1, prepared(tower).blocks[0].fc2.weight
+    assert fc2[:, :inner].equal(tower.blocks[0].mlp.linear_fc2.weight)
+    assert len(fc1.weight) == fc2.shape[1] == -(-inner * dtype.itemsize // 16) * 16 // dtype.itemsize
+    assert fc1.bias is not None and not any(t.any() for t in (fc1.weight[inner:], fc1.bias[inner:], fc2[:, inner:]))
 
 
 def test_misaligned_parameters() -> None:

@@ -153,7 +153,7 @@ def random_grid(seed: int, least: int, most: int, longest: int = 40) -> Grid:
 def pixels_for(tower: Any, grid: Grid, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """`[patches, patch width]` on the CPU, scaled as normalised images are."""
     c = tower.config
-    width = c.in_channels * c.temporal_patch_size * c.patch_size**2
+    width = c.in_channels * getattr(c, "temporal_patch_size", 1) * c.patch_size**2
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(patches_of(grid), width, generator=generator).to(dtype)
 

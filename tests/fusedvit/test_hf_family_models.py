@@ -1,0 +1,151 @@
+"""Whole models of the Qwen families that towers.py does not make: the tower is found, and generate() is the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fusedvit
+from fusedvit.cli.weights import random_weights_
+from tests.fusedvit.families import TINY
+from tests.fusedvit.towers import (
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCABULARY,
+    Grid,
+    patches_of,
+    pixels_for,
+    ran_fused,
+)
+
+STRICT = fusedvit.FuseConfig(strict=True)
+HIDDEN = 64
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+INTERLEAVED = {"rope_parameters": TEXT["rope_parameters"] | {"mrope_interleaved": True}}
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": HIDDEN}
+# Model: its classes' prefix and suffix, its tower's class, what its text config adds.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Qwen2VL": ("", "Qwen2VisionTransformerPretrainedModel", {}),
+    "Qwen2_5_VL": ("", "Qwen2_5_VisionTransformerPretrainedModel", {}),
+    "Qwen2_5Omni": ("Thinker", "Qwen2_5OmniVisionEncoder", {}),
+    "Qwen3OmniMoe": ("Thinker", "Qwen3OmniMoeVisionEncoder", EXPERTS | INTERLEAVED),
+}
+IMAGES: Grid = [(1, 4, 6), (1, 10, 4)]
+VIDEOS: Grid = [(3, 4, 10)]
+by_model = pytest.mark.parametrize("name", MODELS)
+
+
+def tiny_model(name: str) -> Any:
+    suffix, tower, more = MODELS[name]
+    vision = dict(TINY[tower][1])
+    vision["hidden_size" if name == "Qwen2VL" else "out_hidden_size"] = HIDDEN
+    settings: dict[str, Any] = {"text_config": TEXT | more, "vision_config": vision} | TOKENS
+    if suffix:
+        settings |= {"audio_config": AUDIO, "audio_token_id": 295}
+    model = f"{name}{suffix}"
+    config = getattr(transformers, f"{model}Config", None) or _config_of(name, model)
+    made = getattr(transformers, f"{model}ForConditionalGeneration")(config(**settings)).eval()
+    random_weights_(made)
+    return made
+
+
+def _config_of(name: str, model: str) -> Any:
+    folder = {"Qwen2_5Omni": "qwen2_5_omni", "Qwen3OmniMoe": "qwen3_omni_moe"}[name]
+    module = getattr(transformers.models, folder)
+    return getattr(getattr(module, f"configuration_{folder}"), f"{model}Config")
+
+
+def tower_of(model: Any) -> Any:
+    return model.visual if hasattr(model, "visual") else model.model.visual
+
+
+def prompt(tower: Any, images: Grid, videos: Grid) -> dict[str, torch.Tensor]:
+    """Arguments of `generate` for one sequence: some text, the images, the videos."""
+    tokens = [5, 6]
+    for media, placeholder in ((images, IMAGE), (videos, VIDEO)):
+        for t, h, w in media:
+            tokens += [VISION_START, *[placeholder] * (t * h * w // 4), VISION_END]
+    ids = torch.tensor([[*tokens, 7, 8]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
+        "pixel_values": pixels_for(tower, images),
+        "image_grid_thw": torch.tensor(images),
+        "pixel_values_videos": pixels_for(tower, videos, seed=2),
+        "video_grid_thw": torch.tensor(videos),
+    }
+
+
+def arguments_for(model: Any) -> dict[str, torch.Tensor]:
+    made = prompt(tower_of(model), IMAGES, VIDEOS)
+    if "Omni" in type(model).__name__:
+        del made["mm_token_type_ids"]
+        made["video_second_per_grid"] = torch.ones(len(VIDEOS))
+    return made
+
+
+@by_model
+def test_generate(name: str) -> None:
+    model = tiny_model(name)
+    arguments = arguments_for(model)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**{k: v.clone() for k, v in arguments.items()}, **options)
+    handle = fusedvit.fuse(model, STRICT)
+    assert handle.tower is tower_of(model)
+    assert model.generate(**{k: v.clone() for k, v in arguments.items()}, **options).equal(expected)
+    ran_fused(handle, calls=2)
+
+
+@by_model
+def test_tower_is_found_below_other_modules(name: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self, thinker: nn.Module) -> None:
+            super().__init__()
+            self.thinker = thinker
+
+    model = tiny_model(name)
+    handle = fusedvit.fuse(Outer(model))
+    assert handle.tower is tower_of(model)
+
+
+@by_model
+def test_save_and_reload(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    keys = list(model.state_dict())
+    fusedvit.fuse(model, STRICT)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    for key, value in loaded.state_dict().items():
+        assert value.equal(model.state_dict()[key]), key
+    call = pixels_for(tower_of(model), IMAGES), torch.tensor(IMAGES)
+    with torch.no_grad():
+        ours, theirs = (tower_of(m)(*call).pooler_output for m in (model, loaded))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert patches_of(IMAGES) == len(call[0])
