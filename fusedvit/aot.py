@@ -54,7 +54,8 @@ TOWERS = {  # by a tower class of the family
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = (*(n << i for i in range(4, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens, from 64
-FEW_BUDGETS = dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096))  # much the others' kernels
+# Towers most of whose kernels are the others'.
+FEW_BUDGETS: dict[str, tuple[int, ...]] = dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096))
 Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}
 

@@ -83,7 +83,7 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
     norm = "norm" if spec.norm == "layer" else "rms"
     inner, factors = pitch_of(spec.intermediate_size, dtype), 2 if spec.gated else 1
     widest = 128 if spec.activation in ("gelu", "swiglu") else 256
-    blocks = (
+    blocks: tuple[Task, ...] = (
         linear("patch", "bias" if spec.patch_norm else f"{taps}stats", c, spec.patch_width, 64 if taps else 128),
         linear("qkv", norm if spec.qk_norm else f"{norm}+rope", 3 * c, c),
         attention("attention", ""),

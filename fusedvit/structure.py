@@ -56,7 +56,8 @@ def attributes_of(tower: nn.Module) -> dict[str, object]:
     """What a tower's forward goes by beside its modules, copied."""
     kept = {name: getattr(tower, name) for name in _ATTRIBUTES if hasattr(tower, name)}
     if hasattr(tower, _FULL_ATTENTION):
-        kept[_FULL_ATTENTION] = sorted(set(getattr(tower, _FULL_ATTENTION)) & set(range(len(tower.blocks))))
+        depth = sum(1 for _ in tower.get_submodule("blocks").children())
+        kept[_FULL_ATTENTION] = sorted(set(getattr(tower, _FULL_ATTENTION)) & set(range(depth)))
     return {name: list(value) if isinstance(value, list | tuple) else value for name, value in kept.items()}
 
 
