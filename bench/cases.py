@@ -46,7 +46,7 @@ class Case:
     sets: int
     cost: Cost
     peers: Mapping[str, Callable[[int], Any]]
-    fill: Callable[[int], None] | None = None
+    fill: Callable[[int], Any] | None = None
 
 
 def supported(task: Task) -> bool:

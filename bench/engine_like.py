@@ -95,7 +95,7 @@ def forward(
     patch = hf.patch_embed.proj
     rows, heads = pixels.shape[0], hf.config.num_heads
     h = F.linear(pixels, patch.weight.flatten(1), patch.bias) + layout.positions
-    deepstack = []
+    deepstack: list[torch.Tensor] = []
     for i, block in enumerate(hf.blocks):
         qkv = block.attn.qkv(block.norm1(h))
         rotate_(qkv, layout.cos, layout.sin, heads)

@@ -40,7 +40,8 @@ def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.
     tower, wide = towers.build(geometry, dtype, DEVICE, seed=depth)
     if massive:
         with torch.no_grad():
-            for module in (tower, wide):
+            modules: tuple[Any, Any] = (tower, wide)
+            for module in modules:
                 for i, channel in enumerate(MASSIVE_CHANNELS):
                     module.patch_embed.proj.bias[channel] = MASSIVE * (-1) ** i
     return tower, wide

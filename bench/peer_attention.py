@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def fa3(frames: Frames) -> Attend:
     later = (1, 0, None)  # context parallelism, in builds that have it
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        given = [q, k, v, None, None, None, None, cu, cu, None, None, None, longest, longest]
+        given: list[Any] = [q, k, v, None, None, None, None, cu, cu, None, None, None, longest, longest]
         given += [None] * 9 + [q.shape[-1] ** -0.5, False, -1, -1, 0.0, True, None, 0, None, 0, None, *later]
         return op(*given[: len(op.default._schema.arguments)])[0]
 
@@ -89,7 +90,8 @@ def varlen(frames: Frames) -> Attend:
     cu, longest = frames.cu_seqlens, frames.longest
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen_attn(q, k, v, cu, cu, longest, longest)
+        out = varlen_attn(q, k, v, cu, cu, longest, longest)
+        return out if isinstance(out, torch.Tensor) else out[0]
 
     return attend
 

@@ -57,7 +57,7 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _peer(row: dict[str, Any], name: str | None) -> str:
-    if name not in row["ms"]:
+    if name is None or name not in row["ms"]:
         return "–"
     kind = f" {name.removeprefix('engine-like ')}" if name.startswith("engine-like") else ""
     ratio = f" ({row['speedup'][name]['median']:.2f} x{kind})" if name in row.get("speedup", {}) else ""

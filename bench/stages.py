@@ -20,7 +20,7 @@ from fusedvit.kernels.row_stats import RowStats
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import EncoderWeights
+from fusedvit.weights import EncoderWeights, MergerWeights
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _mergers(s: Setting, hf: Any, hf32: Any, hidden: torch.Tensor) -> Iterator[S
     merged, config = s.buffers.meta.count(MERGED), s.plan.merger_fc1
     side = hidden.view(-1, s.spec.merged_size)
     w = s.weights.merger
-    assert w.norm is not None, "the merger's norm is not folded"
+    assert isinstance(w, MergerWeights) and w.norm is not None, "Qwen3-VL's merger, whose norm is not folded"
     normed = torch.empty_like(hidden)
     tokens = s.buffers.meta.count(TOKENS)
     s.ops.layer_norm(hidden, w.norm.weight, w.norm.bias, tokens, normed, s.spec.norm_eps, s.plan.max_programs)

@@ -9,6 +9,7 @@
 Every result is appended to a log beside the table, so that a run that was cut goes on where it ended.
 """
 
+import functools
 import json
 import statistics
 import time
@@ -124,7 +125,7 @@ def time_candidate(cases: Sequence[Case], rows: int, config: Any, device: torch.
     """Microseconds of each content."""
     found = []
     for case in cases:
-        replay = captured(lambda i, case=case: case.run(config, i), case.sets, device)
+        replay = captured(functools.partial(case.run, config), case.sets, device)
         for share in CONTENTS if case.fill is not None else (1.0,):
             if case.fill is not None:
                 case.fill(max(1, int(share * rows)))

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_a_run_that_was_cut_goes_on(
     asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = iter([0.0, *[0.3] * 6, 0.4, 1.0])
-    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tune, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(tune, "candidates", three_tiles)
     linears = [q for q in asked if q.task.key.op == "linear"]
     measured: list[Any] = []
@@ -122,7 +123,7 @@ def test_a_run_that_was_cut_goes_on(
 def test_short_of_time_what_was_checked_is_timed(asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three candidates of two questions: the first of each come first; time is up after these and one more."""
     clock = iter([0.0, 1.0, 2.0, 8.0, *[8.5] * 2])
-    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tune, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(tune, "candidates", three_tiles)
     times(monkeypatch, lambda config: 1000.0 / config.block_m)
     linears = [q for q in asked if q.task.key.op == "linear"]
