@@ -47,14 +47,15 @@ def measure(name: str, geometry: Geometry, device: torch.device, seconds: float)
         ours = twin(tower)
         handle = fuse(ours, FuseConfig(strict=True, token_budgets=BUDGETS))
         handle.warmup()
-    found: dict[str, Any] = {"tower": _numbers(handle.spec), "class": geometry.class_name, "others": geometry.others}
+    found: dict[str, Any] = {"tower": numbers_of(handle.spec), "class": geometry.class_name, "others": geometry.others}
     parity, cost = {}, {}
     for workload, grid in (TIMED | CHECKED).items():
-        rows = [(1, h, w) for t, h, w in grid for _ in range(t)] if geometry.only_images else grid
+        rows = rows_of(geometry, grid)
         generator = torch.Generator(device).manual_seed(tokens(rows))
         pixels = torch.randn(tokens(rows), patch_width(tower), device=device, generator=generator).bfloat16()
         grid_thw = torch.tensor(rows, device=device)
-        parity[workload] = _gate(ours, tower, wide, pixels, grid_thw)
+        modules = (ours, torch.bfloat16), (wide, wider(torch.bfloat16)), (tower, torch.bfloat16)
+        parity[workload] = verdict_of(*(outputs_of(m(pixels.to(d), grid_thw=grid_thw)) for m, d in modules))
         if workload in TIMED and parity[workload]["passed"]:
             calls = [
                 Contender(label, functools.partial(module, pixels, grid_thw=grid_thw))
@@ -68,25 +69,25 @@ def measure(name: str, geometry: Geometry, device: torch.device, seconds: float)
     return found
 
 
-def _numbers(spec: VisionSpec) -> dict[str, Any]:
+def numbers_of(spec: VisionSpec) -> dict[str, Any]:
     """The spec, but for what is left at its default."""
     return {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) != f.default}
 
 
-def _gate(ours: nn.Module, tower: nn.Module, wide: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+def rows_of(geometry: Geometry, grid: Grid) -> Grid:
+    """`grid` as the tower takes it: for some, every frame is an image."""
+    return [(1, h, w) for t, h, w in grid for _ in range(t)] if geometry.only_images else grid
+
+
+def verdict_of(ours: list[torch.Tensor], ref: list[torch.Tensor], pt: list[torch.Tensor]) -> dict[str, Any]:
     """The tolerance rule over all outputs; the worst ratios."""
-    answers = [outputs_of(m(pixels.to(d), grid_thw=grid)) for m, d in _in_their_dtypes(ours, tower, wide)]
-    verdicts = [compare(mine, ref, pt) for mine, pt, ref in zip(*answers, strict=True)]
+    verdicts = [compare(*answers) for answers in zip(ours, ref, pt, strict=True)]
     return {
         "passed": all(v.passed for v in verdicts),
         "reason": next((v.reason for v in verdicts if not v.passed), ""),
         "largest": max(v.ratio_max for v in verdicts),
         "rms": max(v.ratio_rms for v in verdicts),
     }
-
-
-def _in_their_dtypes(ours: nn.Module, tower: nn.Module, wide: nn.Module) -> list[tuple[nn.Module, torch.dtype]]:
-    return [(ours, torch.bfloat16), (tower, torch.bfloat16), (wide, wider(torch.bfloat16))]
 
 
 def outputs_of(outputs: Any) -> list[torch.Tensor]:

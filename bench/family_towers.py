@@ -85,6 +85,7 @@ GEOMETRIES = {
             "fullatt_block_indexes": [6, 13, 20, 27],
         },
     ),
+    "ERNIE-4.5-VL-28B-A3B": Geometry("Ernie4_5_VLMoeVisionTransformerPretrainedModel", "ernie4_5_vl_moe", {}),
 }
 
 

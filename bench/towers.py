@@ -87,4 +87,4 @@ def with_linear_patches(tower: nn.Module) -> nn.Module | None:
 def patch_width(tower: nn.Module) -> int:
     """Values of a flattened patch."""
     config: Any = tower.config
-    return int(config.in_channels * config.temporal_patch_size * config.patch_size**2)
+    return int(config.in_channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
