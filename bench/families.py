@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build, class_of
 from fusedvit.bench.passport import passport
