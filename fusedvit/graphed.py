@@ -30,18 +30,23 @@ def new_graphs(
     dtype: torch.dtype,
 ) -> Graphs:
     """Nothing captured yet, nothing allocated."""
-    limits = _limits(spec, config, device, dtype)
+    limits = limits_for(spec, config, dtype, torch.cuda.mem_get_info(device)[0])
     program = EncoderProgram(spec, ops_for(device), dtype, device, weights)
     return Graphs(GraphManager(limits, program, CudaCapture(device)), program, expected_cost(spec, limits))
 
 
-def _limits(spec: VisionSpec, config: FuseConfig, device: torch.device, dtype: torch.dtype) -> Limits:
+def limits_for(spec: VisionSpec, config: FuseConfig, dtype: torch.dtype, free_bytes: int) -> Limits:
+    """The budgets of a tower where `free_bytes` of device memory are free.
+
+    Raises:
+        TypeError, ValueError: the configuration's budgets; the message names the option.
+    """
     return infer_limits(
         smallest=SMALLEST_BUDGET,
         largest=LARGEST_BUDGET,
         bytes_per_token=bytes_per_token(spec, dtype),
         fixed_bytes=0,
-        free_bytes=torch.cuda.mem_get_info(device)[0],
+        free_bytes=free_bytes,
         share=SHARE_OF_FREE_MEMORY,
         token_budgets=config.token_budgets,
         max_items=config.max_items,

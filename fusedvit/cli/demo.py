@@ -14,6 +14,7 @@ import fusedvit
 from fusedvit.cli import environment, kernel_checks
 from fusedvit.cli.encoding import kernel_calls
 from fusedvit.cli.measure import Latency, Launches, gpu_launches, latency, operators, peak_mib
+from fusedvit.cli.packing import PackedCall, packed_calls
 from fusedvit.cli.processors import VisionInput, prepare
 from fusedvit.cli.towers import checkpoint_tower, geometry_of, layout_of, random_tower
 from fusedvit.cli.weights import cast_parameters_
@@ -23,6 +24,7 @@ from fusedvit.tolerance import Comparison, Summary, compare, summarize
 Step = Callable[[str], None]
 Work = Callable[[Step], "Demo"]
 SIDES = ("original", "fused")
+MANY = 100
 REFERENCE = torch.float64  # not fp32: no TF32 to keep out, and the fp32 tower can be judged by it as well
 
 
@@ -79,6 +81,7 @@ class Demo:
     stats: dict[str, Any]
     fused_kernels: dict[str, int] | None  # by operation: what one fused call launches on a GPU; told on a CPU
     kernels: list[kernel_checks.KernelCheck]
+    packing: list[PackedCall]  # by the calls' grids, and MANY times all of them in one call
     seconds: float
 
     @property
@@ -147,8 +150,14 @@ def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
         stats=handle.stats(),
         fused_kernels=None if device.type == "cuda" else kernel_calls(handle),
         kernels=[] if device.type == "cuda" else kernel_checks.run(step),
+        packing=packed_calls(handle, _grids(calls), tower.dtype),
         seconds=time.perf_counter() - start,
     )
+
+
+def _grids(calls: Sequence[CallResult]) -> dict[str, list[list[int]]]:
+    grids = {call.name: call.grid_thw for call in calls}
+    return grids | {f"{MANY} times {calls[-1].name}": MANY * calls[-1].grid_thw}
 
 
 def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:

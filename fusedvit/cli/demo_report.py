@@ -25,6 +25,7 @@ def show(demo: Demo, console: Console) -> None:
     console.print(f"[dim]{escape(geometry)}[/]\n")
     console.print(_parity_table(demo))
     console.print(_cost_table(demo))
+    console.print(_packing_table(demo))
     console.print(Panel(escape(demo.report), title="the fused tower says", title_align="left", border_style="dim"))
     console.print(_bad_input_table(demo))
     if demo.kernels:
@@ -99,6 +100,19 @@ def _counts(call: CallResult) -> tuple[str, ...]:
         " → ".join(str(launches[side].host) for side in launches),
         " → ".join(f"{peak[side]:.0f}" for side in peak),
     )
+
+
+def _packing_table(demo: Demo) -> Table:
+    table = Table(title="Packed into CUDA graphs", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("", "tokens of token budget, a graph each"):
+        table.add_column(name)
+    for name in ("items", "padding", "eager"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for call in demo.packing:
+        graphs = ", ".join(f"{batch.tokens} of {batch.budget}" for batch in call.batches)
+        counts = str(call.items), f"{call.padding:.1%}", str(len(call.eager))
+        table.add_row(escape(shorten(call.name, 25)), graphs, *counts)
+    return table
 
 
 def _bad_input_table(demo: Demo) -> Table:
