@@ -99,13 +99,19 @@ def class_of(geometry: Geometry) -> Any:
 
 def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:
     """(tower in `dtype`, the same rounded weights in the next wider type), Hugging Face's own modules on `sdpa`."""
+    tower = build_one(geometry, dtype, device, seed)
+    wide = copy.deepcopy(tower)
+    cast_parameters_(wide, wider(dtype))
+    return tower, wide
+
+
+def build_one(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+    """A tower in `dtype`, Hugging Face's own module on `sdpa`."""
     cls = class_of(geometry)
     config = cls.config_class(**geometry.numbers)
     config._attn_implementation = "sdpa"
     with torch.device(device):
-        tower = cls(config).eval()
+        tower: nn.Module = cls(config).eval()
     random_weights_(tower, seed, device)
     cast_parameters_(tower, dtype)
-    wide = copy.deepcopy(tower)
-    cast_parameters_(wide, wider(dtype))
-    return tower, wide
+    return tower
