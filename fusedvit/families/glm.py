@@ -98,6 +98,7 @@ FAMILIES = (
         spec_from_config=glm4v_spec,
         names=WITH_POSITIONS,
         output_class="BaseModelOutputWithPooling",
+        also_in=("glm46v", "glmga"),
         aliases=LINEAR_PATCH_EMBED,
     ),
     Family(

@@ -85,6 +85,7 @@ FAMILIES = (
         spec_from_config=spec_from_config,
         names=NAMES,
         output_class="BaseModelOutputWithPooling",
+        also_in=("colqwen2",),
         aliases=LINEAR_PATCH_EMBED,
     ),
     Family(

@@ -63,6 +63,7 @@ FAMILIES = (
         spec_from_config=spec_from_config,
         names=NAMES,
         output_class="BaseModelOutputWithPooling",
+        also_in=("hyperclovax_vision_v2",),
         aliases=LINEAR_PATCH_EMBED,
     ),
     Family(

@@ -79,6 +79,7 @@ FAMILIES = (
         names=NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
         has_deepstack=True,
+        also_in=("cosmos3_omni",),
         aliases=LINEAR_PATCH_EMBED,
     ),
     Family(

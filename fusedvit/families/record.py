@@ -25,6 +25,7 @@ class Family:
         names: where its parameters are.
         output_class: name of the record that its towers return, in their module.
         has_deepstack: that record has `deepstack_features`.
+        also_in: model types of transformers that hold one of these towers and have none of their own.
         aliases: parameter names as some loading options leave them -> as in `names`.
     """
 
@@ -34,6 +35,7 @@ class Family:
     names: WeightNames
     output_class: str
     has_deepstack: bool = False
+    also_in: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, parameters: Mapping[str, torch.Tensor]) -> TensorSource:

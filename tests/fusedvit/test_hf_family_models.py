@@ -134,6 +134,27 @@ def test_tower_is_found_below_other_modules(name: str) -> None:
     assert handle.tower is tower_of(model)
 
 
+def test_colqwen2() -> None:
+    """It calls `vlm.visual` itself, with its pages padded to one length."""
+    vision = TINY["Qwen2VisionTransformerPretrainedModel"][1] | {"hidden_size": HIDDEN}
+    inner = {"model_type": "qwen2_vl", "text_config": TEXT, "vision_config": vision} | TOKENS
+    model = transformers.ColQwen2ForRetrieval(transformers.ColQwen2Config(vlm_config=inner)).eval()
+    random_weights_(model)
+    made = prompt(model.vlm.visual, [(1, 4, 6)], [])
+    arguments = {
+        "input_ids": made["input_ids"],
+        "attention_mask": made["attention_mask"],
+        "pixel_values": nn.functional.pad(made["pixel_values"], (0, 0, 0, 8))[None],
+        "image_grid_thw": made["image_grid_thw"],
+    }
+    with torch.no_grad():
+        expected = model(**arguments).embeddings
+        handle = fusedvit.fuse(model, STRICT)
+        torch.testing.assert_close(model(**arguments).embeddings, expected, rtol=1e-4, atol=1e-5)
+    assert handle.tower is model.vlm.visual
+    ran_fused(handle, calls=1)
+
+
 @by_model
 def test_save_and_reload(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
