@@ -53,21 +53,27 @@ class KernelRow:
     reason: str
 
 
-def measure(names: tuple[str, ...], device: torch.device, fa3: Path | None, step: Step) -> list[dict[str, Any]]:
-    """A row for every operation of every tower at every size."""
+def measure(
+    names: tuple[str, ...], device: torch.device, fa3: Path | None, step: Step, sizes: tuple[int, ...] = ()
+) -> list[dict[str, Any]]:
+    """A row for every operation of every tower at every size; `sizes`: only at so many rows."""
     if fa3 is not None:
         peer_attention.load_fa3(fa3)
+    every: tuple[int, ...] = ROWS if device.type == "cuda" else ROWS_ON_CPU
+    sequences = SEQUENCES if device.type == "cuda" else SEQUENCES_ON_CPU
+    if sizes:
+        every, sequences = sizes, {label: n for label, n in sequences.items() if sum(n) in sizes}
     found = []
     for name in names:
         spec = spec_of(name)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        for rows in ROWS if device.type == "cuda" else ROWS_ON_CPU:
+        for rows in every:
             for task in tasks(spec, rows, dtype):
                 if task.key.op == forms.LINEAR and supported(task) and not task.name.startswith("merger"):
                     step(f"{name}: {task.name} of {rows} rows")
                     case = linear_case(task, spec, dtype, device, rows)
                     found.append(_row(name, task, f"{rows} x {task.key.n} x {task.key.k}", case, dtype, device))
-        for label, lengths in (SEQUENCES if device.type == "cuda" else SEQUENCES_ON_CPU).items():
+        for label, lengths in sequences.items():
             step(f"{name}: attention {label}")
             task = next(t for t in tasks(spec, sum(lengths), dtype) if t.key.op == forms.ATTENTION)
             case = attention_case(spec.num_heads, spec.head_dim, lengths, dtype, device, fa3 is not None)

@@ -3,7 +3,11 @@
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from fusedvit.bench.bars import verdicts
+from fusedvit.bench.roofline import Cost
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -21,10 +25,51 @@ def show(document: dict[str, Any], console: Console) -> None:
             ours = _cell(row, "ours")
             table.add_row(workload, str(row["tokens"]), ours, *cells, f"{row['floor_ms']:.2f}", floor, memory)
         console.print(table)
+        for workload, reason in found.get("failed", {}).items():
+            console.print(f"[red]{workload}: {escape(reason)}[/]")
         for workload, row in found["workloads"].items():
+            for name, reason in row["failed"].items():
+                console.print(f"[yellow]{workload}: {name} does not run: {escape(reason)}[/]")
             for name, gate in row["parity"].items():
                 if not gate["passed"]:
                     console.print(f"[red]{workload}: {name} is not right and gets no number: {gate['reason']}[/]")
+
+
+def show_split(document: dict[str, Any], console: Console) -> None:
+    """A table per workload that was split: each operation's share of a run, and how far the roofline is."""
+    for tower, found in document["towers"].items():
+        for workload, row in found["workloads"].items():
+            if row.get("split_ms"):
+                console.print(_split_table(f"{tower}, {workload}: one run by operation", row))
+
+
+def _split_table(title: str, row: dict[str, Any]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in ("operation", "runs", "us each", "floor us", "of floor", "of the run"):
+        table.add_column(head, justify="left" if head == "operation" else "right")
+    whole = sum(row["split_ms"].values())
+    for name, ms in row["split_ms"].items():
+        runs, floor = row["runs"][name], _floor_ms(row["costs"].get(name))
+        least, share = (f"{1e3 * floor / runs:.1f}", f"{100 * floor / ms:.0f} %") if floor and ms else ("–", "–")
+        table.add_row(name[:60], str(runs), f"{1e3 * ms / runs:.1f}", least, share, f"{100 * ms / whole:.0f} %")
+    table.add_row("together", str(sum(row["runs"].values())), f"{1e3 * whole:.0f}", "", "", "")
+    return table
+
+
+def _floor_ms(cost: dict[str, float] | None) -> float | None:
+    return None if cost is None else Cost(**cost).floor_ms
+
+
+def show_bars(document: dict[str, Any], console: Console) -> None:
+    """A line per bar."""
+    table = Table(title="bars", title_justify="left")
+    for head in ("workload", "what", "found", "bar", ""):
+        table.add_column(head, justify="right" if head in ("found", "bar") else "left")
+    for bar in verdicts(document):
+        said = "met" if bar.met else "[yellow]missed[/]"
+        table.add_row(bar.workload, bar.what, f"{bar.found:.2f}", f"{bar.wanted:.2f}", said)
+    if table.row_count:
+        console.print(table)
 
 
 def _contenders(rows: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ GPU to outputs that the caller owns; engine-like peers are replays alone, betwee
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ class Options:
         fa3: FA3's library, for the engine-like peer.
         seconds: of timing for each workload.
         split: also record where the replay's time goes.
+        short: only what a comparison needs: Hugging Face eager, engine-like on what may be its fastest attention, ours
+            through the manager; graphs for these workloads alone.
     """
 
     towers: tuple[str, ...] = ("Qwen3-VL-8B", "Qwen3-VL-2B")
@@ -49,6 +52,7 @@ class Options:
     budgets: tuple[int, ...] = BUDGETS
     dtype: torch.dtype = torch.bfloat16
     split: bool = True
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Setting:
     tower: nn.Module
     wide: nn.Module
     linear_patches: nn.Module | None
-    eager: nn.Module
+    eager: nn.Module | None
     ours: nn.Module
     handle: FusedEncoder
     compiled: Mapping[str, Callable[..., Any]]
@@ -83,12 +87,19 @@ def measure(
     with torch.inference_mode():
         for name in options.towers:
             step(f"{name}: weights, compilation, capture")
+            begun = time.perf_counter()
             setting = set_up(name, options, device)
             rows: dict[str, Any] = {}
-            found[name] = {"workloads": rows}
+            found[name] = {"workloads": rows, "set_up_s": time.perf_counter() - begun}
+            keep(document)
             for workload, grid in options.workloads.items():
                 step(f"{name}: {workload}")
-                rows[workload] = row(setting, options, workload, grid)
+                begun = time.perf_counter()
+                try:
+                    measured = row(setting, options, workload, grid)
+                    rows[workload] = measured | {"took_s": time.perf_counter() - begun}
+                except RuntimeError as error:  # the other workloads' figures are worth having
+                    found[name].setdefault("failed", {})[workload] = _reason(error)
                 found[name] |= {"memory": _held(setting), "report": setting.handle.report()}
                 keep(document)
             setting.handle.release()
@@ -98,16 +109,20 @@ def measure(
 def set_up(name: str, options: Options, device: torch.device) -> Setting:
     with torch.inference_mode(False):
         tower, wide = towers.build(towers.GEOMETRIES[name], options.dtype, device)
-        eager, ours = towers.twin(tower), towers.twin(tower)
+        ours = towers.twin(tower)
+        eager, linear_patches = (
+            (None, None) if options.short else (towers.twin(tower), towers.with_linear_patches(tower))
+        )
         compiled = {
             label: torch.compile(towers.twin(tower), mode=mode, dynamic=False)
             for label, mode in (("hf compiled", None), ("hf compiled, reduce-overhead", "reduce-overhead"))
             if options.compile_on
         }
-        fuse(eager, FuseConfig(graphs=False))
+        if eager is not None:
+            fuse(eager, FuseConfig(graphs=False))
         handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256))
-        handle.warmup()
-        return Setting(tower, wide, towers.with_linear_patches(tower), eager, ours, handle, compiled, device)
+        handle.warmup(calls=list(options.workloads.values()) if options.short else None)
+        return Setting(tower, wide, linear_patches, eager, ours, handle, compiled, device)
 
 
 def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:
@@ -115,7 +130,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     generator = torch.Generator(s.device).manual_seed(tokens(grid))
     pixels = torch.randn(tokens(grid), towers.patch_width(s.tower), device=s.device, generator=generator)
     pixels, grid_thw = pixels.to(options.dtype), torch.tensor(grid, device=s.device)
-    calls, engines = _contenders(s, options, workload, grid, pixels, grid_thw)
+    calls, engines, failed = _contenders(s, options, workload, grid, pixels, grid_thw)
     answers = {c.name: _answer(c, engines) for c in calls if c.name not in ("hf", ALONE)}
     assert s.handle.stats()["fused"], s.handle.report()
     pt = outputs_of(s.tower(pixels, grid_thw=grid_thw))
@@ -137,6 +152,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         "parity": gates,
         "ms": {name: asdict(spread(values)) for name, values in times.items()},
         "clock": {c.name: c.clock for c in calls},
+        "failed": failed,
     }
     by_engine = {name: found["ms"][name]["median"] for name in times if name in engines}
     found["engine_like"] = min(by_engine, key=by_engine.__getitem__, default=None)
@@ -150,25 +166,35 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
 
 def _contenders(
     s: Setting, options: Options, workload: str, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor
-) -> tuple[list[Contender], dict[str, engine_like.EngineLike]]:
-    """Everything that runs this workload, and the engine-like ones by name."""
+) -> tuple[list[Contender], dict[str, engine_like.EngineLike], dict[str, str]]:
+    """Everything that runs this workload, the engine-like ones by name, and why any of these cannot."""
     modules: dict[str, Callable[..., Any]] = {"hf": s.tower}
     if s.linear_patches is not None:
         modules["hf, linear patches"] = s.linear_patches
     if workload in options.compile_on:
         modules |= {name: functools.partial(_fresh_step, module) for name, module in s.compiled.items()}
-    modules |= {"ours eager": s.eager, OURS: s.ours}
+    modules |= ({} if s.eager is None else {"ours eager": s.eager}) | {OURS: s.ours}
     calls = [Contender(n, functools.partial(module, pixels, grid_thw=grid_thw)) for n, module in modules.items()]
     calls[-1].run()  # whose graph is looked for below
-    engines = {}
+    engines: dict[str, engine_like.EngineLike] = {}
+    failed: dict[str, str] = {}
     layout = engine_like.lay_out(s.tower, grid, s.device)
-    for name, attend in peer_attention.available(layout.frames, options.fa3 is not None).items():
-        engine = engines[f"{ENGINE} {name}"] = engine_like.prepare(s.tower, pixels, layout, attend)
-        calls.append(Contender(f"{ENGINE} {name}", engine.run, "gpu"))
+    for name, attend in peer_attention.available(layout.frames, options.fa3 is not None, options.short).items():
+        name = f"{ENGINE} {name}"
+        try:
+            engines[name] = engine_like.prepare(s.tower, pixels, layout, attend)
+        except RuntimeError as error:  # an attention that refuses this layout leaves the others
+            failed[name] = _reason(error)
+            continue
+        calls.append(Contender(name, engines[name].run, "gpu"))
     replay = replay_of(s.handle, grid)
     if replay is not None:
         calls.append(Contender(ALONE, replay, "gpu"))
-    return calls, engines
+    return calls, engines, failed
+
+
+def _reason(error: RuntimeError) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _answer(contender: Contender, engines: Mapping[str, engine_like.EngineLike]) -> list[torch.Tensor]:
@@ -200,19 +226,23 @@ def _fresh_step(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
-    """The graph that the call just made has replayed; None where there is none, or more than one."""
-    stats = handle.stats().get("graphs")
-    if not stats:
+def budget_of(handle: FusedEncoder, grid: Grid) -> int | None:
+    """The token budget that a call of `grid` replays; None where there is none, or more than one replay."""
+    if not handle.stats().get("graphs"):
         return None
     limits = handle.graphs().limits
     budget = limits.smallest_for(tokens(grid) // handle.spec.merge_unit)
     frames = sum(t for t, _, _ in grid)
-    if budget is None or len(grid) > limits.max_items or frames > limits.max_frames:
+    return None if len(grid) > limits.max_items or frames > limits.max_frames else budget
+
+
+def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
+    """The graph that the call just made has replayed; None where there is none, or more than one."""
+    budget = budget_of(handle, grid)
+    if budget is None:
         return None
-    program, manager = handle.graphs().program, handle.graphs().manager
-    program.load_grid(budget, tuple(grid))
-    return manager.graph(budget).replay
+    handle.graphs().program.load_grid(budget, tuple(grid))
+    return handle.graphs().manager.graph(budget).replay
 
 
 def outputs_of(outputs: Any) -> list[torch.Tensor]:
@@ -234,12 +264,12 @@ def _gate(answer: list[torch.Tensor], ref: list[torch.Tensor], pt: list[torch.Te
 def _on_gpu(s: Setting, options: Options, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor) -> dict[str, Any]:
     modules = {"hf": s.tower, OURS: s.ours}
     peaks = {n: peak_mib(functools.partial(m, pixels, grid_thw=grid_thw), s.device) for n, m in modules.items()}
-    replay = replay_of(s.handle, grid) if options.split else None
-    if replay is None:
+    budget = budget_of(s.handle, grid) if options.split else None
+    if budget is None:
         return {"peak_mib": peaks}
-    found = split.by_operation(split.kernel_times(replay), s.handle.spec)
+    found = split.of_run(s.handle, budget, grid, pixels)
     costs = {name: asdict(cost) for name, cost in roofline.tower_costs(s.handle.spec, grid).items()}
-    return {"peak_mib": peaks, "split_ms": found, "costs": costs}
+    return {"peak_mib": peaks, "split_ms": found.ms, "runs": found.runs, "costs": costs}
 
 
 def _held(s: Setting) -> dict[str, float]:

@@ -44,10 +44,10 @@ def build(
 
     config = Qwen3VLVisionConfig(patch_size=16, num_position_embeddings=2304, **geometry)
     config._attn_implementation = "sdpa"
-    tower = Qwen3VLVisionModel(config).eval()
-    random_weights_(tower, seed)
+    with torch.device(device):  # half a billion numbers drawn twice take a CPU ten seconds
+        tower = Qwen3VLVisionModel(config).eval()
+    random_weights_(tower, seed, device)
     cast_parameters_(tower, dtype)
-    tower.to(device)
     wide = twin(tower)
     cast_parameters_(wide, wider(dtype))
     return tower, wide

@@ -1,6 +1,6 @@
 """The graphs of a tower on one device: how large, priced how, over which program."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -54,12 +54,19 @@ def limits_for(spec: VisionSpec, config: FuseConfig, dtype: torch.dtype, free_by
     )
 
 
-def captured(graphs: Graphs, progress: Callable[[Iterable[int]], Iterable[int]] | None, measure: bool) -> Graphs:
-    """`graphs` with every budget captured, and if asked for with costs measured on them."""
-    graphs.manager.warmup(progress or _bar)
+def captured(
+    graphs: Graphs,
+    progress: Callable[[Iterable[int]], Iterable[int]] | None,
+    measure: bool,
+    only: Collection[int] | None = None,
+) -> Graphs:
+    """`graphs` with every budget captured, or those of `only`; if asked for, with costs measured on all of them."""
+    graphs.manager.warmup(progress or _bar, only)
     samples = graphs.manager.measure() if measure else []
     if {budget for budget, _, _ in samples} != set(graphs.limits.token_budgets):
-        return graphs  # not asked for, or a budget could not be captured, of which the manager has warned
+        return (
+            graphs  # not asked for, or a budget was left out or could not be captured, of which the manager has warned
+        )
     return replace(graphs, cost=CostModel.measured(samples), layouts={})
 
 

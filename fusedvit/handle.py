@@ -18,7 +18,7 @@ from fusedvit.graphs.manager import MIB
 from fusedvit.items import Grid, Item, check_grid, check_items, check_pixels
 from fusedvit.prepared import PreparedWeights
 from fusedvit.report import describe
-from fusedvit.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, run
+from fusedvit.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, budgets_of, run
 from fusedvit.spec import VisionSpec
 from fusedvit.stats import Stats
 from fusedvit.watch import reason_of_tower
@@ -80,7 +80,11 @@ class FusedEncoder:
         return describe(self.tower, self.family.name, self.spec, self.stats(), reason)
 
     def warmup(
-        self, progress: Callable[[Iterable[int]], Iterable[int]] | None = None, *, measure: bool = False
+        self,
+        progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
+        *,
+        measure: bool = False,
+        calls: Iterable[Grid] | None = None,
     ) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
 
@@ -88,17 +92,26 @@ class FusedEncoder:
             progress: wraps the iterable of budgets, as `tqdm.tqdm` or `rich.progress.track` do; a bar on a terminal's
                 standard error if None.
             measure: time the graphs, so that batches are packed by this GPU's costs. Packing may then differ from
-                process to process, and with it the last bit of an output.
+                process to process, and with it the last bit of an output. Needs every budget.
+            calls: the `grid_thw` of calls to come, if they are known: the budgets that these replay are captured now,
+                any other by the first call that needs it.
 
         Raises:
             RuntimeError: the tower as it stands cannot run fused.
+            TypeError, ValueError: one of `calls` is no grid.
         """
         parameter = next(self.tower.parameters())
+        wanted = None if calls is None else [self._items_of(grid) for grid in calls]
         with self._lock, on_device(parameter.device):
             self._make_true(parameter)
             graphs, _ = self._graphs_on(parameter)
             if graphs is not None:
-                self._graphs = captured(graphs, progress, measure)
+                only = None if wanted is None else budgets_of(graphs, wanted, self.spec.merge_unit)
+                self._graphs = captured(graphs, progress, measure, only)
+
+    def _items_of(self, grid_thw: Grid) -> list[Item]:
+        rows = check_grid(grid_thw).tolist()
+        return check_items(rows, sum(t * h * w for t, h, w in rows), self.spec.merge_size)
 
     def refresh(self) -> None:
         """Makes the prepared weights again from the tower's parameters, at once.

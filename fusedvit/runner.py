@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -123,6 +123,12 @@ def _runs(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: 
             runs.append(_Run(there, here, count))
         here += count
     return tuple(runs)
+
+
+def budgets_of(graphs: Graphs, calls: Iterable[Sequence[Item]], unit: int) -> set[int]:
+    """The token budgets that calls of these items replay; `unit` patch tokens are merged into one."""
+    steps = (step for items in calls for step in _steps(graphs, tuple(items), unit))
+    return {step.batch.budget for step in steps if step.batch is not None}
 
 
 def run(

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,10 +97,15 @@ class GraphManager:
         self._allocated = False
         self._lock = threading.RLock()
 
-    def warmup(self, progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets) -> None:
-        """Captures every budget, the largest first; `progress` wraps the iterable of budgets."""
-        self._compile(tuple(b for b in self.limits.token_budgets if b not in self._graphs and b not in self._failed))
-        for budget in progress(tuple(reversed(self.limits.token_budgets))):
+    def warmup(
+        self,
+        progress: Callable[[Iterable[int]], Iterable[int]] = lambda budgets: budgets,
+        only: Collection[int] | None = None,
+    ) -> None:
+        """Captures every budget, or those of `only`, the largest first; `progress` wraps the iterable of budgets."""
+        wanted = tuple(b for b in reversed(self.limits.token_budgets) if only is None or b in only)
+        self._compile(tuple(b for b in reversed(wanted) if b not in self._graphs and b not in self._failed))
+        for budget in progress(wanted):
             self.ready(budget)
 
     def _compile(self, budgets: tuple[int, ...]) -> None:

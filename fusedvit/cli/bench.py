@@ -1,6 +1,7 @@
 """`fusedvit bench` and `fusedvit bench kernels`."""
 
 import functools
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +19,20 @@ from fusedvit.cli.progress import with_progress
 app = typer.Typer(help="Measure towers and operations against their peers.", invoke_without_command=True)
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write everything to a JSON file as well.")]
-Fa3 = Annotated[Path | None, typer.Option(metavar="PATH", help="FA3's library (vLLM's build; may be .xz), for peers.")]
+Fa3 = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH", envvar="FUSEDVIT_FA3", help="FA3's library (vLLM's build; may be .xz), for peers.", exists=True
+    ),
+]
 Towers = Annotated[
     list[str] | None, typer.Option("--tower", metavar="NAME", help=f"Of {', '.join(towers.GEOMETRIES)}.")
 ]
+Rows = Annotated[
+    list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone at so many rows.")
+]
 DEFAULT_TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
+SHORT_SECONDS, SECONDS = 0.3, 2.0
 
 
 @app.callback()
@@ -32,12 +42,18 @@ def bench(
     workload: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only these of the nine; 'none' for none.")
     ] = None,
-    sweep: Annotated[bool, typer.Option(help="Single images of many sizes and videos of many lengths as well.")] = True,
+    sweep: Annotated[
+        bool | None, typer.Option("--sweep/--no-sweep", help="Single images of many sizes and videos of many lengths.")
+    ] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="A minute or two: one tower, no sweep, the peers that count, fewer rounds.")
+    ] = False,
     compile_on: Annotated[
         list[str] | None, typer.Option("--compile", metavar="WORKLOAD", help="Run torch.compile there: minutes each.")
     ] = None,
     fa3: Fa3 = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Of timing for each workload.")] = 2.0,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload.")] = None,
+    rows_alone: Rows = None,
     json: Json = None,
     csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write flat rows.")] = None,
     plot: Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Write pictures.")] = None,
@@ -46,57 +62,81 @@ def bench(
     """Whole towers against Hugging Face, torch.compile and an engine-like encoder. Exits with 1 on a wrong answer."""
     if context.invoked_subcommand is not None:
         return
-    names = tuple(tower or DEFAULT_TOWERS)
+    names = tuple(tower or (DEFAULT_TOWERS[:1] if short else DEFAULT_TOWERS))
     device = _device(names)
-    grids = _grids(workload, sweep)
+    grids = _grids(workload, not short if sweep is None else sweep)
     _refuse_unknown(compile_on or [], grids, "--compile")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    options = Options(names, grids, tuple(compile_on or ()), fa3, seconds, dtype=dtype)
-    said = _command(names, workload, sweep, compile_on, fa3, json)
-    head: dict[str, Any] = {"passport": passport("", "", commit) | {"command": said}}
-    keep = functools.partial(_keep, head, json)
+    given: dict[str, Any] = {"--tower": tower, "--workload": workload, "--sweep": sweep, "--no-sweep": sweep is False}
+    given |= {"--short": short, "--compile": compile_on, "--fa3": fa3, "--seconds": seconds, "--rows": rows_alone}
+    head = _passport("fusedvit bench", given | {"--json": json}, commit)
+    seconds = (SHORT_SECONDS if short else SECONDS) if seconds is None else seconds
+    options = Options(names, grids, tuple(compile_on or ()), fa3, seconds, dtype=dtype, short=short)
+    document = _measure(options, tuple(rows_alone or ()), device, head, json)
+    _show(document, csv, plot)
+    raise typer.Exit(int(_any_wrong(document)))
+
+
+def _measure(
+    options: Options, sizes: tuple[int, ...], device: torch.device, head: dict[str, Any], path: Path | None
+) -> dict[str, Any]:
+    """The document, kept in `path` as far as it is after every workload."""
+    keep = functools.partial(_keep, head, path)
     document = head | with_progress(lambda step: measure(options, device, step, keep))
+    if sizes:
+        measured = kernel_bench.measure
+        found = with_progress(lambda step: measured(options.towers, device, options.fa3, step, sizes))
+        document["operations"] = found
+        _keep(document, path, {})
+    return document
+
+
+def _show(document: dict[str, Any], csv: Path | None, plot: Path | None) -> None:
     console = Console()
     show.show(document, console)
+    show.show_split(document, console)
+    if "operations" in document:
+        show.show_kernels(document["operations"], console)
+    show.show_bars(document, console)
     if csv:
         rows.write_csv(document, csv)
     for path in plots.draw(document, plot) if plot else []:
         console.print(f"picture: {escape(str(path))}")
-    wrong = [row for row in rows.flat(document) if row["parity"] is False]
-    raise typer.Exit(int(bool(wrong)))
+
+
+def _any_wrong(document: dict[str, Any]) -> bool:
+    operations = document.get("operations", [])
+    wrong = any(row["parity"] is False for row in rows.flat(document)) or any(row["us"] is None for row in operations)
+    return wrong or any(found.get("failed") for found in document["towers"].values())
 
 
 @app.command()
-def kernels(tower: Towers = None, fa3: Fa3 = None, json: Json = None) -> None:
+def kernels(tower: Towers = None, fa3: Fa3 = None, rows_alone: Rows = None, json: Json = None) -> None:
     """Each operation alone against cuBLAS, FA3, cuDNN and torch; weights rotated, so that none is found in L2."""
-    names = tuple(tower or DEFAULT_TOWERS[:1])
+    names, sizes = tuple(tower or DEFAULT_TOWERS[:1]), tuple(rows_alone or ())
     device = _device(names)
-    found = with_progress(lambda step: kernel_bench.measure(names, device, fa3, step))
+    found = with_progress(lambda step: kernel_bench.measure(names, device, fa3, step, sizes))
     show.show_kernels(found, Console())
     if json:
-        said = f"fusedvit bench kernels {' '.join(f'--tower {name}' for name in names)} --json {json.name}"
-        documents.write({"passport": passport("", "", "") | {"command": said}, "rows": found}, json)
+        given = {"--tower": tower, "--fa3": fa3, "--rows": rows_alone, "--json": json}
+        documents.write(_passport("fusedvit bench kernels", given) | {"rows": found}, json)
     raise typer.Exit(int(any(row["us"] is None for row in found)))
+
+
+def _passport(command: str, given: dict[str, Any], commit: str = "") -> dict[str, Any]:
+    """Where a result comes from, and how to make it again; of paths the name alone, as folders differ by machine."""
+    words = [command]
+    for option, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is None or one is False:
+                continue
+            words += [option] if one is True else [option, shlex.quote(one.name if isinstance(one, Path) else str(one))]
+    return {"passport": passport("", "", commit) | {"command": " ".join(words)}}
 
 
 def _keep(head: dict[str, Any], path: Path | None, found: dict[str, Any]) -> None:
     if path:
         documents.write(head | found, path)
-
-
-def _command(
-    names: tuple[str, ...],
-    chosen: list[str] | None,
-    sweep: bool,
-    compile_on: list[str] | None,
-    fa3: Path | None,
-    json: Path | None,
-) -> str:
-    """How to run this again; of paths the name alone, as folders differ from machine to machine."""
-    words = ["fusedvit bench", *(f"--tower {name}" for name in names)]
-    words += [f"--workload '{name}'" for name in chosen or ()] + ([] if sweep else ["--no-sweep"])
-    words += [f"--compile '{name}'" for name in compile_on or ()] + ([f"--fa3 {fa3.name}"] if fa3 else [])
-    return " ".join(words + ([f"--json {json.name}"] if json else []))
 
 
 def _device(names: tuple[str, ...]) -> torch.device:

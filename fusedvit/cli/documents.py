@@ -21,6 +21,12 @@ def plain(value: Any) -> Any:
 
 
 def write(document: Any, path: Path) -> None:
-    """Write `document` to `path`, making its folder."""
+    """Write `document` to `path`, making its folder; whoever is cut off here leaves an older document as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plain(document), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
+    if path.exists() and not path.is_file():  # a pipe, a terminal
+        path.write_text(text, encoding="utf-8")
+        return
+    whole = path.with_name(path.name + ".new")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(path)

@@ -236,6 +236,15 @@ def test_warmup_compiles_what_is_not_captured_yet_first() -> None:
     assert log.events[:2] == ["compile [4, 64]", "rehearse 64"]
 
 
+def test_warmup_of_some_budgets_leaves_the_others_to_their_first_call() -> None:
+    log = Log()
+    manager, _, _ = make(log)
+    manager.warmup(only={4, 16, 5})  # 5 is none of the budgets
+    assert "compile [4, 16]" in log.events
+    assert [e for e in log.events if e.startswith("rehearse")] == ["rehearse 16", "rehearse 4"]
+    assert replay(manager, log, 64) and manager.stats.captures == 3
+
+
 @pytest.mark.parametrize("step", [1, 2])  # allocate, compile
 def test_a_failure_while_compiling_is_left_to_the_captures(step: int) -> None:
     log = Log(fail_at=step)
