@@ -158,7 +158,7 @@ def function_length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def machine_traces(root: Path) -> Iterator[str]:
     """Lines that hold an absolute path of some machine, or the address of a package registry."""
-    tops = [*FOLDERS, "tests", ".ci", "Makefile", "README.md", "pyproject.toml", ".gitignore"]
+    tops = [*FOLDERS, "docs", "tests", ".ci", "Makefile", "README.md", "pyproject.toml", ".gitignore"]
     files = [path for top in tops for path in ((root / top).rglob("*") if (root / top).is_dir() else [root / top])]
     for path in sorted(files):
         if not path.is_file() or path.suffix not in TEXT or "__pycache__" in path.parts:
