@@ -1,6 +1,7 @@
 """The forms an operation comes in, chosen by the type of its configuration.
 
     LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
+    HopperAttentionConfig           "hopper": Gluon, on sm_90
 
 A form that a device or this Triton lacks is never planned. One whose compilation fails at a first launch raises
 `FormFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
@@ -19,6 +20,13 @@ from fusedvit.kernels import linear as plain_linear
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.epilogue import Epilogue
+from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper import configs as hopper_configs
+from fusedvit.kernels.hopper.configs import HopperAttentionConfig
+
+if compat.AVAILABLE:  # elsewhere these modules cannot even be read
+    from fusedvit.kernels.hopper import attention as hopper_attention
+    from fusedvit.kernels.hopper import attention_consumer, attention_parts, attention_redo
 
 LINEAR, ATTENTION = "linear", "attention"
 
@@ -97,7 +105,36 @@ def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) 
     return configs.attention_config(key.rows, key.n, key.k, dtype, target)
 
 
+def _hopper_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) -> HopperAttentionConfig | None:
+    if key.kind == "window":  # frames of 64 tokens: half of every tile would be empty; not measured
+        return None
+    return hopper_configs.hopper_attention_config(key.rows, key.n, key.k, dtype, target)
+
+
+def _hopper_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperAttentionConfig]:
+    return hopper_configs.hopper_attention_candidates(dtype, target)
+
+
+def _hopper_forms() -> tuple[Form, ...]:
+    if not compat.AVAILABLE:
+        return ()
+    return (
+        Form(
+            name="hopper",
+            op=ATTENTION,
+            config=HopperAttentionConfig,
+            run=hopper_attention.attention,
+            absent=hopper_configs.absent,
+            wrong=hopper_configs.wrong_hopper_attention,
+            heuristic=_hopper_attention,
+            candidates=_hopper_attentions,
+            modules=(hopper_attention, attention_consumer, attention_parts, attention_redo, metadata),
+        ),
+    )
+
+
 FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this order
+    *_hopper_forms(),
     Form(
         name="triton",
         op=LINEAR,

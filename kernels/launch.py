@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import triton
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", default=False)
@@ -38,7 +37,7 @@ def compiling_only() -> Iterator[None]:
 def launch(
     kernel: JITFunction,
     programs: int,
-    boxes: tuple[TensorDescriptor | torch.Tensor | None, ...],
+    boxes: tuple[Any, ...],
     pointers: tuple[torch.Tensor | None, ...],
     constants: dict[str, Any],
     options: dict[str, int],
@@ -51,12 +50,12 @@ def launch(
         boxes: tensor descriptors, whose dtype and box decide the code, or tensors (see `descriptor.box`).
         pointers: tensors; dtype and alignment to 16 bytes decide the code.
         constants: compile-time arguments by name, in the kernel's order.
-        options: `num_warps`, `num_stages`.
+        options: `num_warps`, `num_stages`, `maxnreg`.
     """
     key = (
         kernel,
         pointers[-1].device if pointers[-1] is not None else None,
-        *((b.base.dtype, *b.block_shape) if isinstance(b, TensorDescriptor) else _pointer_key(b) for b in boxes),
+        *(_pointer_key(b) if b is None or isinstance(b, torch.Tensor) else _box_key(b) for b in boxes),
         *(_pointer_key(p) for p in pointers),
         *constants.values(),
         *options.values(),
@@ -75,6 +74,11 @@ def launch(
     compiled = kernel[(programs,)](*boxes, *pointers, **named)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled
+
+
+def _box_key(box: Any) -> tuple[Any, ...]:
+    """Of a descriptor, Triton's or Gluon's; its layout follows from dtype and box."""
+    return box.base.dtype, *box.block_shape
 
 
 def _pointer_key(t: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:

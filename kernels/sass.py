@@ -46,15 +46,33 @@ def exposed_exponentials(sass: str) -> list[str]:
     exponentials, since the PTX it is given has no register operands; only the border of a basic block in between keeps
     it from that (a wait for a barrier). The answer stays right; the overlap, a third of the speed, is gone.
     """
+    return sorted({problem for body in _innermost_loops(sass) for problem in _exposed(body)})
+
+
+def _innermost_loops(sass: str) -> list[list[str]]:
+    """Instructions between the target of each branch backwards and the branch, where no other such pair lies within."""
+    code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
+    at = {int(address, 16): i for i, (address, _) in enumerate(code)}
+    spans = []
+    for i, (_, instruction) in enumerate(code):
+        target = re.search(r"\bBRA 0x([0-9a-f]+)", instruction)
+        first = at.get(int(target.group(1), 16), i) if target else i
+        if first < i:
+            spans.append((first, i))
+    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
+    return [[instruction for _, instruction in code[a : b + 1]] for a, b in inner]
+
+
+def _exposed(body: list[str]) -> list[str]:
     problems = []
     partial = False
     exponentials = 0
-    for line in sass.splitlines():
-        wait = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", line)
+    for instruction in body:
+        wait = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", instruction)
         if wait is None:
-            exponentials += "MUFU.EX2" in line
+            exponentials += "MUFU.EX2" in instruction
             continue
         if partial and int(wait.group(1), 16) == 0 and exponentials < 16:
             problems.append(f"{exponentials} exponentials between the waits for scores and for P V")
         partial, exponentials = int(wait.group(1), 16) > 0, 0
-    return sorted(set(problems))
+    return problems

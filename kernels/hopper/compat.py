@@ -5,6 +5,7 @@ changed from here and the others from Triton; they are imported only where `AVAI
 """
 
 import triton
+from triton.language import core
 
 try:
     from triton.experimental import gluon
@@ -13,15 +14,18 @@ try:
     from triton.experimental.gluon.language.nvidia.hopper import tma
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate  # 3.9: the former
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # threads of one partition; 3.6: the latter
     async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # 3.9: the former
     async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     MISSING = ""
 except (ImportError, AttributeError) as error:
-    gluon = gl = GluonASTSource = TensorDescriptor = barrier = async_load = async_store = None
+    gluon = gl = GluonASTSource = TensorDescriptor = aggregate = barrier = async_load = async_store = None
     MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
 
 AVAILABLE = not MISSING
+# For the same code, as compiled with 3.9.
+NEEDS_MORE_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
 def usable(capability: int) -> bool:

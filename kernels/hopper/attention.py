@@ -1,0 +1,276 @@
+"""Varlen attention on Hopper: `kernels.attention` as warp-specialised Gluon, softmax running under the products.
+
+    out[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h]) v[j, h]        j over the tokens of t's frame
+
+A CTA is a producer warp and one to three consumer warpgroups; CTAs walk over tiles x heads. A tile is 64 CONSUMERS
+queries of one frame; its keys come in blocks. The producer sends, through a ring of STAGES slots,
+
+    slot 0: K0        slot 1: K1 V0        slot 2: K2 V1        ...        last slot: V
+
+where blocks are counted through all tiles of the CTA. At slot t a consumer issues Q K_t and P_(t-1) V_(t-1), computes
+the softmax of block t while P V is running, then frees the slot. Where K_t is the first block of the next tile the
+scheme goes on: the end of one tile and the start of the next overlap, too.
+
+Softmax keeps each row's maximum over the first block as its offset (attention_consumer.py). Where that overflows, the
+tile is noted and redone at the end with a running maximum (attention_redo.py).
+
+Boxes of keys and values are cut off at the end of the frame by the copy engine itself: their descriptor has a row
+dimension twice, (a, b) -> row a + b - BLOCK_N with b < BLOCK_N, both of pitch W. A box that starts at (a, b) reads
+rows a + b - BLOCK_N ... a - 1 and zeros behind them, so a = end of the block and no neighbour's NaN gets in.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from fusedvit.kernels.attention import Segments, split_head
+from fusedvit.kernels.hopper.attention_consumer import consumer
+from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, work_item
+from fusedvit.kernels.hopper.compat import TensorDescriptor, async_load, gl, gluon
+from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
+from fusedvit.kernels.launch import launch
+
+MAX_HEAD = 128
+
+
+@gluon.jit
+def _load_block(desc, tail_desc, box, box_tail, barrier, last, skip, section, head, s: Sizes, pred):
+    """Keys (section 1) or values (2) of one block, zeros past its `last` row."""
+    async_load(desc, [last, skip, (section * s.HEADS + head) * s.HEAD_DIM], barrier, box, pred=pred)
+    if s.TAIL > 0:
+        async_load(tail_desc, [last, skip, section * s.HEADS + head, 0], barrier, box_tail, pred=pred)
+
+
+@gluon.jit
+def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s: Sizes):
+    Q_BYTES: gl.constexpr = s.CONSUMERS * ROWS * (s.HEAD + s.TAIL) * 2
+    KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + s.TAIL) * 2
+    num_tiles = gl.load(num_tiles_ptr)
+    slot = 0
+    nth = 0
+    v_last = 0  # the block whose values come with the next keys
+    v_skip = 0
+    v_head = 0
+    for index in range(gl.program_id(0), num_tiles * s.HEADS, gl.num_programs(0)):
+        begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
+        buffer = nth & 1
+        mbarrier.wait(m.q_empty.index(buffer), ((nth >> 1) & 1) ^ 1)
+        mbarrier.expect(m.q_full.index(buffer), Q_BYTES)
+        for c in gl.static_range(s.CONSUMERS):
+            rows = first + c * ROWS
+            i = buffer * s.CONSUMERS + c
+            async_load(q_desc, [rows, head * s.HEAD_DIM], m.q_full.index(buffer), m.q.index(i))
+            if s.TAIL > 0:
+                async_load(q_tail_desc, [rows, head, 0], m.q_full.index(buffer), m.q_tail.index(i))
+        for row in range(begin, end, s.BLOCK_N):
+            i = slot % s.STAGES
+            full = m.full.index(i)
+            last = gl.minimum(row + s.BLOCK_N, end)
+            skip = row + s.BLOCK_N - last
+            mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
+            mbarrier.expect(full, KV_BYTES, pred=slot == 0)
+            mbarrier.expect(full, 2 * KV_BYTES, pred=slot > 0)
+            _load_block(kv_desc, kv_tail_desc, m.k.index(i), m.k_tail.index(i), full, last, skip, 1, head, s, True)
+            _load_block(
+                kv_desc, kv_tail_desc, m.v.index(i), m.v_tail.index(i), full, v_last, v_skip, 2, v_head, s, slot > 0
+            )
+            v_last, v_skip, v_head = last, skip, head
+            slot += 1
+        nth += 1
+    if slot > 0:
+        i = slot % s.STAGES
+        full = m.full.index(i)
+        mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
+        mbarrier.expect(full, KV_BYTES)
+        _load_block(kv_desc, kv_tail_desc, m.v.index(i), m.v_tail.index(i), full, v_last, v_skip, 2, v_head, s, True)
+
+
+@gluon.jit
+def _hopper_attention_kernel(
+    q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [ROWS, HEAD]
+    q_tail_desc,  # [T, 3 * HEADS, HEAD_DIM - HEAD], boxes [ROWS, 1, TAIL]
+    kv_desc,  # [T + 1, BLOCK_N, 3 * HEADS * HEAD_DIM], see above; boxes [1, BLOCK_N, HEAD]
+    kv_tail_desc,  # [T + 1, BLOCK_N, 3 * HEADS, HEAD_DIM - HEAD], boxes [1, BLOCK_N, 1, TAIL]
+    qkv_ptr,  # [T, 3 * HEADS * HEAD_DIM]
+    out_ptr,  # [T, HEADS * HEAD_DIM]
+    tiles_ptr,  # [tile capacity, 4] int32
+    num_tiles_ptr,  # [1] int32
+    SCALE: gl.constexpr,
+    HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD: gl.constexpr,
+    TAIL: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a consumer's thread
+):
+    DTYPE: gl.constexpr = q_desc.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, GROUP, DTYPE)
+    q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
+    v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
+    q_tail, k_tail, v_tail = q, k, v
+    if TAIL > 0:
+        q_tail = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, 1, TAIL], q_tail_desc.layout)
+        k_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, 1, TAIL], kv_tail_desc.layout)
+        v_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, 1, TAIL], kv_tail_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turn.index(i), count=1)
+    m = Memory(q, q_tail, k, k_tail, v, v_tail, q_full, q_empty, full, empty, turn)
+    # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
+                (_producer, (m, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s)),
+            ],
+            [1],
+            [24],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
+                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(1))),
+                (_producer, (m, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
+                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(1))),
+                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(2))),
+                (_producer, (m, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
+def _registers(config: HopperAttentionConfig) -> tuple[int, int]:
+    """(registers of a thread at launch, of a consumer's thread afterwards): the producer keeps 24."""
+    groups = config.consumers + 1
+    at_launch = min(255, 65536 // (128 * groups * config.ctas)) // 8 * 8
+    return at_launch, (at_launch * groups - 24) // config.consumers // 8 * 8
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A tensor as if it began `bytes_ahead` earlier, to a descriptor that never reads what lies there."""
+
+    tensor: torch.Tensor
+    bytes_ahead: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.bytes_ahead
+
+
+def _descriptor(base: torch.Tensor | _Ahead, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    """Made without the record's own checks, which cost more than the launch (see descriptor.py)."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = base, shape, strides, box
+    descriptor.layout = _layout(tuple(box), base.dtype)
+    return descriptor
+
+
+@functools.cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+def _boxes(qkv: torch.Tensor, heads: int, head_dim: int, config: HopperAttentionConfig) -> tuple[Any, ...]:
+    """q, q's tail, keys and values, their tail; of a head that is a power of two the tails are the others again."""
+    (rows, pitch), block_n = qkv.shape, config.block_n
+    head, tail = split_head(head_dim, MAX_HEAD)
+    ahead = block_n * pitch * qkv.element_size()
+    q = _descriptor(qkv, [rows, pitch], [pitch, 1], [QUERIES, head])
+    kv = _descriptor(_Ahead(qkv, ahead), [rows + 1, block_n, pitch], [pitch, pitch, 1], [1, block_n, head])
+    if tail == 0:
+        return q, q, kv, kv
+    rest, columns, sections = qkv[:, head:], head_dim - head, 3 * heads
+    q_tail = _descriptor(rest, [rows, sections, columns], [pitch, head_dim, 1], [QUERIES, 1, tail])
+    shape, strides = [rows + 1, block_n, sections, columns], [pitch, pitch, head_dim, 1]
+    return q, q_tail, kv, _descriptor(_Ahead(rest, ahead), shape, strides, [1, block_n, 1, tail])
+
+
+def _check(
+    qkv: torch.Tensor, segments: Segments, out: torch.Tensor, heads: int, head_dim: int, config: HopperAttentionConfig
+) -> None:
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or out.dtype != qkv.dtype:
+        raise TypeError(f"qkv and out must both be bfloat16 or both float16, got {qkv.dtype} and {out.dtype}")
+    if head_dim % 8 or not 16 <= head_dim <= MAX_HEAD:
+        raise ValueError(f"head_dim must be a multiple of 8 from 16 to {MAX_HEAD}, got {head_dim}")
+    rows, c = qkv.shape[0], heads * head_dim
+    if qkv.shape != (rows, 3 * c) or out.shape != (rows, c):
+        shapes = f"{tuple(qkv.shape)} and {tuple(out.shape)}"
+        raise ValueError(f"qkv and out must be [T, {3 * c}] and [T, {c}] for {heads} heads of {head_dim}, got {shapes}")
+    if not (qkv.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"qkv and out must be contiguous, got strides {qkv.stride()} and {out.stride()}")
+    if qkv.data_ptr() % 16:
+        raise ValueError(f"qkv must begin at a multiple of 16 bytes, got address {qkv.data_ptr():#x}")
+    if segments.block_m != config.block_m:
+        raise ValueError(f"tiles must be of {config.block_m} queries as the config's, got {segments.block_m}")
+
+
+def attention(
+    qkv: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+    heads: int,
+    head_dim: int,
+    config: HopperAttentionConfig,
+) -> torch.Tensor:
+    """See `fusedvit.kernels.attention.attention`; bf16 and fp16, on devices of compute capability 9.0.
+
+    Raises:
+        TypeError: another dtype, or two.
+        ValueError: a shape, layout or alignment that the copy engine cannot take, or tiles of another size.
+    """
+    _check(qkv, segments, out, heads, head_dim, config)
+    programs = min(config.max_programs, segments.tiles.shape[0] * heads)
+    if programs == 0 or qkv.shape[0] == 0:
+        return out
+    head, tail = split_head(head_dim, MAX_HEAD)
+    at_launch, registers = _registers(config)
+    constants = {
+        "SCALE": head_dim**-0.5 * 1.4426950408889634,
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "HEAD": head,
+        "TAIL": tail,
+        "CONSUMERS": config.consumers,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "PING_PONG": config.ping_pong,
+        "GROUP": config.group,
+        "REGISTERS": registers,
+    }
+    pointers = (qkv, out, segments.tiles, segments.num_tiles)
+    options = {"num_warps": 4, "maxnreg": at_launch}
+    launch(_hopper_attention_kernel, programs, _boxes(qkv, heads, head_dim, config), pointers, constants, options)
+    return out

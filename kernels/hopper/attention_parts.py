@@ -1,0 +1,114 @@
+"""What the warpgroups of the Hopper attention kernel share: sizes, shared memory, the walk over tiles."""
+
+from fusedvit.kernels.hopper.compat import aggregate, gl, gluon
+
+ROWS = gl.constexpr(64)  # queries of a consumer
+
+
+@aggregate
+class Sizes:
+    """Everything known when the kernel is compiled."""
+
+    HEADS: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    HEAD: gl.constexpr  # the power-of-two part of head_dim
+    TAIL: gl.constexpr  # box of the rest, 0 if none
+    CONSUMERS: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    SCALE: gl.constexpr  # scale * log2(e)
+    PING_PONG: gl.constexpr
+    GROUP: gl.constexpr
+    DTYPE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, GROUP, DTYPE):
+        self.HEADS = gl.constexpr(HEADS)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.HEAD = gl.constexpr(HEAD)
+        self.TAIL = gl.constexpr(TAIL)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.STAGES = gl.constexpr(STAGES)
+        self.SCALE = gl.constexpr(SCALE)
+        self.PING_PONG = gl.constexpr(PING_PONG)
+        self.GROUP = gl.constexpr(GROUP)
+        self.DTYPE = gl.constexpr(DTYPE)
+
+
+@aggregate
+class Memory:
+    """Shared memory of a CTA. `full` and `empty` belong to the same index of what is loaded; see attention.py."""
+
+    q: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, HEAD]
+    q_tail: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, 1, TAIL]
+    k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, HEAD]
+    k_tail: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, TAIL]
+    v: gl.shared_memory_descriptor  # as k
+    v_tail: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor  # [2, 1] barriers, as the following
+    q_empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # [STAGES, 1]
+    empty: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor  # [CONSUMERS, 1]
+
+    @gluon.constexpr_function
+    def __init__(self, q, q_tail, k, k_tail, v, v_tail, q_full, q_empty, full, empty, turn):
+        self.q = q
+        self.q_tail = q_tail
+        self.k = k
+        self.k_tail = k_tail
+        self.v = v
+        self.v_tail = v_tail
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.full = full
+        self.empty = empty
+        self.turn = turn
+
+
+@gluon.jit
+def work_item(index, tiles_ptr, num_tiles, s: Sizes):
+    """The `index`-th piece of work as (first token of the frame, one past its last, first query, head).
+
+    In groups of `GROUP` tiles, head by head: CTAs at work together share the keys of few heads, which stay in L2. With
+    groups of one tile nothing depends on `num_tiles`, and the loads do not wait for it.
+    """
+    group = index // (s.GROUP * s.HEADS)
+    rest = index % (s.GROUP * s.HEADS)
+    size = gl.maximum(gl.minimum(num_tiles - group * s.GROUP, s.GROUP), 1) if s.GROUP > 1 else 1
+    tile_ptr = tiles_ptr + 4 * (group * s.GROUP + rest % size)
+    return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), rest // size
+
+
+@gluon.jit
+def _store(out_ptr, acc, first, end, col, limit: gl.constexpr, s: Sizes, WIDTH: gl.constexpr):
+    """Through shared memory, so that a thread writes 16 bytes and neighbours write whole lines.
+
+    Beside three consumers there are no registers for that (32 bytes spill): there each thread writes what it has.
+    """
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = LINES if s.CONSUMERS < 3 else PRODUCT
+    offs = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    pitch: gl.constexpr = s.HEADS * s.HEAD_DIM
+    ptrs = out_ptr + gl.expand_dims(rows.to(gl.int64) * pitch, 1) + gl.expand_dims(col + offs, 0)
+    mask = gl.expand_dims(rows < end, 1)
+    if limit < WIDTH:
+        mask = mask & gl.expand_dims(offs < limit, 0)
+    gl.store(ptrs, gl.convert_layout(acc.to(s.DTYPE), LAYOUT), mask=mask)
+
+
+@gluon.jit
+def store_rows(
+    out_ptr, acc, acc_tail, total, first, end, head, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr
+):
+    """Stores ROWS queries of one head, `total` being the sum of each row's exponentials."""
+    scale = 1.0 / total
+    _store(out_ptr, acc * gl.expand_dims(scale, 1), first, end, head * s.HEAD_DIM, s.HEAD, s, s.HEAD)
+    if s.TAIL > 0:
+        scale = gl.convert_layout(scale, gl.SliceLayout(1, TAIL_LAYOUT))
+        rest: gl.constexpr = s.HEAD_DIM - s.HEAD
+        col = head * s.HEAD_DIM + s.HEAD
+        _store(out_ptr, acc_tail * gl.expand_dims(scale, 1), first, end, col, rest, s, s.TAIL)

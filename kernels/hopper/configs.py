@@ -1,0 +1,106 @@
+"""Configurations of the attention kernel for Hopper, and which one a token budget takes."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.hopper import compat
+
+QUERIES = 64  # of a consumer
+
+
+@dataclass(frozen=True)
+class HopperAttentionConfig:
+    """Schedule of `kernels.hopper.attention`.
+
+    Attributes:
+        consumers: warpgroups of a CTA that multiply, 1 to 3, each 64 queries of one tile.
+        block_n: keys of a step.
+        stages: steps whose keys and values a CTA holds.
+        ctas: CTAs that share an SM.
+        ping_pong: consumers issue their products in turn.
+        group: tiles that are walked head by head (see `attention_parts.work_item`).
+        max_programs: bound of the persistent grid.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    ctas: int = 1
+    ping_pong: bool = False
+    group: int = 1
+    max_programs: int = 132
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile of `Segments`."""
+        return self.consumers * QUERIES
+
+
+MEASURED = (64, 72, 80)  # head_dims that were timed on an H200; for heads of 128 `fusedvit tune` may choose the form
+SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True)
+MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True)
+LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True)
+
+
+def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
+    """Shared memory of a CTA: two tiles of queries, the ring, and lines of output on their way."""
+    row = 2 * (head + tail)
+    lines = 0 if config.consumers == 3 else config.block_m * 2 * head
+    return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + 1024
+
+
+def hopper_attention_config(
+    rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target
+) -> HopperAttentionConfig | None:
+    """The form for varlen attention over `rows` packed tokens (a budget), or None where it cannot run or was not timed.
+
+    Lengths are not known here. As measured on an H200 (docs/hopper.md): short blocks of keys where a budget holds few
+    CTAs' worth of work; long ones in the middle; from 16384 tokens on three consumers, which read a third less of keys
+    and values per query. Triton 3.8 and later spill in all but the first where a head has a tail.
+    """
+    if absent(target, dtype) or head_dim not in MEASURED:
+        return None
+    short, middle, long = (replace(c, max_programs=target.num_sms) for c in (SHORT, MIDDLE, LONG))
+    if rows <= 1024 or (compat.NEEDS_MORE_REGISTERS and head_dim > 64):
+        return short
+    if rows < 16384 or compat.NEEDS_MORE_REGISTERS:
+        return middle
+    return replace(long, ping_pong=False, group=32) if head_dim == 64 else long
+
+
+def hopper_attention_candidates(dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
+    """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
+    sms = target.num_sms
+    found = [replace(c, group=group, max_programs=sms) for c in (SHORT, MIDDLE, LONG) for group in (1, 32)]
+    found += [replace(c, ping_pong=False, max_programs=sms) for c in (SHORT, replace(LONG, group=32))]
+    found += [
+        HopperAttentionConfig(2, 64, 3, ping_pong=True, max_programs=sms),  # heads of 128
+        HopperAttentionConfig(1, 128, 2, ctas=2, max_programs=2 * sms),
+        HopperAttentionConfig(1, 64, 3, ctas=2, max_programs=2 * sms),
+    ]
+    return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
+
+
+def absent(target: Target, dtype: torch.dtype) -> str:
+    """Why the kernel cannot run there, or ""."""
+    if dtype.itemsize != 2:
+        return "bfloat16 and float16 only"
+    if not compat.AVAILABLE:
+        return compat.MISSING
+    return "" if compat.usable(target.capability) else f"Hopper only, not sm_{target.capability} or the interpreter"
+
+
+def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype: torch.dtype) -> str:
+    """Why `config` cannot run on `target`, or ""."""
+    if config.consumers not in (1, 2, 3) or config.block_n not in (64, 128):
+        return f"consumers must be 1 to 3 and block_n 64 or 128, got {config}"
+    if config.stages < 2 or min(config.ctas, config.group, config.max_programs) < 1:
+        return f"stages, ctas, group or max_programs out of range: {config}"
+    if config.ping_pong and config.consumers == 1:
+        return "one consumer has nobody to take turns with"
+    needed = config.ctas * shared_bytes(config, 64, 0)
+    if needed > target.max_shared:
+        return f"{needed} bytes of shared memory, limit {target.max_shared}"
+    return absent(target, dtype)
