@@ -18,6 +18,7 @@ from tests.fusedvit.towers import (
     VISION_START,
     VOCABULARY,
     Grid,
+    error_of,
     patches_of,
     pixels_for,
     ran_fused,
@@ -110,28 +111,34 @@ def arguments_for(model: Any) -> dict[str, torch.Tensor]:
     return made
 
 
+def generate(model: Any, arguments: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, logits of every step)."""
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    made = model.generate(**{k: v.clone() for k, v in arguments.items()}, **settings)
+    return made.sequences, torch.stack(made.logits)
+
+
 @by_model
 def test_generate(name: str) -> None:
     model = tiny_model(name)
     arguments = arguments_for(model)
-    options = {"max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(**{k: v.clone() for k, v in arguments.items()}, **options)
+    expected, logits = generate(model, arguments)
     handle = fusedvit.fuse(model, STRICT)
     assert handle.tower is tower_of(model)
-    assert model.generate(**{k: v.clone() for k, v in arguments.items()}, **options).equal(expected)
+    tokens, ours = generate(model, arguments)
+    assert tokens.equal(expected) and error_of(ours, logits) < 1e-4
     ran_fused(handle, calls=2)
+    other = {k: v.flip(0) if k.startswith("pixel_values") else v for k, v in arguments.items()}
+    assert error_of(generate(model, other)[1], logits) > 1e-2, "the logits do not hang on the pixels"
 
 
-@by_model
-def test_tower_is_found_below_other_modules(name: str) -> None:
-    class Outer(nn.Module):
-        def __init__(self, thinker: nn.Module) -> None:
-            super().__init__()
-            self.thinker = thinker
-
-    model = tiny_model(name)
-    handle = fusedvit.fuse(Outer(model))
-    assert handle.tower is tower_of(model)
+@pytest.mark.parametrize("name", ["Qwen2_5Omni", "Qwen3OmniMoe"])
+def test_whole_omni_models_are_fused_at_their_thinker(name: str) -> None:
+    """Speech and all, without values: which tower is found is a matter of names."""
+    config = getattr(transformers, f"{name}Config")(enable_audio_output=False)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    assert fusedvit.fuse(model).tower is tower_of(model.thinker)
 
 
 def test_colqwen2() -> None:
