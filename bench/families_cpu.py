@@ -5,6 +5,7 @@ of `fusedvit.bench.families` rest on for families that no GPU has measured.
 """
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from fusedvit.bench.towers import patch_width
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.cli.weights import cast_parameters_
 from fusedvit.config import FuseConfig
-from fusedvit.huggingface import fuse, unfuse
+from fusedvit.huggingface import fuse
 
 GRIDS: dict[str, Grid] = {
     "odd image": [(1, 10, 12)],
@@ -38,7 +39,6 @@ def measure(geometry: Geometry) -> dict[str, Any]:
     pt = answers(tower, geometry, torch.float32)
     handle = fuse(tower, FuseConfig(strict=True))
     ours = answers(tower, geometry, torch.float32)
-    unfuse(tower)  # tower and handle hold each other
     return {
         "tower": numbers_of(handle.spec),
         "class": geometry.class_name,
@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         with torch.no_grad():
             document["families"][name] = measure(GEOMETRIES[name])
+        gc.collect()  # a fused tower and its handle hold each other, gigabytes of them
         print(name, json.dumps(document["families"][name]["parity"]), file=sys.stderr, flush=True)
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     found = [f.get("parity", {}) for f in document["families"].values()]
