@@ -3,8 +3,10 @@
 Weights come in several sets, together larger than L2, and are used in rotation: in a tower every layer's are cold.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -140,39 +142,53 @@ def _as_torch_rounds(
 
 
 def attention_case(
-    heads: int, head_dim: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device, fa3: bool
+    heads: int,
+    head_dim: int,
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    fa3: bool,
+    growth: float = 1.0,
 ) -> Case:
-    """Sequences of `lengths`, packed; activations are not rotated, as in a tower they were just written."""
+    """Sequences of `lengths`, packed; activations are not rotated, as in a tower they were just written.
+
+    Keys behind a sequence's first 128 are `growth` times as large: what softmax without a running maximum fears.
+    """
     rows, c = sum(lengths), heads * head_dim
     qkv, out = _random(rows, 3 * c, dtype=dtype, device=device), torch.empty(rows, c, dtype=dtype, device=device)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    cu = ends.int().to(device)
-    made: dict[int, Segments] = {}
+    for frame in qkv.split(lengths) if growth != 1.0 else ():
+        frame[128:, c : 2 * c] *= growth
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    segments_for = functools.cache(functools.partial(_segments, cu, lengths))
 
     def run(config: Any, i: int) -> torch.Tensor:
         return ops_for(device).attention(qkv, segments_for(config.block_m), out, heads, head_dim, config)
 
-    def segments_for(block_m: int) -> Segments:
-        if block_m not in made:
-            starts = zip(ends.tolist(), lengths, strict=False)
-            tiles = [(b, b + n, r, 0) for b, n in starts for r in range(b, b + n, block_m)]
-            table = torch.tensor(tiles, dtype=torch.int32).to(device)
-            made[block_m] = Segments(cu, table, torch.tensor([len(tiles)], dtype=torch.int32).to(device), block_m)
-        return made[block_m]
+    q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
+    frames = peer_attention.Frames(cu, lengths)
+
+    @functools.cache
+    def answers() -> tuple[torch.Tensor, torch.Tensor]:
+        """In fp32, and PyTorch's own."""
+        unused: Any = None
+        ref = attention_ref.attention(qkv.float(), segments_for(64), out.float(), heads, head_dim, unused)
+        return ref, peer_attention.by_frame(frames)(q, k, v).reshape(rows, c)
 
     def check(config: Any) -> Comparison:
         out.fill_(float("nan"))
         run(config, 0)
-        segments = segments_for(config.block_m)
-        ref = attention_ref.attention(qkv.float(), segments, out.float(), heads, head_dim, config)
-        frames = peer_attention.Frames(cu, lengths)
-        q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
-        return compare(out, ref, peer_attention.by_frame(frames)(q, k, v).reshape(rows, c))
+        return compare(out, *answers())
 
-    attends = peer_attention.available(peer_attention.Frames(cu, lengths), fa3)
-    q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
+    attends = peer_attention.available(frames, fa3)
     peers = {name: (lambda i, attend=attend: attend(q, k, v)) for name, attend in attends.items()}
     return Case(run, check, 1, attention_cost(list(lengths), heads, head_dim), peers)
+
+
+def _segments(cu: torch.Tensor, lengths: tuple[int, ...], block_m: int) -> Segments:
+    starts = zip(accumulate(lengths, initial=0), lengths, strict=False)
+    tiles = [(b, b + n, r, 0) for b, n in starts for r in range(b, b + n, block_m)]
+    table = torch.tensor(tiles, dtype=torch.int32).to(cu.device)
+    return Segments(cu, table, torch.tensor([len(tiles)], dtype=torch.int32).to(cu.device), block_m)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""`python -m fusedvit.bench.attention`: attention in each of its forms beside FA3 and cuDNN, in one run.
+
+Every answer is held to the tolerance rule before it is timed; ten calls a graph, so that launching counts little.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedvit.bench import peer_attention
+from fusedvit.bench.cases import Case, attention_case
+from fusedvit.bench.kernel_bench import SEQUENCES, SEQUENCES_ON_CPU
+from fusedvit.bench.passport import passport
+from fusedvit.bench.timing import Contender, captured, in_turns
+from fusedvit.kernels.configs import Target, attention_config, budget
+from fusedvit.kernels.forms import FormFailed
+from fusedvit.kernels.hopper import configs as hopper
+from fusedvit.kernels.launch import compiling_only
+
+HEADS = 16
+CALLS = 10  # of a graph
+PEERS = ("fa3", "cudnn")
+WINDOWS = {"256 x 64": (64,) * 256}  # of Qwen2.5-VL
+OVERFLOWING = ("16 x 1024", 200.0)  # a layout and by how much its keys grow: every tile is redone
+
+
+def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, Any]:
+    """Configurations by name: what ships for as many tokens, plain Triton, and the form's other schedules."""
+    rows, sms = budget(sum(lengths)), target.num_sms
+    shipped = hopper.hopper_attention_config(rows, HEADS, head_dim, dtype, target)
+    plain = attention_config(rows, HEADS, head_dim, dtype, target)
+    found = {"ships": shipped or plain, "triton": plain}
+    if hopper.absent(target, dtype):
+        return found
+    if head_dim == 128:
+        return found | {"2 x 64": hopper.HopperAttentionConfig(2, 64, 3, ping_pong=True, max_programs=sms)}
+    found |= {"2 x 64": hopper.SHORT, "2 x 128": hopper.MIDDLE, "3 x 64": hopper.LONG}
+    if max(lengths) <= 256:
+        found["1 x 64"] = hopper.HopperAttentionConfig(1, 64, 3, ctas=2, max_programs=2 * sms)
+    return found
+
+
+def measure(head_dims: tuple[int, ...], device: torch.device, fa3: bool) -> list[dict[str, Any]]:
+    """A row per head_dim and layout: microseconds by name, and the better peer's time over that of what ships."""
+    on_gpu = device.type == "cuda"
+    layouts = SEQUENCES | WINDOWS if on_gpu else SEQUENCES_ON_CPU
+    cases = [(hd, label, lengths, 1.0) for hd in head_dims for label, lengths in layouts.items()]
+    if on_gpu:
+        label, growth = OVERFLOWING
+        cases.append((head_dims[0], label, layouts[label], growth))
+        _compile(cases, device)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    rows = []
+    for head_dim, label, lengths, growth in cases:
+        case = attention_case(HEADS, head_dim, lengths, dtype, device, fa3, growth)
+        found = _row(case, forms(lengths, head_dim, dtype, Target.of(device)), device)
+        rows.append({"head_dim": head_dim, "layout": label, "growth": growth, **found})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _compile(cases: list[tuple[int, str, tuple[int, ...], float]], device: torch.device) -> None:
+    """What will be run, on all cores."""
+    with compiling_only():
+        for head_dim, _, lengths, _ in cases:
+            case = attention_case(HEADS, head_dim, (64,), torch.bfloat16, device, False)
+            for config in forms(lengths, head_dim, torch.bfloat16, Target.of(device)).values():
+                case.run(config, 0)
+
+
+def _row(case: Case, configs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    runs = {name: run for name, run in case.peers.items() if name in PEERS}
+    wrong = {}
+    for name, config in configs.items():
+        reason = _why_wrong(case, config)
+        if reason:
+            wrong[name] = reason
+        else:
+            runs[name] = lambda i, config=config: case.run(config, i)
+    contenders = [Contender(name, captured(run, CALLS, device), "gpu") for name, run in runs.items()]
+    times = in_turns(contenders, device, seconds=0.02)
+    us = {name: round(1e3 * statistics.median(values) / CALLS, 2) for name, values in times.items()}
+    peers = [us[name] for name in PEERS if name in us]
+    ratio = {"ratio": round(min(peers) / us["ships"], 3)} if peers and "ships" in us else {}
+    return {"us": us, **ratio, "ships": str(configs["ships"]), "wrong": wrong}
+
+
+def _why_wrong(case: Case, config: Any) -> str:
+    try:
+        return case.check(config).reason
+    except FormFailed as error:
+        return str(error)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fa3", type=Path, help="vLLM's FA3 library, or that with xz")
+    parser.add_argument("--head-dim", type=int, nargs="*", default=[72, 80, 64])
+    parser.add_argument("--json", default="attention.json")
+    parser.add_argument("--commit", default="")
+    args = parser.parse_args()
+    if args.fa3 is not None:
+        peer_attention.load_fa3(args.fa3)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    document = {"passport": passport("attention", args.json, args.commit)}
+    document["rows"] = measure(tuple(args.head_dim), device, args.fa3 is not None)
+    Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
