@@ -17,9 +17,12 @@ from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels import forms
 from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
+from fusedvit.kernels.hopper.linear_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
+from fusedvit.kernels.reference.rope_words import rope_words
+from fusedvit.kernels.rope_words import width
 from fusedvit.kernels.row_stats import RowStats
 from fusedvit.ops import ops_for
 from fusedvit.plan import Task
@@ -74,12 +77,10 @@ def linear_case(task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.
         return Epilogue(
             bias=bias,
             norm=NormFold(common["stats"], colsum, spec.norm_eps) if folded else None,
-            taps=common["taps"],
-            rope=common["rope"],
             activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
             limit=spec.glu_limit if "swiglu" in parts else 0.0,
-            residual=common["residual"],
             stats=RowStats.over(moments, rows, n, config.block_n) if "stats" in parts else None,
+            **{name: common[name] for name in ("taps", "rope", "residual", "scratch")},
         )
 
     def run(config: Any, i: int) -> torch.Tensor:
@@ -110,6 +111,7 @@ def _inputs(parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[to
     """What the epilogue reads beside the bias."""
     rows, k, device, dtype = x.shape[0], x.shape[1], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
+    found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
     if parts & {"norm", "rms"}:
         storage = torch.empty(rows * -(-k // STATS_WIDTH) * 2, dtype=torch.float32, device=device)
         found["stats"] = RowStats.over(storage, rows, k, STATS_WIDTH)
@@ -117,7 +119,10 @@ def _inputs(parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[to
         found["colsum"] = [w.float().sum(1) for w in weights] if "norm" in parts else None
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
-        found["rope"] = Rope(torch.stack([angle.cos(), angle.sin()], 1), 2 * n // 3, spec.head_dim)
+        table = torch.stack([angle.cos(), angle.sin()], 1)
+        words = torch.empty(rows, width(spec.head_dim), dtype=torch.int32, device=device)
+        rope_words(table, torch.tensor([rows]), words)
+        found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, words)
     if "taps" in parts:
         positions = spec.position_side**2
         index = torch.randint(positions, (rows, 4), device=device, dtype=torch.int32)

@@ -88,7 +88,7 @@ def _qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     w, d = s.weights.blocks[layer].qkv, s.spec.head_dim
     fold = NormFold(_stats(s, hidden), w.colsum, s.spec.norm_eps)
-    rope = Rope(s.buffers.meta.rope, 2 * s.spec.hidden_size, d)
+    rope = Rope(s.buffers.meta.rope, 2 * s.spec.hidden_size, d, s.buffers.rope_words)
     out = hidden.new_empty(hidden.shape[0], 3 * s.spec.hidden_size)
     s.ops.linear(hidden, w.weight, s.buffers.meta.count(TOKENS), out, Epilogue(w.bias, fold, rope=rope), s.plan.qkv)
     q, k, v = rearrange(out, "t (three h d) -> three t h d", three=3, d=d)
@@ -134,7 +134,7 @@ def _residual(
     w, config = getattr(s.weights.blocks[layer], which), getattr(s.plan, which)
     out = hidden.clone()
     stats = RowStats.over(s.buffers.stats, hidden.shape[0], hidden.shape[1], config.block_n)
-    epilogue = Epilogue(w.bias, residual=out, stats=stats)
+    epilogue = Epilogue(w.bias, residual=out, stats=stats, scratch=s.buffers.scratch)
     s.ops.linear(x.contiguous(), w.weight, s.buffers.meta.count(TOKENS), out, epilogue, config)
     return Stage(name, out, hidden + hf[0](x), hidden.float() + hf[1](x.float()))
 
@@ -161,7 +161,7 @@ def _mergers(s: Setting, hf: Any, hf32: Any, hidden: torch.Tensor) -> Iterator[S
     for i, w in enumerate(s.weights.deepstack[:1]):
         fold = NormFold(_stats(s, hidden).merged(s.spec.merge_unit), w.fc1.colsum, s.spec.norm_eps)
         out = torch.empty_like(side)
-        epilogue = Epilogue(w.fc1.bias, fold, activation="gelu")
+        epilogue = Epilogue(w.fc1.bias, fold, activation="gelu", scratch=s.buffers.scratch)
         s.ops.linear(side, w.fc1.weight, merged, out, epilogue, config)
         pairs = ((hf.deepstack_merger_list[i], side), (hf32.deepstack_merger_list[i], side.float()))
         pt, ref = (m.act_fn(m.linear_fc1(m.norm(x))) for m, x in pairs)

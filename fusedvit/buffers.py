@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.items import Item
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.hopper.linear_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.metadata import Layout, Metadata
+from fusedvit.kernels.rope_words import width
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import pitch_of
 
+LINE = 128  # bytes: a copy of 128 bytes that straddles two lines of the cache costs the GPU two requests
 NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
 
 
@@ -66,6 +71,8 @@ class EncoderBuffers:
         stats: flat fp32, partial row moments.
         merged: `[spec.merged_outputs, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
             merger's, or the downsampling convolution's.
+        rope_words: `[tokens, words]` int32, see `kernels.rope_words`; no words where no form reads them.
+        scratch: where the parts of split products meet; no room where no form splits any.
     """
 
     pixels: torch.Tensor
@@ -76,11 +83,13 @@ class EncoderBuffers:
     context: torch.Tensor
     stats: torch.Tensor
     merged: torch.Tensor
+    rope_words: torch.Tensor
+    scratch: Scratch
 
     def rows_of_wide(self, rows: int, cols: int, after: int = 0) -> torch.Tensor:
-        """`[rows, cols]` over `wide`, its rows a multiple of 16 bytes apart, past `rows` rows of `after` columns."""
-        pitch = pitch_of(cols, self.wide.dtype)
-        skip = rows * pitch_of(after, self.wide.dtype)
+        """`[rows, cols]` over `wide`, its rows `row_pitch` apart, past `rows` rows of `after` columns."""
+        pitch = row_pitch(cols, self.wide.dtype)
+        skip = rows * row_pitch(after, self.wide.dtype)
         return self.wide[skip : skip + rows * pitch].view(rows, pitch)[:, :cols]
 
     def part(self, capacity: Capacity, merge_unit: int) -> "EncoderBuffers":
@@ -105,12 +114,21 @@ class EncoderBuffers:
             context=self.context[:tokens],
             stats=self.stats,
             merged=self.merged[:, : tokens // merge_unit],
+            rope_words=self.rope_words[:tokens],
+            scratch=self.scratch,
         )
 
     def held_bytes(self) -> int:
         """Bytes of all fields."""
         fields = (self.pixels, self.grid, self.hidden, self.wide, self.context, self.stats, self.merged)
-        return sum(t.nbytes for t in (*fields, *vars(self.meta).values()))
+        more = (self.rope_words, self.scratch.sums, self.scratch.counters)
+        return sum(t.nbytes for t in (*fields, *more, *vars(self.meta).values()))
+
+
+def row_pitch(cols: int, dtype: torch.dtype) -> int:
+    """Columns from row to row: as `pitch_of`, and rows of many lines start at a line's start."""
+    line = LINE // dtype.itemsize
+    return -(-cols // line) * line if cols >= 16 * line else pitch_of(cols, dtype)
 
 
 def allocate(
@@ -119,18 +137,20 @@ def allocate(
     """Buffers for `capacity`; `pixels`, if given, serves as the input as it is."""
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
+    hopper = Target.of(device).capability == 90 and dtype.itemsize == 2  # see kernels.hopper.linear
+
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def aligned(rows: int, cols: int) -> torch.Tensor:
-        return empty(rows, pitch_of(cols, dtype))[:, :cols]
+        return empty(rows, row_pitch(cols, dtype))[:, :cols]
 
     merger = (spec.out_size, spec.merger_size) if spec.tail == "downsample" else (spec.merged_size,)
     widest = max(
-        tokens * pitch_of(3 * spec.hidden_size, dtype),
-        tokens * pitch_of(spec.intermediate_size, dtype),
-        tokens * pitch_of(spec.patch_width, dtype),
-        merged * sum(pitch_of(cols, dtype) for cols in merger),
+        tokens * row_pitch(3 * spec.hidden_size, dtype),
+        tokens * row_pitch(spec.intermediate_size, dtype),
+        tokens * row_pitch(spec.patch_width, dtype),
+        merged * sum(row_pitch(cols, dtype) for cols in merger),
     )
     return EncoderBuffers(
         pixels=aligned(tokens, spec.patch_width) if pixels is None else pixels,
@@ -140,7 +160,9 @@ def allocate(
         wide=empty(widest),
         context=empty(tokens, spec.hidden_size),
         stats=torch.empty(tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2, dtype=torch.float32, device=device),
-        merged=empty(spec.merged_outputs, merged, pitch_of(spec.out_size, dtype))[..., : spec.out_size],
+        merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
+        rope_words=torch.empty(tokens, hopper * width(spec.head_dim), dtype=torch.int32, device=device),
+        scratch=Scratch.zeros(hopper * MAX_SUMS, hopper * MAX_COUNTERS, device),
     )
 
 

@@ -11,6 +11,7 @@ from fusedvit.buffers import EncoderBuffers
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.layer_norm import NOTHING, After
 from fusedvit.kernels.metadata import MERGED, TILES, TOKENS, WINDOW_TILES
 from fusedvit.kernels.row_stats import RowStats
@@ -107,7 +108,9 @@ def encode(
         plan: launch configurations; statistics are written in their tile widths.
     """
     run = _Run(spec, weights, buffers, ops, plan)
-    ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
+    meta = ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
+    if isinstance(plan.qkv, HopperLinearConfig) and not spec.qk_norm:
+        ops.rope_words(meta.rope, meta.count(TOKENS), buffers.rope_words)
     stats = _patch_embed(run)
     for i, block in enumerate(weights.blocks):
         stats = _block(run, i, block, stats)
@@ -132,10 +135,11 @@ def _patch_embed(run: _Run) -> RowStats:
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
         stats = run.stats(config)
-        epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stats)
+        epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stats, scratch=b.scratch)
         run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, epilogue, config)
         return stats
-    run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, Epilogue(bias=w.patch.bias), config)
+    epilogue = Epilogue(bias=w.patch.bias, scratch=b.scratch)
+    run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, epilogue, config)
     stats = run.stats_of(run.spec.hidden_size)
     run.norm(b.hidden, w.patch_norm, TOKENS, b.hidden, run.spec.norm_eps, After(taps=taps, stats=stats))
     return stats
@@ -151,14 +155,15 @@ def _block(run: _Run, i: int, w: BlockWeights, stats: RowStats) -> RowStats:
     segments, config = run.segments(i)
     ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
     stats = run.stats(plan.proj)
-    epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats)
+    epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats, scratch=b.scratch)
     ops.linear(b.context, w.proj.weight, tokens, b.hidden, epilogue, plan.proj)
 
     inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
-    epilogue = Epilogue(w.fc1.bias, run.fold(stats, w.fc1), activation=spec.activation, limit=spec.glu_limit)
+    fold = run.fold(stats, w.fc1)
+    epilogue = Epilogue(w.fc1.bias, fold, activation=spec.activation, limit=spec.glu_limit, scratch=b.scratch)
     ops.linear(b.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
     stats = run.stats(plan.fc2)
-    epilogue = Epilogue(w.fc2.bias, residual=b.hidden, stats=stats)
+    epilogue = Epilogue(w.fc2.bias, residual=b.hidden, stats=stats, scratch=b.scratch)
     ops.linear(inner, w.fc2.weight, tokens, b.hidden, epilogue, plan.fc2)
     return stats
 
@@ -168,8 +173,8 @@ def _qkv(run: _Run, w: BlockWeights, stats: RowStats) -> torch.Tensor:
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
-    rope = Rope(b.meta.rope, 2 * c, spec.head_dim) if w.qk_norm is None else None
-    epilogue = Epilogue(w.qkv.bias, run.fold(stats, w.qkv), rope=rope)
+    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.rope_words) if w.qk_norm is None else None
+    epilogue = Epilogue(w.qkv.bias, run.fold(stats, w.qkv), rope=rope, scratch=b.scratch)
     run.ops.linear(b.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
     if w.qk_norm is not None:
         heads, programs = spec.num_heads, run.plan.max_programs
@@ -201,9 +206,10 @@ def _merger(run: _Run, w: MergerWeights) -> None:
 def _merger_mlp(run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, out: torch.Tensor) -> None:
     merged = run.buffers.meta.count(MERGED)
     inner = run.buffers.rows_of_wide(x.shape[0], run.spec.merged_size)
-    epilogue = Epilogue(w.fc1.bias, norm, activation="gelu")
+    epilogue = Epilogue(w.fc1.bias, norm, activation="gelu", scratch=run.buffers.scratch)
     run.ops.linear(x, w.fc1.weight, merged, inner, epilogue, run.plan.merger_fc1)
-    run.ops.linear(inner, w.fc2.weight, merged, out, Epilogue(w.fc2.bias), run.plan.merger_fc2)
+    epilogue = Epilogue(w.fc2.bias, scratch=run.buffers.scratch)
+    run.ops.linear(inner, w.fc2.weight, merged, out, epilogue, run.plan.merger_fc2)
 
 
 def _downsample(run: _Run, w: DownsampleWeights) -> None:
@@ -211,11 +217,12 @@ def _downsample(run: _Run, w: DownsampleWeights) -> None:
     b, spec, plan, linear = run.buffers, run.spec, run.plan, run.ops.linear
     merged, rows = b.meta.count(MERGED), b.merged.shape[1]
     pooled, last = b.merged[0], b.merged[1]
-    linear(_normalised(run, w.norm), w.downsample.weight, merged, last, Epilogue(w.downsample.bias), plan.downsample)
+    epilogue = Epilogue(w.downsample.bias, scratch=b.scratch)
+    linear(_normalised(run, w.norm), w.downsample.weight, merged, last, epilogue, plan.downsample)
     projected = b.rows_of_wide(rows, spec.out_size)
-    linear(last, w.proj.weight, merged, projected, Epilogue(w.proj.bias), plan.merger_proj)
+    linear(last, w.proj.weight, merged, projected, Epilogue(w.proj.bias, scratch=b.scratch), plan.merger_proj)
     run.norm(projected, w.proj_norm, MERGED, projected, spec.merger_eps, After(activation="gelu"))
     inner = b.rows_of_wide(rows, w.fc2.weight.shape[1], after=spec.out_size)
-    epilogue = Epilogue(w.fc1.bias, activation="swiglu", limit=spec.glu_limit)
+    epilogue = Epilogue(w.fc1.bias, activation="swiglu", limit=spec.glu_limit, scratch=b.scratch)
     linear(projected, w.fc1.weight, merged, inner, epilogue, plan.merger_fc1)
-    linear(inner, w.fc2.weight, merged, pooled, Epilogue(w.fc2.bias), plan.merger_fc2)
+    linear(inner, w.fc2.weight, merged, pooled, Epilogue(w.fc2.bias, scratch=b.scratch), plan.merger_fc2)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedvit.kernels import fingerprint, forms, gather, head_norm, layer_norm, metadata
+from fusedvit.kernels import fingerprint, forms, gather, head_norm, layer_norm, metadata, rope_words
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference import gather as gather_ref
@@ -13,6 +13,7 @@ from fusedvit.kernels.reference import head_norm as head_norm_ref
 from fusedvit.kernels.reference import layer_norm as layer_norm_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference import metadata as metadata_ref
+from fusedvit.kernels.reference import rope_words as rope_words_ref
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Ops:
 
     name: str
     vision_metadata: Callable[..., metadata.Metadata]
+    rope_words: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     attention: Callable[..., torch.Tensor]
     layer_norm: Callable[..., torch.Tensor]
@@ -35,6 +37,7 @@ class Ops:
 TRITON = Ops(
     "triton",
     metadata.vision_metadata,
+    rope_words.rope_words,
     forms.linear,
     forms.attention,
     layer_norm.layer_norm,
@@ -45,6 +48,7 @@ TRITON = Ops(
 TORCH = Ops(
     "torch",
     metadata_ref.vision_metadata,
+    rope_words_ref.rope_words,
     linear_ref.linear,
     attention_ref.attention,
     layer_norm_ref.layer_norm,

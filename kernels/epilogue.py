@@ -32,11 +32,13 @@ class Rope:
         table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         cols: columns to rotate: q and k.
         head_dim: columns of a head.
+        words: `[T, W]` int32, the same in the form that Hopper's copy engine brings (see rope_words.py).
     """
 
     table: torch.Tensor | None = None
     cols: int = 0
     head_dim: int = 2
+    words: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,27 @@ class Taps:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Where the parts of a split product meet (see hopper/linear_split.py). One launch at a time may use it.
+
+    Attributes:
+        sums: flat fp32.
+        counters: `[4, tiles]` int32, zeros at first: a row for each power of two of parts. They count for ever.
+    """
+
+    sums: torch.Tensor
+    counters: torch.Tensor
+
+    @staticmethod
+    def zeros(sums: int, counters: int, device: torch.device) -> "Scratch":
+        """Room for so many partial sums and counters."""
+        return Scratch(
+            torch.empty(sums, dtype=torch.float32, device=device),
+            torch.zeros(4, counters, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
 class Epilogue:
     """Applied in this order: norm, bias, taps, rope, activation, residual; then rounding and statistics.
 
@@ -66,6 +89,7 @@ class Epilogue:
             all.
         residual: `[T, N]`; may be the output itself.
         stats: where moments of the rounded output rows go.
+        scratch: for forms that split a product; others leave it alone.
     """
 
     bias: torch.Tensor | None = None
@@ -76,6 +100,7 @@ class Epilogue:
     limit: float = 0.0
     residual: torch.Tensor | None = None
     stats: RowStats | None = None
+    scratch: Scratch | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:

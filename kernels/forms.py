@@ -1,7 +1,8 @@
 """The forms an operation comes in, chosen by the type of its configuration.
 
     LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
-    HopperAttentionConfig           "hopper": Gluon, on sm_90
+    HopperLinearConfig              "hopper": Gluon, on sm_90, in 16 bits
+    HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
 
 A form that a device or this Triton lacks is never planned. One whose compilation fails at a first launch raises
 `FormFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
@@ -23,10 +24,26 @@ from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper import configs as hopper_configs
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
+from fusedvit.kernels.hopper.linear_configs import (
+    HopperLinearConfig,
+    hopper_linear_candidates,
+    hopper_linear_config,
+    wrong_hopper_linear,
+)
 
 if compat.AVAILABLE:  # elsewhere these modules cannot even be read
     from fusedvit.kernels.hopper import attention as hopper_attention
-    from fusedvit.kernels.hopper import attention_consumer, attention_parts, attention_redo
+    from fusedvit.kernels.hopper import (
+        attention_consumer,
+        attention_parts,
+        attention_redo,
+        linear_consumer,
+        linear_epilogue,
+        linear_parts,
+        linear_producer,
+        linear_split,
+    )
+    from fusedvit.kernels.hopper import linear as hopper_linear
 
 LINEAR, ATTENTION = "linear", "attention"
 
@@ -115,10 +132,30 @@ def _hopper_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int
     return hopper_configs.hopper_attention_candidates(dtype, target)
 
 
+def _hopper_linear(key: Key, dtype: torch.dtype, target: Target, widest: int) -> HopperLinearConfig | None:
+    return hopper_linear_config(key.rows, key.n, key.k, dtype, target, key.kind)
+
+
+def _hopper_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperLinearConfig]:
+    return hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
+
+
 def _hopper_forms() -> tuple[Form, ...]:
     if not compat.AVAILABLE:
         return ()
+    parts = (linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split)
     return (
+        Form(
+            name="hopper",
+            op=LINEAR,
+            config=HopperLinearConfig,
+            run=hopper_linear.linear,
+            absent=hopper_configs.absent,
+            wrong=wrong_hopper_linear,
+            heuristic=_hopper_linear,
+            candidates=_hopper_linears,
+            modules=(hopper_linear, *parts),
+        ),
         Form(
             name="hopper",
             op=ATTENTION,

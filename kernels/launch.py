@@ -47,7 +47,8 @@ def launch(
     Args:
         kernel: its parameters are `boxes`, `pointers` and `constants`, in this order.
         programs: size of the grid.
-        boxes: tensor descriptors, whose dtype and box decide the code, or tensors (see `descriptor.box`).
+        boxes: tensor descriptors of Triton or Gluon, whose dtype and box decide the code, or tensors (see
+            `descriptor.box`).
         pointers: tensors; dtype and alignment to 16 bytes decide the code.
         constants: compile-time arguments by name, in the kernel's order.
         options: `num_warps`, `num_stages`, `maxnreg`.

@@ -42,10 +42,10 @@ class Encoder:
         )
         made = allocate(self.spec, capacity, self.dtype, self.device)
         if fill is not None:
-            floats = [made.pixels, made.hidden, made.wide, made.context, made.stats, made.merged]
+            floats = [made.pixels, made.hidden, made.wide, made.context, made.stats, made.merged, made.scratch.sums]
             for tensor in [*floats, made.meta.rope, made.meta.tap_weight]:
                 tensor.fill_(fill)
-            for tensor in vars(made.meta).values():
+            for tensor in (*vars(made.meta).values(), made.rope_words):
                 if not tensor.is_floating_point():
                     tensor.fill_(2**31 - 1)
         return made

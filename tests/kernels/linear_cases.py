@@ -3,14 +3,18 @@ kernels take it (norm folded into the weight, rotary pairs made neighbours)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 
 from fusedvit.kernels.configs import LinearConfig
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.reference.linear import store_moments
+from fusedvit.kernels.reference.rope_words import rope_words
+from fusedvit.kernels.rope_words import width
 from fusedvit.kernels.row_stats import RowStats
 from tests.kernels.support import NAN, count, padded, random
 
@@ -178,8 +182,14 @@ class Fused:
     epilogue: Epilogue
     num_rows: torch.Tensor
 
-    def run(self, op: Op, config: LinearConfig) -> tuple[torch.Tensor, RowStats | None]:
-        """`op`'s whole output buffer, and the statistics it wrote. The residual is the output, as in the encoder."""
+    def run(
+        self, op: Op, config: LinearConfig | HopperLinearConfig, scratch: Scratch | None = None
+    ) -> tuple[torch.Tensor, RowStats | None]:
+        """`op`'s whole output buffer, and the statistics it wrote. The residual is the output, as in the encoder.
+
+        Args:
+            scratch: of earlier runs; None for one of its own where it needs one.
+        """
         kept = self.residual if self.layer.residual else self.residual[:0]
         out = padded(kept, self.residual.shape[0])
         stats = None
@@ -187,9 +197,19 @@ class Fused:
             room = out.shape[0] * -(-self.layer.n // config.block_n) * 2
             storage = torch.full((room,), NAN, device=out.device)
             stats = RowStats.over(storage, out.shape[0], self.layer.n, config.block_n)
-        epilogue = replace(self.epilogue, residual=out if self.layer.residual else None, stats=stats)
+        scratch = scratch or scratch_for(config, out.shape[0], self.layer.n, out.device)
+        epilogue = replace(self.epilogue, residual=out if self.layer.residual else None, stats=stats, scratch=scratch)
         op(self.x, self.weight, self.num_rows, out, epilogue, config)
         return out, stats
+
+
+def scratch_for(config: Any, rows: int, n: int, device: torch.device) -> Scratch | None:
+    """What a configuration that splits its product needs beside its arguments."""
+    if not isinstance(config, HopperLinearConfig) or config.splits == 1:
+        return None
+    scratch = Scratch.zeros(*config.scratch_sizes(rows, n), device)
+    scratch.sums.fill_(NAN)
+    return scratch
 
 
 def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dtype | None = None) -> Fused:
@@ -207,7 +227,10 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
     rope = taps = None
     if layer.heads:
         table = torch.stack([t.angle.cos(), t.angle.sin()], dim=1)
-        rope = Rope(_poisoned(table, rows), 2 * layer.n // 3, layer.n // (3 * layer.heads))
+        head_dim = layer.n // (3 * layer.heads)
+        words = torch.empty(layer.rows, width(head_dim), dtype=torch.int32, device=table.device)
+        rope_words(table.float(), count(layer.rows, table.device), words)
+        rope = Rope(_poisoned(table, rows), 2 * layer.n // 3, head_dim, _poisoned(words, rows))
     if layer.taps:
         taps = Taps(t.table.to(dtype), _poisoned(t.index.int(), rows), _poisoned(t.tap, rows))
     if wide is not None:

@@ -1,0 +1,177 @@
+"""The Hopper GEMM on a Hopper GPU: every kind of tile and epilogue within the tolerance rule, the same bits every time,
+poison wherever nobody should look. `-k quick` is what a short session on a device can afford."""
+
+import random as pseudo_random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusedvit.kernels.configs import Target, budget
+from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_candidates
+from fusedvit.kernels.launch import compiling_only
+from fusedvit.kernels.reference.linear import linear as linear_ref
+from fusedvit.kernels.reference.linear import moments, store_moments
+from fusedvit.kernels.row_stats import RowStats
+from fusedvit.tolerance import compare, summarize
+from tests.kernels.linear_cases import EPS, Fused, Layer, fused, scratch_for, tensors
+from tests.kernels.support import assert_rounded_once, count
+
+if compat.AVAILABLE:
+    from fusedvit.kernels.hopper.linear import linear
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+ROWS, MERGED = 1021, 253  # prime, and no multiple of a tile
+REPEATS = 50
+PING_PONG, COOPERATIVE, WIDE = (
+    HopperLinearConfig(128, 128, 1, 4),
+    HopperLinearConfig(64, 192, 3, 3),
+    HopperLinearConfig(64, 256, 2, 3),
+)
+NARROW, SIX = HopperLinearConfig(64, 128, 1, 6), HopperLinearConfig(64, 192, 1, 5)
+CASES = {
+    "patch embed": (Layer(ROWS, 1536, 1152, taps=True, stats=True), SIX),
+    "qkv": (Layer(ROWS, 1152, 3456, norm=True, part=128, heads=16), PING_PONG),
+    "qkv, heads of 80, rms": (Layer(ROWS, 1280, 3840, norm=True, rms=True, part=64, heads=16), COOPERATIVE),
+    "qkv, heads of 64": (Layer(ROWS, 1024, 3072, norm=True, part=192, heads=16), NARROW),
+    "proj": (Layer(ROWS, 1152, 1152, residual=True, stats=True), COOPERATIVE),
+    "fc1": (Layer(ROWS, 1152, 4304, norm=True, part=192, activation="gelu_tanh"), PING_PONG),
+    "fc1, quick_gelu": (
+        Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
+        HopperLinearConfig(64, 128, 3, 4),
+    ),
+    "fc2": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperLinearConfig(64, 64, 1, 8)),
+    "fc2 in two": (Layer(250, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=2)),
+    "fc2 in eight": (Layer(61, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=8)),
+    "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
+    "merger fc2 in four": (Layer(61, 4608, 4096, bias=False), replace(NARROW, splits=4)),
+}
+KINDS = {  # what `hopper_linear_candidates` knows the layers by
+    "qkv": "norm+rope", "proj": "residual+stats", "fc1": "norm+gelu_tanh", "fc2": "residual+stats",
+    "patch embed": "taps+stats", "deepstack fc1": "norm+gelu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(device: torch.device) -> Iterator[None]:
+    """Every case compiled beforehand, side by side."""
+    if not compat.usable(Target.of(device).capability):
+        pytest.skip(compat.MISSING or "for Hopper GPUs")
+    with compiling_only():
+        for layer, config in CASES.values():
+            few = replace(layer, rows=1)
+            fused(few, tensors(few, BF16, device), layer.rows + 70).run(linear, config)
+    yield
+
+
+def assert_statistics(out: torch.Tensor, stats: RowStats | None, rows: int) -> None:
+    """Those of the rounded rows, and none of rows that do not exist."""
+    if stats is None:
+        return
+    mean, rstd = moments(stats, rows, EPS)
+    wide = out[:rows].double()
+    torch.testing.assert_close(mean[:, 0], wide.mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rstd[:, 0], torch.rsqrt(wide.var(1, correction=0) + EPS), rtol=1e-4, atol=0)
+    expected = replace(stats, partials=torch.zeros_like(stats.partials))
+    store_moments(out[:rows], expected)
+    torch.testing.assert_close(stats.partials[:rows], expected.partials[:rows], rtol=1e-4, atol=1e-4)
+    assert stats.partials[rows:].isnan().all(), "statistics of rows that do not exist"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quick_within_the_rule(name: str, device: torch.device) -> None:
+    layer, config = CASES[name]
+    t = tensors(layer, BF16, device)
+    out, stats = fused(layer, t, layer.rows + 70).run(linear, config)
+    twin = fused(layer, t, wide=torch.float64).run(linear_ref, config)[0]
+    assert_rounded_once(out[: layer.rows], twin, "against the twin:")
+    assert_statistics(out, stats, layer.rows)
+
+
+def bits(arguments: Fused, config: HopperLinearConfig, scratch: Scratch | None) -> tuple[torch.Tensor, ...]:
+    rows = arguments.layer.rows
+    out, stats = arguments.run(linear, config, scratch)
+    return (out[:rows],) if stats is None else (out[:rows], stats.partials[:rows])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quick_the_same_bits_every_time(name: str, device: torch.device) -> None:
+    """Fifty launches, those of a split product over one scratch."""
+    layer, config = CASES[name]
+    arguments = fused(layer, tensors(layer, BF16, device), layer.rows + 70)
+    scratch = scratch_for(config, layer.rows + 70, layer.n, device)
+    first = bits(arguments, config, scratch)
+    for _ in range(REPEATS):
+        assert all(torch.equal(a, b) for a, b in zip(bits(arguments, config, scratch), first, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quick_rows_past_the_count_change_nothing(name: str, device: torch.device) -> None:
+    """In room for many more rows, the rest NaN: bit for bit what exactly enough room gives."""
+    layer, config = CASES[name]
+    for rows in (0, 1, 64, layer.rows - 5):
+        few = replace(layer, rows=rows)
+        t = tensors(few, BF16, device)
+        exact = bits(fused(few, t, max(rows, 1)), config, None)
+        roomy = bits(fused(few, t, layer.rows + 70), config, None)
+        assert all(torch.equal(a, b) for a, b in zip(roomy, exact, strict=True)), rows
+        assert roomy[0].isfinite().all(), rows
+
+
+@pytest.mark.parametrize("name", ["qkv", "fc2 in two"])
+def test_quick_a_graph_follows_the_count(name: str, device: torch.device) -> None:
+    layer, config = CASES[name]
+    arguments = fused(layer, tensors(layer, BF16, device))
+    scratch = scratch_for(config, layer.rows, layer.n, device)
+    kept, out = arguments.residual.clone(), torch.empty_like(arguments.residual)
+    stats = RowStats.over(torch.empty(layer.rows * 36 * 2, device=device), layer.rows, layer.n, config.block_n)
+    epilogue = replace(
+        arguments.epilogue, residual=out if layer.residual else None, stats=stats if layer.stats else None,
+        scratch=scratch,
+    )  # fmt: skip
+
+    def launch(num_rows: torch.Tensor) -> None:
+        linear(arguments.x, arguments.weight, num_rows, out, epilogue, config)
+
+    launch(arguments.num_rows)
+    num_rows, graph = count(layer.rows, device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(num_rows)
+    for rows in (layer.rows, 1, 100, layer.rows, 0, 65):
+        out.copy_(kept)
+        num_rows.fill_(rows)
+        graph.replay()
+        replayed = out[:rows].clone()
+        out.copy_(kept)
+        launch(count(rows, device))
+        assert torch.equal(replayed, out[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_random_cases_within_the_rule(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Three hundred in all, of any row count, in any configuration that a tuner may try; prints how errors spread."""
+    rng, verdicts, base = pseudo_random.Random(f"{name} {dtype}"), [], CASES[name][0]
+    cases = []
+    for seed in range(25):
+        rows = rng.choice([1, 63, 64, 65, 192, rng.randint(1, 300), rng.randint(1, 3000)])
+        config = rng.choice(hopper_linear_candidates(budget(rows), base.n, base.k, Target.of(device), KINDS[name]))
+        cases.append((replace(base, rows=rows, massive=base.norm and seed % 5 == 4), config, seed))
+    with compiling_only():
+        for config in dict.fromkeys(config for _, config, _ in cases):
+            few = replace(base, rows=1)
+            fused(few, tensors(few, dtype, device)).run(linear, config)
+    for layer, config, seed in cases:
+        t = tensors(layer, dtype, device, seed)
+        out, stats = fused(layer, t, layer.rows + rng.randint(0, 200)).run(linear, config)
+        twin = fused(layer, t, wide=torch.float64).run(linear_ref, config)[0]
+        verdict = compare(out[: layer.rows], twin.float(), twin.to(dtype), dtype)
+        assert verdict.passed, f"{layer.rows} rows, {config}: {verdict.reason}"
+        assert_statistics(out, stats, layer.rows)
+        verdicts.append(verdict)
+    print(f"{name}, {dtype}: {summarize(verdicts)}")

@@ -1,0 +1,195 @@
+"""What surrounds the Hopper GEMM, without a GPU: what is chosen and refused, and that the encoder fits around it."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedvit import buffers
+from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
+from fusedvit.buffers import Capacity, allocate, row_pitch
+from fusedvit.kernels import forms
+from fusedvit.kernels.configs import Target, budget
+from fusedvit.kernels.epilogue import Epilogue, Scratch
+from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.linear_configs import (
+    MAX_COUNTERS,
+    MAX_SUMS,
+    HopperLinearConfig,
+    hopper_linear_candidates,
+    hopper_linear_config,
+    wrong_hopper_linear,
+)
+from fusedvit.kernels.reference.linear import linear as linear_ref
+from fusedvit.kernels.reference.linear import moments
+from fusedvit.kernels.rope_words import width
+from fusedvit.kernels.tables import Table, config_of
+from fusedvit.plan import plan_for, tasks
+from tests.kernels.linear_cases import EPS, Layer, fused, plain, tensors
+from tests.kernels.support import assert_within
+
+if compat.AVAILABLE:
+    from fusedvit.kernels.hopper import linear as hopper_linear
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU, H200, A100 = torch.device("cpu"), Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
+KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task in tasks(spec, 64, BF16)]
+LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == forms.LINEAR]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans as on a Hopper GPU; the interpreter, which runs no Gluon, is not asked."""
+    monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 200_000).map(budget), st.sampled_from(LINEAR), st.sampled_from([BF16, FP16]))
+def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: torch.dtype) -> None:
+    n, k, kind = shape
+    config = hopper_linear_config(rows, n, k, dtype, H200, kind)
+    assert config == hopper_linear_config(rows, n, k, dtype, H200, kind)
+    if config is None:
+        return
+    assert not wrong_hopper_linear(config, H200, dtype)
+    assert config in hopper_linear_candidates(rows, n, k, H200, kind)
+    assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
+    assert not config.overlap
+    if config.splits > 1:
+        sums, counters = config.scratch_sizes(rows, n)
+        assert sums <= MAX_SUMS and counters <= MAX_COUNTERS, "the encoder's scratch has no room"
+        assert -(-k // 64) // config.splits >= 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 200_000).map(budget), st.sampled_from(LINEAR))
+def test_candidates_can_run(rows: int, shape: tuple[int, int, str]) -> None:
+    n, k, kind = shape
+    found = hopper_linear_candidates(rows, n, k, H200, kind)
+    assert len(set(found)) == len(found) and (found or "swiglu" in kind)
+    for config in found:
+        assert not wrong_hopper_linear(config, H200, BF16)
+        assert config.splits == 1 or config.scratch_sizes(rows, n)[0] <= MAX_SUMS
+
+
+@pytest.mark.parametrize(
+    "n, k, kind, why",
+    [
+        (6848, 1280, "rms+swiglu", "pairs of columns make one"),
+        (1160, 1152, "residual+stats", "statistics are of whole chunks"),
+        (3480, 1160, "norm+rope", "rotary columns end inside a chunk"),
+        (1152, 64, "bias", "one step of K"),
+        (1152, 1152, "norm+silu", "an activation that nobody knows"),
+    ],
+)
+def test_what_it_cannot_do_is_left_to_plain_triton(n: int, k: int, kind: str, why: str) -> None:
+    assert hopper_linear_config(16384, n, k, BF16, H200, kind) is None, why
+    assert hopper_linear_candidates(16384, n, k, H200, kind) == [], why
+
+
+def test_other_devices_and_dtypes_are_left_to_plain_triton() -> None:
+    assert hopper_linear_config(4096, 1152, 4304, BF16, H200, "residual+stats") is not None
+    assert hopper_linear_config(4096, 1152, 4304, BF16, A100, "residual+stats") is None
+    assert hopper_linear_config(4096, 1152, 4304, FP32, H200, "residual+stats") is None
+    assert hopper_linear_config(256, 1152, 1152, BF16, H200, "residual+stats") is None  # the launch decides
+
+
+GOOD = HopperLinearConfig(64, 128, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({}, ""),
+        ({"rows": 32}, "rows must be one of (64, 128), got 32"),
+        ({"cols": 160}, "cols must be one of (64, 128, 192, 256), got 160"),
+        ({"splits": 3}, "splits must be one of (1, 2, 4, 8), got 3"),
+        ({"stages": 1}, "stages must be at least 2"),
+        ({"rows": 128, "cols": 256}, "a consumer's 128 x 256 sums do not fit its registers"),
+        ({"consumers": 3, "cols": 256}, "a consumer's 64 x 256 sums do not fit its registers"),
+        ({"stages": 9}, "bytes of shared memory, limit 232448"),
+    ],
+)
+def test_wrong_configurations_are_told(changed: dict[str, int], said: str) -> None:
+    found = wrong_hopper_linear(replace(GOOD, **changed), H200, BF16)
+    assert said in found and bool(said) == bool(found)
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+@pytest.mark.parametrize(
+    "layer, dtype, config, said",
+    [
+        (Layer(16, 128, 64), FP32, GOOD, "operands of 16 bits only, got torch.float32"),
+        (Layer(16, 128, 128, activation="swiglu"), FP16, GOOD, "any activation but swiglu"),
+        (Layer(16, 64, 64), FP16, GOOD, "at least two steps of 64 in K a part, got 1"),
+        (Layer(16, 128, 72, stats=True), FP16, GOOD, "statistics of whole 64s in parts of 128, got 72"),
+        (Layer(16, 128, 72, heads=1), FP16, GOOD, "rotary columns of whole 64s and no residual, got 48"),
+        (Layer(16, 512, 64), FP16, replace(GOOD, splits=2), "scratch for 16384 sums and 1 counters, got 1 and 1"),
+    ],
+)
+def test_what_it_cannot_run_is_refused_before_any_launch(
+    layer: Layer, dtype: torch.dtype, config: HopperLinearConfig, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_linear, "launch", lambda *arguments: pytest.fail("launched"))
+    arguments = fused(layer, tensors(layer, dtype, CPU))
+    with pytest.raises(ValueError, match="linear in its hopper form takes") as error:
+        arguments.run(hopper_linear.linear, config, Scratch.zeros(1, 1, CPU))
+    assert said in str(error.value)
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+def test_rotary_factors_are_needed_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_linear, "launch", lambda *arguments: pytest.fail("launched"))
+    layer = Layer(16, 128, 192, heads=1)
+    arguments = fused(layer, tensors(layer, FP16, CPU))
+    rope = replace(arguments.epilogue.rope, words=None)
+    x = arguments.x
+    with pytest.raises(ValueError, match="rotary factors as words"):
+        hopper_linear.linear(x, arguments.weight, arguments.num_rows, x, Epilogue(rope=rope), GOOD)
+
+
+@pytest.mark.parametrize("config", [GOOD, replace(GOOD, cols=192), replace(GOOD, splits=4)], ids=str)
+def test_the_twin_takes_its_configurations(config: HopperLinearConfig) -> None:
+    layer = Layer(21, 512, 384, residual=True, stats=True)
+    t = tensors(layer, FP32, CPU)
+    out, stats = fused(layer, t).run(linear_ref, config)
+    assert_within(out, plain(layer, t, torch.float64), plain(layer, t, FP32))
+    assert stats is not None and stats.width == (64 if config.splits > 1 else config.cols)
+    torch.testing.assert_close(moments(stats, 21, EPS)[0][:, 0], out.double().mean(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+def test_tables_hold_its_configurations() -> None:
+    form = forms.form_of(GOOD)
+    assert form.name == "hopper" and config_of(form, asdict(GOOD), "here") == GOOD
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+def test_plans_take_it_where_it_can(on_hopper: None) -> None:
+    chosen = plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices()
+    assert {chosen[name] for name in ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")} == {"hopper"}
+    assert plan_for(QWEN25_VL_7B, 4096, BF16, H200, Table()).choices()["fc1"] == "triton", "swiglu"
+    failed = replace(H200, without=(("linear/hopper", "does not compile"),))
+    for target, dtype in ((failed, BF16), (H200, FP32), (A100, BF16)):
+        plan = plan_for(QWEN3_VL_8B, 4096, dtype, target, Table())
+        assert not any(isinstance(getattr(plan, name), HopperLinearConfig) for name in plan.choices())
+
+
+def test_its_memory_is_held_only_for_it_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, capacity = replace(QWEN3_VL_8B, depth=1, deepstack=()), Capacity(64, 1, 1, 1)
+    sizes = {}
+    for target, dtype in ((H200, BF16), (A100, BF16), (H200, FP32)):
+        monkeypatch.setattr(Target, "of", lambda device, target=target: target)
+        made = allocate(spec, capacity, dtype, CPU)
+        sizes[target.capability, dtype] = made.held_bytes()
+        extra = made.rope_words.nbytes + made.scratch.sums.nbytes + made.scratch.counters.nbytes
+        assert bool(extra) == (target is H200 and dtype is BF16)
+    words, sums, counters = 64 * width(72), MAX_SUMS, 4 * MAX_COUNTERS
+    assert sizes[90, BF16] - sizes[80, BF16] == 4 * (words + sums + counters)
+
+
+def test_long_rows_start_at_a_line() -> None:
+    assert row_pitch(4304, BF16) == 4352 and row_pitch(4304, BF16) * 2 % 128 == 0
+    assert row_pitch(1152, BF16) == 1152 and row_pitch(1020, BF16) == 1024 and row_pitch(70, BF16) == 72
