@@ -23,6 +23,7 @@ from tests.fusedvit.towers import (
     pixels_for,
     ran_fused,
 )
+from tests.fusedvit.towers import prompt as prompt_by_frame
 
 STRICT = fusedvit.FuseConfig(strict=True)
 HIDDEN = 64
@@ -49,12 +50,31 @@ TOKENS = {
     "vision_end_token_id": VISION_END,
 }
 AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": HIDDEN}
+QWEN4: dict[str, Any] = INTERLEAVED | {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
 # Model: its classes' prefix and suffix, its tower's class, what its text config adds.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen2VL": ("", "Qwen2VisionTransformerPretrainedModel", {}),
     "Qwen2_5_VL": ("", "Qwen2_5_VisionTransformerPretrainedModel", {}),
     "Qwen2_5Omni": ("Thinker", "Qwen2_5OmniVisionEncoder", {}),
     "Qwen3OmniMoe": ("Thinker", "Qwen3OmniMoeVisionEncoder", EXPERTS | INTERLEAVED),
+    "Qwen4Exp": ("", "Qwen4ExpVisionModel", QWEN4),
 }
 IMAGES: Grid = [(1, 4, 6), (1, 10, 4)]
 VIDEOS: Grid = [(3, 4, 10)]
@@ -104,6 +124,8 @@ def prompt(tower: Any, images: Grid, videos: Grid) -> dict[str, torch.Tensor]:
 
 
 def arguments_for(model: Any) -> dict[str, torch.Tensor]:
+    if "Qwen4" in type(model).__name__:
+        return prompt_by_frame(tower_of(model), IMAGES, VIDEOS)
     made = prompt(tower_of(model), IMAGES, VIDEOS)
     if "Omni" in type(model).__name__:
         del made["mm_token_type_ids"]
