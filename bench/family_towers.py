@@ -2,7 +2,7 @@
 
 import copy
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,16 @@ def class_of(geometry: Geometry) -> Any:
         return None
     module = importlib.import_module(f"transformers.models.{geometry.model}.modeling_{geometry.model}")
     return getattr(module, geometry.class_name)
+
+
+def shallow(geometry: Geometry, depth: int) -> Geometry:
+    """The same widths `depth` blocks deep; blocks that are named keep their share of the way."""
+    config = class_of(geometry).config_class(**geometry.numbers)
+    numbers = geometry.numbers | {"depth": depth}
+    for name in ("deepstack_visual_indexes", "fullatt_block_indexes"):
+        if hasattr(config, name):
+            numbers[name] = [block * depth // config.depth for block in getattr(config, name)]
+    return replace(geometry, numbers=numbers)
 
 
 def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:
