@@ -143,7 +143,8 @@ def test_what_ships_compiles_clean(tower: str, tokens: str) -> None:
 import torch
 from fusedvit.aot import SMS, TOWERS, compile_or_fail, launches_of
 from fusedvit.kernels.configs import Target
-launches = [x for x in launches_of(*TOWERS["{tower}"], torch.bfloat16, {tokens}, Target()) if "hopper_attention" in x.name]
+launches = launches_of(*TOWERS["{tower}"], torch.bfloat16, {tokens}, Target())
+launches = [launch for launch in launches if "hopper_attention" in launch.name]
 assert len(launches) == 1, launches
 found = compile_or_fail(launches[0], 90)
 assert not found.problems and found.registers >= 128 and "BLOCK_N" in found.launch, found
