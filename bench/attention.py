@@ -4,6 +4,7 @@ Every answer is held to the tolerance rule before it is timed; ten calls a graph
 """
 
 import argparse
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -80,7 +81,7 @@ def _row(case: Case, configs: dict[str, Any], device: torch.device) -> dict[str,
         if reason:
             wrong[name] = reason
         else:
-            runs[name] = lambda i, config=config: case.run(config, i)
+            runs[name] = functools.partial(case.run, config)
     contenders = [Contender(name, captured(run, CALLS, device), "gpu") for name, run in runs.items()]
     times = in_turns(contenders, device, seconds=0.02)
     us = {name: round(1e3 * statistics.median(values) / CALLS, 2) for name, values in times.items()}
@@ -106,8 +107,8 @@ def main() -> None:
     if args.fa3 is not None:
         peer_attention.load_fa3(args.fa3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    document = {"passport": passport("attention", args.json, args.commit)}
-    document["rows"] = measure(tuple(args.head_dim), device, args.fa3 is not None)
+    rows = measure(tuple(args.head_dim), device, args.fa3 is not None)
+    document = {"passport": passport("attention", args.json, args.commit), "rows": rows}
     Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

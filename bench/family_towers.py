@@ -10,6 +10,8 @@ from torch import nn
 
 from fusedvit.bench.towers import wider
 from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.families.registry import family_of
+from fusedvit.spec import VisionSpec
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,14 @@ def shallow(geometry: Geometry, depth: int) -> Geometry:
         if hasattr(config, name):
             numbers[name] = [block * depth // config.depth for block in getattr(config, name)]
     return replace(geometry, numbers=numbers)
+
+
+def spec_of(geometry: Geometry) -> VisionSpec:
+    """The spec of a geometry whose class is installed."""
+    cls = class_of(geometry)
+    family = family_of(geometry.class_name)
+    assert cls is not None and family is not None, f"{geometry.class_name} is not here, or of no family"
+    return family.spec_from_config(cls.config_class(**geometry.numbers))
 
 
 def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:

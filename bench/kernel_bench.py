@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.bench import peer_attention, towers
+from fusedvit.bench import family_towers, peer_attention, towers
 from fusedvit.bench.cases import Case, attention_case, linear_case, supported
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.bench.tower_bench import Step
@@ -19,6 +19,7 @@ from fusedvit.spec import VisionSpec
 
 ROWS = (256, 784, 1296, 4096, 16384)
 ROWS_ON_CPU = (64,)
+OVER_MERGED = ("merger", "downsample")  # operations whose rows are merged tokens
 SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a video's frame
     "64 x 256": (256,) * 64,
     "16 x 1024": (1024,) * 16,
@@ -69,10 +70,11 @@ def measure(
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         for rows in every:
             for task in tasks(spec, rows, dtype):
-                if task.key.op == forms.LINEAR and supported(task) and not task.name.startswith("merger"):
+                if task.key.op == forms.LINEAR and supported(task):
                     step(f"{name}: {task.name} of {rows} rows")
-                    case = linear_case(task, spec, dtype, device, rows)
-                    found.append(_row(name, task, f"{rows} x {task.key.n} x {task.key.k}", case, dtype, device))
+                    own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
+                    case = linear_case(task, spec, dtype, device, own)
+                    found.append(_row(name, task, f"{own} x {task.key.n} x {task.key.k}", case, dtype, device))
         for label, lengths in sequences.items():
             step(f"{name}: attention {label}")
             task = next(t for t in tasks(spec, sum(lengths), dtype) if t.key.op == forms.ATTENTION)
@@ -81,8 +83,16 @@ def measure(
     return [vars(row) for row in found]
 
 
+def known() -> list[str]:
+    """Names of geometries: the towers', then those of other families that the installed transformers has."""
+    others = {n: g for n, g in family_towers.GEOMETRIES.items() if n not in towers.GEOMETRIES}
+    return [*towers.GEOMETRIES, *(n for n, g in others.items() if family_towers.class_of(g) is not None)]
+
+
 def spec_of(name: str) -> VisionSpec:
-    """The spec of a geometry by its name."""
+    """The spec of a geometry by its name, one of `known()`."""
+    if name not in towers.GEOMETRIES:
+        return family_towers.spec_of(family_towers.GEOMETRIES[name])
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
     config = Qwen3VLVisionConfig(patch_size=16, num_position_embeddings=2304, **towers.GEOMETRIES[name])
@@ -93,7 +103,10 @@ def _row(tower: str, task: Task, shape: str, case: Case, dtype: torch.dtype, dev
     target = Target.of(device)
     config = choose(task, dtype, target, tables.table_for(target))
     form = forms.form_of(config).name
-    verdict = case.check(config)
+    try:
+        verdict = case.check(config)
+    except forms.FormFailed:  # at its first launch; chosen again, it is another form
+        return _row(tower, task, shape, case, dtype, device)
     contenders = [Contender(n, captured(run, case.sets, device), "gpu") for n, run in case.peers.items()]
     if verdict.passed:
         contenders.append(Contender("ours", captured(lambda i: case.run(config, i), case.sets, device), "gpu"))

@@ -69,8 +69,8 @@ def watched(ops: Ops, weights: EncoderWeights, begin: Callable[[str], None]) -> 
 
 
 def by_operation(times: Times, begun: Sequence[str]) -> Split:
-    """`times` with a marker's kernel first and before each operation of `begun`."""
-    marker = times[0][0]
+    """`times` with a marker's kernel first and before each operation of `begun`; nothing of no times."""
+    marker = times[0][0] if times else ""
     if sum(name == marker for name, _ in times) != len(begun):
         by_name = [name for name, _ in times]
         return Split(_summed(by_name, times), dict(Counter(by_name)))

@@ -267,7 +267,10 @@ def _on_gpu(s: Setting, options: Options, grid: Grid, pixels: torch.Tensor, grid
     budget = budget_of(s.handle, grid) if options.split else None
     if budget is None:
         return {"peak_mib": peaks}
-    found = split.of_run(s.handle, budget, grid, pixels)
+    try:
+        found = split.of_run(s.handle, budget, grid, pixels)
+    except RuntimeError as error:  # a profiler that does not run here takes no figure along
+        return {"peak_mib": peaks, "not_split": _reason(error)}
     costs = {name: asdict(cost) for name, cost in roofline.tower_costs(s.handle.spec, grid).items()}
     return {"peak_mib": peaks, "split_ms": found.ms, "runs": found.runs, "costs": costs}
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fusedvit.bench import kernel_bench, prune, towers, tune
+from fusedvit.bench import kernel_bench, prune, tune
 from fusedvit.cli import documents
 from fusedvit.cli.progress import with_progress
 from fusedvit.kernels import tables
@@ -21,7 +21,8 @@ CPU_NAME = "CPU"
 
 def command(
     tower: Annotated[
-        list[str] | None, typer.Option("--tower", metavar="NAME", help=f"Of {', '.join(towers.GEOMETRIES)}.")
+        list[str] | None,
+        typer.Option("--tower", metavar="NAME", help="Of Qwen3-VL-8B and -2B, the default, other families', or 'all'."),
     ] = None,
     budget: Annotated[
         list[int] | None,
@@ -39,10 +40,7 @@ def command(
     json: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write what was found as well.")] = None,
 ) -> None:
     """Find the fastest form and tile of every operation on this GPU; the table is used from the next process on."""
-    names = tuple(tower or ("Qwen3-VL-8B", "Qwen3-VL-2B"))
-    unknown = sorted(set(names) - set(towers.GEOMETRIES))
-    if unknown:
-        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(towers.GEOMETRIES)}", param_hint="--tower")
+    names = _names(tower or ["Qwen3-VL-8B", "Qwen3-VL-2B"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not dry_run and set(names) - {"tiny"}:
         raise typer.BadParameter(
@@ -60,6 +58,16 @@ def command(
     if json:
         entries = [record["entry"] for record in log.found.values() if record.get("entry")]
         documents.write({"passport": tune.passport(gpu), "entries": entries, "log": log.found}, json)
+
+
+def _names(asked: list[str]) -> tuple[str, ...]:
+    known = kernel_bench.known()
+    if asked == ["all"]:
+        return tuple(name for name in known if name != "tiny")
+    unknown = sorted(set(asked) - set(known))
+    if unknown:
+        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(known)}", param_hint="--tower")
+    return tuple(asked)
 
 
 def _decide(
@@ -82,19 +90,6 @@ def _decide(
     _show_found(entries, console)
     console.print(f"{len(entries)} of {len(asked)} decided: {escape(str(path))}")
     return log
-
-
-def _device(names: tuple[str, ...], dry_run: bool) -> torch.device:
-    unknown = sorted(set(names) - set(towers.GEOMETRIES))
-    if unknown:
-        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(towers.GEOMETRIES)}", param_hint="--tower")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if not dry_run and set(names) - {"tiny"}:
-        raise typer.BadParameter(
-            "needs an NVIDIA GPU; without one only --dry-run and the tiny tower", param_hint="tune"
-        )
-    return torch.device("cpu")
 
 
 def _show_plan(asked: list[tune.Question], dtype: torch.dtype, target: Target, console: Console) -> None:

@@ -1,6 +1,7 @@
 """The bench on a CPU with the tiny tower: gates, schema, ratios, files. What it measures is another matter."""
 
 import csv
+import dataclasses
 import json
 import os
 import types
@@ -35,8 +36,10 @@ from fusedvit.bench import (  # noqa: E402
 from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
+from fusedvit.kernels import forms  # noqa: E402
 
 CPU = torch.device("cpu")
+LINEARS = ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2"]
 SMALL = {"one": [(1, 4, 4)], "two and a video": [(1, 4, 6), (1, 2, 4), (2, 4, 4)]}
 
 
@@ -147,7 +150,7 @@ def test_the_short_run(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     row = written["towers"]["tiny"]["workloads"]["image 56 px"]
     assert set(row["ms"]) == {"hf", "ours", "engine-like torch"} and row["parity"]["ours"]["passed"]
-    assert [found["op"] for found in written["operations"]] == ["patch", "qkv", "proj", "fc1", "fc2"]
+    assert [found["op"] for found in written["operations"]] == LINEARS
     assert "--short --seconds 0.0 --rows 64 --json s.json" in written["passport"]["command"]
     assert list(tmp_path.iterdir()) == [tmp_path / "s.json"]
 
@@ -209,8 +212,28 @@ def test_kernels_alone(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["op"] for row in found] == ["patch", "qkv", "proj", "fc1", "fc2", "attention"]
+    assert [row["op"] for row in found] == [*LINEARS, "attention"]
+    assert {row["shape"].split()[0] for row in found if row["op"].startswith("merger")} == {"16"}
     assert all(row["us"] > 0 and row["peers_us"] and row["floor_us"] > 0 for row in found)
+
+
+def test_a_form_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([forms.FormFailed("linear in its x form: no")])
+    real = kernel_bench.linear_case
+
+    def once(*arguments: Any) -> Any:
+        case = real(*arguments)
+
+        def check(config: Any) -> Any:
+            for failure in failures:
+                raise failure
+            return case.check(config)
+
+        return dataclasses.replace(case, check=check)
+
+    monkeypatch.setattr(kernel_bench, "linear_case", once)
+    found = kernel_bench.measure(("tiny",), CPU, None, lambda text: None, (64,))
+    assert [row["op"] for row in found] == LINEARS and all(row["us"] for row in found)
 
 
 def test_ratios_are_taken_round_by_round() -> None:

@@ -31,6 +31,7 @@ def test_kernels_are_put_to_the_operations_that_launched_them() -> None:
     times = [("mark", 1.0), ("a", 100.0), ("mark", 1.0), ("b", 20.0), ("b", 30.0), ("mark", 1.0), ("a", 5.0)]
     found = split.by_operation(times, ["qkv", "fc2", "qkv"])
     assert found.ms == pytest.approx({"qkv": 0.105, "fc2": 0.05}) and found.runs == {"qkv": 2, "fc2": 1}
+    assert split.by_operation([], ["qkv"]) == split.Split({}, {})
     lost = split.by_operation(times, ["qkv", "fc2"])  # a marker too many: kernels by their own names
     assert lost.ms == pytest.approx({"mark": 0.003, "a": 0.105, "b": 0.05}) and lost.runs == {"mark": 3, "a": 2, "b": 2}
 
