@@ -7,6 +7,7 @@ import argparse
 import functools
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
     if head_dim == 128:
         return found | {"2 x 64": hopper.HopperAttentionConfig(2, 64, 3, ping_pong=True, max_programs=sms)}
     found |= {"2 x 64": hopper.SHORT, "2 x 128": hopper.MIDDLE, "3 x 64": hopper.LONG}
+    found["3 x 64 by heads"] = replace(hopper.LONG, together=4)
     if max(lengths) <= 256:
         found["1 x 64"] = hopper.HopperAttentionConfig(1, 64, 3, ctas=2, max_programs=2 * sms)
     return found

@@ -107,12 +107,12 @@ def _hopper_attention_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     PING_PONG: gl.constexpr,
-    GROUP: gl.constexpr,
+    TOGETHER: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a consumer's thread
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, GROUP, DTYPE)
+    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, DTYPE)
     q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
     v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
@@ -267,7 +267,7 @@ def attention(
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "PING_PONG": config.ping_pong,
-        "GROUP": config.group,
+        "TOGETHER": config.together if config.together and heads % config.together == 0 else heads,
         "REGISTERS": registers,
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)

@@ -210,6 +210,9 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
 @gluon.jit
 def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
     num_tiles = gl.load(num_tiles_ptr)
-    begin, end, first, head = work_item(gl.program_id(0), tiles_ptr, num_tiles, s)
+    index = gl.program_id(0)
+    if s.TOGETHER < s.HEADS:  # which reads no tile past the last then
+        index = gl.maximum(gl.minimum(index, num_tiles * s.HEADS - 1), 0)
+    begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
     if gl.program_id(0) < num_tiles * s.HEADS:
         _consume(m, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, head, s, C)

@@ -18,11 +18,11 @@ class Sizes:
     STAGES: gl.constexpr
     SCALE: gl.constexpr  # scale * log2(e)
     PING_PONG: gl.constexpr
-    GROUP: gl.constexpr
+    TOGETHER: gl.constexpr
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, GROUP, DTYPE):
+    def __init__(self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, DTYPE):
         self.HEADS = gl.constexpr(HEADS)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.HEAD = gl.constexpr(HEAD)
@@ -32,7 +32,7 @@ class Sizes:
         self.STAGES = gl.constexpr(STAGES)
         self.SCALE = gl.constexpr(SCALE)
         self.PING_PONG = gl.constexpr(PING_PONG)
-        self.GROUP = gl.constexpr(GROUP)
+        self.TOGETHER = gl.constexpr(TOGETHER)
         self.DTYPE = gl.constexpr(DTYPE)
 
 
@@ -71,14 +71,17 @@ class Memory:
 def work_item(index, tiles_ptr, num_tiles, s: Sizes):
     """The `index`-th piece of work as (first token of the frame, one past its last, first query, head).
 
-    In groups of `GROUP` tiles, head by head: CTAs at work together share the keys of few heads, which stay in L2. With
-    groups of one tile nothing depends on `num_tiles`, and the loads do not wait for it.
+    Tile by tile, all heads of each; or `TOGETHER` heads of every tile, then the next ones: CTAs at work together share
+    the keys of few heads, which stay in L2. With all heads the loads do not wait for `num_tiles`.
     """
-    group = index // (s.GROUP * s.HEADS)
-    rest = index % (s.GROUP * s.HEADS)
-    size = gl.maximum(gl.minimum(num_tiles - group * s.GROUP, s.GROUP), 1) if s.GROUP > 1 else 1
-    tile_ptr = tiles_ptr + 4 * (group * s.GROUP + rest % size)
-    return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), rest // size
+    first_head = 0
+    if s.TOGETHER < s.HEADS:
+        for i in gl.static_range(s.TOGETHER, s.HEADS, s.TOGETHER):
+            first_head = gl.where(index >= i * num_tiles, i, first_head)
+        index -= first_head * num_tiles
+    tile_ptr = tiles_ptr + 4 * (index // s.TOGETHER)
+    head = first_head + index % s.TOGETHER
+    return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), head
 
 
 @gluon.jit

@@ -20,7 +20,8 @@ class HopperAttentionConfig:
         stages: steps whose keys and values a CTA holds.
         ctas: CTAs that share an SM.
         ping_pong: consumers issue their products in turn.
-        group: tiles that are walked head by head (see `attention_parts.work_item`).
+        together: heads of every tile that are walked before the next ones (see `attention_parts.work_item`); all where
+            it is 0 or does not divide their number.
         max_programs: bound of the persistent grid.
     """
 
@@ -29,7 +30,7 @@ class HopperAttentionConfig:
     stages: int
     ctas: int = 1
     ping_pong: bool = False
-    group: int = 1
+    together: int = 0
     max_programs: int = 132
 
     @property
@@ -67,14 +68,14 @@ def hopper_attention_config(
         return short
     if rows < 16384 or compat.NEEDS_MORE_REGISTERS:
         return middle
-    return replace(long, ping_pong=False, group=32) if head_dim == 64 else long
+    return replace(long, ping_pong=False, together=4) if head_dim == 64 else long
 
 
 def hopper_attention_candidates(dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
     """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
     sms = target.num_sms
-    found = [replace(c, group=group, max_programs=sms) for c in (SHORT, MIDDLE, LONG) for group in (1, 32)]
-    found += [replace(c, ping_pong=False, max_programs=sms) for c in (SHORT, replace(LONG, group=32))]
+    found = [replace(c, together=heads, max_programs=sms) for c in (SHORT, MIDDLE, LONG) for heads in (0, 4)]
+    found += [replace(c, ping_pong=False, max_programs=sms) for c in (SHORT, replace(LONG, together=4))]
     found += [
         HopperAttentionConfig(2, 64, 3, ping_pong=True, max_programs=sms),  # heads of 128
         HopperAttentionConfig(1, 128, 2, ctas=2, max_programs=2 * sms),
@@ -96,8 +97,8 @@ def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype:
     """Why `config` cannot run on `target`, or ""."""
     if config.consumers not in (1, 2, 3) or config.block_n not in (64, 128):
         return f"consumers must be 1 to 3 and block_n 64 or 128, got {config}"
-    if config.stages < 2 or min(config.ctas, config.group, config.max_programs) < 1:
-        return f"stages, ctas, group or max_programs out of range: {config}"
+    if config.stages < 2 or min(config.ctas, config.max_programs) < 1 or config.together < 0:
+        return f"stages, ctas, together or max_programs out of range: {config}"
     if config.ping_pong and config.consumers == 1:
         return "one consumer has nobody to take turns with"
     needed = config.ctas * shared_bytes(config, 64, 0)

@@ -31,7 +31,10 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(attention.forms((4096,), 72, torch.float32, target)) == {"ships", "triton"}
     monkeypatch.setattr(compat, "usable", lambda capability: True)
     found = attention.forms((16384,), 72, BF16, target)
-    assert set(found) == {"ships", "triton", "2 x 64", "2 x 128", "3 x 64"} and found["ships"] == configs.LONG
+    assert (
+        set(found) == {"ships", "triton", "2 x 64", "2 x 128", "3 x 64", "3 x 64 by heads"}
+        and found["ships"] == configs.LONG
+    )
     assert "1 x 64" in attention.forms((64,) * 256, 72, BF16, target)
     found = attention.forms((4096,), 128, BF16, target)
     assert set(found) == {"ships", "triton", "2 x 64"} and found["ships"] == found["triton"]

@@ -1,6 +1,7 @@
 """Attention for Hopper without a GPU: which configuration a budget takes, and what compiles for sm_90."""
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper import attention as hopper_attention
-from fusedvit.kernels.hopper import compat, configs
+from fusedvit.kernels.hopper import attention_parts, compat, configs
 from fusedvit.kernels.hopper.configs import (
     HopperAttentionConfig,
     hopper_attention_candidates,
@@ -126,6 +127,23 @@ def test_reports_say_what_attention_does_without(usable: None) -> None:
     ):
         assert plan_for(QWEN3_VL_8B, 1024, dtype, target, Table()).choices()["attention"] == "triton"
         assert f"  without attention in its hopper form: {why}" in choices(QWEN3_VL_8B, dtype, target, [1024])
+
+
+@pytest.mark.parametrize("heads, together", [(16, 16), (16, 4), (16, 1), (12, 4), (6, 3)])
+def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads: int, together: int) -> None:
+    """The kernel's own walk, run as Python; the next heads' tiles come after all of these."""
+    sizes = types.SimpleNamespace(HEADS=heads, TOGETHER=together)
+    tiles = [(10 * n, 10 * n + 9, 10 * n + 3) for n in range(7)]
+    flat = [number for tile in tiles for number in (*tile, 0)]
+    stand_in = types.SimpleNamespace(
+        static_range=range, where=lambda yes, a, b: a if yes else b, load=lambda pointer: flat[pointer]
+    )
+    monkeypatch.setattr(attention_parts, "gl", stand_in)
+    for count in range(1, 8):
+        items = [attention_parts.work_item.fn(i, 0, count, sizes) for i in range(count * heads)]
+        assert sorted(items) == sorted((*tile, head) for tile in tiles[:count] for head in range(heads))
+        assert [item[3] // together for item in items] == sorted(item[3] // together for item in items)
+        assert {item[3] for item in items[:together]} == set(range(together))
 
 
 def test_windows_stay_plain(usable: None) -> None:
