@@ -59,8 +59,10 @@ def supported(task: Task) -> bool:
     return task.key.op == forms.ATTENTION or set(task.key.kind.split("+")) <= set(PARTS)
 
 
-def linear_case(task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.device, rows: int) -> Case:
-    """`rows` rows of content in buffers of as many."""
+def linear_case(
+    task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.device, rows: int, stats: int = STATS_WIDTH
+) -> Case:
+    """`rows` rows of content in buffers of as many; `stats`: channels of a part of its input's statistics."""
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
     sets = _sets(n * k * dtype.itemsize, rows, device)
     cols = n // 2 if "swiglu" in parts else n
@@ -70,7 +72,7 @@ def linear_case(task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.
     bias = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
     count = torch.tensor([rows], dtype=torch.int32, device=device)
     moments = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
-    common = _inputs(parts, spec, x, weights, n)
+    common = _inputs(parts, spec, x, weights, n, stats)
 
     def epilogue(config: Any, i: int) -> Epilogue:
         colsum = common["colsum"][i] if "norm" in parts else None
@@ -107,15 +109,20 @@ def _sets(weight_bytes: int, rows: int, device: torch.device) -> int:
     return -(-ROTATED_BYTES // weight_bytes) if rows < MANY_ROWS else FEW_SETS
 
 
-def _inputs(parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int) -> dict[str, Any]:
+def _inputs(
+    parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int, stats_width: int
+) -> dict[str, Any]:
     """What the epilogue reads beside the bias."""
-    rows, k, device, dtype = x.shape[0], x.shape[1], x.device, x.dtype
+    rows, device, dtype = x.shape[0], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
     found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
     if parts & {"norm", "rms"}:
-        storage = torch.empty(rows * -(-k // STATS_WIDTH) * 2, dtype=torch.float32, device=device)
-        found["stats"] = RowStats.over(storage, rows, k, STATS_WIDTH)
-        linear_ref.store_moments(x, found["stats"])
+        producing = x.view(-1, spec.hidden_size)  # of a merger's rows, several each
+        values = producing.shape[0] * -(-spec.hidden_size // stats_width) * 2
+        storage = torch.empty(values, dtype=torch.float32, device=device)
+        stats = RowStats.over(storage, producing.shape[0], spec.hidden_size, stats_width)
+        linear_ref.store_moments(producing, stats)
+        found["stats"] = stats.merged(producing.shape[0] // rows)
         found["colsum"] = [w.float().sum(1) for w in weights] if "norm" in parts else None
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)

@@ -1,6 +1,8 @@
 """Operations alone: every linear layer of a block and attention, as planned for their size, against the peers."""
 
+import functools
 import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,18 +10,20 @@ from typing import Any
 import torch
 
 from fusedvit.bench import family_towers, peer_attention, towers
-from fusedvit.bench.cases import Case, attention_case, linear_case, supported
+from fusedvit.bench.cases import STATS_WIDTH, Case, attention_case, linear_case, supported
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.bench.tower_bench import Step
 from fusedvit.families import qwen3
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.configs import Target
-from fusedvit.plan import Task, choose, tasks
+from fusedvit.kernels.launch import compiling_only
+from fusedvit.plan import Task, choose, plan_for, tasks
 from fusedvit.spec import VisionSpec
 
 ROWS = (256, 784, 1296, 4096, 16384)
 ROWS_ON_CPU = (64,)
 OVER_MERGED = ("merger", "downsample")  # operations whose rows are merged tokens
+STATS_FROM = {"qkv": "fc2", "fc1": "proj", "merger_fc1": "fc2"}  # who writes the statistics that they read
 SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a video's frame
     "64 x 256": (256,) * 64,
     "16 x 1024": (1024,) * 16,
@@ -54,33 +58,57 @@ class KernelRow:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One row to be measured; its data are made when it is."""
+
+    tower: str
+    task: Task
+    shape: str
+    make: Callable[[], Case]
+
+
 def measure(
     names: tuple[str, ...], device: torch.device, fa3: Path | None, step: Step, sizes: tuple[int, ...] = ()
 ) -> list[dict[str, Any]]:
     """A row for every operation of every tower at every size; `sizes`: only at so many rows."""
     if fa3 is not None:
         peer_attention.load_fa3(fa3)
-    every: tuple[int, ...] = ROWS if device.type == "cuda" else ROWS_ON_CPU
-    sequences = SEQUENCES if device.type == "cuda" else SEQUENCES_ON_CPU
-    if sizes:
-        every, sequences = sizes, {label: n for label, n in sequences.items() if sum(n) in sizes}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    jobs = [job for name in names for job in _jobs(name, dtype, device, fa3 is not None, sizes)]
+    if device.type == "cuda":
+        step("compilation")
+        _compile(jobs, dtype, device)
     found = []
-    for name in names:
-        spec = spec_of(name)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        for rows in every:
-            for task in tasks(spec, rows, dtype):
-                if task.key.op == forms.LINEAR and supported(task):
-                    step(f"{name}: {task.name} of {rows} rows")
-                    own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
-                    case = linear_case(task, spec, dtype, device, own)
-                    found.append(_row(name, task, f"{own} x {task.key.n} x {task.key.k}", case, dtype, device))
-        for label, lengths in sequences.items():
-            step(f"{name}: attention {label}")
+    for job in jobs:
+        step(f"{job.tower}: {job.task.name}, {job.shape}")
+        found.append(vars(_row(job, dtype, device)))
+    return found
+
+
+def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes: tuple[int, ...]) -> Iterator[_Job]:
+    spec, on_gpu = spec_of(name), device.type == "cuda"
+    for rows in sizes or (ROWS if on_gpu else ROWS_ON_CPU):
+        plan = plan_for(spec, rows, dtype, Target.of(device))
+        for task in tasks(spec, rows, dtype):
+            if task.key.op == forms.LINEAR and supported(task):
+                own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
+                width = getattr(plan, STATS_FROM[task.name]).block_n if task.name in STATS_FROM else STATS_WIDTH
+                make = functools.partial(linear_case, task, spec, dtype, device, own, width)
+                yield _Job(name, task, f"{own} x {task.key.n} x {task.key.k}", make)
+    for label, lengths in (SEQUENCES if on_gpu else SEQUENCES_ON_CPU).items():
+        if not sizes or sum(lengths) in sizes:
             task = next(t for t in tasks(spec, sum(lengths), dtype) if t.key.op == forms.ATTENTION)
-            case = attention_case(spec.num_heads, spec.head_dim, lengths, dtype, device, fa3 is not None)
-            found.append(_row(name, task, label, case, dtype, device))
-    return [vars(row) for row in found]
+            make = functools.partial(attention_case, spec.num_heads, spec.head_dim, lengths, dtype, device, fa3)
+            yield _Job(name, task, label, make)
+
+
+def _compile(jobs: Sequence[_Job], dtype: torch.dtype, device: torch.device) -> None:
+    """What will be run, on all cores; of a case only its shapes matter here."""
+    target = Target.of(device)
+    with compiling_only():
+        for job in jobs:
+            job.make().run(choose(job.task, dtype, target, tables.table_for(target)), 0)
 
 
 def known() -> list[str]:
@@ -99,18 +127,18 @@ def spec_of(name: str) -> VisionSpec:
     return qwen3.spec_from_config(config)
 
 
-def _row(tower: str, task: Task, shape: str, case: Case, dtype: torch.dtype, device: torch.device) -> KernelRow:
-    target = Target.of(device)
-    config = choose(task, dtype, target, tables.table_for(target))
+def _row(job: _Job, dtype: torch.dtype, device: torch.device) -> KernelRow:
+    target, case = Target.of(device), job.make()
+    config = choose(job.task, dtype, target, tables.table_for(target))
     form = forms.form_of(config).name
     try:
         verdict = case.check(config)
     except forms.FormFailed:  # at its first launch; chosen again, it is another form
-        return _row(tower, task, shape, case, dtype, device)
+        return _row(job, dtype, device)
     contenders = [Contender(n, captured(run, case.sets, device), "gpu") for n, run in case.peers.items()]
     if verdict.passed:
-        contenders.append(Contender("ours", captured(lambda i: case.run(config, i), case.sets, device), "gpu"))
+        contenders.append(Contender("ours", captured(functools.partial(case.run, config), case.sets, device), "gpu"))
     times = in_turns(contenders, device, seconds=0.05)
     us = {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}
-    ours = us.pop("ours", None)
-    return KernelRow(tower, task.name, shape, form, ours, us, 1e3 * case.cost.floor_ms, verdict.reason)
+    ours, floor = us.pop("ours", None), 1e3 * case.cost.floor_ms
+    return KernelRow(job.tower, job.task.name, job.shape, form, ours, us, floor, verdict.reason)
