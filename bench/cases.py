@@ -28,6 +28,7 @@ from fusedvit.ops import ops_for
 from fusedvit.plan import Task
 from fusedvit.spec import VisionSpec
 from fusedvit.tolerance import Comparison, compare
+from fusedvit.weights import row_pitch
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
 MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
@@ -66,8 +67,9 @@ def linear_case(
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
     sets = _sets(n * k * dtype.itemsize, rows, device)
     cols = n // 2 if "swiglu" in parts else n
-    x, out = _random(rows, k, dtype=dtype, device=device), torch.empty(rows, cols, dtype=dtype, device=device)
-    weights = [_random(n, k, dtype=dtype, device=device, scale=k**-0.5) for _ in range(sets)]
+    x = _pitched(_random(rows, k, dtype=dtype, device=device))
+    out = _pitched(x.new_empty(rows, cols))
+    weights = [_pitched(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in range(sets)]
     folded = bool(parts & {"norm", "rms"})
     bias = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
     count = torch.tensor([rows], dtype=torch.int32, device=device)
@@ -201,6 +203,12 @@ def _segments(cu: torch.Tensor, lengths: tuple[int, ...], block_m: int) -> Segme
     tiles = [(b, b + n, r, 0) for b, n in starts for r in range(b, b + n, block_m)]
     table = torch.tensor(tiles, dtype=torch.int32).to(cu.device)
     return Segments(cu, table, torch.tensor([len(tiles)], dtype=torch.int32).to(cu.device), block_m)
+
+
+def _pitched(t: torch.Tensor) -> torch.Tensor:
+    """`t` with rows as far apart as in the encoder's buffers."""
+    pitch = row_pitch(t.shape[1], t.dtype)
+    return t if pitch == t.shape[1] else t.new_empty(t.shape[0], pitch)[:, : t.shape[1]].copy_(t)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

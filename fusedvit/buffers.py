@@ -8,13 +8,13 @@ import torch
 from fusedvit.items import Item
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.hopper.configs import absent
 from fusedvit.kernels.hopper.linear_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.metadata import Layout, Metadata
 from fusedvit.kernels.rope_words import width
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import pitch_of
+from fusedvit.weights import row_pitch
 
-LINE = 128  # bytes: a copy of 128 bytes that straddles two lines of the cache costs the GPU two requests
 NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
 
 
@@ -125,19 +125,13 @@ class EncoderBuffers:
         return sum(t.nbytes for t in (*fields, *more, *vars(self.meta).values()))
 
 
-def row_pitch(cols: int, dtype: torch.dtype) -> int:
-    """Columns from row to row: as `pitch_of`, and rows of many lines start at a line's start."""
-    line = LINE // dtype.itemsize
-    return -(-cols // line) * line if cols >= 16 * line else pitch_of(cols, dtype)
-
-
 def allocate(
     spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device, pixels: torch.Tensor | None = None
 ) -> EncoderBuffers:
     """Buffers for `capacity`; `pixels`, if given, serves as the input as it is."""
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
-    hopper = Target.of(device).capability == 90 and dtype.itemsize == 2  # see kernels.hopper.linear
+    hopper = not absent(Target.of(device), dtype)
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)

@@ -122,9 +122,12 @@ def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:
 
 
 def bytes_per_token(spec: VisionSpec, dtype: torch.dtype) -> int:
-    """Static-buffer bytes per merged token, to within the few that do not grow with tokens."""
-    tokens = 256 * spec.merge_unit
-    meta = torch.device("meta")
-    windows = tokens // (spec.merge_unit * spec.window) if spec.window else 0
-    capacity = Capacity(tokens, 1, 1, tokens // 32, windows, windows)
-    return allocate(spec, capacity, dtype, meta).held_bytes() // 256
+    """Static-buffer bytes per merged token: what they grow by."""
+
+    def held(merged: int) -> int:
+        tokens = merged * spec.merge_unit
+        windows = tokens // (spec.merge_unit * spec.window) if spec.window else 0
+        capacity = Capacity(tokens, 1, 1, tokens // 32, windows, windows)
+        return allocate(spec, capacity, dtype, torch.device("meta")).held_bytes()
+
+    return (held(512) - held(256)) // 256

@@ -12,12 +12,19 @@ import torch
 
 TensorSource = Callable[[str], torch.Tensor]
 ALIGNMENT = 16  # bytes; what the copy engine asks of bases and row pitches
+LINE = 128  # bytes: a copy of 128 bytes that straddles two lines of the cache costs the GPU two requests
 
 
 def pitch_of(cols: int, dtype: torch.dtype) -> int:
     """Columns from row to row so that rows start at multiples of 16 bytes."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-cols // step) * step
+
+
+def row_pitch(cols: int, dtype: torch.dtype) -> int:
+    """Columns from row to row: as `pitch_of`, and rows of many lines start at a line's start."""
+    line = LINE // dtype.itemsize
+    return -(-cols // line) * line if cols >= 16 * line else pitch_of(cols, dtype)
 
 
 @dataclass(frozen=True)

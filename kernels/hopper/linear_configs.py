@@ -112,26 +112,24 @@ def wrong_hopper_linear(config: HopperLinearConfig, target: Target, dtype: torch
     return ""
 
 
-Costed = tuple[HopperLinearConfig, float, float]
+Costed = tuple[HopperLinearConfig, float, float, float]
 
-# Configurations with what a step of K and a tile cost in us beside 4 us of launch, fitted to an H200 (bf16, K = 1152
-# and 4304, 256 to 16384 rows): a choice by these is 1 % slower than the best of them on average, 8 % at worst. The
-# seldom ones are the best choice so seldom that it costs 0.1 % to leave them out; the tuner may try them.
+# Configurations with what a step of K, a round of tiles and a launch cost in us, fitted to an H200 (bf16, K = 1152 and
+# 4304, 256 to 16384 rows; in ping-pong a tile's end hides under the next): what they choose is 1 % slower than the best
+# on average, 4 % at worst.
 _MEASURED: tuple[Costed, ...] = (
-    (HopperLinearConfig(128, 128, 1, 4), 0.386, -0.3),
-    (HopperLinearConfig(64, 192, 1, 5), 0.278, 0.83),
-    (HopperLinearConfig(64, 128, 1, 6), 0.182, 0.31),
-    (HopperLinearConfig(64, 64, 1, 8), 0.142, -0.06),
-    (HopperLinearConfig(64, 256, 2, 3), 0.647, 1.7),
-    (HopperLinearConfig(64, 192, 3, 3), 0.694, 2.8),
-    (HopperLinearConfig(64, 128, 3, 4), 0.466, 2.07),
+    (HopperLinearConfig(128, 128, 1, 4), 0.388, 0.2, 2.6),
+    (HopperLinearConfig(64, 192, 1, 5), 0.299, 1.4, 1.4),
+    (HopperLinearConfig(64, 128, 1, 6), 0.199, 0.8, 2.2),
+    (HopperLinearConfig(64, 64, 1, 8), 0.158, 0.3, 1.8),
+    (HopperLinearConfig(64, 256, 2, 3), 0.669, 3.7, 0.6),
+    (HopperLinearConfig(64, 192, 2, 4), 0.519, 2.8, 0.9),
+    (HopperLinearConfig(64, 192, 3, 3), 0.718, 4.7, 0.5),
+    (HopperLinearConfig(64, 128, 3, 4), 0.493, 3.4, 0.4),
 )
-_SELDOM: tuple[Costed, ...] = (
-    (HopperLinearConfig(64, 192, 2, 4), 0.506, 1.53),
-    (HopperLinearConfig(64, 128, 2, 5), 0.343, 0.92),
-)
-_SPLIT, _MEETING, _LONG_K = 2, 2.8, 2048  # (64, 128, 1) in parts of a long K, and what it costs these to meet
-_SHORT_US = 6.0  # beside the launch: what is shorter, plain Triton does as fast unless K is long: it starts 1 us sooner
+_SELDOM: tuple[Costed, ...] = ((HopperLinearConfig(64, 128, 2, 5), 0.347, 2.3, 0.7),)  # for the tuner
+_SPLIT, _MEETING_US, _LONG_K = 2, 2.2, 2048  # (64, 128, 1) in parts of a long K, and what it costs these to meet
+_SHORT_US = 9.0  # what is shorter, plain Triton does as fast unless K is long: it starts 1 us sooner
 
 
 def hopper_linear_config(
@@ -150,10 +148,10 @@ def hopper_linear_config(
     if target.capability != 90 or dtype.itemsize != 2 or not supports(n, k, kind):
         return None
     best, least = None, float("inf")
-    for config, step_us, tile_us in _candidates(rows, n, k, target, _MEASURED):
+    for config, step_us, round_us, launch_us in _candidates(rows, n, k, target, _MEASURED):
         tiles = -(-rows // config.block_m) * -(-n // config.cols)
         rounds = -(-tiles * config.splits // target.num_sms)
-        time = rounds * (-(-k // CHUNK) / config.splits * step_us + tile_us)
+        time = rounds * (-(-k // CHUNK) / config.splits * step_us + round_us) + launch_us
         if time < least and not _spills(config, kind) and not wrong_hopper_linear(config, target, dtype):
             best, least = config, time
     return None if least < _SHORT_US and k < _LONG_K else best
@@ -174,12 +172,12 @@ def _spills(config: HopperLinearConfig, kind: str) -> bool:
 
 def _candidates(rows: int, n: int, k: int, target: Target, measured: tuple[Costed, ...]) -> list[Costed]:
     """`measured` for this device, and narrow tiles in parts of K where all of them run at once."""
-    found = [(replace(config, max_programs=target.num_sms), step_us, us) for config, step_us, us in measured]
-    config, step_us, tile_us = found[_SPLIT]
+    found = [(replace(c, max_programs=target.num_sms), step, per_round, once) for c, step, per_round, once in measured]
+    config, step_us, round_us, launch_us = found[_SPLIT]
     tiles = -(-rows // config.block_m) * -(-n // config.cols)
     for splits in SPLITS[1:]:
         if tiles * splits <= min(target.num_sms, MAX_PARTS) and k >= _LONG_K:
-            found.append((replace(config, splits=splits), step_us, tile_us + _MEETING))
+            found.append((replace(config, splits=splits), step_us, round_us, launch_us + _MEETING_US))
     return found
 
 

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedvit import folding
 from fusedvit.families.qwen3 import NAMES
 from fusedvit.families.registry import family_of
 from fusedvit.folding import _Maker, _rows, prepare, rope_frequencies, rotary_rows
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import ALIGNMENT, EncoderWeights, LinearWeights
+from fusedvit.weights import ALIGNMENT, EncoderWeights, LinearWeights, row_pitch
 from tests.fusedvit.towers import bits, tiny_tower, twin
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -248,3 +249,28 @@ def test_missing_parameters_are_named() -> None:
     del names["blocks.1.norm2.bias"]
     with pytest.raises(KeyError, match=r"blocks\.1\.norm2\.bias"):
         prepare(spec_of(tower), NAMES, names.__getitem__)
+
+
+# rows of many lines
+
+
+def test_long_rows_start_at_a_line() -> None:
+    assert row_pitch(4304, torch.bfloat16) == 4352 and row_pitch(4304, torch.bfloat16) * 2 % 128 == 0
+    assert [row_pitch(n, torch.bfloat16) for n in (1152, 1020, 70)] == [1152, 1024, 72]
+    assert row_pitch(4304, torch.float32) == 4320
+
+
+def test_the_second_layers_rows_are_put_at_lines_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = twin(tiny_tower(intermediate_size=1160), torch.float16)
+    parameter = tower.blocks[0].mlp.linear_fc2.weight
+    plain = prepared(tower).blocks[0].fc2
+    assert plain.weight.data_ptr() == parameter.data_ptr() and plain.own == ()
+    monkeypatch.setattr(folding, "_wants_lines", lambda weight: True)
+    made = prepared(tower)
+    lined = made.blocks[0].fc2
+    assert lined.weight.stride() == (1216, 1) and lined.own == ("weight",)
+    assert torch.equal(lined.weight, parameter)
+    with torch.no_grad():
+        parameter.mul_(2)
+    again = prepared(tower, made).blocks[0].fc2
+    assert again.weight.data_ptr() == lined.weight.data_ptr() and torch.equal(again.weight, parameter)
