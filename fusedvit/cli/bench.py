@@ -2,6 +2,7 @@
 
 import functools
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from fusedvit.bench.passport import passport
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.cli import documents
 from fusedvit.cli.progress import with_progress
+from fusedvit.kernels import forms
+from fusedvit.kernels.configs import note_failure
 
 app = typer.Typer(help="Measure towers and operations against their peers.", invoke_without_command=True)
 
@@ -30,6 +33,21 @@ Towers = Annotated[
 ]
 Rows = Annotated[
     list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone at so many rows.")
+]
+
+
+def _leave_out(asked: list[str] | None) -> list[str] | None:
+    """As if these forms did not compile here."""
+    known = {f"{form.op}/{form.name}" for form in forms.FORMS if form.name != "triton"}
+    _refuse_unknown(asked or [], known, "--without")
+    for form in asked or []:
+        note_failure(form, "left out by --without")
+    return asked
+
+
+Without = Annotated[
+    list[str] | None,
+    typer.Option("--without", metavar="FORM", help="As if it were not there: linear/hopper …", callback=_leave_out),
 ]
 DEFAULT_TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 SHORT_SECONDS, SECONDS = 0.3, 2.0
@@ -54,6 +72,7 @@ def bench(
     fa3: Fa3 = None,
     seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload.")] = None,
     rows_alone: Rows = None,
+    without: Without = None,
     json: Json = None,
     csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write flat rows.")] = None,
     plot: Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Write pictures.")] = None,
@@ -69,7 +88,7 @@ def bench(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     given: dict[str, Any] = {"--tower": tower, "--workload": workload, "--sweep": sweep, "--no-sweep": sweep is False}
     given |= {"--short": short, "--compile": compile_on, "--fa3": fa3, "--seconds": seconds, "--rows": rows_alone}
-    head = _passport("fusedvit bench", given | {"--json": json}, commit)
+    head = _passport("fusedvit bench", given | {"--without": without, "--json": json}, commit)
     seconds = (SHORT_SECONDS if short else SECONDS) if seconds is None else seconds
     options = Options(names, grids, tuple(compile_on or ()), fa3, seconds, dtype=dtype, short=short)
     document = _measure(options, tuple(rows_alone or ()), device, head, json)
@@ -111,14 +130,16 @@ def _any_wrong(document: dict[str, Any]) -> bool:
 
 
 @app.command()
-def kernels(tower: Towers = None, fa3: Fa3 = None, rows_alone: Rows = None, json: Json = None) -> None:
+def kernels(
+    tower: Towers = None, fa3: Fa3 = None, rows_alone: Rows = None, without: Without = None, json: Json = None
+) -> None:
     """Each operation alone against cuBLAS, FA3, cuDNN and torch; weights rotated, so that none is found in L2."""
     names, sizes = tuple(tower or DEFAULT_TOWERS[:1]), tuple(rows_alone or ())
     device = _device(names)
     found = with_progress(lambda step: kernel_bench.measure(names, device, fa3, step, sizes))
     show.show_kernels(found, Console())
     if json:
-        given = {"--tower": tower, "--fa3": fa3, "--rows": rows_alone, "--json": json}
+        given = {"--tower": tower, "--fa3": fa3, "--rows": rows_alone, "--without": without, "--json": json}
         documents.write(_passport("fusedvit bench kernels", given) | {"rows": found}, json)
     raise typer.Exit(int(any(row["us"] is None for row in found)))
 
@@ -156,7 +177,7 @@ def _grids(chosen: list[str] | None, sweep: bool) -> dict[str, workloads.Grid]:
     return ({} if none else dict(workloads.WORKLOADS)) | (workloads.sweep() if sweep else {})
 
 
-def _refuse_unknown(names: list[str], known: dict[str, Any], option: str) -> None:
+def _refuse_unknown(names: list[str], known: Iterable[str], option: str) -> None:
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(map(repr, known))}", param_hint=option)

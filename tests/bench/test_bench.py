@@ -36,7 +36,7 @@ from fusedvit.bench import (  # noqa: E402
 from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.kernels import forms  # noqa: E402
+from fusedvit.kernels import configs, forms  # noqa: E402
 
 CPU = torch.device("cpu")
 LINEARS = ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2"]
@@ -155,6 +155,15 @@ def test_the_short_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "s.json"]
 
 
+def test_forms_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(configs, "_failed", {})
+    arguments = ["bench", "kernels", "--tower", "tiny", "--without", "attention/hopper", "--json", str(tmp_path / "k")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert configs._failed == {"attention/hopper": "left out by --without"}
+    said = json.loads((tmp_path / "k").read_text(encoding="utf-8"))["passport"]["command"]
+    assert said == "fusedvit bench kernels --tower tiny --without attention/hopper --json k"
+
+
 def test_a_short_run_leaves_out_only_what_is_never_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fa3", "cudnn", "varlen"):
         monkeypatch.setattr(peer_attention, name, lambda frames, name=name: name)
@@ -194,6 +203,7 @@ def test_bars_are_met_or_missed() -> None:
         (["--tower", "huge"], "no 'huge'; there are 'Qwen3-VL-8B'"),
         (["--tower", "tiny", "--workload", "2 x 2 px"], "no '2 x 2 px'"),
         (["--tower", "tiny", "--compile", "nothing"], "no 'nothing'"),
+        (["--tower", "tiny", "--without", "linear/triton"], "no 'linear/triton'; there are"),
     ],
 )
 def test_the_command_refuses_what_it_does_not_know(arguments: list[str], said: str) -> None:
