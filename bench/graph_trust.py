@@ -49,13 +49,17 @@ def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.
 
 
 def poison(handle: FusedEncoder) -> None:
-    """NaN into every static float buffer, garbage into the integers, NaN into free pool memory."""
+    """NaN into every static float buffer, garbage into the integers, NaN into free pool memory.
+
+    Not into the counters of split products, which every launch leaves as it found them, at zero.
+    """
     whole = handle.graphs().program.whole()
-    for t in (whole.pixels, whole.hidden, whole.wide, whole.context, whole.stats, whole.merged):
+    for t in (whole.pixels, whole.hidden, whole.wide, whole.context, whole.stats, whole.merged, whole.scratch.sums):
         t.fill_(float("nan"))
     whole.meta.rope.fill_(float("nan"))
     whole.meta.tap_weight.fill_(float("nan"))
-    for ints in (whole.meta.tap_index, whole.meta.tiles, whole.meta.cu_seqlens, whole.meta.counts, whole.grid):
+    meta = whole.meta
+    for ints in (meta.tap_index, meta.tiles, meta.cu_seqlens, meta.counts, whole.grid, whole.rope_words):
         ints.random_(-(2**30), 2**30)
     blocks = [torch.full((2**22,), float("nan"), device=DEVICE) for _ in range(8)]
     del blocks
