@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fusedvit.bench.readme_families import explanation as families_explained
+from fusedvit.bench.readme_families import family_table, unsupported_table
 from fusedvit.bench.readme_speed import explanation, speed_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SPEED = "h200-bench.json"
-BEGIN, END = "<!-- figures: written by bench/readme.py -->", "<!-- end of figures -->"
+FAMILIES, FAMILIES_CPU = "h200-families.json", "cpu-families.json"
+BEGIN, END = "<!-- {}: written by bench/readme.py -->", "<!-- end of {} -->"
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -19,8 +22,9 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def _origin(name: str, passport: dict[str, str]) -> str:
+    gpu = passport["gpu"] if passport["gpu"] != "none" else "CPU"
     return (
-        f"{passport['gpu']}, torch {passport['torch']}, Triton {passport['triton']}, "
+        f"{gpu}, torch {passport['torch']}, Triton {passport['triton']}, "
         f"transformers {passport['transformers']}; "
         f"[`bench/results/{name}`](bench/results/{name}), `{passport['command']}`"
     )
@@ -130,11 +134,30 @@ def figures() -> str:
     return "\n".join(lines)
 
 
+def families() -> str:
+    """The README's tables of supported and unsupported towers."""
+    gpu, cpu = _load(FAMILIES), _load(FAMILIES_CPU)
+    lines = [
+        *_table(*family_table(gpu, cpu)),
+        "",
+        *families_explained(),
+        "",
+        f"From: {_origin(FAMILIES, gpu['passport'])}; {_origin(FAMILIES_CPU, cpu['passport'])}.",
+        "",
+        "Known, and not fused:",
+        "",
+        *_table(*unsupported_table()),
+    ]
+    return "\n".join(lines)
+
+
 def rewritten(readme: str) -> str:
     """`readme` with fresh figures."""
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{figures()}\n{END}{after}"
+    for name, section in (("families", families), ("figures", figures)):
+        begin, end = BEGIN.format(name), END.format(name)
+        before, rest = readme.split(begin)
+        readme = f"{before}{begin}\n{section()}\n{end}{rest.split(end)[1]}"
+    return readme
 
 
 def main() -> int:

@@ -92,7 +92,7 @@ FAMILIES = (
         aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
-        name="Qwen3.5",
+        name="Qwen3.5, Qwen3.6",
         class_names=("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel"),
         spec_from_config=spec_without_deepstack,
         names=NAMES,

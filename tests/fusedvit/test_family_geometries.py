@@ -1,6 +1,6 @@
 """Every family at the width of a released tower, two blocks deep, in fp32 on the CPU, by the tolerance rule.
 
-The full depth takes minutes: `python -m fusedvit.bench.families_cpu` is what runs it.
+More blocks take minutes: `python -m fusedvit.bench.families_cpu` runs them.
 """
 
 import gc

@@ -106,7 +106,7 @@ def test_released_checkpoints(name: str) -> None:
         "num_position_embeddings": 2304,
         "patch_size": 16,
     }
-    prefix, family_name = ("Qwen3VL", "Qwen3-VL") if deepstack else ("Qwen3_5", "Qwen3.5")
+    prefix, family_name = ("Qwen3VL", "Qwen3-VL") if deepstack else ("Qwen3_5", "Qwen3.5, Qwen3.6")
     if deepstack:
         numbers["deepstack_visual_indexes"] = list(deepstack)
     config = getattr(transformers, f"{prefix}VisionConfig")(**numbers)

@@ -15,3 +15,9 @@ def test_figures_come_from_the_results() -> None:
 def test_a_typed_figure_is_noticed() -> None:
     text = README.read_text(encoding="utf-8")
     assert rewritten(text.replace("| 1 x 448 px | 784 |", "| 1 x 448 px | 785 |")) == text
+
+
+def test_a_typed_family_is_noticed() -> None:
+    text = README.read_text(encoding="utf-8")
+    typed = text.replace("`Glm4vVisionModel`", "`Glm4vTower`")
+    assert typed != text and rewritten(typed) == text
