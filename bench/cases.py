@@ -65,25 +65,24 @@ def linear_case(
 ) -> Case:
     """`rows` rows of content in buffers of as many; `stats`: channels of a part of its input's statistics."""
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
-    sets = _sets(n * k * dtype.itemsize, rows, device)
+    sets = range(_sets(n * k * dtype.itemsize, rows, device))
     cols = n // 2 if "swiglu" in parts else n
     x = _pitched(_random(rows, k, dtype=dtype, device=device))
     out = _pitched(x.new_empty(rows, cols))
-    weights = [_pitched(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in range(sets)]
+    weights = [_pitched(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in sets]
     folded = bool(parts & {"norm", "rms"})
     bias = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
     count = torch.tensor([rows], dtype=torch.int32, device=device)
-    moments = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     common = _inputs(parts, spec, x, weights, n, stats)
 
     def epilogue(config: Any, i: int) -> Epilogue:
-        colsum = common["colsum"][i] if "norm" in parts else None
+        norm = NormFold(common["stats"], common["colsum"][i], spec.norm_eps) if folded else None
         return Epilogue(
-            bias=bias,
-            norm=NormFold(common["stats"], colsum, spec.norm_eps) if folded else None,
+            bias,
+            norm,
             activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
             limit=spec.glu_limit if "swiglu" in parts else 0.0,
-            stats=RowStats.over(moments, rows, n, config.block_n) if "stats" in parts else None,
+            stats=RowStats.over(common["moments"], rows, n, config.block_n) if "stats" in parts else None,
             **{name: common[name] for name in ("taps", "rope", "residual", "scratch")},
         )
 
@@ -100,8 +99,8 @@ def linear_case(
 
     plain_bias = bias.to(dtype)
     peers = {"cuBLAS + bias": lambda i: F.linear(x, weights[i], plain_bias)}
-    extra = rows * n if parts & {"residual", "taps"} else 0
-    return Case(run, check, sets, linear_cost(rows, n, k, extra_values=extra), peers, count.fill_)
+    cost = linear_cost(rows, n, k, extra_values=rows * n if parts & {"residual", "taps"} else 0)
+    return Case(run, check, len(sets), cost, peers, count.fill_)
 
 
 def _sets(weight_bytes: int, rows: int, device: torch.device) -> int:
@@ -114,18 +113,19 @@ def _sets(weight_bytes: int, rows: int, device: torch.device) -> int:
 def _inputs(
     parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int, stats_width: int
 ) -> dict[str, Any]:
-    """What the epilogue reads beside the bias."""
+    """What the epilogue reads beside the bias, and room for what it writes beside the output."""
     rows, device, dtype = x.shape[0], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
+    found["moments"] = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
     if parts & {"norm", "rms"}:
-        producing = x.view(-1, spec.hidden_size)  # of a merger's rows, several each
+        producing = x.reshape(-1, spec.hidden_size)  # of a merger's rows, several each
         values = producing.shape[0] * -(-spec.hidden_size // stats_width) * 2
         storage = torch.empty(values, dtype=torch.float32, device=device)
         stats = RowStats.over(storage, producing.shape[0], spec.hidden_size, stats_width)
         linear_ref.store_moments(producing, stats)
         found["stats"] = stats.merged(producing.shape[0] // rows)
-        found["colsum"] = [w.float().sum(1) for w in weights] if "norm" in parts else None
+        found["colsum"] = [w.float().sum(1) if "norm" in parts else None for w in weights]
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         table = torch.stack([angle.cos(), angle.sin()], 1)
