@@ -1,8 +1,7 @@
 """The Hopper GEMM on a Hopper GPU: every kind of tile and epilogue within the tolerance rule, the same bits every time,
-poison wherever nobody should look. `-k quick` is what a short session on a device can afford."""
+poison wherever nobody should look. `-k quick` is what a short session can afford: a case per kind of tile."""
 
 import random as pseudo_random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -37,11 +36,14 @@ NARROW, SIX = HopperLinearConfig(64, 128, 1, 6), HopperLinearConfig(64, 192, 1, 
 CASES = {
     "patch embed": (Layer(ROWS, 1536, 1152, taps=True, stats=True), SIX),
     "qkv": (Layer(ROWS, 1152, 3456, norm=True, part=128, heads=16), PING_PONG),
-    "qkv, heads of 80, rms": (Layer(ROWS, 1280, 3840, norm=True, rms=True, part=64, heads=16), COOPERATIVE),
+    "qkv, heads of 80, rms": (
+        Layer(ROWS, 1280, 3840, norm=True, rms=True, part=64, heads=16),
+        HopperLinearConfig(64, 192, 2, 4),
+    ),
     "qkv, heads of 64": (Layer(ROWS, 1024, 3072, norm=True, part=192, heads=16), NARROW),
     "proj": (Layer(ROWS, 1152, 1152, residual=True, stats=True), COOPERATIVE),
     "fc1": (Layer(ROWS, 1152, 4304, norm=True, part=192, activation="gelu_tanh"), PING_PONG),
-    "fc1, quick_gelu": (
+    "fc1 of Qwen2-VL": (
         Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
         HopperLinearConfig(64, 128, 3, 4),
     ),
@@ -51,6 +53,8 @@ CASES = {
     "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
     "merger fc2 in four": (Layer(61, 4608, 4096, bias=False), replace(NARROW, splits=4)),
 }
+QUICK = ("patch embed", "qkv", "qkv, heads of 80, rms", "proj", "fc1", "fc2 in two", "fc2 in eight", "deepstack fc1")
+NAMES = [pytest.param(name, id=f"quick: {name}" if name in QUICK else name) for name in CASES]
 KINDS = {  # what `hopper_linear_candidates` knows the layers by
     "qkv": "norm+rope", "proj": "residual+stats", "fc1": "norm+gelu_tanh", "fc2": "residual+stats",
     "patch embed": "taps+stats", "deepstack fc1": "norm+gelu",
@@ -58,15 +62,16 @@ KINDS = {  # what `hopper_linear_candidates` knows the layers by
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(device: torch.device) -> Iterator[None]:
-    """Every case compiled beforehand, side by side."""
+def compiled(device: torch.device, request: pytest.FixtureRequest) -> None:
+    """Every case that was asked for, compiled beforehand, side by side."""
     if not compat.usable(Target.of(device).capability):
         pytest.skip(compat.MISSING or "for Hopper GPUs")
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     with compiling_only():
-        for layer, config in CASES.values():
-            few = replace(layer, rows=1)
-            fused(few, tensors(few, BF16, device), layer.rows + 70).run(linear, config)
-    yield
+        for name, (layer, config) in CASES.items():
+            if name in asked:
+                few = replace(layer, rows=1)
+                fused(few, tensors(few, BF16, device), layer.rows + 70).run(linear, config)
 
 
 def assert_statistics(out: torch.Tensor, stats: RowStats | None, rows: int) -> None:
@@ -83,8 +88,8 @@ def assert_statistics(out: torch.Tensor, stats: RowStats | None, rows: int) -> N
     assert stats.partials[rows:].isnan().all(), "statistics of rows that do not exist"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_quick_within_the_rule(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_within_the_rule(name: str, device: torch.device) -> None:
     layer, config = CASES[name]
     t = tensors(layer, BF16, device)
     out, stats = fused(layer, t, layer.rows + 70).run(linear, config)
@@ -99,8 +104,8 @@ def bits(arguments: Fused, config: HopperLinearConfig, scratch: Scratch | None) 
     return (out[:rows],) if stats is None else (out[:rows], stats.partials[:rows])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_quick_the_same_bits_every_time(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
     """Fifty launches, those of a split product over one scratch."""
     layer, config = CASES[name]
     arguments = fused(layer, tensors(layer, BF16, device), layer.rows + 70)
@@ -110,8 +115,8 @@ def test_quick_the_same_bits_every_time(name: str, device: torch.device) -> None
         assert all(torch.equal(a, b) for a, b in zip(bits(arguments, config, scratch), first, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_quick_rows_past_the_count_change_nothing(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_past_the_count_change_nothing(name: str, device: torch.device) -> None:
     """In room for many more rows, the rest NaN: bit for bit what exactly enough room gives."""
     layer, config = CASES[name]
     for rows in (0, 1, 64, layer.rows - 5):
@@ -123,8 +128,8 @@ def test_quick_rows_past_the_count_change_nothing(name: str, device: torch.devic
         assert roomy[0].isfinite().all(), rows
 
 
-@pytest.mark.parametrize("name", ["qkv", "fc2 in two"])
-def test_quick_a_graph_follows_the_count(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["qkv", "fc2 in two"], ids=["quick: qkv", "quick: fc2 in two"])
+def test_a_graph_follows_the_count(name: str, device: torch.device) -> None:
     layer, config = CASES[name]
     arguments = fused(layer, tensors(layer, BF16, device))
     scratch = scratch_for(config, layer.rows, layer.n, device)
