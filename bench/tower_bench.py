@@ -154,6 +154,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         "ms": {name: asdict(spread(values)) for name, values in times.items()},
         "clock": {c.name: c.clock for c in calls},
         "failed": failed,
+        "ran_eagerly": dict(s.handle.stats()["eager"]),
     }
     by_engine = {name: found["ms"][name]["median"] for name in times if name in engines}
     found["engine_like"] = min(by_engine, key=by_engine.__getitem__, default=None)
@@ -240,7 +241,7 @@ def budget_of(handle: FusedEncoder, grid: Grid) -> int | None:
 def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
     """The graph that the call just made has replayed; None where there is none, or more than one."""
     budget = budget_of(handle, grid)
-    if budget is None:
+    if budget is None or not handle.graphs().manager.ready(budget):
         return None
     handle.graphs().program.load_grid(budget, tuple(grid))
     return handle.graphs().manager.graph(budget).replay
