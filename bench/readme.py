@@ -12,7 +12,7 @@ from fusedvit.bench.readme_speed import explanation, speed_tables
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SPEED = "h200-bench.json"
-FAMILIES, FAMILIES_CPU = "h200-families.json", "cpu-families.json"
+FAMILIES, FAMILIES_CPU = "h200-families*.json", "cpu-families.json"  # of several runs the later by name counts
 BEGIN, END = "<!-- {}: written by bench/readme.py -->", "<!-- end of {} -->"
 
 
@@ -136,13 +136,15 @@ def figures() -> str:
 
 def families() -> str:
     """The README's tables of supported and unsupported towers."""
-    gpu, cpu = _load(FAMILIES), _load(FAMILIES_CPU)
+    documents = {path.name: _load(path.name) for path in sorted(RESULTS.glob(FAMILIES))}
+    found = {name: family for document in documents.values() for name, family in document["families"].items()}
+    documents[FAMILIES_CPU] = _load(FAMILIES_CPU)
     lines = [
-        *_table(*family_table(gpu, cpu)),
+        *_table(*family_table(found, documents[FAMILIES_CPU]["families"])),
         "",
         *families_explained(),
         "",
-        f"From: {_origin(FAMILIES, gpu['passport'])}; {_origin(FAMILIES_CPU, cpu['passport'])}.",
+        f"From: {'; '.join(_origin(name, document['passport']) for name, document in documents.items())}.",
         "",
         "Known, and not fused:",
         "",

@@ -30,20 +30,18 @@ def explanation() -> list[str]:
 
 
 def family_table(gpu: dict[str, Any], cpu: dict[str, Any]) -> Table:
-    """A row for every geometry that either document holds, in the order of the registry.
+    """A row for every geometry that was measured on either, in the order of the registry.
 
     Raises:
-        ValueError: a registered family that neither document has.
+        ValueError: a registered family that was not.
     """
-    measured = {name: found for name, found in (cpu["families"] | gpu["families"]).items() if "tower" in found}
+    measured = {name: found for name, found in (cpu | gpu).items() if "tower" in found}
     rows = []
     for family in FAMILIES:
         names = [name for name, found in measured.items() if found["class"] in family.class_names]
         if not names:
-            raise ValueError(f"{family.name} is registered and in neither document of measurements")
-        rows += [
-            _row(name, measured[name], gpu["families"].get(name, {}), cpu["families"].get(name, {})) for name in names
-        ]
+            raise ValueError(f"{family.name} is registered and was measured nowhere")
+        rows += [_row(name, measured[name], gpu.get(name, {}), cpu.get(name, {})) for name in names]
     times = [f"{patches} patches" for patches in PATCHES]
     return ["family", "tower classes", "checkpoint", "tower", "fused", "error, bf16", "error, fp32", *times], rows
 
