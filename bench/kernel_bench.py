@@ -59,7 +59,7 @@ class KernelRow:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One row to be measured; its data are made when it is."""
 
     tower: str
@@ -78,7 +78,7 @@ def measure(
     jobs = [job for name in names for job in _jobs(name, dtype, device, fa3 is not None, sizes)]
     if device.type == "cuda":
         step("compilation")
-        _compile(jobs, dtype, device)
+        compile_jobs(jobs, dtype, device)
     found = []
     for job in jobs:
         step(f"{job.tower}: {job.task.name}, {job.shape}")
@@ -86,24 +86,30 @@ def measure(
     return found
 
 
-def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes: tuple[int, ...]) -> Iterator[_Job]:
+def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes: tuple[int, ...]) -> Iterator[Job]:
     spec, on_gpu = spec_of(name), device.type == "cuda"
     for rows in sizes or (ROWS if on_gpu else ROWS_ON_CPU):
-        plan = plan_for(spec, rows, dtype, Target.of(device))
-        for task in tasks(spec, rows, dtype):
-            if task.key.op == forms.LINEAR and supported(task):
-                own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
-                width = getattr(plan, STATS_FROM[task.name]).block_n if task.name in STATS_FROM else STATS_WIDTH
-                make = functools.partial(linear_case, task, spec, dtype, device, own, width)
-                yield _Job(name, task, f"{own} x {task.key.n} x {task.key.k}", make)
+        yield from linear_jobs(name, rows, dtype, device)
     for label, lengths in (SEQUENCES if on_gpu else SEQUENCES_ON_CPU).items():
         if not sizes or sum(lengths) in sizes:
             task = next(t for t in tasks(spec, sum(lengths), dtype) if t.key.op == forms.ATTENTION)
             make = functools.partial(attention_case, spec.num_heads, spec.head_dim, lengths, dtype, device, fa3)
-            yield _Job(name, task, label, make)
+            yield Job(name, task, label, make)
 
 
-def _compile(jobs: Sequence[_Job], dtype: torch.dtype, device: torch.device) -> None:
+def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    """Every linear layer of the tower `name` at `rows` patch rows."""
+    spec = spec_of(name)
+    plan = plan_for(spec, rows, dtype, Target.of(device))
+    for task in tasks(spec, rows, dtype):
+        if task.key.op == forms.LINEAR and supported(task):
+            own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
+            width = getattr(plan, STATS_FROM[task.name]).block_n if task.name in STATS_FROM else STATS_WIDTH
+            make = functools.partial(linear_case, task, spec, dtype, device, own, width)
+            yield Job(name, task, f"{own} x {task.key.n} x {task.key.k}", make)
+
+
+def compile_jobs(jobs: Sequence[Job], dtype: torch.dtype, device: torch.device) -> None:
     """What will be run, on all cores; of a case only its shapes matter here."""
     target = Target.of(device)
     with compiling_only():
@@ -127,7 +133,7 @@ def spec_of(name: str) -> VisionSpec:
     return qwen3.spec_from_config(config)
 
 
-def _row(job: _Job, dtype: torch.dtype, device: torch.device) -> KernelRow:
+def _row(job: Job, dtype: torch.dtype, device: torch.device) -> KernelRow:
     target, case = Target.of(device), job.make()
     config = choose(job.task, dtype, target, tables.table_for(target))
     form = forms.form_of(config).name

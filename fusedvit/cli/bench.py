@@ -3,6 +3,7 @@
 import functools
 import shlex
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fusedvit.bench import kernel_bench, plots, rows, show, towers, workloads
+from fusedvit.bench import guard, kernel_bench, plots, rows, show, towers, workloads
 from fusedvit.bench.passport import passport
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.cli import documents
@@ -49,6 +50,9 @@ Without = Annotated[
     list[str] | None,
     typer.Option("--without", metavar="FORM", help="As if it were not there: linear/hopper …", callback=_leave_out),
 ]
+Guard = Annotated[
+    float, typer.Option("--guard", min=0, help="Seconds for checking forms in a process of its own first.")
+]
 DEFAULT_TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 SHORT_SECONDS, SECONDS = 0.3, 2.0
 
@@ -73,6 +77,7 @@ def bench(
     seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload.")] = None,
     rows_alone: Rows = None,
     without: Without = None,
+    guard_s: Guard = 0.0,
     json: Json = None,
     csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write flat rows.")] = None,
     plot: Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Write pictures.")] = None,
@@ -85,15 +90,38 @@ def bench(
     device = _device(names)
     grids = _grids(workload, not short if sweep is None else sweep)
     _refuse_unknown(compile_on or [], grids, "--compile")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     given: dict[str, Any] = {"--tower": tower, "--workload": workload, "--sweep": sweep, "--no-sweep": sweep is False}
     given |= {"--short": short, "--compile": compile_on, "--fa3": fa3, "--seconds": seconds, "--rows": rows_alone}
-    head = _passport("fusedvit bench", given | {"--without": without, "--json": json}, commit)
-    seconds = (SHORT_SECONDS if short else SECONDS) if seconds is None else seconds
-    options = Options(names, grids, tuple(compile_on or ()), fa3, seconds, dtype=dtype, short=short)
+    given |= {"--without": without, "--guard": guard_s or None, "--json": json}
+    options = _options(names, grids, compile_on, fa3, seconds, short, device)
+    head = _passport("fusedvit bench", given, commit) | _guarded(options, guard_s)
     document = _measure(options, tuple(rows_alone or ()), device, head, json)
     _show(document, csv, plot)
     raise typer.Exit(int(_any_wrong(document)))
+
+
+def _options(
+    names: tuple[str, ...],
+    grids: dict[str, workloads.Grid],
+    compile_on: list[str] | None,
+    fa3: Path | None,
+    seconds: float | None,
+    short: bool,
+    device: torch.device,
+) -> Options:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    seconds = (SHORT_SECONDS if short else SECONDS) if seconds is None else seconds
+    return Options(names, grids, tuple(compile_on or ()), fa3, seconds, dtype=dtype, short=short)
+
+
+def _guarded(options: Options, seconds: float) -> dict[str, Any]:
+    """Leaves out the forms that would spoil the run; what was found, for the document."""
+    if not seconds:
+        return {}
+    found = guard.guarded(guard.command(options.towers, options.workloads.values()), seconds)
+    for form, problem in found.problems.items():
+        note_failure(form, problem)
+    return {"guard": asdict(found)}
 
 
 def _measure(

@@ -23,6 +23,7 @@ from typer.testing import CliRunner  # noqa: E402
 from fusedvit.bench import (  # noqa: E402
     bars,
     engine_like,
+    guard,
     kernel_bench,
     peer_attention,
     plots,
@@ -162,6 +163,18 @@ def test_forms_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert configs._failed == {"attention/hopper": "left out by --without"}
     said = json.loads((tmp_path / "k").read_text(encoding="utf-8"))["passport"]["command"]
     assert said == "fusedvit bench kernels --tower tiny --without attention/hopper --json k"
+
+
+def test_a_guarded_run_does_without_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(configs, "_failed", {})
+    found = guard.Guarded({"linear/hopper": "did not end within 1 s"}, 3)
+    monkeypatch.setattr(guard, "guarded", lambda words, seconds: found)
+    arguments = ["bench", "--short", "--tower", "tiny", "--workload", "image 56 px", "--seconds", "0", "--guard", "1"]
+    assert CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "g.json")]).exit_code == 0
+    assert configs._failed == {"linear/hopper": "did not end within 1 s"}
+    written = json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))
+    assert written["guard"] == {"problems": found.problems, "right": 3}
+    assert "--guard 1.0" in written["passport"]["command"]
 
 
 def test_a_short_run_leaves_out_only_what_is_never_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
