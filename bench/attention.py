@@ -39,12 +39,16 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
     if hopper.absent(target, dtype):
         return found
     if head_dim == 128:
-        return found | {"2 x 64": hopper.HopperAttentionConfig(2, 64, 3, ping_pong=True, max_programs=sms)}
-    found |= {"2 x 64": hopper.SHORT, "2 x 128": hopper.MIDDLE, "3 x 64": hopper.LONG}
-    found["3 x 64 by heads"] = replace(hopper.LONG, together=4)
-    if max(lengths) <= 256:
-        found["1 x 64"] = hopper.HopperAttentionConfig(1, 64, 3, ctas=2, max_programs=2 * sms)
-    return found
+        schedules = {"2 x 64": hopper.WIDE, "2 x 64 late": replace(hopper.WIDE, late=True)}
+    else:
+        schedules = {"2 x 64": hopper.SHORT, "2 x 64 late": replace(hopper.SHORT, late=True)}
+        schedules |= {"2 x 128": hopper.MIDDLE, "3 x 64": hopper.LONG}
+        schedules["3 x 64 by heads"] = replace(hopper.LONG, together=4)
+    if head_dim == 64:
+        schedules["3 x 64 late"] = replace(hopper.LONG, together=4, ping_pong=False, late=True)
+    if head_dim == 80 and max(lengths) <= 256:
+        schedules["1 x 64"] = hopper.TWO_CTAS[1]
+    return found | {name: replace(c, max_programs=c.ctas * sms) for name, c in schedules.items()}
 
 
 def measure(head_dims: tuple[int, ...], device: torch.device, fa3: bool) -> list[dict[str, Any]]:

@@ -129,7 +129,7 @@ def _hopper_attention(key: Key, dtype: torch.dtype, target: Target, widest: int)
 
 
 def _hopper_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperAttentionConfig]:
-    return hopper_configs.hopper_attention_candidates(dtype, target)
+    return hopper_configs.hopper_attention_candidates(key.k, dtype, target)
 
 
 def _hopper_linear(key: Key, dtype: torch.dtype, target: Target, widest: int) -> HopperLinearConfig | None:

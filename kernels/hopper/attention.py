@@ -108,11 +108,12 @@ def _hopper_attention_kernel(
     STAGES: gl.constexpr,
     PING_PONG: gl.constexpr,
     TOGETHER: gl.constexpr,
+    LATE: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a consumer's thread
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, DTYPE)
+    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, DTYPE)
     q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
     v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
@@ -268,6 +269,7 @@ def attention(
         "STAGES": config.stages,
         "PING_PONG": config.ping_pong,
         "TOGETHER": config.together if config.together and heads % config.together == 0 else heads,
+        "LATE": config.late,
         "REGISTERS": registers,
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)

@@ -50,6 +50,7 @@ def _scores(m: Memory, buffer, stage, s: Sizes, LAYOUT: gl.constexpr, C: gl.cons
 @gluon.jit
 def _add_values(acc, acc_tail, p, m: Memory, stage, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr):
     """acc + P V of one block, in flight; and P in the registers that the products read."""
+    p = p.to(s.DTYPE)
     p_head = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 2))
     v = m.v.index(stage).reshape((s.BLOCK_N, s.HEAD))
     acc = warpgroup_mma(p_head, v, acc, is_async=True)
@@ -96,6 +97,13 @@ def _next_turn(m: Memory, s: Sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def _round(p, s: Sizes):
+    """Now, or late: by `_add_values`, under the next Q K and straight into the registers that P V reads. Rounded now
+    it lies in others until the last product has read those, and is moved."""
+    return p if s.LATE else p.to(s.DTYPE)
+
+
+@gluon.jit
 def _start_rows(scores, keys, s: Sizes, LAYOUT: gl.constexpr):
     """Softmax of a tile's first block: (P, offset of each row, partial sums)."""
     scores = _mask_keys(scores, keys, s.BLOCK_N, LAYOUT)
@@ -103,7 +111,7 @@ def _start_rows(scores, keys, s: Sizes, LAYOUT: gl.constexpr):
     if gl.float16 == s.DTYPE:
         offset += HEADROOM
     p = gl.exp2(scores * s.SCALE - gl.expand_dims(offset, 1))
-    return p.to(s.DTYPE), offset, _partial_sum(p, s.BLOCK_N)
+    return _round(p, s), offset, _partial_sum(p, s.BLOCK_N)
 
 
 @gluon.jit
@@ -157,7 +165,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
             scores = _mask_keys(scores, end - begin - step * s.BLOCK_N, s.BLOCK_N, KEYS)
             e = gl.exp2(scores * s.SCALE - gl.expand_dims(offset, 1))
             sums += _partial_sum(e, s.BLOCK_N)
-            p = e.to(s.DTYPE)
+            p = _round(e, s)
             slot += 1
             turn += 1
             # Waited for here, though needed by the next step: only the border of a basic block keeps ptxas from moving

@@ -19,10 +19,13 @@ class Sizes:
     SCALE: gl.constexpr  # scale * log2(e)
     PING_PONG: gl.constexpr
     TOGETHER: gl.constexpr
+    LATE: gl.constexpr
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, DTYPE):
+    def __init__(
+        self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, DTYPE
+    ):
         self.HEADS = gl.constexpr(HEADS)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.HEAD = gl.constexpr(HEAD)
@@ -33,6 +36,7 @@ class Sizes:
         self.SCALE = gl.constexpr(SCALE)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.TOGETHER = gl.constexpr(TOGETHER)
+        self.LATE = gl.constexpr(LATE)
         self.DTYPE = gl.constexpr(DTYPE)
 
 

@@ -22,6 +22,7 @@ class HopperAttentionConfig:
         ping_pong: consumers issue their products in turn.
         together: heads of every tile that are walked before the next ones (see `attention_parts.work_item`); all where
             it is 0 or does not divide their number.
+        late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
         max_programs: bound of the persistent grid.
     """
 
@@ -31,6 +32,7 @@ class HopperAttentionConfig:
     ctas: int = 1
     ping_pong: bool = False
     together: int = 0
+    late: bool = False
     max_programs: int = 132
 
     @property
@@ -43,6 +45,8 @@ MEASURED = (64, 72, 80)  # head_dims that were timed on an H200; for heads of 12
 SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True)
 MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True)
 LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True)
+WIDE = HopperAttentionConfig(2, 64, 3, ping_pong=True)  # for heads of 128
+TWO_CTAS = HopperAttentionConfig(1, 128, 2, ctas=2), HopperAttentionConfig(1, 64, 3, ctas=2)
 
 
 def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
@@ -57,30 +61,31 @@ def hopper_attention_config(
 ) -> HopperAttentionConfig | None:
     """The form for varlen attention over `rows` packed tokens (a budget), or None where it cannot run or was not timed.
 
-    Lengths are not known here. As measured on an H200 (docs/hopper.md): short blocks of keys where a budget holds few
-    CTAs' worth of work; long ones in the middle; from 16384 tokens on three consumers, which read a third less of keys
-    and values per query. Triton 3.8 and later spill in all but the first where a head has a tail.
+    Lengths are not known here. As measured on an H200 (docs/hopper-attention.md): short blocks of keys where a budget
+    holds few CTAs' worth of work; long ones in the middle; from 16384 tokens on three consumers, which read a third
+    less of keys and values per query. Triton 3.8 and later spill in the second where a head has a tail, and in the
+    third unless P is rounded late.
     """
     if absent(target, dtype) or head_dim not in MEASURED:
         return None
-    short, middle, long = (replace(c, max_programs=target.num_sms) for c in (SHORT, MIDDLE, LONG))
-    if rows <= 1024 or (compat.NEEDS_MORE_REGISTERS and head_dim > 64):
-        return short
-    if rows < 16384 or compat.NEEDS_MORE_REGISTERS:
-        return middle
-    return replace(long, ping_pong=False, together=4) if head_dim == 64 else long
+    spills = compat.NEEDS_MORE_REGISTERS and head_dim > 64
+    if rows >= 16384:
+        chosen = replace(LONG, late=spills) if head_dim > 64 else replace(LONG, ping_pong=False, together=4)
+    else:
+        chosen = SHORT if rows <= 1024 or spills else MIDDLE
+    return replace(chosen, max_programs=target.num_sms)
 
 
-def hopper_attention_candidates(dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
+def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
     """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
-    sms = target.num_sms
-    found = [replace(c, together=heads, max_programs=sms) for c in (SHORT, MIDDLE, LONG) for heads in (0, 4)]
-    found += [replace(c, ping_pong=False, max_programs=sms) for c in (SHORT, replace(LONG, together=4))]
-    found += [
-        HopperAttentionConfig(2, 64, 3, ping_pong=True, max_programs=sms),  # heads of 128
-        HopperAttentionConfig(1, 128, 2, ctas=2, max_programs=2 * sms),
-        HopperAttentionConfig(1, 64, 3, ctas=2, max_programs=2 * sms),
-    ]
+    by_heads = replace(LONG, together=4)
+    found = [SHORT, replace(SHORT, late=True), MIDDLE, replace(MIDDLE, together=4), LONG, by_heads, *TWO_CTAS]
+    if head_dim == 64:
+        alone = replace(SHORT, ping_pong=False), replace(by_heads, ping_pong=False)
+        found += [*alone, *(replace(config, late=True) for config in alone)]
+    if head_dim == 128:
+        found = [WIDE, replace(WIDE, late=True)]
+    found = [replace(config, max_programs=config.ctas * target.num_sms) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 
 

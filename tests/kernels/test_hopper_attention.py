@@ -65,7 +65,8 @@ def test_every_budget_has_an_answer_that_can_run(
     monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
     chosen = {hopper_attention_config(budget(rows), 16, head_dim, dtype, H200) for rows in range(1, 70000, 61)}
     assert None not in chosen
-    assert {c.block_m for c in chosen if c} == ({128} if newer else {128, 192})
+    assert {c.block_m for c in chosen if c} == {128, 192}
+    assert {c.block_n for c in chosen if c} == ({64} if newer and head_dim > 64 else {64, 128})
     for config in chosen:
         assert config and wrong_hopper_attention(config, H200, dtype) == ""
         assert configs.shared_bytes(config, *split_head(head_dim)) <= H200.max_shared
@@ -83,8 +84,11 @@ def test_wrong_configurations_say_why(usable: None) -> None:
     for said, config in wrong.items():
         assert said in wrong_hopper_attention(config, H200, BF16)
     assert "not sm_80" in wrong_hopper_attention(good, A100, BF16)
-    candidates = hopper_attention_candidates(BF16, H200)
-    assert good in candidates and not any(wrong_hopper_attention(c, H200, BF16) for c in candidates)
+    for head_dim in (64, 72, 80, 128):
+        candidates = hopper_attention_candidates(head_dim, BF16, H200)
+        assert len(set(candidates)) == len(candidates) >= 2
+        assert not any(wrong_hopper_attention(c, H200, BF16) for c in candidates)
+    assert good in hopper_attention_candidates(72, BF16, H200)
 
 
 @pytest.mark.parametrize(
