@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from fusedvit.bench.cases import attention_case
 from fusedvit.bench.kernel_bench import Job, compile_jobs, linear_jobs, spec_of
 from fusedvit.bench.workloads import Grid
 from fusedvit.kernels import forms, tables
-from fusedvit.kernels.configs import Target, budget
+from fusedvit.kernels.configs import Target, budget, note_failure
 from fusedvit.plan import choose, tasks
 
 SMALLEST_ROWS, FRAME, LONGEST = 256, 784, 4096
@@ -30,10 +31,11 @@ PATIENCE_S = 10.0  # for a killed process
 
 @dataclass(frozen=True)
 class Guarded:
-    """Why a form is not to be used, by its name ("linear/hopper"), and how many launches were right."""
+    """Why forms, by names like "linear/hopper", are not to be used; how many launches were right; whether all ran."""
 
     problems: dict[str, str]
     right: int
+    complete: bool = True
 
 
 def command(towers: Iterable[str], grids: Iterable[Grid]) -> list[str]:
@@ -43,13 +45,24 @@ def command(towers: Iterable[str], grids: Iterable[Grid]) -> list[str]:
 
 
 def guarded(words: list[str], seconds: float) -> Guarded:
+    """Runs `words`, and what a form has ended again without that form, all for at most so long."""
+    deadline, problems = time.monotonic() + seconds, dict[str, str]()
+    while True:
+        found = once([*words, "--without", *problems] if problems else words, deadline - time.monotonic())
+        again = not found.complete and found.problems and time.monotonic() < deadline
+        problems |= found.problems
+        if not again:
+            return Guarded(problems, found.right, found.complete)
+
+
+def once(words: list[str], seconds: float) -> Guarded:
     """Runs `words` for at most so long; a form that has begun and said nothing since is to blame for the end."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(words, stdout=log)
         try:
             end = f"ended its process with code {process.wait(seconds)}"
         except subprocess.TimeoutExpired:
-            end = f"did not end within {seconds:g} s"
+            end = f"did not end within {seconds:.0f} s"
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may take its time over a hang
                 process.wait(PATIENCE_S)
@@ -60,16 +73,17 @@ def guarded(words: list[str], seconds: float) -> Guarded:
 
 def _read(said: str, end: str) -> Guarded:
     problems: dict[str, str] = {}
-    right, open_form = 0, ""
+    right, open_form, complete = 0, "", False
     for line in said.splitlines():
         record = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
         open_form = record.get("begins", "" if record else open_form)
         if record.get("problem"):
             problems.setdefault(record["form"], record["problem"])
         right += record.get("problem") == ""
+        complete |= record.get("done", False)
     if open_form:
         problems[open_form] = end
-    return Guarded(problems, right)
+    return Guarded(problems, right, complete)
 
 
 def jobs(name: str, rows: Iterable[int], dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
@@ -98,8 +112,8 @@ def check(job: Job, dtype: torch.dtype, device: torch.device, seen: set[Any]) ->
     yield {"begins": name, "of": f"{job.tower} {job.task.name} {job.shape}"}
     try:
         problem = job.make().check(config).reason
-    except RuntimeError as error:  # of the compiler, or the device's: nothing after it can be trusted here
-        problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    except forms.FormFailed as error:
+        problem = str(error)
     yield {"form": name, "problem": problem}
 
 
@@ -108,7 +122,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tower", nargs="+", required=True)
     parser.add_argument("--rows", nargs="+", type=int, required=True)
+    parser.add_argument("--without", nargs="*", default=[], metavar="FORM")
     args = parser.parse_args(argv)
+    for form in args.without:
+        note_failure(form, "found wanting before")
     device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16
     every = [job for name in args.tower for job in jobs(name, args.rows, dtype, device)]
     if device.type == "cuda":
@@ -118,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         for job in every:
             for record in check(job, dtype, device, seen):
                 print(json.dumps(record), flush=True)
+    print(json.dumps({"done": True}))
     return 0
 
 

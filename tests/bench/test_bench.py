@@ -173,7 +173,7 @@ def test_a_guarded_run_does_without_what_failed(monkeypatch: pytest.MonkeyPatch,
     assert CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "g.json")]).exit_code == 0
     assert configs._failed == {"linear/hopper": "did not end within 1 s"}
     written = json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))
-    assert written["guard"] == {"problems": found.problems, "right": 3}
+    assert written["guard"] == {"problems": found.problems, "right": 3, "complete": True}
     assert "--guard 1.0" in written["passport"]["command"]
 
 

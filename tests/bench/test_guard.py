@@ -14,6 +14,7 @@ from fusedvit.bench.workloads import WORKLOADS  # noqa: E402
 from fusedvit.kernels.forms import FormFailed  # noqa: E402
 
 BEGINS = json.dumps({"begins": "linear/hopper", "of": "fc2"})
+DONE = json.dumps({"done": True})
 RIGHT = json.dumps({"form": "linear/hopper", "problem": ""})
 WRONG = json.dumps({"form": "linear/hopper", "problem": "max error 3 is over 1"})
 NEXT = json.dumps({"begins": "attention/hopper", "of": "attention"})
@@ -25,23 +26,41 @@ def process(lines: list[str], end: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "lines, end, problems, right",
+    "lines, end, problems, right, complete",
     [
-        ([BEGINS, RIGHT], "", {}, 1),
-        ([BEGINS, WRONG, BEGINS, RIGHT], "", {"linear/hopper": "max error 3 is over 1"}, 1),
+        ([BEGINS, RIGHT, DONE], "", {}, 1, True),
+        ([BEGINS, WRONG, BEGINS, RIGHT, DONE], "", {"linear/hopper": "max error 3 is over 1"}, 1, True),
         (
             [BEGINS, RIGHT, "said by a library", NEXT],
             "os._exit(7)",
             {"attention/hopper": "ended its process with code 7"},
             1,
+            False,
         ),
-        ([BEGINS, RIGHT, NEXT], "time.sleep(60)", {"attention/hopper": "did not end within 2 s"}, 1),
-        ([BEGINS, RIGHT], "time.sleep(60)", {}, 1),  # too slow between two checks: nobody's fault
-        ([], "raise RuntimeError", {}, 0),
+        ([BEGINS, RIGHT, NEXT], "time.sleep(60)", {"attention/hopper": "did not end within 2 s"}, 1, False),
+        ([BEGINS, RIGHT], "time.sleep(60)", {}, 1, False),  # too slow between two checks: nobody's fault
+        ([], "raise RuntimeError", {}, 0, False),
     ],
 )
-def test_who_is_to_blame(lines: list[str], end: str, problems: dict[str, str], right: int) -> None:
-    assert guard.guarded(process(lines, end), 2.0) == guard.Guarded(problems, right)
+def test_who_is_to_blame(lines: list[str], end: str, problems: dict[str, str], right: int, complete: bool) -> None:
+    assert guard.once(process(lines, end), 2.0) == guard.Guarded(problems, right, complete)
+
+
+def test_what_a_form_has_ended_is_run_again_without_it() -> None:
+    """The first form kills the process, the second raises, the third is right."""
+    script = (
+        "import json, os, sys\n"
+        "left = [f for f in 'abc' if f not in sys.argv]\n"
+        "for f in left:\n"
+        "    print(json.dumps({'begins': f}), flush=True)\n"
+        "    if f == 'a': os._exit(3)\n"
+        "    assert f != 'b'\n"
+        "    print(json.dumps({'form': f, 'problem': ''}))\n"
+        "print(json.dumps({'done': True}))\n"
+    )
+    found = guard.guarded([sys.executable, "-c", script], 30.0)
+    died = "ended its process with code {}"
+    assert found == guard.Guarded({"a": died.format(3), "b": died.format(1)}, 1, True)
 
 
 def test_the_sizes_are_the_workloads() -> None:
@@ -60,16 +79,18 @@ def test_every_launch_is_checked_once(nothing_trusted: None, capsys: pytest.Capt
     if torch.cuda.is_available():
         pytest.skip("asks what happens without a GPU")
     assert guard.main(["--tower", "tiny", "--rows", "64", "64"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    *records, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     begun = [record["of"].split()[1] for record in records if "begins" in record]
     assert begun == ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2", "attention"]
     assert [record["problem"] for record in records if "form" in record] == [""] * len(begun)
+    assert last == {"done": True}
 
 
 def test_plain_triton_is_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("asks what happens without a GPU")
-    assert guard.main(["--tower", "tiny", "--rows", "64"]) == 0 and capsys.readouterr().out == ""
+    assert guard.main(["--tower", "tiny", "--rows", "64"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"done": True}
 
 
 def test_a_form_that_raises_has_a_problem(nothing_trusted: None) -> None:
@@ -81,4 +102,4 @@ def test_a_form_that_raises_has_a_problem(nothing_trusted: None) -> None:
     case = job.make()
     broken = guard.Job(job.tower, job.task, job.shape, lambda: type(case)(case.run, fail, 1, case.cost, {}))
     _, record = guard.check(broken, dtype, cpu, set())
-    assert record == {"form": "attention/triton", "problem": "FormFailed: attention in its hopper form: no"}
+    assert record == {"form": "attention/triton", "problem": "attention in its hopper form: no"}
