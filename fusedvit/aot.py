@@ -54,11 +54,8 @@ TOWERS = {  # by a tower class of the family
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = (*(n << i for i in range(4, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens, from 64
-FEW, SOME = (64, 1024, 4096), (64, 256, 1024, 4096, 16384)
-FEWER_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers and of a dtype most of whose kernels are the others'
-    **dict.fromkeys(("hd64", "hd80"), SOME),
-    **dict.fromkeys(("hd128", "windows", "qk_norm", "fp16"), FEW),
-}
+# Towers most of whose kernels are the others'.
+FEW_BUDGETS: dict[str, tuple[int, ...]] = dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096))
 Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}
 
@@ -103,8 +100,7 @@ def _jobs(
         launches = dict.fromkeys(_fingerprint_launch())
         for tower in towers:
             for dtype in dtypes:
-                fewer = FEWER_BUDGETS.get(dtype, FEWER_BUDGETS.get(tower, BUDGETS))
-                for tokens in budgets or fewer:
+                for tokens in budgets or FEW_BUDGETS.get(tower, BUDGETS):
                     launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
         yield from ((launch, arch) for launch in launches)
 

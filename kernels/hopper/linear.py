@@ -51,7 +51,7 @@ def _hopper_linear_kernel(
     x_desc,  # [T, K]
     w1_desc,  # [N, K]
     w2_desc,  # [N, K]
-    out_desc,  # [T, N]
+    out_desc,  # [T, N]; of swiglu [T, N / 2]
     extra_desc,  # residual [T, N] or rotary words [T, W]; a stand-in where there is neither
     bias_ptr,
     colsum_ptr,
@@ -74,6 +74,7 @@ def _hopper_linear_kernel(
     HEAD_DIM: gl.constexpr,
     TAPS: gl.constexpr,
     ACT: gl.constexpr,
+    LIMIT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     OUT_WIDTH: gl.constexpr,
@@ -95,7 +96,8 @@ def _hopper_linear_kernel(
     w2 = w1
     if BN2 > 0:
         w2 = gl.allocate_shared_memory(dtype, [STAGES, BN2, 64], w2_desc.layout)
-    chunks = gl.allocate_shared_memory(dtype, [WARPGROUPS * CHUNKS, BM, 64], out_desc.layout)
+    OUT_COLS: gl.constexpr = 32 if ACT == "swiglu" else 64  # of a chunk of 64
+    chunks = gl.allocate_shared_memory(dtype, [WARPGROUPS * CHUNKS, BM, OUT_COLS], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     staged = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
@@ -115,8 +117,8 @@ def _hopper_linear_kernel(
     form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS)
     tail = Tail(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, num_rows,
-        N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, HAS_BIAS, HAS_RESIDUAL,
-        OUT_WIDTH,
+        N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,
+        HAS_RESIDUAL, OUT_WIDTH,
     )  # fmt: skip
     split = Split(partials_ptr, counters_ptr)
     ring = Ring(x, w1, w2, full, empty)
@@ -154,7 +156,8 @@ def linear(
     reason = unsupported(e, x, n, config)
     if reason:
         raise ValueError(f"linear in its hopper form takes {reason}")
-    assert weight.shape[1] == k and out.shape == (rows, n), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
+    wide = n // 2 if e.gated else n
+    assert weight.shape[1] == k and out.shape == (rows, wide), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
     tiles = -(-rows // config.block_m) * -(-n // config.cols)
     if tiles == 0:
         return out
@@ -187,8 +190,8 @@ def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperLinearConfig
     steps = -(-x.shape[1] // CHUNK) // config.splits
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"operands of 16 bits only, got {x.dtype}"
-    if e.gated:
-        return f"any activation but swiglu, got {e.activation}"
+    if e.gated and (n % 16 or e.rope is not None or e.taps is not None):
+        return f"swiglu of whole 16s of columns, without rotary factors or taps, got {n}"
     if steps < 2:
         return f"at least two steps of {CHUNK} in K a part, got {steps}"
     if e.stats is not None and (e.stats.width != config.block_n or n % CHUNK):
@@ -212,7 +215,7 @@ def _boxes(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: HopperLinearConfig
 ) -> tuple[Any, ...]:
     wide, narrow = config.accumulators
-    out_box = _box(out, config.rows)
+    out_box = _box(out, config.rows, _HALF if e.gated else _LAYOUT)
     extra = out_box if e.residual is None or e.residual is out else _box(e.residual, config.rows)
     if e.rope is not None and e.rope.words is not None:
         extra = _box(e.rope.words, config.rows, _WORDS)
@@ -220,16 +223,17 @@ def _boxes(
 
 
 _LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # 128 bytes a row, swizzled
+_HALF = gl.NVMMASharedLayout(64, 16, 2)
 _WORDS = gl.NVMMASharedLayout(128, 32, 2)
 
 
 def _box(t: torch.Tensor, rows: int, layout: Any = _LAYOUT) -> Any:
-    """As `descriptor.box`, for Gluon: `rows` rows of 128 bytes at a time, in the layout that products read."""
+    """As `descriptor.box`, for Gluon: `rows` rows as wide as the layout's swizzle; products read 128 bytes."""
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = t
     descriptor.shape = t.shape
     descriptor.strides = t.stride()
-    descriptor.block_shape = [rows, 128 // t.element_size()]
+    descriptor.block_shape = [rows, layout.swizzle_byte_width // t.element_size()]
     descriptor.layout = layout
     return descriptor
 
@@ -249,6 +253,7 @@ def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Ta
         "HEAD_DIM": rope.head_dim,
         "TAPS": 0 if taps.index is None else taps.index.shape[1],
         "ACT": e.activation,
+        "LIMIT": e.limit,
         "HAS_BIAS": e.bias is not None,
         "HAS_RESIDUAL": e.residual is not None,
         "OUT_WIDTH": 0 if e.stats is None else e.stats.width,

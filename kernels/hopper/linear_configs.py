@@ -8,7 +8,10 @@ from fusedvit.kernels.configs import Target
 
 CHUNK = 64  # columns that go through the epilogue at a time; K of a step
 ROWS, COLS, CONSUMERS, SPLITS = (64, 128), (64, 128, 192, 256), (1, 2, 3), (1, 2, 4, 8)
-KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu"}
+KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu", "swiglu"}
+# Epilogues that have run on a device and were right; bf16 only. All others the tuner may choose, which compares each
+# candidate with the twin; the heuristic leaves them to plain Triton.
+PROVEN = ("norm+rope", "residual+stats", "norm+gelu_tanh")
 MAX_PARTS = 132  # CTAs of a split product, [64, 128] sums each
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 64 * 128, MAX_PARTS
 
@@ -145,7 +148,7 @@ def hopper_linear_config(
         target: the device.
         kind: what follows the product, as in `forms.Key`.
     """
-    if target.capability != 90 or dtype.itemsize != 2 or not supports(n, k, kind):
+    if target.capability != 90 or dtype != torch.bfloat16 or kind not in PROVEN or not supports(n, k, kind):
         return None
     best, least = None, float("inf")
     for config, step_us, round_us, launch_us in _candidates(rows, n, k, target, _MEASURED):
@@ -162,12 +165,14 @@ def supports(n: int, k: int, kind: str) -> bool:
     parts = set(kind.split("+"))
     whole = n % CHUNK == 0 or "stats" not in parts
     turned = "rope" not in parts or n % (3 * CHUNK // 2) == 0
-    return parts <= KINDS and k >= 2 * CHUNK and whole and turned
+    gated = "swiglu" not in parts or (parts <= {"norm", "rms", "bias", "swiglu"} and n % 16 == 0)
+    return parts <= KINDS and k >= 2 * CHUNK and whole and turned and gated
 
 
 def _spills(config: HopperLinearConfig, kind: str) -> bool:
     """Whether ptxas runs out of registers in this epilogue."""
-    return "taps" in kind and (config.rows > 64 or config.consumers == 3)
+    parts = set(kind.split("+"))
+    return config.rows > 64 and bool(parts & {"taps", "gelu"}) or config.consumers == 3 and "taps" in parts
 
 
 def _candidates(rows: int, n: int, k: int, target: Target, measured: tuple[Costed, ...]) -> list[Costed]:

@@ -144,7 +144,8 @@ def _end_chunk(
     y = x.to(boxes.out.dtype)
     chunk.store(y)
     fence_async_shared()
-    async_store(boxes.out, [row0, col0], chunk)
+    FACTORS: gl.constexpr = 2 if tail.ACT == "swiglu" else 1  # columns of the product to one of the output
+    async_store(boxes.out, [row0, col0 // FACTORS], chunk)
     return y.to(gl.float32)
 
 

@@ -30,6 +30,7 @@ class Tail:
     HEAD_DIM: gl.constexpr
     TAPS: gl.constexpr
     ACT: gl.constexpr
+    LIMIT: gl.constexpr  # of swiglu's factors, 0: none
     HAS_BIAS: gl.constexpr
     HAS_RESIDUAL: gl.constexpr
     OUT_WIDTH: gl.constexpr  # columns of a part of the output's statistics, 0: none
@@ -169,8 +170,25 @@ def _activate(x, ACT: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _gate_pairs(x, LIMIT: gl.constexpr, BM: gl.constexpr, dtype: gl.constexpr):
+    """[BM, 64] of (gate, up) pairs -> silu(gate) up, [BM, 32]; silu(x) = (x + x tanh(x / 2)) / 2."""
+    gate, up = x.reshape([BM, 32, 2]).split()
+    if LIMIT > 0:
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+    if dtype == gl.bfloat16:
+        half = 0.5 * gate
+        return (half + half * _tanh(half)) * up
+    else:
+        return gate / (1.0 + gl.exp2(gate * -1.4426950408889634)) * up
+
+
+@gluon.jit
 def _finish(x, tail, vectors, mean, rstd, chunk, rows, col0, BM: gl.constexpr, L: gl.constexpr, dtype: gl.constexpr):
-    """Everything between the product and rounding, on the chunk at `col0`; `chunk` holds what the producer brought."""
+    """Everything between the product and rounding, on the chunk at `col0`; `chunk` holds what the producer brought.
+
+    Of swiglu half as many columns come back.
+    """
     bias, colsum = vectors
     if tail.IN_PARTS > 0:
         if tail.CENTRED:
@@ -183,10 +201,13 @@ def _finish(x, tail, vectors, mean, rstd, chunk, rows, col0, BM: gl.constexpr, L
     if tail.ROPE_COLS > 0:
         if col0 < tail.ROPE_COLS:
             x = gl.convert_layout(_rotate_pairs(x, chunk, BM), L, assert_trivial=True)
-    x = _activate(x, tail.ACT, dtype)
-    if tail.HAS_RESIDUAL:
-        x = x + chunk.load(L).to(gl.float32)
-    return x
+    if tail.ACT == "swiglu":
+        return _gate_pairs(x, tail.LIMIT, BM, dtype)
+    else:
+        x = _activate(x, tail.ACT, dtype)
+        if tail.HAS_RESIDUAL:
+            x = x + chunk.load(L).to(gl.float32)
+        return x
 
 
 @gluon.jit

@@ -47,17 +47,21 @@ CASES = {
         Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
         HopperLinearConfig(64, 128, 3, 4),
     ),
+    "swiglu": (Layer(ROWS, 1280, 6848, norm=True, rms=True, part=128, activation="swiglu"), PING_PONG),
     "fc2": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperLinearConfig(64, 64, 1, 8)),
     "fc2 in two": (Layer(250, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=2)),
     "fc2 in eight": (Layer(61, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=8)),
     "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
     "merger fc2 in four": (Layer(61, 4608, 4096, bias=False), replace(NARROW, splits=4)),
 }
-QUICK = ("patch embed", "qkv", "qkv, heads of 80, rms", "proj", "fc1", "fc2 in two", "fc2 in eight", "deepstack fc1")
+QUICK = (
+    "patch embed", "qkv", "qkv, heads of 80, rms", "qkv, heads of 64", "proj", "fc1", "swiglu", "fc2 in two",
+    "fc2 in eight", "deepstack fc1",
+)  # fmt: skip
 NAMES = [pytest.param(name, id=f"quick: {name}" if name in QUICK else name) for name in CASES]
 KINDS = {  # what `hopper_linear_candidates` knows the layers by
     "qkv": "norm+rope", "proj": "residual+stats", "fc1": "norm+gelu_tanh", "fc2": "residual+stats",
-    "patch embed": "taps+stats", "deepstack fc1": "norm+gelu",
+    "patch embed": "taps+stats", "deepstack fc1": "norm+gelu", "swiglu": "rms+swiglu",
 }  # fmt: skip
 
 
