@@ -45,14 +45,15 @@ def show_split(document: dict[str, Any], console: Console) -> None:
 
 def _split_table(title: str, row: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left")
-    for head in ("operation", "runs", "us each", "floor us", "of floor", "of the run"):
-        table.add_column(head, justify="left" if head == "operation" else "right")
+    for head in ("operation", "form", "runs", "us each", "floor us", "of floor", "of the run"):
+        table.add_column(head, justify="left" if head in ("operation", "form") else "right")
     whole = sum(row["split_ms"].values())
     for name, ms in row["split_ms"].items():
         runs, floor = row["runs"][name], _floor_ms(row["costs"].get(name))
         least, share = (f"{1e3 * floor / runs:.1f}", f"{100 * floor / ms:.0f} %") if floor and ms else ("–", "–")
-        table.add_row(name[:60], str(runs), f"{1e3 * ms / runs:.1f}", least, share, f"{100 * ms / whole:.0f} %")
-    table.add_row("together", str(sum(row["runs"].values())), f"{1e3 * whole:.0f}", "", "", "")
+        form = row["forms"].get(name, "–")
+        table.add_row(name[:60], form, str(runs), f"{1e3 * ms / runs:.1f}", least, share, f"{100 * ms / whole:.0f} %")
+    table.add_row("together", "", str(sum(row["runs"].values())), f"{1e3 * whole:.0f}", "", "", "")
     return table
 
 

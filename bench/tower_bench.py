@@ -22,6 +22,8 @@ from fusedvit.cli.measure import peak_mib
 from fusedvit.config import FuseConfig
 from fusedvit.handle import FusedEncoder
 from fusedvit.huggingface import fuse
+from fusedvit.kernels.configs import Target
+from fusedvit.plan import plan_for
 from fusedvit.tolerance import compare
 
 OURS, ALONE, ENGINE = "ours", "ours, graph alone", "engine-like"
@@ -269,12 +271,14 @@ def _on_gpu(s: Setting, options: Options, grid: Grid, pixels: torch.Tensor, grid
     budget = budget_of(s.handle, grid) if options.split else None
     if budget is None:
         return {"peak_mib": peaks}
+    plan = plan_for(s.handle.spec, budget * s.handle.spec.merge_unit, options.dtype, Target.of(s.device))
+    known = {"peak_mib": peaks, "forms": plan.choices()}
     try:
         found = split.of_run(s.handle, budget, grid, pixels)
     except RuntimeError as error:  # a profiler that does not run here takes no figure along
-        return {"peak_mib": peaks, "not_split": _reason(error)}
+        return known | {"not_split": _reason(error)}
     costs = {name: asdict(cost) for name, cost in roofline.tower_costs(s.handle.spec, grid).items()}
-    return {"peak_mib": peaks, "split_ms": found.ms, "runs": found.runs, "costs": costs}
+    return known | {"split_ms": found.ms, "runs": found.runs, "costs": costs}
 
 
 def _held(s: Setting) -> dict[str, float]:

@@ -58,9 +58,10 @@ def test_a_run_says_which_operations_it_has(name: str) -> None:
 def test_the_table_of_a_run() -> None:
     cost = roofline.Cost(flops=790e9, bytes=1.0)  # 1 ms at the peak rate
     row = {"split_ms": {"qkv": 4.0, "gap": 1.0}, "runs": {"qkv": 8, "gap": 1}, "costs": {"qkv": vars(cost)}}
+    row["forms"] = {"qkv": "hopper"}
     out = StringIO()
     show.show_split({"towers": {"T": {"workloads": {"w": row, "none": {}}}}}, Console(file=out, width=100))
     cells = [line.split() for line in out.getvalue().replace("│", " ").splitlines()]
-    assert ["qkv", "8", "500.0", "125.0", "25", "%", "80", "%"] in cells
-    assert ["gap", "1", "1000.0", "–", "–", "20", "%"] in cells
+    assert ["qkv", "hopper", "8", "500.0", "125.0", "25", "%", "80", "%"] in cells
+    assert ["gap", "–", "1", "1000.0", "–", "–", "20", "%"] in cells
     assert ["together", "9", "5000"] in cells
