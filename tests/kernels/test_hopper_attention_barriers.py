@@ -65,17 +65,15 @@ class Block:
         yield self.full[slot % self.stages].passed((slot // self.stages) & 1)
 
     def products(self, c: int, step: int, stage: int, queries: tuple[Slot, int], key: object, value: object) -> Process:
-        """Issues Q K (unless `key` is None: of what lies there) and P V in turn, waits for the first, then for all."""
+        """Issues Q K and P V in turn, waits for the first; softmax runs under the second, which the caller awaits."""
         yield from self.my_turn(step, c)
-        if key is not None:
-            queries[0].begin_read((queries[1], c))
-            self.k[stage].begin_read(key)
+        queries[0].begin_read((queries[1], c))
+        self.k[stage].begin_read(key)
         self.v[stage].begin_read(value)
         self.next_turn(c)
-        yield lambda: True  # softmax
-        if key is not None:
-            queries[0].end_read()
-            self.k[stage].end_read()
+        yield lambda: True
+        queries[0].end_read()
+        self.k[stage].end_read()
 
     def consumer(self, c: int) -> Process:
         if not self.tiles:
@@ -105,16 +103,18 @@ class Block:
                 slot, turn = slot + 1, turn + 1
                 yield from self.full_wait(slot)
             stage, buffer = slot % self.stages, (nth + 1) & 1
-            if not last:
+            if last:
+                self.v[stage].begin_read((nth, blocks - 1))
+                yield lambda: True
+            else:
                 yield self.q_full[buffer].passed(((nth + 1) >> 1) & 1)
-            key, queries = None if last else (nth + 1, 0), (self.q[buffer * self.consumers + c], nth + 1)
-            yield from self.products(c, turn, stage, queries, key, (nth, blocks - 1))
-            self.q_empty[nth & 1].arrive()
-            slot, turn = slot + 1, turn + 1
-            if not last:
-                yield from self.full_wait(slot)
+                queries = (self.q[buffer * self.consumers + c], nth + 1)
+                yield from self.products(c, turn, stage, queries, (nth + 1, 0), (nth, blocks - 1))
+                self.q_empty[nth & 1].arrive()
+                yield from self.full_wait(slot + 1)
             self.v[stage].end_read()
             self.empty[stage].arrive()
+            slot, turn = slot + 1, turn + 1
             self.stored.append((nth, c))
 
     def run(self, seed: int) -> None:
