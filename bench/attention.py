@@ -26,7 +26,7 @@ from fusedvit.kernels.launch import compiling_only
 HEADS = 16
 CALLS = 10  # of a graph
 PEERS = ("fa3", "cudnn")
-WINDOWS = {"256 x 64": (64,) * 256}  # of Qwen2.5-VL
+SHORT = {"1 x 196": (196,), "4 x 196": (196,) * 4, "256 x 64": (64,) * 256}  # the last: windows of Qwen2.5-VL
 OVERFLOWING = ("16 x 1024", 200.0)  # a layout and by how much its keys grow: every tile is redone
 
 
@@ -46,36 +46,43 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
         schedules["3 x 64 by heads"] = replace(hopper.LONG, together=4)
     if head_dim == 64:
         schedules["3 x 64 late"] = replace(hopper.LONG, together=4, ping_pong=False, late=True)
-    if head_dim == 80 and max(lengths) <= 256:
+    if head_dim < 128 and max(lengths) <= 256:
         schedules["1 x 64"] = hopper.TWO_CTAS[1]
     return found | {name: replace(c, max_programs=c.ctas * sms) for name, c in schedules.items()}
 
 
-def measure(head_dims: tuple[int, ...], device: torch.device, fa3: bool) -> list[dict[str, Any]]:
-    """A row per head_dim and layout: microseconds by name, and the better peer's time over that of what ships."""
+def measure(head_dims: tuple[int, ...], device: torch.device, fa3: bool, only: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A row per head_dim and layout: microseconds by name, and the better peer's time over that of what ships.
+
+    Args:
+        only: names that `forms` gives; all where it is empty.
+    """
     on_gpu = device.type == "cuda"
-    layouts = SEQUENCES | WINDOWS if on_gpu else SEQUENCES_ON_CPU
-    cases = [(hd, label, lengths, 1.0) for hd in head_dims for label, lengths in layouts.items()]
+    dtype, target = torch.bfloat16 if on_gpu else torch.float32, Target.of(device)
+    layouts = SEQUENCES | SHORT if on_gpu else SEQUENCES_ON_CPU
+    cases = [(hd, label, 1.0) for hd in head_dims for label in layouts]
     if on_gpu:
-        label, growth = OVERFLOWING
-        cases.append((head_dims[0], label, layouts[label], growth))
-        _compile(cases, device)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+        cases.append((head_dims[0], *OVERFLOWING))
+    runs = []
+    for head_dim, label, growth in cases:
+        configs = forms(layouts[label], head_dim, dtype, target)
+        runs.append((head_dim, label, growth, {name: c for name, c in configs.items() if not only or name in only}))
+    if on_gpu:
+        _compile([(head_dim, configs) for head_dim, _, _, configs in runs], device)
     rows = []
-    for head_dim, label, lengths, growth in cases:
-        case = attention_case(HEADS, head_dim, lengths, dtype, device, fa3, growth)
-        found = _row(case, forms(lengths, head_dim, dtype, Target.of(device)), device)
-        rows.append({"head_dim": head_dim, "layout": label, "growth": growth, **found})
+    for head_dim, label, growth, configs in runs:
+        case = attention_case(HEADS, head_dim, layouts[label], dtype, device, fa3, growth)
+        rows.append({"head_dim": head_dim, "layout": label, "growth": growth, **_row(case, configs, device)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-def _compile(cases: list[tuple[int, str, tuple[int, ...], float]], device: torch.device) -> None:
+def _compile(runs: list[tuple[int, dict[str, Any]]], device: torch.device) -> None:
     """What will be run, on all cores."""
     with compiling_only():
-        for head_dim, _, lengths, _ in cases:
+        for head_dim, configs in runs:
             case = attention_case(HEADS, head_dim, (64,), torch.bfloat16, device, False)
-            for config in forms(lengths, head_dim, torch.bfloat16, Target.of(device)).values():
+            for config in configs.values():
                 case.run(config, 0)
 
 
@@ -93,7 +100,7 @@ def _row(case: Case, configs: dict[str, Any], device: torch.device) -> dict[str,
     us = {name: round(1e3 * statistics.median(values) / CALLS, 2) for name, values in times.items()}
     peers = [us[name] for name in PEERS if name in us]
     ratio = {"ratio": round(min(peers) / us["ships"], 3)} if peers and "ships" in us else {}
-    return {"us": us, **ratio, "ships": str(configs["ships"]), "wrong": wrong}
+    return {"us": us, **ratio, "ships": str(configs.get("ships")), "wrong": wrong}
 
 
 def _why_wrong(case: Case, config: Any) -> str:
@@ -107,13 +114,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fa3", type=Path, help="vLLM's FA3 library, or that with xz")
     parser.add_argument("--head-dim", type=int, nargs="*", default=[72, 80, 64])
+    parser.add_argument(
+        "--only", nargs="*", default=[], help='schedules: "ships", "triton", "2 x 64", …; all if left out'
+    )
     parser.add_argument("--json", default="attention.json")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     if args.fa3 is not None:
         peer_attention.load_fa3(args.fa3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = measure(tuple(args.head_dim), device, args.fa3 is not None)
+    rows = measure(tuple(args.head_dim), device, args.fa3 is not None, tuple(args.only))
     document = {"passport": passport("attention", args.json, args.commit), "rows": rows}
     Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -35,7 +35,7 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
         set(found) == {"ships", "triton", "2 x 64", "2 x 128", "3 x 64", "3 x 64 by heads", "2 x 64 late"}
         and found["ships"] == configs.LONG
     )
-    assert "1 x 64" in attention.forms((64,) * 256, 80, BF16, target)
+    assert "1 x 64" in attention.forms((64,) * 256, 72, BF16, target)
     assert "3 x 64 late" in attention.forms((4096,), 64, BF16, target)
     found = attention.forms((4096,), 128, BF16, target)
     assert set(found) == {"ships", "triton", "2 x 64", "2 x 64 late"} and found["ships"] == found["triton"]
@@ -46,3 +46,8 @@ def test_an_answer_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention, "_why_wrong", lambda case, config: "wrong" if config == "bad" else "")
     row = attention._row(case, {"ships": "bad", "triton": AttentionConfig(64, 64, 4, 2)}, CPU)
     assert row["wrong"] == {"ships": "wrong"} and set(row["us"]) == {"triton"}
+
+
+def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = attention.measure((64,), CPU, False, ("triton",))
+    assert set(row["us"]) == {"triton"} and "ratio" not in row

@@ -11,7 +11,6 @@ import torch
 
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.forms import why_absent
 from fusedvit.kernels.hopper.configs import (
     LONG,
     MEASURED,
@@ -55,7 +54,7 @@ def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
 @pytest.fixture(scope="module")
 def form(device: torch.device) -> forms.Form:
     found = forms.named(forms.ATTENTION, "hopper")
-    reason = "no Gluon in this Triton" if found is None else why_absent(found, Target.of(device), BF16)
+    reason = "no Gluon in this Triton" if found is None else found.absent(Target.of(device), BF16)
     if found is None or reason:
         pytest.skip(reason)
     return found
