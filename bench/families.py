@@ -18,13 +18,13 @@ from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build, class_of
 from fusedvit.bench.passport import passport
 from fusedvit.bench.timing import Contender, in_turns, ratios, spread
 from fusedvit.bench.towers import patch_width, twin, wider
+from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
 from fusedvit.handle import FusedEncoder
 from fusedvit.huggingface import fuse
 from fusedvit.spec import VisionSpec
-from fusedvit.tolerance import compare
 
 TIMED: dict[str, Grid] = {
     "1024": [(1, 32, 32)],
@@ -76,25 +76,6 @@ def numbers_of(spec: VisionSpec) -> dict[str, Any]:
 def rows_of(geometry: Geometry, grid: Grid) -> Grid:
     """`grid` as the tower takes it: for some, every frame is an image."""
     return [(1, h, w) for t, h, w in grid for _ in range(t)] if geometry.only_images else grid
-
-
-def verdict_of(ours: list[torch.Tensor], ref: list[torch.Tensor], pt: list[torch.Tensor]) -> dict[str, Any]:
-    """The tolerance rule over all outputs; the worst ratios."""
-    verdicts = [compare(*answers) for answers in zip(ours, ref, pt, strict=True)]
-    return {
-        "passed": all(v.passed for v in verdicts),
-        "reason": next((v.reason for v in verdicts if not v.passed), ""),
-        "largest": max(v.ratio_max for v in verdicts),
-        "rms": max(v.ratio_rms for v in verdicts),
-    }
-
-
-def outputs_of(outputs: Any) -> list[torch.Tensor]:
-    """Every tensor that a tower returns."""
-    return [
-        *(outputs[name] for name in ("last_hidden_state", "pooler_output") if outputs.get(name) is not None),
-        *(outputs.get("deepstack_features") or []),
-    ]
 
 
 def _replays(handle: FusedEncoder) -> dict[str, Any]:

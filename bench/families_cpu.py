@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.bench.families import numbers_of, outputs_of, rows_of, verdict_of
+from fusedvit.bench.families import numbers_of, rows_of
 from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build_one, class_of, shallow
 from fusedvit.bench.passport import passport
 from fusedvit.bench.towers import patch_width
+from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.cli.weights import cast_parameters_
 from fusedvit.config import FuseConfig

@@ -17,6 +17,7 @@ from torch import nn
 
 from fusedvit.bench import engine_like, peer_attention, roofline, split, towers
 from fusedvit.bench.timing import Contender, in_turns, ratios, spread
+from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import peak_mib
 from fusedvit.config import FuseConfig
@@ -24,7 +25,6 @@ from fusedvit.handle import FusedEncoder
 from fusedvit.huggingface import fuse
 from fusedvit.kernels.configs import Target
 from fusedvit.plan import plan_for
-from fusedvit.tolerance import compare
 
 OURS, ALONE, ENGINE = "ours", "ours, graph alone", "engine-like"
 BELIEVED = 0.9  # of the floor: its rates are measured ones, which a good day may pass a little
@@ -138,7 +138,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     assert s.handle.stats()["fused"], s.handle.report()
     pt = outputs_of(s.tower(pixels, grid_thw=grid_thw))
     ref = outputs_of(s.wide(pixels.to(towers.wider(options.dtype)), grid_thw=grid_thw))
-    gates = {name: _gate(answer, ref, pt) for name, answer in answers.items()}
+    gates = {name: verdict_of(answer, ref, pt) for name, answer in answers.items()}
     del pt, ref
     passed = [c for c in calls if gates.get(OURS if c.name == ALONE else c.name, {"passed": True})["passed"]]
     times = in_turns(passed, s.device, options.seconds)
@@ -247,22 +247,6 @@ def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
         return None
     handle.graphs().program.load_grid(budget, tuple(grid))
     return handle.graphs().manager.graph(budget).replay
-
-
-def outputs_of(outputs: Any) -> list[torch.Tensor]:
-    """Every tensor that a tower returns."""
-    return [outputs.last_hidden_state, outputs.pooler_output, *outputs.deepstack_features]
-
-
-def _gate(answer: list[torch.Tensor], ref: list[torch.Tensor], pt: list[torch.Tensor]) -> dict[str, Any]:
-    """The tolerance rule over all outputs; the worst ratios."""
-    verdicts = [compare(*three) for three in zip(answer, ref, pt, strict=True)]
-    return {
-        "passed": all(v.passed for v in verdicts),
-        "reason": next((v.reason for v in verdicts if not v.passed), ""),
-        "largest": max(v.ratio_max for v in verdicts),
-        "rms": max(v.ratio_rms for v in verdicts),
-    }
 
 
 def _on_gpu(s: Setting, options: Options, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor) -> dict[str, Any]:
