@@ -54,8 +54,10 @@ TOWERS = {  # by a tower class of the family
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = (*(n << i for i in range(4, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens, from 64
-# Towers most of whose kernels are the others'.
-FEW_BUDGETS: dict[str, tuple[int, ...]] = dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096))
+FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others'
+    **dict.fromkeys(("hd64", "hd80"), (64, 256, 1024, 4096, 16384)),
+    **dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096)),
+}
 Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}
 

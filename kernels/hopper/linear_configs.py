@@ -1,6 +1,7 @@
 """Tile shapes and schedules of `kernels.hopper.linear`, and the pure heuristic that chooses them."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -9,9 +10,10 @@ from fusedvit.kernels.configs import Target
 CHUNK = 64  # columns that go through the epilogue at a time; K of a step
 ROWS, COLS, CONSUMERS, SPLITS = (64, 128), (64, 128, 192, 256), (1, 2, 3), (1, 2, 4, 8)
 KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu", "swiglu"}
-# Epilogues that have run on a device and were right; bf16 only. All others the tuner may choose, which compares each
-# candidate with the twin; the heuristic leaves them to plain Triton.
-PROVEN = ("norm+rope", "residual+stats", "norm+gelu_tanh")
+# Parts that have run on an H200 and were right, in bf16. With any other the tuner may choose this form, as it compares
+# each candidate with the twin; the heuristic leaves it to plain Triton.
+PROVEN = KINDS - {"quick_gelu"}
+CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner does
 MAX_PARTS = 132  # CTAs of a split product, [64, 128] sums each
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 64 * 128, MAX_PARTS
 
@@ -132,32 +134,34 @@ _MEASURED: tuple[Costed, ...] = (
 )
 _SELDOM: tuple[Costed, ...] = ((HopperLinearConfig(64, 128, 2, 5), 0.347, 2.3, 0.7),)  # for the tuner
 _SPLIT, _MEETING_US, _LONG_K = 2, 2.2, 2048  # (64, 128, 1) in parts of a long K, and what it costs these to meet
-_SHORT_US = 9.0  # what is shorter, plain Triton does as fast unless K is long: it starts 1 us sooner
 
 
+@lru_cache(maxsize=4096)
 def hopper_linear_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
 ) -> HopperLinearConfig | None:
     """The configuration that takes least time for a `[rows, k] x [n, k]` product; None where it is plain Triton's.
 
     Args:
-        rows: row budget.
+        rows: row budget; times are means over `CONTENTS` of it.
         n: output features.
         k: input features.
         dtype: operand dtype.
         target: the device.
         kind: what follows the product, as in `forms.Key`.
     """
-    if target.capability != 90 or dtype != torch.bfloat16 or kind not in PROVEN or not supports(n, k, kind):
+    proven = dtype == torch.bfloat16 and PROVEN.issuperset(kind.split("+"))
+    if target.capability != 90 or not proven or not supports(n, k, kind):
         return None
     best, least = None, float("inf")
     for config, step_us, round_us, launch_us in _candidates(rows, n, k, target, _MEASURED):
-        tiles = -(-rows // config.block_m) * -(-n // config.cols)
-        rounds = -(-tiles * config.splits // target.num_sms)
+        columns = -(-n // config.cols) * config.splits
+        tiles = [-(-int(rows * share) // config.block_m) * columns for share in CONTENTS]
+        rounds = sum(-(-t // target.num_sms) for t in tiles) / len(tiles)
         time = rounds * (-(-k // CHUNK) / config.splits * step_us + round_us) + launch_us
         if time < least and not _spills(config, kind) and not wrong_hopper_linear(config, target, dtype):
             best, least = config, time
-    return None if least < _SHORT_US and k < _LONG_K else best
+    return best
 
 
 def supports(n: int, k: int, kind: str) -> bool:
