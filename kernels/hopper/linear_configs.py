@@ -10,9 +10,11 @@ from fusedvit.kernels.configs import Target
 CHUNK = 64  # columns that go through the epilogue at a time; K of a step
 ROWS, COLS, CONSUMERS, SPLITS = (64, 128), (64, 128, 192, 256), (1, 2, 3), (1, 2, 4, 8)
 KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu", "swiglu"}
-# Parts that have run on an H200 and were right, in bf16. With any other the tuner may choose this form, as it compares
-# each candidate with the twin; the heuristic leaves it to plain Triton.
-PROVEN = KINDS - {"quick_gelu"}
+# Epilogues that have run on an H200 and were right, in bf16. With any other the tuner may choose this form, as it
+# compares each candidate with the twin; the heuristic leaves it to plain Triton.
+PROVEN = (
+    "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu",
+)  # fmt: skip
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner does
 MAX_PARTS = 132  # CTAs of a split product, [64, 128] sums each
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 64 * 128, MAX_PARTS
@@ -150,8 +152,7 @@ def hopper_linear_config(
         target: the device.
         kind: what follows the product, as in `forms.Key`.
     """
-    proven = dtype == torch.bfloat16 and PROVEN.issuperset(kind.split("+"))
-    if target.capability != 90 or not proven or not supports(n, k, kind):
+    if target.capability != 90 or dtype != torch.bfloat16 or kind not in PROVEN or not supports(n, k, kind):
         return None
     best, least = None, float("inf")
     for config, step_us, round_us, launch_us in _candidates(rows, n, k, target, _MEASURED):

@@ -55,9 +55,10 @@ CASES = {
     "merger fc2 in four": (Layer(61, 4608, 4096, bias=False), replace(NARROW, splits=4)),
 }
 SHIPS = (  # as heuristics choose
-    "qkv", "qkv, heads of 64", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight", "patch embed", "deepstack fc1",
+    "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
+    "patch embed", "deepstack fc1",
 )  # fmt: skip
-QUICK = (*SHIPS, "qkv, heads of 80, rms", "merger fc2 in four", "fc1 of Qwen2-VL")
+QUICK = (*SHIPS, "merger fc2 in four", "fc1 of Qwen2-VL")
 NAMES = [
     pytest.param(name, id=f"quick, ships: {name}" if name in SHIPS else f"quick: {name}" if name in QUICK else name)
     for name in CASES

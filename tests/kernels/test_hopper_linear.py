@@ -17,6 +17,7 @@ from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.linear_configs import (
     MAX_COUNTERS,
     MAX_SUMS,
+    PROVEN,
     HopperLinearConfig,
     hopper_linear_candidates,
     hopper_linear_config,
@@ -99,7 +100,7 @@ def test_other_devices_and_dtypes_are_left_to_plain_triton() -> None:
 @pytest.mark.parametrize("n, k, kind", LINEAR)
 def test_what_is_not_proven_on_a_device_is_the_tuners_alone(n: int, k: int, kind: str) -> None:
     chosen = [hopper_linear_config(rows, n, k, BF16, H200, kind) for rows in (64, 4096, 16384)]
-    assert all(bool(config) == ("quick_gelu" not in kind) for config in chosen)
+    assert all(bool(config) == (kind in PROVEN) for config in chosen)
     assert hopper_linear_config(16384, n, k, FP16, H200, kind) is None
     assert hopper_linear_candidates(4096, n, k, H200, kind), "the tuner compares each with the twin"
 
@@ -177,7 +178,8 @@ def test_tables_hold_its_configurations() -> None:
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     chosen = plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices()
-    assert {chosen[name] for name in ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")} == {"hopper"}
+    assert {chosen[name] for name in ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1")} == {"hopper"}
+    assert chosen["merger_fc2"] == "triton", "a bias alone: not proven"
     assert plan_for(QWEN2_VL_7B, 4096, BF16, H200, Table()).choices()["fc1"] == "triton", "quick_gelu: not proven"
     failed = replace(H200, without=(("linear/hopper", "does not compile"),))
     for target, dtype in ((failed, BF16), (H200, FP16), (H200, FP32), (A100, BF16)):
