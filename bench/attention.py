@@ -39,15 +39,15 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
     if hopper.absent(target, dtype):
         return found
     if head_dim == 128:
-        schedules = {"2 x 64": hopper.WIDE, "2 x 64 late": replace(hopper.WIDE, late=True)}
+        schedules = {"2 x 64 early": hopper.WIDE, "2 x 64": replace(hopper.WIDE, late=True)}
     else:
-        schedules = {"2 x 64": hopper.SHORT, "2 x 64 late": replace(hopper.SHORT, late=True)}
+        schedules = {"2 x 64": hopper.SHORT, "2 x 64 early": replace(hopper.SHORT, late=False)}
         schedules |= {"2 x 128": hopper.MIDDLE, "3 x 64": hopper.LONG}
         schedules["3 x 64 by heads"] = replace(hopper.LONG, together=4)
     if head_dim == 64:
-        schedules["3 x 64 late"] = replace(hopper.LONG, together=4, ping_pong=False, late=True)
+        schedules["3 x 64 early"] = replace(hopper.LONG, together=4, ping_pong=False)
     if head_dim < 128 and max(lengths) <= 256:
-        schedules["1 x 64"] = hopper.TWO_CTAS[1]
+        schedules["1 x 64"] = hopper.TINY
     return found | {name: replace(c, max_programs=c.ctas * sms) for name, c in schedules.items()}
 
 

@@ -123,9 +123,7 @@ def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) 
 
 
 def _hopper_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) -> HopperAttentionConfig | None:
-    if key.kind == "window":  # frames of 64 tokens: half of every tile would be empty; not measured
-        return None
-    return hopper_configs.hopper_attention_config(key.rows, key.n, key.k, dtype, target)
+    return hopper_configs.hopper_attention_config(key.rows, key.n, key.k, dtype, target, key.kind == "window")
 
 
 def _hopper_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperAttentionConfig]:

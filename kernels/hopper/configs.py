@@ -42,11 +42,12 @@ class HopperAttentionConfig:
 
 
 MEASURED = (64, 72, 80)  # head_dims that were timed on an H200; for heads of 128 `fusedvit tune` may choose the form
-SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True)
+TINY = HopperAttentionConfig(1, 64, 3, ctas=2)
+SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True)
 MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True)
 LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True)
 WIDE = HopperAttentionConfig(2, 64, 3, ping_pong=True)  # for heads of 128
-TWO_CTAS = HopperAttentionConfig(1, 128, 2, ctas=2), HopperAttentionConfig(1, 64, 3, ctas=2)
+TINY_ROWS = 512  # budgets up to here hold few tiles of 128 queries
 
 
 def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
@@ -57,32 +58,36 @@ def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
 
 
 def hopper_attention_config(
-    rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target
+    rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target, windows: bool = False
 ) -> HopperAttentionConfig | None:
     """The form for varlen attention over `rows` packed tokens (a budget), or None where it cannot run or was not timed.
 
-    Lengths are not known here. As measured on an H200 (docs/hopper-attention.md): short blocks of keys where a budget
-    holds few CTAs' worth of work; long ones in the middle; from 16384 tokens on three consumers, which read a third
-    less of keys and values per query. Triton 3.8 and later spill in the second where a head has a tail, and in the
-    third unless P is rounded late.
+    Lengths are not known here, but for `windows` of 64 tokens. As measured on an H200 (docs/hopper-attention.md): tiles
+    of 64 queries for windows and where a budget has few tiles; short blocks of keys where it still holds few CTAs'
+    worth of work; long ones in the middle; from 16384 tokens on three consumers, which read a third less of keys and
+    values per query. Triton 3.8 and later spill in the third where a head has a tail, and in the fourth unless P is
+    rounded late.
     """
     if absent(target, dtype) or head_dim not in MEASURED:
         return None
     spills = compat.NEEDS_MORE_REGISTERS and head_dim > 64
-    if rows >= 16384:
-        chosen = replace(LONG, late=spills) if head_dim > 64 else replace(LONG, ping_pong=False, together=4)
+    if windows or rows <= TINY_ROWS:
+        chosen = TINY
+    elif rows < 16384:
+        chosen = SHORT if rows < 1024 or spills else MIDDLE
     else:
-        chosen = SHORT if rows <= 1024 or spills else MIDDLE
-    return replace(chosen, max_programs=target.num_sms)
+        chosen = replace(LONG, late=spills) if head_dim > 64 else replace(LONG, ping_pong=False, together=4, late=True)
+    return replace(chosen, max_programs=chosen.ctas * target.num_sms)
 
 
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
     """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
-    by_heads = replace(LONG, together=4)
-    found = [SHORT, replace(SHORT, late=True), MIDDLE, replace(MIDDLE, together=4), LONG, by_heads, *TWO_CTAS]
+    by_heads, early = replace(LONG, together=4), replace(SHORT, late=False)
+    found = [TINY, SHORT, early, MIDDLE, replace(MIDDLE, together=4), LONG, by_heads]
+    found.append(HopperAttentionConfig(1, 128, 2, ctas=2))
     if head_dim == 64:
-        alone = replace(SHORT, ping_pong=False), replace(by_heads, ping_pong=False)
-        found += [*alone, *(replace(config, late=True) for config in alone)]
+        alone = replace(SHORT, ping_pong=False), replace(by_heads, ping_pong=False, late=True)
+        found += [*alone, *(replace(config, late=False) for config in alone)]
     if head_dim == 128:
         found = [WIDE, replace(WIDE, late=True)]
     found = [replace(config, max_programs=config.ctas * target.num_sms) for config in found]

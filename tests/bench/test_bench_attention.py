@@ -32,13 +32,13 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "usable", lambda capability: True)
     found = attention.forms((16384,), 72, BF16, target)
     assert (
-        set(found) == {"ships", "triton", "2 x 64", "2 x 128", "3 x 64", "3 x 64 by heads", "2 x 64 late"}
+        set(found) == {"ships", "triton", "2 x 64", "2 x 128", "3 x 64", "3 x 64 by heads", "2 x 64 early"}
         and found["ships"] == configs.LONG
     )
     assert "1 x 64" in attention.forms((64,) * 256, 72, BF16, target)
-    assert "3 x 64 late" in attention.forms((4096,), 64, BF16, target)
+    assert "3 x 64 early" in attention.forms((4096,), 64, BF16, target)
     found = attention.forms((4096,), 128, BF16, target)
-    assert set(found) == {"ships", "triton", "2 x 64", "2 x 64 late"} and found["ships"] == found["triton"]
+    assert set(found) == {"ships", "triton", "2 x 64", "2 x 64 early"} and found["ships"] == found["triton"]
 
 
 def test_an_answer_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_every_budget_has_an_answer_that_can_run(
     monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
     chosen = {hopper_attention_config(budget(rows), 16, head_dim, dtype, H200) for rows in range(1, 70000, 61)}
     assert None not in chosen
-    assert {c.block_m for c in chosen if c} == {128, 192}
+    assert {c.block_m for c in chosen if c} == {64, 128, 192}
     assert {c.block_n for c in chosen if c} == ({64} if newer and head_dim > 64 else {64, 128})
     for config in chosen:
         assert config and wrong_hopper_attention(config, H200, dtype) == ""
@@ -150,12 +150,12 @@ def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads
         assert {item[3] for item in items[:together]} == set(range(together))
 
 
-def test_windows_stay_plain(usable: None) -> None:
+def test_windows_take_tiles_of_their_size(usable: None) -> None:
     form = forms.named(forms.ATTENTION, "hopper")
     assert form is not None
     key = Key(forms.ATTENTION, "window", 16, 80, 4096, "bfloat16")
-    assert form.heuristic(key, BF16, H200, 256) is None
-    assert form.heuristic(dataclasses.replace(key, kind=""), BF16, H200, 256) is not None
+    assert form.heuristic(key, BF16, H200, 256).block_m == 64
+    assert form.heuristic(dataclasses.replace(key, kind=""), BF16, H200, 256).block_m == 128
 
 
 @pytest.mark.parametrize("tower, tokens", [("hd80", "16384")])  # the others: make aot

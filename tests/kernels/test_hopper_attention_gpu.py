@@ -33,7 +33,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 HEADS = 16
 REPEATS = 50
 ROOM = 200  # rows of NaN past the last frame
-BUDGETS = (1024, 4096, 16384)  # one of each schedule
+BUDGETS = (512, 896, 4096, 16384)  # one of each schedule
 
 RAGGED = {
     "around blocks and tiles": [1, 63, 64, 65, 127, 129, 200, 1000],
