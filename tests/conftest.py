@@ -1,8 +1,6 @@
 """What every test shares: the interpreter where there is no GPU, the `gpu` marker, the device."""
 
-import logging
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,10 +25,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU under Triton's interpreter."""
     return torch.device("cuda" if HAS_GPU else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def warnings_are_heard() -> Iterator[None]:
-    """Commands silence our logger for their process, which tests run in."""
-    yield
-    logging.getLogger("fusedvit").setLevel(logging.NOTSET)

@@ -1,6 +1,5 @@
 """The `fusedvit` command."""
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +9,7 @@ from rich.markup import escape
 
 from fusedvit.cli import bench, demo_report, documents, environment, picture, tune, verify
 from fusedvit.cli import demo as demo_command
-from fusedvit.cli.progress import with_progress
-from fusedvit.errors import UnsupportedModel
-from fusedvit.media import MediaError
+from fusedvit.cli.on_media import on_media
 
 app = typer.Typer(
     name="fusedvit",
@@ -43,13 +40,7 @@ def demo(
 ) -> None:
     """Run the original and the fused tower on real media, side by side. Exits with 1 where they differ."""
     console = Console()
-    logging.getLogger("fusedvit").setLevel(logging.ERROR)  # what it would warn of is in the report
-    try:
-        files = demo_command.load_media(media or [])
-        found = with_progress(lambda step: demo_command.run(files, model, step))
-    except (MediaError, UnsupportedModel, OSError) as error:  # OSError: no such checkpoint
-        Console(stderr=True).print(f"[red]{escape(str(error))}[/]")
-        raise typer.Exit(2) from None
+    files, found = on_media(media, lambda files, step: (files, demo_command.run(files, model, step)))
     picture.draw(found, files, plot)
     if json:
         documents.write({**documents.plain(found), "passed": found.passed}, json)

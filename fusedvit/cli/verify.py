@@ -1,6 +1,5 @@
 """`fusedvit verify`: a user's own checkpoint and media, the fused tower against the original."""
 
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +13,9 @@ from rich.table import Table
 import fusedvit
 from fusedvit.cli import demo, documents, environment
 from fusedvit.cli.demo import OutputParity, Step
-from fusedvit.cli.progress import with_progress
+from fusedvit.cli.on_media import on_media
 from fusedvit.cli.towers import checkpoint_tower
-from fusedvit.errors import UnsupportedModel
-from fusedvit.media import Media, MediaError
+from fusedvit.media import Media
 from fusedvit.tolerance import Summary, summarize
 
 
@@ -30,13 +28,7 @@ def command(
     json: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write everything to a file too.")] = None,
 ) -> None:
     """Compare the fused tower of your checkpoint with the original, on your media. Exits with 1 where they differ."""
-    logging.getLogger("fusedvit").setLevel(logging.ERROR)  # what it would warn of is in the report
-    try:
-        files = demo.load_media(media or [])
-        found, report = with_progress(lambda step: run(model, files, step))
-    except (MediaError, UnsupportedModel, OSError) as error:  # OSError: no such checkpoint
-        Console(stderr=True).print(f"[red]{escape(str(error))}[/]")
-        raise typer.Exit(2) from None
+    found, report = on_media(media, lambda files, step: run(model, files, step))
     spread = summarize(p.comparison for parity in found.values() for p in parity)
     show(found, spread, report, Console())
     if json:
