@@ -33,8 +33,8 @@ def pixels_of(grid: Grid, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(tokens(grid), 1536, device=DEVICE, generator=generator).to(dtype)
 
 
-def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
-    """Every tensor of one fused call."""
+def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid | torch.Tensor) -> list[torch.Tensor]:
+    """Every tensor of one fused call; a grid that is no tensor goes as one on the CPU."""
     out = tower(pixels, grid_thw=torch.as_tensor(grid))
     return [out.last_hidden_state, out.pooler_output, *out.deepstack_features]
 

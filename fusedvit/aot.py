@@ -20,6 +20,7 @@ from fusedvit.encoder import encode
 from fusedvit.families.registry import family_of
 from fusedvit.folding import prepare
 from fusedvit.items import Item
+from fusedvit.kernels.admit import DTYPES as DTYPES_OF_GRIDS
 from fusedvit.kernels.aot import MAX_SHARED, Compiled, Launch, compile_launch, record
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.fingerprint import Watched
@@ -87,10 +88,15 @@ def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: i
     return record(lambda: encode(spec, weights, buffers, TRITON, plan))
 
 
-def _fingerprint_launch() -> list[Launch]:
+def _launches_beside() -> list[Launch]:
+    """What a call launches beside the encoder: the fingerprint of the weights, and the grid taken over."""
     words = torch.empty(1, dtype=torch.int64, device="meta")
     watched = Watched((), words, words)
-    return record(lambda: TRITON.fingerprint(watched, words.int()))
+    table = torch.empty(64, 3, dtype=torch.int32, device="meta")
+    grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in DTYPES_OF_GRIDS]
+    return record(
+        lambda: (TRITON.fingerprint(watched, words.int()), [TRITON.admit(grid, 4, 256, 2, table) for grid in grids])
+    )
 
 
 def _jobs(
@@ -99,7 +105,7 @@ def _jobs(
     """Without budgets, those that a tower's kernels differ in."""
     for arch in arches:
         target = Target(arch, SMS[arch], MAX_SHARED[arch])
-        launches = dict.fromkeys(_fingerprint_launch())
+        launches = dict.fromkeys(_launches_beside())
         for tower in towers:
             for dtype in dtypes:
                 for tokens in budgets or FEW_BUDGETS.get(tower, BUDGETS):

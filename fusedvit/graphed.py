@@ -67,7 +67,7 @@ def captured(
         return (
             graphs  # not asked for, or a budget was left out or could not be captured, of which the manager has warned
         )
-    return replace(graphs, cost=CostModel.measured(samples), layouts={})
+    return replace(graphs, cost=CostModel.measured(samples), layouts={}, guesses={})
 
 
 def _bar(budgets: Iterable[int]) -> Iterable[int]:

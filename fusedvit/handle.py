@@ -1,6 +1,5 @@
 """The handle of a fused tower: it keeps prepared weights true to the parameters, and runs the encoder."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit import guess as guesses
 from fusedvit import reasons
 from fusedvit.compiles import compiles
 from fusedvit.config import FuseConfig
@@ -21,6 +21,7 @@ from fusedvit.report import describe
 from fusedvit.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, budgets_of, run
 from fusedvit.spec import VisionSpec
 from fusedvit.stats import Stats
+from fusedvit.streams import lies_on_gpu, mark, on_device
 from fusedvit.watch import reason_of_tower
 
 
@@ -165,7 +166,8 @@ class FusedEncoder:
 
         Raises:
             RuntimeError: `strict`, and the call must take the original code.
-            TypeError, ValueError: see `fusedvit.items`; nothing of the encoder has been launched then.
+            TypeError, ValueError: see `fusedvit.items`; nothing of the encoder has been launched then, or only on no
+                items, before a grid on the GPU was read.
         """
         self._stats.add(calls=1)
         reason = reasons.reason_of_call(self.tower, pixel_values, grid_thw, extra)
@@ -191,38 +193,59 @@ class FusedEncoder:
     ) -> tuple[EncoderOutputs, list[Item], int]:
         """One run, and which making of the weights it began with: known to be true then if that is still the last.
 
-        One host read, of the grid or after the launches.
+        At most one host read: after the launches, or before them of a grid of which nothing can be guessed.
         """
         check_pixels(pixel_values, self.spec)
         grid = check_grid(grid_thw)
-        patches, merge = pixel_values.shape[0], self.spec.merge_size
-        if grid.device.type == "cpu":
-            items = check_items(grid.tolist(), patches, merge)
+        unread = lies_on_gpu(grid)
+        items = [] if unread else check_items(grid.tolist(), pixel_values.shape[0], self.spec.merge_size)
         with on_device(parameter.device):
             self._make_true(parameter)
-            watching = self._watching(parameter.device)
-            if grid.device.type != "cpu":
-                grid = grid.to(parameter.device)
-                same, rows = self.prepared.same_content(grid) if watching else (True, grid.tolist())
-                items = check_items(rows, patches, merge)
-                if not same:
-                    self._make()
-                made = self.prepared.made
-                return self._launch(pixel_values, items, parameter), items, made
-            begin = torch.cuda.current_stream().record_event() if parameter.is_cuda else None
+            if unread:
+                return self._run_unread(pixel_values, grid.to(parameter.device), parameter)
+            return self._run_read(pixel_values, items, parameter)
+
+    def _run_read(
+        self, pixels: torch.Tensor, items: list[Item], parameter: torch.Tensor
+    ) -> tuple[EncoderOutputs, list[Item], int]:
+        watching, made = self._watching(parameter.device), self.prepared.made
+        begin = mark(parameter.device) if watching else None
+        outputs = self._launch(pixels, items, parameter)
+        if watching and not self.prepared.look(begin, True, None)[0]:
+            self._make()
             made = self.prepared.made
-            outputs = self._launch(pixel_values, items, parameter)
-            if watching and not self.prepared.same_content_since(begin):
-                self._make()
-                made = self.prepared.made
-                outputs = self._launch(pixel_values, items, parameter)
+            outputs = self._launch(pixels, items, parameter)
         return outputs, items, made
+
+    def _run_unread(
+        self, pixels: torch.Tensor, grid: torch.Tensor, parameter: torch.Tensor
+    ) -> tuple[EncoderOutputs, list[Item], int]:
+        """With `grid` on the parameter's device: what it probably holds is launched, then it is read."""
+        begin, made = mark(parameter.device), self.prepared.made
+        graphs, _ = self._graphs_on(parameter)
+        guess = None if graphs is None else guesses.begin(self._tower(parameter), pixels, grid, graphs)
+        same, rows = self.prepared.look(begin, self._watching(parameter.device), grid)
+        try:
+            items = check_items(rows, pixels.shape[0], self.spec.merge_size)
+        except ValueError:
+            if guess is not None:
+                guess.drop()
+            raise
+        outputs = None if guess is None else guess.settle(items)
+        if not same:
+            self._make()
+            made, outputs = self.prepared.made, None
+        if outputs is None:
+            outputs = self._launch(pixels, items, parameter)
+        return outputs, items, made
+
+    def _tower(self, parameter: torch.Tensor) -> Tower:
+        ladder = () if self._graphs is None else self._graphs.limits.token_budgets
+        return Tower(self.spec, self.prepared, parameter.device, parameter.dtype, ladder)
 
     def _launch(self, pixels: torch.Tensor, items: list[Item], parameter: torch.Tensor) -> EncoderOutputs:
         graphs, why_not = self._graphs_on(parameter)
-        ladder = () if self._graphs is None else self._graphs.limits.token_budgets
-        tower = Tower(self.spec, self.prepared, parameter.device, parameter.dtype, ladder)
-        return run(tower, pixels, items, graphs, self._stats.eager, why_not)
+        return run(self._tower(parameter), pixels, items, graphs, self._stats.eager, why_not)
 
     def _watching(self, device: torch.device) -> bool:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -261,10 +284,3 @@ class FusedEncoder:
                 self._graphs = new_graphs(self.spec, self.config, self.prepared.get, device, parameter.dtype)
                 self._graphs_for = (device, parameter.dtype)
         return self._graphs, ""
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` current, if it is a GPU and is not."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedvit.kernels import fingerprint, forms, gather, head_norm, layer_norm, metadata, rope_words
+from fusedvit.kernels import admit, fingerprint, forms, gather, head_norm, layer_norm, metadata, rope_words
+from fusedvit.kernels.reference import admit as admit_ref
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference import gather as gather_ref
@@ -32,6 +33,7 @@ class Ops:
     gather_rows: Callable[..., torch.Tensor]
     head_norm_rope: Callable[..., torch.Tensor]
     fingerprint: Callable[..., torch.Tensor]
+    admit: Callable[..., torch.Tensor]
 
 
 TRITON = Ops(
@@ -44,6 +46,7 @@ TRITON = Ops(
     gather.gather_rows,
     head_norm.head_norm_rope,
     fingerprint.fingerprint,
+    admit.admit,
 )
 TORCH = Ops(
     "torch",
@@ -55,6 +58,7 @@ TORCH = Ops(
     gather_ref.gather_rows,
     head_norm_ref.head_norm_rope,
     fingerprint_ref.fingerprint,
+    admit_ref.admit,
 )
 
 

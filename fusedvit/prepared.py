@@ -98,30 +98,32 @@ class PreparedWeights:
             self._snapshot = None
         return found
 
-    def same_content(self, grid: torch.Tensor) -> tuple[bool, list[list[int]]]:
-        """Whether the parameters hold what they held, and the rows of `grid`, from its GPU, by one host read."""
-        content = self._content
-        assert content is not None, "weights are made before a run"
-        host = torch.empty(grid.shape, dtype=grid.dtype, pin_memory=True)
-        found = content.look()
-        host.copy_(grid, non_blocking=True)
-        torch.cuda.current_stream(grid.device).synchronize()
-        return torch.equal(found, content.made), host.tolist()
+    def look(
+        self, begin: torch.cuda.Event | None, watch: bool, grid: torch.Tensor | None
+    ) -> tuple[bool, list[list[int]]]:
+        """Whether the parameters held at `begin` what they held when the weights were made, and the rows of `grid`.
 
-    def same_content_since(self, begin: torch.cuda.Event | None) -> bool:
-        """Whether the parameters held at `begin` what they held when the weights were made.
+        One host read, on a stream of its own beside whatever was launched since; it waits for nothing later than
+        `begin`.
 
-        Looks on a stream of its own, beside whatever was launched since; waits for nothing later than `begin`.
+        Args:
+            begin: where the current stream of the weights' GPU was; None on a CPU.
+            watch: without, the parameters count as unchanged.
+            grid: `[n, 3]` on the weights' device; None if there is none to read.
         """
         content = self._content
         assert content is not None, "weights are made before a run"
         if content.side is None or begin is None:
-            return torch.equal(content.look(), content.made)
+            same = not watch or torch.equal(content.look(), content.made)
+            return same, [] if grid is None else grid.tolist()
         with torch.cuda.stream(content.side):
             content.side.wait_event(begin)
-            found = content.look()
+            rows = None if grid is None else torch.empty(grid.shape, dtype=grid.dtype, pin_memory=True)
+            if grid is not None and rows is not None:
+                rows.copy_(grid, non_blocking=True)
+            found = content.look() if watch else content.made
         content.side.synchronize()
-        return torch.equal(found, content.made)
+        return torch.equal(found, content.made), [] if rows is None else rows.tolist()
 
     def make(self) -> None:
         """Makes weights, snapshot and fingerprints from the parameters as they are; waits for the GPU."""

@@ -9,6 +9,7 @@ import torch
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import encode
 from fusedvit.graphs.budgets import Limits
+from fusedvit.kernels.admit import DTYPES as GRID_DTYPES
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FormFailed
 from fusedvit.kernels.launch import compiling_only
@@ -42,6 +43,7 @@ class EncoderProgram:
         self._whole: EncoderBuffers | None = None
         self._parts: dict[int, EncoderBuffers] = {}
         self._plans: dict[int, EncoderPlan] = {}
+        self._max_frames = 0
         self._tables: dict[tuple[tuple[int, int, int], ...], torch.Tensor] = {}  # never written again
 
     def allocate(self, limits: Limits) -> None:
@@ -53,6 +55,7 @@ class EncoderProgram:
             widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
             self._whole = allocate(self._spec, widest, self._dtype, self._device)
         self._plans = plans
+        self._max_frames = limits.max_frames
         self._parts = {b: self._whole.part(c, self._spec.merge_unit) for b, c in capacities.items()}
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
@@ -92,8 +95,13 @@ class EncoderProgram:
         rows = frames * side * side * self._spec.merge_unit
         part.pixels[:rows].fill_(0.5)
         side *= self._spec.merge_size
-        self.load_grid(budget, ((frames, side, side),))
+        for dtype in GRID_DTYPES:  # a caller's grid may come in either
+            self.admit(budget, torch.tensor([[frames, side, side]], dtype=dtype, device=self._device), rows)
         return rows // self._spec.merge_unit
+
+    def admit(self, budget: int, grid: torch.Tensor, rows: int) -> None:
+        """Fills the grid table from the device's `grid` of `rows` patch tokens, unread: see `kernels.admit`."""
+        self._ops.admit(grid, rows, self._max_frames, self._spec.merge_size, self._parts[budget].grid)
 
     def load_grid(self, budget: int, rows: tuple[tuple[int, int, int], ...]) -> None:
         """Writes the grid table of a batch, (t, h, w) a piece: one small pinned copy on the current stream."""
@@ -103,7 +111,7 @@ class EncoderProgram:
             if len(self._tables) >= TABLES_KEPT:
                 self._tables.clear()
             padded = [*rows, *[(0, 0, 0)] * (grid.shape[0] - len(rows))]
-            table = self._tables[rows] = torch.tensor(padded, dtype=torch.int32, pin_memory=True)
+            table = self._tables[rows] = torch.tensor(padded, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         grid.copy_(table, non_blocking=True)
 
     def held_bytes(self) -> int:

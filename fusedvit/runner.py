@@ -32,12 +32,18 @@ LAYOUTS_KEPT = 512
 
 @dataclass(frozen=True)
 class Graphs:
-    """A tower's graphs on one device, in one dtype."""
+    """A tower's graphs on one device, in one dtype.
+
+    Attributes:
+        layouts: how recent calls were run, by their items.
+        guesses: the budget of recent calls that were one batch, by (patch tokens, items); None for other calls.
+    """
 
     manager: GraphManager
     program: EncoderProgram
     cost: CostModel
-    layouts: dict[tuple[Item, ...], tuple["_Step", ...]] = field(default_factory=dict, compare=False, repr=False)
+    layouts: dict[tuple[Item, ...], tuple["Step", ...]] = field(default_factory=dict, compare=False, repr=False)
+    guesses: dict[tuple[int, int], int | None] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def limits(self) -> Limits:
@@ -74,7 +80,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """A batch, or a piece that runs eagerly because of `reason`.
 
     Attributes:
@@ -88,8 +94,11 @@ class _Step:
     runs: tuple[_Run, ...]
 
 
-def _steps(graphs: Graphs, items: tuple[Item, ...], unit: int) -> tuple[_Step, ...]:
-    """How `items` are run. The same layouts come again and again; the last few hundred are kept."""
+def steps_of(graphs: Graphs, items: tuple[Item, ...], unit: int) -> tuple[Step, ...]:
+    """How `items` are run, `unit` patch tokens merged into one.
+
+    The same layouts come again and again; the last few hundred are kept.
+    """
     known = graphs.layouts.get(items)
     if known is None:
         if len(graphs.layouts) >= LAYOUTS_KEPT:
@@ -98,13 +107,13 @@ def _steps(graphs: Graphs, items: tuple[Item, ...], unit: int) -> tuple[_Step, .
     return known
 
 
-def _plan(items: tuple[Item, ...], unit: int, limits: Limits, cost: CostModel) -> tuple[_Step, ...]:
+def _plan(items: tuple[Item, ...], unit: int, limits: Limits, cost: CostModel) -> tuple[Step, ...]:
     plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits, cost)
     first = [0, *itertools.accumulate(item.tokens for item in items)]
 
-    def step(batch: Batch | None, reason: str, pieces: Sequence[Piece]) -> _Step:
+    def step(batch: Batch | None, reason: str, pieces: Sequence[Piece]) -> Step:
         rows = tuple((piece.frames, items[piece.item].h, items[piece.item].w) for piece in pieces)
-        return _Step(batch, reason, rows, _runs(pieces, rows, first))
+        return Step(batch, reason, rows, _runs(pieces, rows, first))
 
     batches = [step(batch, "", batch.pieces) for batch in plan.batches]
     return (*batches, *(step(None, overflow.reason, (overflow.piece,)) for overflow in plan.overflow))
@@ -127,7 +136,7 @@ def _runs(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: 
 
 def budgets_of(graphs: Graphs, calls: Iterable[Sequence[Item]], unit: int) -> set[int]:
     """The token budgets that calls of these items replay; `unit` patch tokens are merged into one."""
-    steps = (step for items in calls for step in _steps(graphs, tuple(items), unit))
+    steps = (step for items in calls for step in steps_of(graphs, tuple(items), unit))
     return {step.batch.budget for step in steps if step.batch is not None}
 
 
@@ -150,7 +159,7 @@ def run(
     if graphs is None:
         eager[no_graphs] += 1
         return run_eager(tower, pixels, items)
-    steps = _steps(graphs, tuple(items), tower.spec.merge_unit)
+    steps = steps_of(graphs, tuple(items), tower.spec.merge_unit)
     if all(step.batch is None for step in steps):
         eager.update(step.reason for step in steps)
         return run_eager(tower, pixels, items)
@@ -164,7 +173,7 @@ def run(
     return answer.outputs()
 
 
-def _replay(pixels: torch.Tensor, graphs: Graphs, step: _Step, batch: Batch, answer: "_Answer") -> bool:
+def _replay(pixels: torch.Tensor, graphs: Graphs, step: Step, batch: Batch, answer: "_Answer") -> bool:
     """Replays one batch; False where its budget has no graph."""
     program, budget = graphs.program, batch.budget
 
@@ -192,7 +201,7 @@ class _Answer:
 
     def outputs(self) -> EncoderOutputs:
         if self._outputs is None:
-            self._outputs = _outputs(self._tower, self._items)
+            self._outputs = new_outputs(self._tower, _tokens(self._items))
         return self._outputs
 
     def keep(self, got: EncoderOutputs, runs: Sequence[_Run]) -> None:
@@ -206,8 +215,9 @@ class _Answer:
 
 def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
     """The encoder on buffers of exactly the size of `items`."""
-    if not any(item.tokens for item in items):
-        return _outputs(tower, items)
+    items = [item for item in items if item.tokens]
+    if not items:
+        return new_outputs(tower, 0)
     while True:
         try:
             return _encode(tower, pixels, items)
@@ -216,7 +226,7 @@ def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Enco
 
 
 def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
-    tokens = sum(item.tokens for item in items)
+    tokens = _tokens(items)
     plan = plan_for(tower.spec, tower.plan_tokens(tokens), tower.dtype, Target.of(tower.device))
     capacity = Capacity.of(items, plan.layout(tower.spec))
     pixels = _aligned(pixels.to(tower.device, tower.dtype))
@@ -227,8 +237,13 @@ def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Encode
     return EncoderOutputs(outputs.hidden, outputs.merged.contiguous())
 
 
-def _outputs(tower: Tower, items: Sequence[Item]) -> EncoderOutputs:
-    tokens, spec, device, dtype = sum(item.tokens for item in items), tower.spec, tower.device, tower.dtype
+def _tokens(items: Sequence[Item]) -> int:
+    return sum([item.tokens for item in items])
+
+
+def new_outputs(tower: Tower, tokens: int) -> EncoderOutputs:
+    """Memory for the outputs of `tokens` patch tokens; nothing in it yet."""
+    spec, device, dtype = tower.spec, tower.device, tower.dtype
     shape = (spec.merged_outputs, tokens // spec.merge_unit, spec.out_size)
     return EncoderOutputs(
         torch.empty(tokens, spec.hidden_size, device=device, dtype=dtype),

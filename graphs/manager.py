@@ -57,6 +57,7 @@ class GraphStats:
         launched_tokens: merged tokens that the replayed budgets have room for.
         captures: graphs captured.
         failures: captures that failed.
+        mispredicted: replays begun before their content was known, for which another plan turned out to be right.
     """
 
     replays: Counter[int] = field(default_factory=Counter)
@@ -65,6 +66,7 @@ class GraphStats:
     launched_tokens: int = 0
     captures: int = 0
     failures: int = 0
+    mispredicted: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, a copy."""
@@ -78,6 +80,7 @@ class GraphStats:
             "padding": padding,
             "captures": self.captures,
             "capture_failures": self.failures,
+            "mispredicted": self.mispredicted,
         }
 
 
@@ -188,19 +191,42 @@ class GraphManager:
         with self._lock:
             if not self.ready(batch.budget):
                 return False
-            self._capture.before_use()
-            try:
-                load()
-                self._graphs[batch.budget].replay()
-                unload()
-            finally:
-                self._capture.after_use()
+            self._replay(self._graphs[batch.budget], load, unload)
+            self.count(batch)
+            return True
+
+    def replay_unread(self, budget: int, load: Callable[[], None], unload: Callable[[], None]) -> bool:
+        """As `replay`, for a content that the host has yet to read. Then `count` the batch, or that it was another.
+
+        Returns False, with nothing done, where the budget is not captured yet.
+        """
+        with self._lock:
+            graph = self._graphs.get(budget)
+            if graph is None:
+                return False
+            self._replay(graph, load, unload)
+            return True
+
+    def _replay(self, graph: Graph, load: Callable[[], None], unload: Callable[[], None]) -> None:
+        self._capture.before_use()
+        try:
+            load()
+            graph.replay()
+            unload()
+        finally:
+            self._capture.after_use()
+
+    def count(self, batch: Batch | None) -> None:
+        """Counts a replay of `batch`; of None, one whose content turned out to be another."""
+        with self._lock:
             stats = self.stats
+            if batch is None:
+                stats.mispredicted += 1
+                return
             stats.replays[batch.budget] += 1
             stats.items += len(batch.pieces)
-            stats.tokens += sum(piece.tokens for piece in batch.pieces)
+            stats.tokens += sum([piece.tokens for piece in batch.pieces])
             stats.launched_tokens += batch.budget
-            return True
 
     def graph(self, budget: int) -> Graph:
         """The captured graph of a `ready` budget, for measuring."""

@@ -88,6 +88,18 @@ def pack(works: Sequence[Work], limits: Limits, cost: CostModel, *, split: bool 
     return _pack(tuple(works), limits, cost, split)
 
 
+def sole_budget(tokens: int, items: int, limits: Limits, cost: CostModel) -> int | None:
+    """The budget of the one batch that any `items` of together `tokens` are; None if that depends on their shapes.
+
+    Provided that each has tokens, and that their frames are within `limits`.
+    """
+    if not 0 < items <= limits.max_items or not items <= tokens <= limits.largest:
+        return None
+    prices = price_list(limits, cost)
+    price, budget = prices.cheapest(tokens)
+    return budget if items == 1 or price <= prices.floor(tokens, 2) else None
+
+
 @lru_cache(maxsize=256)
 def _pack(works: tuple[Work, ...], limits: Limits, cost: CostModel, split: bool) -> Plan:
     pieces, overflow = _cut(works, limits, split)

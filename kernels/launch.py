@@ -41,17 +41,19 @@ def launch(
     pointers: tuple[torch.Tensor | None, ...],
     constants: dict[str, Any],
     options: dict[str, int],
+    scalars: tuple[int, ...] = (),
 ) -> None:
     """Launches `kernel` on a one-dimensional grid.
 
     Args:
-        kernel: its parameters are `boxes`, `pointers` and `constants`, in this order.
+        kernel: its parameters are `boxes`, `pointers`, `scalars` and `constants`, in this order.
         programs: size of the grid.
         boxes: tensor descriptors of Triton or Gluon, whose dtype and box decide the code, or tensors (see
             `descriptor.box`).
         pointers: tensors; dtype and alignment to 16 bytes decide the code.
         constants: compile-time arguments by name, in the kernel's order.
         options: `num_warps`, `num_stages`, `maxnreg`.
+        scalars: integers of 32 bits for which the kernel is not specialised.
     """
     key = (
         kernel,
@@ -63,16 +65,16 @@ def launch(
     )
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*boxes, *pointers, *constants.values())
+        compiled[(programs, 1, 1)](*boxes, *pointers, *scalars, *constants.values())
         return
-    names = kernel.arg_names[len(boxes) + len(pointers) :]
+    names = kernel.arg_names[len(boxes) + len(pointers) + len(scalars) :]
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
     # Fused multiply-adds are asked for: versions of Triton differ in what they default to.
     named = constants | options | {"enable_fp_fusion": True}
     if _compiling_only.get():
-        kernel.warmup(*boxes, *pointers, grid=(programs,), **named)
+        kernel.warmup(*boxes, *pointers, *scalars, grid=(programs,), **named)
         return
-    compiled = kernel[(programs,)](*boxes, *pointers, **named)
+    compiled = kernel[(programs,)](*boxes, *pointers, *scalars, **named)
     if compiled is not None:  # the interpreter compiles nothing
         _compiled[key] = compiled
 

@@ -1,0 +1,71 @@
+"""A caller's grid table taken over on the device, unread by the host: what is no grid of this call becomes no items.
+
+out[i] = (t, h, w)[i]   i < n, if every item has t, h, w >= 1 and h, w in multiples of the merge size,
+                        sum t h w = rows and sum t <= frames;  else 0.  Rows from n on are 0.
+
+Kernels that go by `out` then stay within buffers made for `rows` patch tokens and `frames` frames, whatever lay there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedvit.kernels.launch import launch
+
+DTYPES = (torch.int64, torch.int32)  # of a grid that can be admitted
+MOST = 2**31 - 1  # rows, and strides of the grid
+
+
+@triton.jit(
+    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch"], do_not_specialize_on_alignment=["grid_ptr"]
+)
+def _admit_kernel(
+    grid_ptr,  # [num_items, 3] int64 or int32
+    out_ptr,  # [ROOM, 3] int32
+    num_items,
+    rows,
+    item_pitch,
+    side_pitch,
+    FRAMES: tl.constexpr,
+    MERGE: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    here = i < num_items
+    ptrs = grid_ptr + i.to(tl.int64) * item_pitch
+    step = side_pitch.to(tl.int64)
+    t = tl.load(ptrs, mask=here, other=0).to(tl.int64)
+    h = tl.load(ptrs + step, mask=here, other=0).to(tl.int64)
+    w = tl.load(ptrs + 2 * step, mask=here, other=0).to(tl.int64)
+    # Each side is at most `rows`, under 2^31, before it is multiplied: no product overflows.
+    good = (t >= 1) & (t <= rows) & (h >= 1) & (h <= rows) & (w >= 1) & (w <= rows)
+    good = good & (h % MERGE == 0) & (w % MERGE == 0)
+    frame = tl.where(good, h * w, 0)
+    tokens = tl.where(frame <= rows, t, 0) * frame
+    bad = tl.sum((here & ((tokens < 1) | (tokens > rows))).to(tl.int32), 0)
+    frames = tl.sum(tl.where(good, t, 0), 0)
+    kept = here & (bad == 0) & (tl.sum(tl.where(tokens <= rows, tokens, 0), 0) == rows) & (frames <= FRAMES)
+    room = i < ROOM
+    tl.store(out_ptr + 3 * i, tl.where(kept, t, 0).to(tl.int32), mask=room)
+    tl.store(out_ptr + 3 * i + 1, tl.where(kept, h, 0).to(tl.int32), mask=room)
+    tl.store(out_ptr + 3 * i + 2, tl.where(kept, w, 0).to(tl.int32), mask=room)
+
+
+def admit(grid: torch.Tensor, rows: int, frames: int, merge: int, out: torch.Tensor) -> torch.Tensor:
+    """Fills all of `out` from `grid`, with zeros if anything in `grid` is wrong; one launch.
+
+    Args:
+        grid: `[n, 3]` of one of `DTYPES`, (t, h, w) in patches; any strides up to `MOST`.
+        rows: patch tokens that the call has, at most `MOST`.
+        frames: the most frames (attention sequences) of all items.
+        merge: what h and w are multiples of.
+        out: `[room, 3]` int32, contiguous, `n <= room`.
+    """
+    assert grid.dtype in DTYPES and grid.shape[0] <= out.shape[0] and out.is_contiguous(), "see above"
+    room = out.shape[0]
+    block = max(32, triton.next_power_of_2(room))
+    scalars = (grid.shape[0], rows, *grid.stride())
+    constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block}
+    launch(_admit_kernel, 1, (), (grid, out), constants, {"num_warps": min(-(-block // 64), 16)}, scalars)
+    return out

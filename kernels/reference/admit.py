@@ -1,0 +1,14 @@
+"""Torch twin of `kernels.admit`."""
+
+import torch
+
+
+def admit(grid: torch.Tensor, rows: int, frames: int, merge: int, out: torch.Tensor) -> torch.Tensor:
+    """See `fusedvit.kernels.admit.admit`."""
+    sides = grid.long()
+    within = bool(((sides >= 1) & (sides <= rows)).all()) and bool((sides[:, 1:] % merge == 0).all())
+    items = sides.tolist() if within else []
+    out.zero_()
+    if within and sum(t * h * w for t, h, w in items) == rows and sum(t for t, _, _ in items) <= frames:
+        out[: len(items)] = sides
+    return out

@@ -1,0 +1,199 @@
+"""Replays begun before the grid is read: right ones stand, wrong ones are run again, bad grids leave nothing behind."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedvit import guess as guesses
+from fusedvit.config import FuseConfig
+from fusedvit.graphs.budgets import check_limits
+from fusedvit.handle import FusedEncoder
+from fusedvit.huggingface import fuse
+from fusedvit.items import check_items
+from fusedvit.runner import Graphs, Tower, run_eager
+from tests.fusedvit.towers import Call, tiny_tower
+from tests.graphs.stand_in import graphs_on_cpu
+
+LIMITS = check_limits((4, 16, 64), 4, 8)
+GRID = [(1, 4, 6), (2, 4, 4)]  # 56 patch tokens, 14 merged
+Case = tuple[Any, FusedEncoder, Graphs]
+
+
+@pytest.fixture
+def case() -> Iterator[Case]:
+    tower = tiny_tower()
+    handle = fuse(tower, FuseConfig(strict=True))
+    handle.refresh()
+    with torch.inference_mode(), graphs_on_cpu(handle, LIMITS) as graphs:
+        yield tower, handle, graphs
+
+
+def answer(tower: Any, pixels: torch.Tensor, grid: Any) -> list[torch.Tensor]:
+    out = tower(pixels, grid_thw=torch.tensor(grid))
+    return [out.last_hidden_state, out.pooler_output, *out.deepstack_features]
+
+
+def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Any) -> list[torch.Tensor]:
+    parameter = handle.prepared.parameter()
+    tower = Tower(handle.spec, handle.prepared, parameter.device, parameter.dtype, LIMITS.token_budgets)
+    out = run_eager(tower, pixels, check_items([list(row) for row in grid], len(pixels), 2))
+    return [out.hidden, *out.merged]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def right(case: Case, grid: Any) -> bool:
+    """Whether a call of `grid` answers as an eager run of the same items does."""
+    tower, handle, _ = case
+    pixels = Call.of(tower, grid).pixels
+    return same(answer(tower, pixels, grid), eager(handle, pixels, grid))
+
+
+def begun(case: Case) -> list[bool]:
+    """Notes for each call from now on whether a replay was begun before the grid was read."""
+    notes: list[bool] = []
+    real = guesses.begin
+
+    def begin(*arguments: Any) -> guesses.Guess:
+        guess = real(*arguments)
+        notes.append(guess.outputs is not None)
+        return guess
+
+    mock.patch.object(guesses, "begin", begin).start()
+    return notes
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    yield
+    mock.patch.stopall()
+
+
+def test_only_what_is_captured_is_begun_unread(case: Case) -> None:
+    notes = begun(case)
+    assert all(right(case, GRID) for _ in range(3))
+    assert notes == [False, True, True]
+    stats = case[2].manager.stats
+    assert stats.replays == {16: 3} and stats.items == 6 and stats.tokens == 42 and stats.mispredicted == 0
+    assert case[1].stats()["fused"] == case[1].stats()["calls"] == 3
+
+
+def test_other_layouts_of_the_same_totals_and_new_totals(case: Case) -> None:
+    case[2].manager.warmup(only=[16])
+    notes = begun(case)
+    for grid in ([(1, 6, 4), (2, 4, 4)], [(2, 4, 4), (1, 4, 6)], [(1, 14, 4)], [(1, 4, 4)], GRID, [(5, 2, 2)]):
+        assert right(case, grid)
+    assert notes == [True, True, True, False, True, True], "a budget of 4 is not captured yet"
+    assert case[2].manager.stats.mispredicted == 0
+
+
+def test_a_plan_that_shapes_decide_is_mispredicted_once(case: Case) -> None:
+    """Nine frames are over the limit of eight: as many tokens as an image that goes whole."""
+    case[2].manager.warmup(only=[16, 4])
+    notes = begun(case)
+    video, image = [(9, 2, 2)], [(1, 2, 18)]
+    assert right(case, video) and right(case, video)
+    assert notes == [True, False]
+    stats = case[2].manager.stats
+    assert stats.mispredicted == 1 and stats.items == 4, "two pieces a call"
+    assert right(case, image) and right(case, image) and notes == [True, False, False, True]
+    assert right(case, video) and stats.mispredicted == 2
+
+
+def test_items_without_frames_are_never_taken_over(case: Case) -> None:
+    case[2].manager.warmup(only=[16])
+    for grid in ([(0, 4, 4), *GRID], [(0, 2**40, 2), *GRID]):
+        assert right(case, grid) and right(case, grid)
+    assert case[2].manager.stats.mispredicted == 1
+
+
+BAD = {
+    "another total": [(1, 4, 6), (2, 4, 2)],
+    "negative": [(-1, 4, 6), (2, 4, 10)],
+    "no h": [(1, 0, 6), (2, 4, 7)],
+    "odd": [(1, 3, 8), (2, 4, 4)],
+    "huge": [(1, 2**40, 6), (2, 4, 4)],
+    "overflowing": [(2**32, 2**32, 2), (2, 4, 4)],
+    "of the right total in 32 bits": [(1, 4, 2**32 + 6), (2, 4, 4)],
+}
+
+
+@pytest.mark.parametrize("grid", BAD.values(), ids=BAD)
+def test_bad_grids_right_after_a_good_call(case: Case, grid: Any) -> None:
+    tower, handle, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    want = answer(tower, pixels, GRID)
+    notes = begun(case)
+    with pytest.raises(ValueError, match=r"grid_thw") as ours:
+        answer(tower, pixels, grid)
+    with pytest.raises(ValueError) as plain:
+        check_items([list(row) for row in grid], len(pixels), 2)
+    assert str(ours.value) == str(plain.value) and notes == [True]
+    assert not graphs.program.buffers(16).grid.any(), "the replay had no items"
+    assert same(answer(tower, pixels, GRID), want)
+    assert graphs.manager.stats.mispredicted == 1 and graphs.manager.stats.replays == {16: 2}
+    assert handle.stats()["fused"] == 2 and handle.stats()["calls"] == 3
+
+
+def test_weights_that_change_meanwhile(case: Case) -> None:
+    tower, handle, _ = case
+    pixels = Call.of(tower, GRID).pixels
+    before = [t.clone() for t in answer(tower, pixels, GRID)]
+    with torch.inference_mode(False):
+        tower.blocks[0].norm1.weight.data.mul_(1.5)
+    after = answer(tower, pixels, GRID)
+    assert not same(after, before) and same(after, eager(handle, pixels, GRID))
+    assert handle.stats()["refreshes"] == 2
+    with torch.inference_mode(False), torch.no_grad():
+        tower.blocks[0].norm2.weight.mul_(1.5)  # seen by its version
+    assert not same(answer(tower, pixels, GRID), after) and right(case, GRID)
+
+
+def test_weights_made_anew_by_another_thread_meanwhile(case: Case) -> None:
+    _, handle, _ = case
+    assert right(case, GRID)
+    notes, made = begun(case), handle.prepared.made
+    real = handle.prepared.look
+
+    def look(*arguments: Any) -> Any:
+        if handle.prepared.made == made:
+            handle.prepared.make()
+        return real(*arguments)
+
+    mock.patch.object(handle.prepared, "look", look).start()
+    assert right(case, GRID)
+    assert notes == [True, True], "the first run may have used either"
+
+
+@pytest.mark.parametrize("grid", [GRID, [(9, 2, 2)], [(1, 20, 20)]], ids=["one batch", "two batches", "eager"])
+def test_one_host_read_a_call(case: Case, grid: Any) -> None:
+    tower, handle, _ = case
+    assert right(case, grid)
+    with mock.patch.object(handle.prepared, "look", wraps=handle.prepared.look) as look:
+        answer(tower, Call.of(tower, grid).pixels, grid)
+    assert look.call_count == 1
+
+
+def test_outputs_are_the_callers(case: Case) -> None:
+    tower, _, _ = case
+    pixels = Call.of(tower, GRID).pixels
+    first = answer(tower, pixels, GRID)
+    kept = [t.clone() for t in first]
+    answer(tower, pixels * 2, GRID)
+    assert same(first, kept) and all(t.is_contiguous() for t in first)
+
+
+def test_integers_of_other_widths_are_read_first(case: Case) -> None:
+    tower, handle, _ = case
+    pixels = Call.of(tower, GRID).pixels
+    want = answer(tower, pixels, GRID)
+    notes = begun(case)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        out = tower(pixels, grid_thw=torch.tensor(GRID, dtype=dtype))
+        assert torch.equal(out.pooler_output, want[1])
+    assert notes == [True, False, False]

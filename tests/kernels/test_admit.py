@@ -1,0 +1,92 @@
+"""A grid taken over unread: what passes is what the host's own check lets pass, anything else becomes no items."""
+
+import random as pseudo_random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedvit.items import check_items
+from fusedvit.kernels.admit import DTYPES, admit
+from fusedvit.kernels.reference.admit import admit as admit_ref
+
+OPS = {"kernel": admit, "twin": admit_ref}
+ROOM, FRAMES = 6, 9
+GOOD = [[1, 4, 6], [3, 2, 2], [1, 8, 2]]
+ROWS = 52
+HUGE = (2**31 - 2, 2**31, 2**32, 2**40, 2**62, 2**63 - 2, -1, -2, -(2**31), -(2**63))
+
+
+def table(device: torch.device) -> torch.Tensor:
+    return torch.full((ROOM, 3), 2**30, dtype=torch.int32, device=device)
+
+
+def passes(rows: list[list[int]], tokens: int) -> bool:
+    """By the host's check; the device refuses items without frames as well, and too many frames."""
+    try:
+        items = check_items(rows, tokens, 2)
+    except ValueError:
+        return False
+    return all(item.t for item in items) and sum(item.t for item in items) <= FRAMES
+
+
+def check(op: Callable[..., torch.Tensor], grid: torch.Tensor, tokens: int) -> bool:
+    out = op(grid, tokens, FRAMES, 2, table(grid.device))
+    rows = grid.tolist()
+    expected = rows if passes(rows, tokens) else []
+    assert out.tolist() == expected + [[0, 0, 0]] * (ROOM - len(expected)), (rows, tokens)
+    return bool(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_grids_of_any_layout(op: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    grid = torch.tensor(GOOD, dtype=dtype, device=device)
+    apart = torch.full((2 * len(GOOD), 9), 7, dtype=dtype, device=device)[::2, 1::3].copy_(grid)
+    odd = torch.full((10,), 7, dtype=dtype, device=device)[1:].view(3, 3).copy_(grid)
+    for form in (grid, apart, grid.T.contiguous().T, odd):
+        assert check(op, form, ROWS)
+    assert check(op, torch.tensor([[1, 4, 2]], dtype=dtype, device=device).expand(ROOM, 3), 8 * ROOM)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_what_is_no_grid_of_the_call_becomes_no_items(op: Callable[..., torch.Tensor], device: torch.device) -> None:
+    grid = torch.tensor(GOOD, device=device)
+    for tokens in (0, 1, ROWS - 1, ROWS + 1, 2**31 - 1):
+        assert not check(op, grid, tokens)
+    for at in range(9):
+        for value in (0, 3, *HUGE):
+            bad = grid.clone()
+            bad.view(-1)[at] = value
+            assert check(op, bad, ROWS) == (value == 3 and at == 3)  # three frames, as they were
+    assert not check(op, torch.tensor([[FRAMES + 1, 2, 2]], device=device), 4 * FRAMES + 4)
+    assert not check(op, torch.tensor([[2**32, 2**32, 2]], device=device), 4), "a product of 0 in 64 bits"
+    assert not check(op, torch.tensor([[1, 2**32 + 2, 2]], device=device), 4), "4 patches in 32 bits"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_grid(op: Callable[..., torch.Tensor], data: st.DataObject, device: torch.device) -> None:
+    sides = st.one_of(st.integers(0, 8), st.sampled_from((2, 4)), st.sampled_from(HUGE))
+    rows = data.draw(st.lists(st.tuples(sides, sides, sides), min_size=1, max_size=ROOM))
+    total = sum(t * h * w for t, h, w in rows)
+    tokens = data.draw(st.sampled_from((total % 2**31, 4, 16, 64)))
+    check(op, torch.tensor(rows, device=device), tokens)
+
+
+def test_good_grids_pass(device: torch.device) -> None:
+    """The guard of the tests above: random good ones are not refused."""
+    rng = pseudo_random.Random(0)
+    for _ in range(20):
+        rows = [[1, 2 * rng.randint(1, 30), 2 * rng.randint(1, 30)] for _ in range(rng.randint(1, ROOM))]
+        assert check(admit, torch.tensor(rows, device=device), sum(h * w for _, h, w in rows))
+
+
+@pytest.mark.parametrize("op", [admit], ids=["kernel"])
+def test_other_tables_are_refused(op: Callable[..., torch.Tensor], device: torch.device) -> None:
+    for grid in (torch.tensor(GOOD, dtype=torch.int16, device=device), torch.ones(ROOM + 1, 3, device=device).long()):
+        with pytest.raises(AssertionError):
+            op(grid, ROWS, FRAMES, 2, table(device))
