@@ -61,30 +61,25 @@ def supported(task: Task) -> bool:
 
 
 def linear_case(
-    task: Task, spec: VisionSpec, dtype: torch.dtype, device: torch.device, rows: int, stats: int = STATS_WIDTH
+    task: Task,
+    spec: VisionSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    stats: int = STATS_WIDTH,
+    sets: int | None = None,
 ) -> Case:
-    """`rows` rows of content in buffers of as many; `stats`: channels of a part of its input's statistics."""
+    """`rows` rows of content in buffers of as many; `stats`: channels of a part of its input's statistics; `sets`: of
+    weights, None for as many as push each other out of L2."""
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
-    sets = range(_sets(n * k * dtype.itemsize, rows, device))
+    sets = sets or _sets(n * k * dtype.itemsize, rows, device)
     cols = n // 2 if "swiglu" in parts else n
     x = _pitched(_random(rows, k, dtype=dtype, device=device))
     out = _pitched(x.new_empty(rows, cols))
-    weights = [_pitched(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in sets]
-    folded = bool(parts & {"norm", "rms"})
-    bias = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
+    weights = [_pitched(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in range(sets)]
     count = torch.tensor([rows], dtype=torch.int32, device=device)
     common = _inputs(parts, spec, x, weights, n, stats)
-
-    def epilogue(config: Any, i: int) -> Epilogue:
-        norm = NormFold(common["stats"], common["colsum"][i], spec.norm_eps) if folded else None
-        return Epilogue(
-            bias,
-            norm,
-            activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
-            limit=spec.glu_limit if "swiglu" in parts else 0.0,
-            stats=RowStats.over(common["moments"], rows, n, config.block_n) if "stats" in parts else None,
-            **{name: common[name] for name in ("taps", "rope", "residual", "scratch")},
-        )
+    epilogue = functools.partial(_epilogue, parts, spec, common, rows, n)
 
     def run(config: Any, i: int) -> torch.Tensor:
         return ops_for(device).linear(x, weights[i], count, out, epilogue(config, i), config)
@@ -97,10 +92,27 @@ def linear_case(
         ref = linear_ref.linear(x, weights[0], count, wide, e, config)
         return compare(out, ref, _as_torch_rounds(x, weights[0], count, e, config, ref.to(dtype)))
 
-    plain_bias = bias.to(dtype)
-    peers = {"cuBLAS + bias": lambda i: F.linear(x, weights[i], plain_bias)}
+    peers = {"cuBLAS + bias": functools.partial(_product, x, weights, common["bias"].to(dtype))}
     cost = linear_cost(rows, n, k, extra_values=rows * n if parts & {"residual", "taps"} else 0)
-    return Case(run, check, len(sets), cost, peers, count.fill_)
+    return Case(run, check, sets, cost, peers, count.fill_)
+
+
+def _epilogue(
+    parts: set[str], spec: VisionSpec, common: dict[str, Any], rows: int, n: int, config: Any, i: int
+) -> Epilogue:
+    """Of the i-th set of weights, in what `_inputs` gave."""
+    return Epilogue(
+        common["bias"],
+        NormFold(common["stats"], common["colsum"][i], spec.norm_eps) if parts & {"norm", "rms"} else None,
+        activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
+        limit=spec.glu_limit if "swiglu" in parts else 0.0,
+        stats=RowStats.over(common["moments"], rows, n, config.block_n) if "stats" in parts else None,
+        **{name: common[name] for name in ("taps", "rope", "residual", "scratch")},
+    )
+
+
+def _product(x: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor, i: int) -> torch.Tensor:
+    return F.linear(x, weights[i], bias)
 
 
 def _sets(weight_bytes: int, rows: int, device: torch.device) -> int:
@@ -113,12 +125,14 @@ def _sets(weight_bytes: int, rows: int, device: torch.device) -> int:
 def _inputs(
     parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int, stats_width: int
 ) -> dict[str, Any]:
-    """What the epilogue reads beside the bias, and room for what it writes beside the output."""
+    """What the epilogue reads, and room for what it writes beside the output."""
     rows, device, dtype = x.shape[0], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
+    folded = bool(parts & {"norm", "rms"})
+    found["bias"] = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
     found["moments"] = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
-    if parts & {"norm", "rms"}:
+    if folded:
         producing = x.reshape(-1, spec.hidden_size)  # of a merger's rows, several each
         values = producing.shape[0] * -(-spec.hidden_size // stats_width) * 2
         storage = torch.empty(values, dtype=torch.float32, device=device)

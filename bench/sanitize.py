@@ -1,0 +1,116 @@
+"""`python -m fusedvit.bench.sanitize`: every kernel once at a tiny size, for compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck --error-exitcode 7 python -m fusedvit.bench.sanitize
+
+Each tensor is an allocation of its own, so that a step past its end is seen. First each operation alone, in every
+configuration that heuristics take at any budget (with `--candidates`, what the tuner may take too), at counts at and
+below its room. Then towers of few blocks through the API: metadata, norms, gathers, fingerprints.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fusedvit.bench.cases import Case, attention_case, linear_case, supported
+from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build_one, shallow
+from fusedvit.bench.family_towers import spec_of as family_spec
+from fusedvit.bench.towers import patch_width
+from fusedvit.config import FuseConfig
+from fusedvit.huggingface import fuse
+from fusedvit.kernels import forms
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.launch import compiling_only
+from fusedvit.plan import Task, heuristic, tasks
+from fusedvit.spec import VisionSpec
+
+TOWERS = ("Qwen3-VL-8B", "Qwen2.5-VL-7B", "GLM-4.1V-9B", "GLM-5.3-Flash")
+BUDGETS = (256, 1024, 4096, 16384)  # whose configurations are taken, patch tokens
+ROWS, LENGTHS = 130, (65, 130, 4)  # neither a multiple of a tile
+GRID = [[1, 4, 6], [1, 10, 4], [1, 2, 2]]
+BLOCKS = 8  # of a tower: the fewest with windows and deepstack at their places
+
+
+def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    """A call of each; yields what ran. Eager, so that every buffer is of exactly the content's size."""
+    for name, geometry in geometries.items():
+        tower = build_one(geometry, dtype, device)
+        pixels = torch.randn(sum(t * h * w for t, h, w in GRID), patch_width(tower), device=device).to(dtype)
+        handle = fuse(tower, FuseConfig(strict=True, graphs=False))
+        with torch.inference_mode():
+            tower(pixels, grid_thw=torch.tensor(GRID, device=device))
+        _wait(device)
+        handle.release()
+        yield f"{name}'s tower"
+
+
+def operations(
+    specs: Iterable[VisionSpec], dtype: torch.dtype, device: torch.device, every: bool = False
+) -> Iterator[str]:
+    """Each distinct operation and configuration of the towers, alone; yields what ran."""
+    target = Target.of(device)
+    found: dict[Any, tuple[VisionSpec, Task, Any]] = {}
+    for spec in specs:
+        for rows in BUDGETS:
+            for task in filter(supported, tasks(spec, rows, dtype)):
+                for config in _configs(task, dtype, target, every):
+                    like = (task.key.op, task.key.kind, task.key.n, task.key.k, config)
+                    found.setdefault(like, (spec, task, config))
+    if device.type == "cuda":
+        with compiling_only():
+            for spec, task, config in found.values():
+                _case(spec, task, dtype, device).run(config, 0)
+    for spec, task, config in found.values():
+        case, room = _case(spec, task, dtype, device), min(ROWS, task.key.rows)
+        for rows in (room, room - 5, 1, 0) if case.fill else (room,):
+            if case.fill:
+                case.fill(rows)
+            case.run(config, 0)
+            _wait(device)
+        yield f"{task.name} {task.key.kind} {task.key.n} x {task.key.k}: {config}"
+
+
+def _configs(task: Task, dtype: torch.dtype, target: Target, every: bool) -> list[Any]:
+    """The heuristics' choice; of `every`, also what the tuner may take in forms other than plain Triton."""
+    found = [heuristic(task, dtype, target)]
+    for form in forms.FORMS if every else ():
+        if form.op == task.key.op and form.name != "triton" and not forms.why_absent(form, target, dtype):
+            found += form.candidates(task.key, dtype, target, task.widest)
+    return list(dict.fromkeys(found))
+
+
+def _case(spec: VisionSpec, task: Task, dtype: torch.dtype, device: torch.device) -> Case:
+    key = task.key
+    if key.op == forms.ATTENTION:
+        return attention_case(key.n, key.k, LENGTHS, dtype, device, fa3=False)
+    return linear_case(task, spec, dtype, device, min(ROWS, key.rows), sets=1)
+
+
+def _wait(device: torch.device) -> None:
+    """So that an error is told beside the launch that made it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """A line for each thing that ran. Errors are the sanitizer's to report, and its exit code's."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(GEOMETRIES))
+    parser.add_argument("--candidates", action="store_true", help="every form that the tuner may take")
+    args = parser.parse_args(argv)
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    with torch.inference_mode():
+        specs = [family_spec(GEOMETRIES[name]) for name in args.tower]
+        for line in operations(specs, dtype, device, args.candidates):
+            print(line, flush=True)
+    for line in towers({name: shallow(GEOMETRIES[name], BLOCKS) for name in args.tower}, dtype, device):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
