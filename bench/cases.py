@@ -72,7 +72,7 @@ def linear_case(
     """`rows` rows of content in buffers of as many; `stats`: channels of a part of its input's statistics; `sets`: of
     weights, None for as many as push each other out of L2."""
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
-    sets = sets or _sets(n * k * dtype.itemsize, rows, device)
+    sets = sets or rotated_sets(n * k * dtype.itemsize, rows, device)
     cols = n // 2 if "swiglu" in parts else n
     x = _pitched(_random(rows, k, dtype=dtype, device=device))
     out = _pitched(x.new_empty(rows, cols))
@@ -115,7 +115,7 @@ def _product(x: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor, i
     return F.linear(x, weights[i], bias)
 
 
-def _sets(weight_bytes: int, rows: int, device: torch.device) -> int:
+def rotated_sets(weight_bytes: int, rows: int, device: torch.device) -> int:
     """How many sets of weights push each other out of L2."""
     if device.type != "cuda":
         return 2

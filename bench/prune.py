@@ -1,9 +1,12 @@
-"""Candidates compiled, checked and run once in processes of their own: a hang or a crash there stops nothing here."""
+"""Candidates compiled, checked and run once in processes of their own: a hang or a crash there stops nothing here.
+
+What is compiled there is found in Triton's cache by whoever times it.
+"""
 
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -11,15 +14,16 @@ from typing import Any
 import torch
 
 from fusedvit.bench.cases import Case, attention_case, linear_case
-from fusedvit.bench.tune import Candidate, Question
+from fusedvit.bench.questions import Candidate, Question
 from fusedvit.kernels import forms
-from fusedvit.kernels.aot import compile_launch, record
+from fusedvit.kernels.aot import Compiled, Launch, compile_in_place
 from fusedvit.kernels.configs import Target
 
 ROWS, LENGTHS = 300, (196, 104)  # neither a multiple of a tile
 PATIENCE_S = 60.0  # for one pair, a process's start included
 
 Pair = tuple[Question, Candidate]
+Prune = Callable[[Sequence[Pair]], Iterator[tuple[int, str]]]  # (index, problem or ""), as they are found
 
 
 def small_case(question: Question, dtype: torch.dtype, device: torch.device) -> Case:
@@ -27,39 +31,38 @@ def small_case(question: Question, dtype: torch.dtype, device: torch.device) -> 
     key = question.task.key
     if key.op == forms.LINEAR:
         rows = max(1, min(ROWS, key.rows - 1))  # a split product has room for its budget alone
-        return linear_case(question.task, question.spec, dtype, device, rows)
+        return linear_case(question.task, question.spec, dtype, device, rows, sets=1)
     return attention_case(key.n, key.k, LENGTHS, dtype, device, fa3=False)
 
 
-def problem_of(pair: Pair, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the candidate may not be used, or "". Without a GPU: by its answer alone."""
+def problem_of(
+    pair: Pair, dtype: torch.dtype, device: torch.device, known: dict[Launch, Compiled] | None = None
+) -> str:
+    """Why the candidate may not be used, or "". Without a GPU: by its answer alone. `known`: see `compile_in_place`."""
     question, candidate = pair
     case = small_case(question, dtype, device)
     if device.type == "cuda":
-        capability = Target.of(device).capability
-        for launch in record(lambda: case.run(candidate.config, 0)):
-            problems = compile_launch(launch, capability).problems
-            if problems:
-                return "; ".join(problems)
+        capability, known = Target.of(device).capability, {} if known is None else known
+        for compiled in compile_in_place(lambda: case.run(candidate.config, 0), capability, known):
+            if compiled.problems:
+                return "; ".join(compiled.problems)
     return case.check(candidate.config).reason
 
 
-def here(dtype: torch.dtype, device: torch.device) -> Callable[[list[Pair], Callable[[str], None]], Any]:
+def here(dtype: torch.dtype, device: torch.device) -> Prune:
     """Prunes in this process, one after another."""
 
-    def prune(pairs: list[Pair], step: Callable[[str], None]) -> Iterator[tuple[int, str]]:
+    def prune(pairs: Sequence[Pair]) -> Iterator[tuple[int, str]]:
         for i, pair in enumerate(pairs):
             yield i, problem_of(pair, dtype, device)
 
     return prune
 
 
-def in_processes(
-    jobs: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[list[Pair], Callable[[str], None]], Any]:
+def in_processes(jobs: int, dtype: torch.dtype, device: torch.device) -> Prune:
     """Prunes in `jobs` processes at a time; one that dies or does not end takes only its own pair along."""
 
-    def prune(pairs: list[Pair], step: Callable[[str], None]) -> Iterator[tuple[int, str]]:
+    def prune(pairs: Sequence[Pair]) -> Iterator[tuple[int, str]]:
         todo = list(range(len(pairs)))
         workers = [_Worker.start(dtype, device) for _ in range(min(jobs, len(pairs)))]
         try:
@@ -128,11 +131,12 @@ class _Worker:
 
 
 def _work(pipe: Any, dtype: torch.dtype, device: torch.device) -> None:
+    known: dict[Launch, Compiled] = {}
     with torch.inference_mode(), contextlib.suppress(EOFError):
         while True:
             pair = pipe.recv()
             try:
-                said = problem_of(pair, dtype, device)
+                said = problem_of(pair, dtype, device, known)
             except Exception as error:  # whatever a compiler dies of is this candidate's problem
                 said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             pipe.send(said)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-LEAST_ROUNDS, MOST_ROUNDS = 5, 60
+WARM_UPS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 60
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Spread:
 def in_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of every round by contender, the GPU waited for: 5 to 60 rounds in about `seconds`."""
     for contender in contenders:
-        for _ in range(2):
+        for _ in range(WARM_UPS):
             contender.run()
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     end = time.perf_counter() + seconds

@@ -1,19 +1,22 @@
-"""The autotuner: candidates of every form, pruned ahead of time, verified against the twin, timed in CUDA graphs.
+"""The autotuner: candidates of every form, compiled and checked side by side, timed in CUDA graphs, winners verified.
 
-    tasks      : every operation of the chosen towers at every row budget, each question once
-    candidates : what heuristics would take now, then what every form that the device has proposes
+    asked      : questions (questions.py), what matters most first (shortlist.py)
+    candidates : what heuristics would take now, then what every form that the device has proposes, or the likely best
     pruned     : spills, serialised products (C75xx), shared memory, wrong or endless runs: in processes, in parallel
-    timed      : weights rotated, several contents of a budget; the least mean of time over the heuristic's wins
+    timed      : in turns, weights rotated, several contents of a budget, by the mean of time over the heuristic's
     verified   : the winner once more at its own size
 
-Every result is appended to a log beside the table, so that a run that was cut goes on where it ended.
+An entry is made only where another configuration than the heuristic's is more than `MARGIN` faster, or the heuristic's
+may not be used: elsewhere the heuristic keeps its say, also when it changes. Every result is appended to a log beside
+the table, so that a run that was cut goes on where it ended, and the table is written as it goes.
 """
 
+import contextlib
 import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,42 +25,19 @@ import torch
 import triton
 
 from fusedvit import __version__
-from fusedvit.bench.cases import Case, attention_case, linear_case, supported
+from fusedvit.bench.cases import Case
+from fusedvit.bench.prune import Prune
+from fusedvit.bench.questions import CONTENTS, Candidate, Question, candidates, cases_of, compilation
+from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FORMS, Key
-from fusedvit.plan import Task, heuristic, tasks
-from fusedvit.spec import VisionSpec
 
-CONTENTS = (1.0, 0.88)  # shares of a budget: there are four to an octave, so that it is at least 0.8 full
-FRAMES = (196, 784)  # lengths of a video's frames of 224 and 448 px
-PRUNING = 0.7  # of the time, at most
-WINDOW = 64  # patches of a window
-BUDGETS = (*(n << i for i in range(5, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens, from 128
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be decided: a task of a tower."""
-
-    task: Task
-    spec: VisionSpec
-
-    def describe(self) -> str:
-        key = self.task.key
-        return f"{self.task.name} {key.kind} {key.n} x {key.k}, {key.rows} rows, {key.dtype}"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration by name and plain values, so that it travels between processes."""
-
-    form: str
-    config: Any
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"form": self.form, "config": asdict(self.config)}
+PRUNING = 0.6  # of the time, at most
+MARGIN = 0.02  # that another configuration must be faster by
+KEEP_S = 10.0  # between two writings of the table
+Entry = dict[str, Any]
 
 
 @dataclass
@@ -80,136 +60,165 @@ class Log:
         lines = [self.stamp, *self.found.values()]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
-    def add(self, of: str, **values: Any) -> dict[str, Any]:
+    def add(self, of: str, **values: Any) -> None:
         record = self.found[of] = {"of": of, **values}
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-        return record
+
+    def decided(self, question: Question) -> bool:
+        """Whether nothing is left to be tried."""
+        return not self.found.get(question.describe(), {"unchecked": 1})["unchecked"]
 
 
-def questions(specs: Iterable[VisionSpec], budgets: Sequence[int], dtype: torch.dtype) -> list[Question]:
-    """Every operation once; what cannot be set up alone is left to the heuristics."""
-    found: dict[Key, Question] = {}
-    for spec in specs:
-        for rows in budgets:
-            for task in tasks(spec, rows, dtype):
-                if supported(task):
-                    found.setdefault(task.key, Question(task, spec))
-    return list(found.values())
-
-
-def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[Candidate]:
-    """The heuristic's choice first, then every form's proposals, each once."""
-    task = question.task
-    configs = [heuristic(task, dtype, target)]
-    for form in FORMS:
-        if form.op == task.key.op and not forms.why_absent(form, target, dtype):
-            proposed = form.candidates(task.key, dtype, target, task.widest)
-            configs += [c for c in proposed if not form.wrong(c, target, dtype)]
-    return [Candidate(forms.form_of(config).name, config) for config in dict.fromkeys(configs)]
-
-
-def cases_of(question: Question, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """The contents that a budget is judged by: one linear case that is filled, or attention over several layouts."""
-    key = question.task.key
-    if key.op == forms.LINEAR:
-        return [linear_case(question.task, question.spec, dtype, device, key.rows)]
-    if key.kind == "window":
-        return [attention_case(key.n, key.k, (WINDOW,) * (key.rows // WINDOW), dtype, device, fa3=False)]
-    layouts = [(key.rows,)] + [(n,) * (key.rows // n) for n in FRAMES if n <= key.rows]
-    return [attention_case(key.n, key.k, lengths, dtype, device, fa3=False) for lengths in layouts]
-
-
-def time_candidate(cases: Sequence[Case], rows: int, config: Any, device: torch.device) -> list[float]:
-    """Microseconds of each content."""
-    found = []
+def time_candidates(
+    cases: Sequence[Case], rows: int, configs: Sequence[Any], device: torch.device
+) -> list[list[float] | str]:
+    """Microseconds of each content for each configuration, all in turns; why, for one that failed."""
+    found: list[list[float] | str] = [[] for _ in configs]
     for case in cases:
-        replay = captured(functools.partial(case.run, config), case.sets, device)
+        contenders = []
+        for i, config in enumerate(configs):
+            try:
+                replay = captured(functools.partial(case.run, config), case.sets, device)
+            except forms.FormFailed as error:
+                found[i] = str(error)
+                continue
+            contenders.append(Contender(str(i), replay, "gpu"))
         for share in CONTENTS if case.fill is not None else (1.0,):
             if case.fill is not None:
                 case.fill(max(1, int(share * rows)))
-            times = in_turns([Contender("", replay, "gpu")], device, seconds=0)[""]
-            found.append(1e3 * statistics.median(times) / case.sets)
+            for name, times in in_turns(contenders, device, seconds=0).items():
+                us = found[int(name)]
+                if isinstance(us, list):
+                    us.append(1e3 * statistics.median(times) / case.sets)
         if case.fill is not None:
             case.fill(rows)
     return found
 
 
-Prune = Callable[[list[tuple[Question, Candidate]], Callable[[str], None]], Iterator[tuple[int, str]]]
-
-
 @dataclass
 class Tuner:
-    """One run over `questions`; `prune` yields (index, problem or "") for every distinct compilation."""
+    """One run over questions.
+
+    Attributes:
+        prune: yields (index, problem or "") for every distinct compilation.
+        step: is told what is done, how much of it, of how much.
+        keep: is given entries and the keys that were decided, every `KEEP_S` and at the end, however it ends.
+        deadline: on `time.monotonic`'s clock.
+        thorough: all candidates, not the likely best alone.
+    """
 
     device: torch.device
     dtype: torch.dtype
     log: Log
     prune: Prune
-    step: Callable[[str], None] = lambda text: None
+    step: Callable[[str, int, int], None] = lambda text, done, total: None
+    keep: Callable[[list[Entry], list[Key]], None] = lambda entries, decided: None
     deadline: float = float("inf")
+    thorough: bool = False
 
-    def run(self, asked: Sequence[Question]) -> list[dict[str, Any]]:
+    def run(self, asked: Sequence[Question]) -> list[Entry]:
         """The table's entries: of the questions that there was time for."""
         self.log.open()
+        proposals = {q.describe(): self.proposed(q) for q in asked}
+        try:
+            self._prune(asked, proposals)
+            self._decide_all(asked, proposals)
+        finally:
+            self._keep(asked)
+        return self.entries(asked)
+
+    def proposed(self, question: Question) -> list[Candidate]:
+        """What is tried, the heuristic's choice first."""
         target = Target.of(self.device)
-        proposals = {q.describe(): candidates(q, self.dtype, target) for q in asked}
-        self._prune(asked, proposals)
-        entries = []
-        for at, question in enumerate(asked):
-            if time.monotonic() > self.deadline:
-                self.step(f"time is up after {at} of {len(asked)} questions")
-                break
-            self.step(f"{at + 1} of {len(asked)}: {question.describe()}")
-            record = self.log.found.get(question.describe()) or self._decide(question, proposals[question.describe()])
-            if record.get("entry"):
-                entries.append(record["entry"])
-        return entries
+        every = candidates(question, self.dtype, target)
+        return every if self.thorough else shortlist(question, every, self.dtype, target)
+
+    def entries(self, asked: Sequence[Question]) -> list[Entry]:
+        """Of what is decided, where it is not the heuristic's choice."""
+        records = [self.log.found.get(q.describe(), {}) for q in asked]
+        return [record["entry"] for record in records if record.get("entry")]
+
+    def _keep(self, asked: Sequence[Question]) -> None:
+        self.keep(self.entries(asked), [q.task.key for q in asked if q.describe() in self.log.found])
 
     def _prune(self, asked: Sequence[Question], proposals: dict[str, list[Candidate]]) -> None:
-        """Compilation depends on an operation and a configuration, not on rows: each pair once, what is proposed
-        first first. Where time is short a part of it is kept for timing what was checked by then."""
-        ranked = [(i, q, c) for q in asked for i, c in enumerate(proposals[q.describe()])]
+        """Compilation depends on an operation and a configuration, not on rows: each pair once, in the order of the
+        questions. Where time is short a part of it is kept for timing what was checked by then."""
         todo: dict[str, tuple[Question, Candidate]] = {}
-        for _, question, candidate in sorted(ranked, key=lambda item: item[0]):
-            todo.setdefault(_compilation(question, candidate), (question, candidate))
+        for question in asked:
+            for candidate in () if self.log.decided(question) else proposals[question.describe()]:
+                todo.setdefault(compilation(question, candidate), (question, candidate))
         left = [(name, pair) for name, pair in todo.items() if name not in self.log.found]
         begun = time.monotonic()
         last = begun + PRUNING * (self.deadline - begun)
-        for done, (index, problem) in enumerate(self.prune([pair for _, pair in left], self.step)):
-            self.log.add(left[index][0], problem=problem)
-            self.step(f"compiled and checked {done + 1} of {len(left)}")
-            if time.monotonic() > last:
-                break
+        with contextlib.closing(self.prune([pair for _, pair in left])) as pruned:
+            for done, (index, problem) in enumerate(pruned):
+                self.log.add(left[index][0], problem=problem)
+                self.step("compiled and checked", done + 1, len(left))
+                if time.monotonic() > last:
+                    break
 
-    def _decide(self, question: Question, proposed: list[Candidate]) -> dict[str, Any]:
-        key = question.task.key
-        good = [c for c in proposed if self.log.found.get(_compilation(question, c), {"problem": "?"})["problem"] == ""]
+    def _decide_all(self, asked: Sequence[Question], proposals: dict[str, list[Candidate]]) -> None:
+        kept = time.monotonic()
+        for at, question in enumerate(asked):
+            now = time.monotonic()
+            if now > self.deadline:
+                self.step("time is up", at, len(asked))
+                return
+            if now - kept > KEEP_S:
+                self._keep(asked)
+                kept = now
+            self.step(question.describe(), at, len(asked))
+            if not self.log.decided(question):
+                self._decide(question, proposals[question.describe()])
+        self.step("every question", len(asked), len(asked))
+
+    def _decide(self, question: Question, proposed: list[Candidate]) -> None:
+        problems = [self.log.found.get(compilation(question, c), {}).get("problem") for c in proposed]
+        good = [c for c, problem in zip(proposed, problems, strict=True) if problem == ""]
+        if not good:
+            return
         cases = cases_of(question, self.dtype, self.device)
-        measured = []
-        for candidate in good:
-            try:
-                measured.append((candidate, time_candidate(cases, key.rows, candidate.config, self.device)))
-            except forms.FormFailed as error:
-                self.log.add(_compilation(question, candidate), problem=str(error))
-        best_first = sorted(measured, key=lambda pair: _against(pair[1], measured[0][1]))
-        for candidate, us in best_first:
+        measured: list[tuple[Candidate, list[float]]] = []
+        found = time_candidates(cases, question.task.key.rows, [c.config for c in good], self.device)
+        for candidate, us in zip(good, found, strict=True):
+            if isinstance(us, str):
+                self.log.add(compilation(question, candidate), problem=us)
+            else:
+                measured.append((candidate, us))
+        won = self._winner(measured, proposed[0], cases)
+        tried = {"tried": len(measured), "unchecked": problems.count(None)}
+        self.log.add(question.describe(), entry=_entry(question, won, measured, proposed[0]), **tried)
+
+    def _winner(
+        self, measured: list[tuple[Candidate, list[float]]], own: Candidate, cases: Sequence[Case]
+    ) -> tuple[Candidate, list[float]] | None:
+        """The fastest that is right; the heuristic's `own` unless another is faster by `MARGIN`."""
+
+        def rank(pair: tuple[Candidate, list[float]]) -> float:
+            against = statistics.mean(a / b for a, b in zip(pair[1], measured[0][1], strict=True))
+            return against * (1 - MARGIN) if pair[0] == own else against
+
+        for candidate, us in sorted(measured, key=rank):
             if all(case.check(candidate.config).passed for case in cases):
-                first = {"heuristic_us": round(measured[0][1][0], 2)} if measured[0][0] == proposed[0] else {}
-                entry = {**asdict(key), **candidate.as_dict(), "us": round(us[0], 2), **first}
-                return self.log.add(question.describe(), entry=entry, tried=len(measured))
-        return self.log.add(question.describe(), entry=None, tried=len(measured))
+                return candidate, us
+        return None
 
 
-def _against(us: list[float], first: list[float]) -> float:
-    """Mean over the contents of time over the first candidate's."""
-    return statistics.mean(a / b for a, b in zip(us, first, strict=True))
-
-
-def _compilation(question: Question, candidate: Candidate) -> str:
-    key = question.task.key
-    return f"{key.op} {key.kind} {key.n} x {key.k} {key.dtype} {candidate.form} {candidate.config}"
+def _entry(
+    question: Question,
+    won: tuple[Candidate, list[float]] | None,
+    measured: list[tuple[Candidate, list[float]]],
+    own: Candidate,
+) -> Entry | None:
+    """The table's entry; None where the heuristic says the same, or nothing is right."""
+    if won is None or won[0] == own:
+        return None
+    entry = {**asdict(question.task.key), **won[0].as_dict(), "us": round(won[1][0], 2)}
+    beaten = dict(measured).get(own)
+    return entry if beaten is None else entry | {"heuristic_us": round(beaten[0], 2)}
 
 
 def passport(gpu: str) -> dict[str, Any]:
@@ -219,19 +228,23 @@ def passport(gpu: str) -> dict[str, Any]:
     return {"gpu": gpu, "triton": tables.TRITON, "sources": sources, **versions}
 
 
-def write(path: Path, gpu: str, entries: list[dict[str, Any]]) -> None:
-    """The table, an entry a line; entries of an older table of the same sources stay where nothing new was found."""
+def write(path: Path, gpu: str, entries: list[Entry], decided: Iterable[Key] = ()) -> None:
+    """The table, an entry a line; entries of an older table of the same sources stay where nothing was decided anew."""
     made = passport(gpu)
-    kept: dict[str, dict[str, Any]] = {}
+    kept: dict[str, Entry] = {}
     if path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
         if old["passport"]["sources"] == made["sources"] and old["passport"]["triton"] == made["triton"]:
             kept = {_identity(entry): entry for entry in old["entries"]}
+    for key in decided:
+        kept.pop(_identity(asdict(key)), None)
     kept |= {_identity(entry): entry for entry in entries}
     lines = ",\n".join("  " + json.dumps(entry) for entry in kept.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     text = f'{{\n "passport": {json.dumps(made)},\n "entries": [\n{lines}\n ]\n}}\n'
-    path.write_text(text, encoding="utf-8")
+    whole = path.with_name(path.name + ".new")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(path)  # a run that is cut here leaves the one before
     tables.forget()
 
 

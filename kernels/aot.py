@@ -2,12 +2,13 @@
 
 `record` runs host code with every kernel launch noted instead of made (tensors may be on the meta device);
 `compile_launch` compiles one such launch for a compute capability and reports what the compilers said.
+With a GPU, `compile_in_place` does both in the way that a launch would: the launch itself then compiles nothing.
 """
 
 import contextlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -108,6 +109,30 @@ def _type_of(value: Any) -> str:
     return {int: "i32", float: "fp32"}[type(value)]
 
 
+def compile_in_place(run: Callable[[], object], capability: int, known: dict[Launch, Compiled]) -> list[Compiled]:
+    """Compiles what `run()` would launch on the current GPU, whose capability is given, and checks it.
+
+    Triton keeps the kernels in this process and in its cache on disk, where later launches find them.
+
+    Args:
+        known: what this process has compiled so, by launch; added to.
+    """
+    launches: dict[Launch, None] = {}
+    launched = JITFunction.run
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = _launch_of(self, args, kwargs)
+        launches[launch] = None
+        if launch not in known:
+            with _ptxas_heard() as said:
+                built = launched(self, *args, grid=grid, warmup=True, **kwargs)
+            known[launch] = _checked(launch, capability, built, said.getvalue())
+
+    with mock.patch.object(JITFunction, "run", note):
+        run()
+    return [known[launch] for launch in launches]
+
+
 def compile_launch(launch: Launch, capability: int) -> Compiled:
     """Compiles one launch for `capability` (80, 90, 100 …) and checks it.
 
@@ -123,8 +148,16 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
         {(names.index(k),): v for k, v in launch.constants},
         {(names.index(k),): [["tt.divisibility", 16]] for k in launch.aligned},
     )
-    built, said = _build(source, capability, dict(launch.options))
-    ptx = built.asm["ptx"]
+    with _ptxas_heard() as said:
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    return _checked(launch, capability, built, said.getvalue())
+
+
+def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) -> Compiled:
+    """`built` judged by its code and by what ptxas said."""
+    if "Used" not in said:
+        raise RuntimeError(f"ptxas said nothing of its registers: {said[:500]!r}")
+    gluon, ptx = launch.kernel.is_gluon(), built.asm["ptx"]
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=0)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
     shared = int(built.metadata.shared)
@@ -140,16 +173,15 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
 
 
-def _build(source: ASTSource, capability: int, options: dict[str, int]) -> tuple[CompiledKernel, str]:
-    """(compiled kernel, what ptxas -v said): Triton's own call of ptxas, whose flags differ between its versions."""
+@contextlib.contextmanager
+def _ptxas_heard() -> Iterator[io.StringIO]:
+    """Inside, everything is compiled anew by Triton's own call of ptxas, whose flags differ between its versions; what
+    `ptxas -v` says is collected. A kernel from the cache comes without it."""
     said = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
-        triton.knobs.compilation.always_compile = True  # a cached kernel comes without ptxas's words
+        triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if "Used" not in said.getvalue():
-        raise RuntimeError(f"ptxas said nothing of its registers: {said.getvalue()[:500]!r}")
-    return built, said.getvalue()
+        yield said
 
 
 def _problems(capability: int, said: str, spills: int, shared: int) -> list[str]:

@@ -1,5 +1,6 @@
 """`fusedvit tune`."""
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,54 +11,77 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fusedvit.bench import kernel_bench, prune, tune
+from fusedvit.bench import kernel_bench, prune, questions, shortlist, tune
 from fusedvit.cli import documents
-from fusedvit.cli.progress import with_progress
+from fusedvit.cli.progress import CountedStep, with_bar
 from fusedvit.kernels import tables
-from fusedvit.kernels.configs import Target
 
 CPU_NAME = "CPU"
+FLAGSHIPS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
+
+
+Towers = Annotated[
+    list[str] | None,
+    typer.Option("--tower", metavar="NAME", help="Of Qwen3-VL-8B and -2B, the default, other families', or 'all'."),
+]
+Budgets = Annotated[
+    list[int] | None,
+    typer.Option("--budget", metavar="PATCHES", min=4, help="Row budgets; else four to an octave from 256 to 65536."),
+]
+Operations = Annotated[
+    list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")
+]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Processes that compile and check candidates; else one per core.")
+]
+Thorough = Annotated[
+    bool, typer.Option("--thorough", help="Every candidate, not only those that the cost model thinks best.")
+]
 
 
 def command(
-    tower: Annotated[
-        list[str] | None,
-        typer.Option("--tower", metavar="NAME", help="Of Qwen3-VL-8B and -2B, the default, other families', or 'all'."),
-    ] = None,
-    budget: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--budget", metavar="PATCHES", min=4, help="Row budgets; else four to an octave from 128 to 65536."
-        ),
-    ] = None,
-    operation: Annotated[
-        list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")
-    ] = None,
+    tower: Towers = None,
+    budget: Budgets = None,
+    operation: Operations = None,
     budget_minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; run again to go on.")] = 60.0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile and check candidates.")] = 8,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried.")] = False,
+    jobs: Jobs = None,
+    thorough: Thorough = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried, and for how long.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="The table; else your own in the cache.")] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write what was found as well.")] = None,
 ) -> None:
     """Find the fastest form and tile of every operation on this GPU; the table is used from the next process on."""
-    names = _names(tower or ["Qwen3-VL-8B", "Qwen3-VL-2B"])
+    deadline = time.monotonic() + 60 * budget_minutes
+    names, jobs = _names(tower or list(FLAGSHIPS)), jobs or os.cpu_count() or 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not dry_run and set(names) - {"tiny"}:
-        raise typer.BadParameter(
-            "needs an NVIDIA GPU; without one only --dry-run and the tiny tower", param_hint="tune"
-        )
+        said = "needs an NVIDIA GPU; without one only --dry-run and the tiny tower"
+        raise typer.BadParameter(said, param_hint="tune")
     dtype = torch.bfloat16 if device.type == "cuda" or dry_run else torch.float32
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
-    asked = tune.questions([kernel_bench.spec_of(name) for name in names], budget or tune.BUDGETS, dtype)
-    asked, console = [q for q in asked if not operation or q.task.name in operation], Console()
-    if dry_run:
-        _show_plan(asked, dtype, Target.of(device), console)
-        return
+    asked, console = _asked(names, budget, operation, dtype), Console()
     path = out or tables.user_folder() / tables.file_name(gpu)
-    log = _decide(asked, path, device, dtype, gpu, jobs, 60 * budget_minutes, console)
+    log = tune.Log(path.with_suffix(".log.jsonl"), tune.passport(gpu) | {"thorough": thorough})
+    pruned = prune.in_processes(jobs, dtype, device) if device.type == "cuda" else prune.here(dtype, device)
+    tuner = tune.Tuner(device, dtype, log, pruned, deadline=deadline, thorough=thorough)
+    console.print(shortlist.estimate(asked, tuner.proposed, dtype, jobs).describe(), highlight=False, soft_wrap=True)
+    if dry_run:
+        _show_plan(asked, tuner, console)
+        return
+    tuner.keep = lambda entries, decided: tune.write(path, gpu, entries, decided)
+    _run(tuner, asked, path, console)
     if json:
-        entries = [record["entry"] for record in log.found.values() if record.get("entry")]
-        documents.write({"passport": tune.passport(gpu), "entries": entries, "log": log.found}, json)
+        found = {"entries": tuner.entries(asked), "log": log.found}
+        documents.write({"passport": tune.passport(gpu), **found}, json)
+
+
+def _asked(
+    names: tuple[str, ...], budgets: list[int] | None, operations: list[str] | None, dtype: torch.dtype
+) -> list[questions.Question]:
+    """What is to be decided, in the order that it is."""
+    flagships = [kernel_bench.spec_of(name) for name in FLAGSHIPS]
+    every = questions.questions([kernel_bench.spec_of(name) for name in names], budgets or questions.BUDGETS, dtype)
+    return shortlist.in_order([q for q in every if not operations or q.task.name in operations], flagships)
 
 
 def _names(asked: list[str]) -> tuple[str, ...]:
@@ -70,35 +94,27 @@ def _names(asked: list[str]) -> tuple[str, ...]:
     return tuple(asked)
 
 
-def _decide(
-    asked: list[tune.Question],
-    path: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    gpu: str,
-    jobs: int,
-    seconds: float,
-    console: Console,
-) -> tune.Log:
-    """Runs the tuner, writes and shows its table; returns its log."""
-    log = tune.Log(path.with_suffix(".log.jsonl"), tune.passport(gpu))
-    pruned = prune.in_processes(jobs, dtype, device) if device.type == "cuda" else prune.here(dtype, device)
-    deadline = time.monotonic() + seconds
+def _run(tuner: tune.Tuner, asked: list[questions.Question], path: Path, console: Console) -> None:
+    """Runs the tuner, which writes its table, and shows that."""
+
+    def work(step: CountedStep) -> list[tune.Entry]:
+        tuner.step = step
+        return tuner.run(asked)
+
     with torch.inference_mode():
-        entries = with_progress(lambda step: tune.Tuner(device, dtype, log, pruned, step, deadline).run(asked))
-    tune.write(path, gpu, entries)
+        entries = with_bar(work)
     _show_found(entries, console)
-    console.print(f"{len(entries)} of {len(asked)} decided: {escape(str(path))}")
-    return log
+    decided = sum(tuner.log.decided(question) for question in asked)
+    console.print(f"{decided} of {len(asked)} decided, {len(entries)} unlike the heuristics: {escape(str(path))}")
 
 
-def _show_plan(asked: list[tune.Question], dtype: torch.dtype, target: Target, console: Console) -> None:
+def _show_plan(asked: list[questions.Question], tuner: tune.Tuner, console: Console) -> None:
     table = Table(title="what would be tried", title_justify="left")
     for head in ("operation", "candidates"):
         table.add_column(head)
     for question in asked:
         by_form: dict[str, int] = {}
-        for candidate in tune.candidates(question, dtype, target):
+        for candidate in tuner.proposed(question):
             by_form[candidate.form] = by_form.get(candidate.form, 0) + 1
         table.add_row(question.describe(), ", ".join(f"{n} {form}" for form, n in by_form.items()))
     console.print(table)

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from fusedvit.aot import QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
-from fusedvit.bench import cases, kernel_bench, prune, tune  # noqa: E402
+from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
+from fusedvit.bench import cases, kernel_bench, prune, questions, shortlist, tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.kernels import tables  # noqa: E402
+from fusedvit.kernels import forms, tables  # noqa: E402
 from fusedvit.kernels.configs import LinearConfig, Target  # noqa: E402
+from fusedvit.kernels.hopper.linear_configs import hopper_linear_candidates, hopper_linear_config  # noqa: E402
 from fusedvit.plan import choose  # noqa: E402
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -29,17 +29,20 @@ RUNNER = CliRunner(env={"COLUMNS": "200"})
 
 
 @pytest.fixture
-def asked() -> list[tune.Question]:
+def asked() -> list[questions.Question]:
     """The tiny tower's questions at one budget, one kind of linear layer and attention."""
-    every = tune.questions([kernel_bench.spec_of("tiny")], (64,), FP32)
+    every = questions.questions([kernel_bench.spec_of("tiny")], (64,), FP32)
     return [q for q in every if q.task.name in ("proj", "fc2", "attention")]
 
 
 def times(monkeypatch: pytest.MonkeyPatch, us: Callable[[Any], float]) -> None:
-    monkeypatch.setattr(tune, "time_candidate", lambda cases, rows, config, device: [us(config)] * len(cases))
+    def timed(cases: Any, rows: int, configs: Any, device: Any) -> list[list[float]]:
+        return [[us(config)] * len(cases) for config in configs]
+
+    monkeypatch.setattr(tune, "time_candidates", timed)
 
 
-def no_prune(pairs: Any, step: Any) -> Iterator[tuple[int, str]]:
+def no_prune(pairs: Any) -> Iterator[tuple[int, str]]:
     yield from ((i, "") for i in range(len(pairs)))
 
 
@@ -48,21 +51,21 @@ def tuner(log: tune.Log, pruned: Any = no_prune, **options: Any) -> tune.Tuner:
 
 
 def test_every_question_is_asked_once() -> None:
-    one, two = (tune.questions([QWEN3_VL_8B] * n, (256, 1024), BF16) for n in (1, 2))
+    one, two = (questions.questions([QWEN3_VL_8B] * n, (256, 1024), BF16) for n in (1, 2))
     assert one == two and len(one) == 2 * 8
-    both = tune.questions([QWEN3_VL_8B, QWEN3_VL_4B], (1024,), BF16)
+    both = questions.questions([QWEN3_VL_8B, QWEN3_VL_4B], (1024,), BF16)
     assert len({q.task.key for q in both}) == len(both) == 16
 
 
 def test_the_heuristic_is_the_first_candidate() -> None:
-    for question in tune.questions([QWEN3_VL_8B], (256, 4096), BF16):
-        found = tune.candidates(question, BF16, H200)
+    for question in questions.questions([QWEN3_VL_8B], (256, 4096), BF16):
+        found = questions.candidates(question, BF16, H200)
         first = choose(question.task, BF16, H200, tables.Table())
         assert found[0].config == first and len(set(found)) == len(found) > 1
 
 
 def test_the_fastest_is_taken_and_read_back(
-    asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tune, "candidates", three_tiles)
     times(monkeypatch, lambda config: 1000.0 / config.block_m)
@@ -75,60 +78,157 @@ def test_the_fastest_is_taken_and_read_back(
     assert set(table.entries) == {q.task.key for q in asked if q.task.key.op == "linear"} and not table.stale
 
 
-def three_tiles(question: Any, dtype: torch.dtype, target: Target) -> list[tune.Candidate]:
-    return [tune.Candidate("triton", LinearConfig(m, 32, 32, 4, 2)) for m in (32, 64, 16)]
+def three_tiles(question: Any, dtype: torch.dtype, target: Target) -> list[questions.Candidate]:
+    return [questions.Candidate("triton", LinearConfig(m, 32, 32, 4, 2)) for m in (32, 64, 16)]
 
 
 def test_a_pruned_or_wrong_candidate_is_never_taken(
-    asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (question,) = [q for q in asked if q.task.name == "proj"]
     monkeypatch.setattr(tune, "candidates", three_tiles)
     times(monkeypatch, lambda config: 1000.0 / config.block_m)
 
-    def spills(pairs: list[Any], step: Any) -> Iterator[tuple[int, str]]:
-        for i, (_, candidate) in enumerate(pairs):
-            yield i, "8 bytes of spill stores" if candidate.config.block_m == 64 else ""
+    def spills(which: int) -> Any:
+        def prune(pairs: list[Any]) -> Iterator[tuple[int, str]]:
+            for i, (_, candidate) in enumerate(pairs):
+                yield i, "8 bytes of spill stores" if candidate.config.block_m == which else ""
 
-    (entry,) = tuner(tune.Log(None, {}), spills).run([question])
-    assert entry["config"]["block_m"] == 32
+        return prune
+
+    assert tuner(tune.Log(None, {}), spills(64)).run([question]) == [], "the heuristic's choice is the next"
+    (entry,) = tuner(tune.Log(None, {}), spills(32)).run([question])
+    assert entry["config"]["block_m"] == 64 and "heuristic_us" not in entry
     real = cases.compare
     monkeypatch.setattr(cases, "compare", lambda ours, ref, pt: real(ours * 1.01, ref, pt))
     assert tuner(tune.Log(None, {})).run([question]) == []
 
 
+class Clock:
+    """Stands for `time`: a second passes with every question or compilation that is told of."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def step(self, text: str, done: int, total: int) -> None:
+        self.now += 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(tune, "time", found)
+    return found
+
+
 def test_a_run_that_was_cut_goes_on(
-    asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
 ) -> None:
-    clock = iter([0.0, *[0.3] * 6, 0.4, 1.0])
-    monkeypatch.setattr(tune, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(tune, "candidates", three_tiles)
+    monkeypatch.setattr(tune, "PRUNING", 1.0)
     linears = [q for q in asked if q.task.key.op == "linear"]
     measured: list[Any] = []
-    times(monkeypatch, lambda config: measured.append(config) or float(config.block_m))
+    times(monkeypatch, lambda config: measured.append(config) or 1000.0 / config.block_m)
     path, stamp = tmp_path / "log.jsonl", {"gpu": "CPU"}
-    first = tuner(tune.Log(path, stamp), deadline=0.5).run(linears)
-    assert len(first) == 1 and len(measured) == 3
+    first = tuner(tune.Log(path, stamp), step=clock.step, deadline=6.5).run(linears)
+    assert len(first) == 1 and len(measured) == 3, "six compilations, and one question before time is up"
     with path.open("a", encoding="utf-8") as file:
         file.write('{"of": "cut in the mid')
-    clock = iter([0.0] * 20)
     again = tuner(tune.Log(path, stamp)).run(linears)
     assert again[0] == first[0] and len(again) == 2 and len(measured) == 6
-    clock = iter([0.0] * 20)
-    anew = tune.Log(path, {"gpu": "another"})
-    tuner(anew).run(linears)
+    tuner(tune.Log(path, {"gpu": "another"})).run(linears)
     assert len(measured) == 12, "another GPU's log is not gone on with"
 
 
-def test_short_of_time_what_was_checked_is_timed(asked: list[tune.Question], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three candidates of two questions: the first of each come first; time is up after these and one more."""
-    clock = iter([0.0, 1.0, 2.0, 8.0, *[8.5] * 2])
-    monkeypatch.setattr(tune, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+def test_short_of_time_what_was_checked_is_timed(
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Time for two candidates of the first question; with more time the third is tried, and the other question."""
     monkeypatch.setattr(tune, "candidates", three_tiles)
-    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+    times(monkeypatch, lambda config: float(config.block_m))
+    linears, log = [q for q in asked if q.task.key.op == "linear"], tune.Log(None, {})
+    entries = tuner(log, step=clock.step, deadline=3.0).run(linears)
+    assert entries == [] and [log.decided(q) for q in linears] == [False, False]
+    assert log.found[linears[0].describe()]["tried"] == 2
+    entries = tuner(log).run(linears)
+    assert [e["config"]["block_m"] for e in entries] == [16, 16] and all(map(log.decided, linears))
+
+
+def test_a_run_that_is_interrupted_keeps_what_it_found(
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "candidates", three_tiles)
     linears = [q for q in asked if q.task.key.op == "linear"]
-    entries = tuner(tune.Log(None, {}), deadline=10.0).run(linears)
-    assert [e["config"]["block_m"] for e in entries] == [64, 32]
+    left = iter([64.0, 32.0, 16.0])
+    times(monkeypatch, lambda config: next(left))
+    kept: list[Any] = []
+    with pytest.raises(StopIteration):
+        tuner(tune.Log(None, {}), keep=lambda entries, decided: kept.append((entries, decided))).run(linears)
+    ((entries, decided),) = kept
+    assert [e["us"] for e in entries] == [16.0] and decided == [linears[0].task.key]
+
+
+def test_the_table_is_written_as_it_goes(
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    monkeypatch.setattr(tune, "KEEP_S", 0.5)
+    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+    kept: list[int] = []
+    linears = [q for q in asked if q.task.key.op == "linear"]
+    tuner(tune.Log(None, {}), step=clock.step, keep=lambda entries, _: kept.append(len(entries))).run(linears)
+    assert kept == [1, 2]
+
+
+@pytest.mark.parametrize("gain, taken", [(1.01, False), (1.05, True)])
+def test_a_configuration_must_beat_the_heuristics_by_a_margin(
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
+) -> None:
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    times(monkeypatch, lambda config: 10.0 if config.block_m == 32 else 10.0 / gain)
+    (question,) = [q for q in asked if q.task.name == "proj"]
+    log = tune.Log(None, {})
+    assert len(tuner(log).run([question])) == taken and log.decided(question)
+
+
+def test_what_matters_most_comes_first() -> None:
+    every = questions.questions([QWEN2_VL_7B, QWEN3_VL_8B], questions.BUDGETS, BF16)
+    ordered = shortlist.in_order(every, [QWEN3_VL_8B])
+    assert sorted(map(repr, ordered)) == sorted(map(repr, every))
+    first = [(q.spec == QWEN3_VL_8B, q.task.name.startswith("merger"), q.task.key.rows) for q in ordered]
+    assert first[:42] == [(True, False, 256 << i) for i in range(7) for _ in range(6)]
+    blocks = first.index((True, True, 64))
+    assert not any(merger for _, merger, _ in first[:blocks]) and first[blocks - 1][2] > 8192
+    assert ordered[-1].task.key.rows not in (256, 1024), "budgets seldom met come last"
+
+
+def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the Hopper form only names and numbers are needed, which are there without a GPU."""
+    question = next(q for q in questions.questions([QWEN3_VL_8B], (1024,), BF16) if q.task.name == "qkv")
+    offered = hopper_linear_candidates(1024, 3456, 1152, H200, "norm+rope")
+    plain = [c for c in questions.candidates(question, BF16, H200) if c.form == "triton"]
+    own = questions.Candidate("hopper", offered[-1])
+    every = list(dict.fromkeys([own, *(questions.Candidate("hopper", config) for config in offered), *plain]))
+    found = shortlist.shortlist(question, every, BF16, H200)
+    predicted = {c: shortlist.predicted_us(c.config, question.task.key, H200) for c in every if c.form == "hopper"}
+    best = sorted((c for c in predicted if c != own), key=predicted.__getitem__)[: shortlist.BEST]
+    assert found == [own, *best, plain[0]] and all(0 < us < 100 for us in predicted.values())
+    assert shortlist.shortlist(question, plain, BF16, H200) == plain, "nothing to choose from"
+    chosen = hopper_linear_config(1024, 3456, 1152, BF16, H200, "norm+rope")
+    assert min(predicted, key=predicted.__getitem__).config == chosen, "the model is the heuristic's own"
+
+
+def test_the_estimate_counts_what_is_compiled_once() -> None:
+    asked = questions.questions([QWEN3_VL_8B], (256, 1024), BF16)
+    own = {q.describe(): questions.candidates(q, BF16, H200)[:1] for q in asked}
+    found = shortlist.estimate(asked, lambda q: own[q.describe()], BF16, 4)
+    distinct = {questions.compilation(q, c) for q in asked for c in own[q.describe()]}
+    assert found.questions == 16 and found.compilations == len(distinct) <= 16
+    faster = shortlist.estimate(asked, lambda q: own[q.describe()], BF16, 8)
+    assert faster.compile_s < found.compile_s and faster.timing_s == found.timing_s > 16 * shortlist.QUESTION_S
 
 
 def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
@@ -140,6 +240,8 @@ def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
     tune.write(path, "CPU", [entry(64, 1.0), entry(128, 2.0)])
     tune.write(path, "CPU", [entry(128, 3.0)])
     assert [e["us"] for e in json.loads(path.read_text())["entries"]] == [1.0, 3.0]
+    tune.write(path, "CPU", [], [forms.Key("linear", "bias", 64, 64, 64, "bfloat16")])
+    assert [e["us"] for e in json.loads(path.read_text())["entries"]] == [3.0], "the heuristic's choice by now"
     old = path.read_text().replace(tables.fingerprint(tables.FORMS[0]), "0" * 16)
     path.write_text(old)
     tune.write(path, "CPU", [entry(128, 4.0)])
@@ -148,17 +250,17 @@ def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2", "attention"])
 def test_every_case_checks_against_its_twin(name: str) -> None:
-    question = next(q for q in tune.questions([kernel_bench.spec_of("tiny")], (64,), FP32) if q.task.name == name)
-    candidate = tune.candidates(question, FP32, Target.of(CPU))[0]
+    question = next(q for q in questions.questions([kernel_bench.spec_of("tiny")], (64,), FP32) if q.task.name == name)
+    candidate = questions.candidates(question, FP32, Target.of(CPU))[0]
     assert prune.problem_of((question, candidate), FP32, CPU) == ""
 
 
-def test_pruning_survives_a_crash_and_a_hang(monkeypatch: pytest.MonkeyPatch, asked: list[tune.Question]) -> None:
+def test_pruning_survives_a_crash_and_a_hang(monkeypatch: pytest.MonkeyPatch, asked: list[questions.Question]) -> None:
     """Real processes. A candidate that kills its process, and one that never ends, are problems of theirs alone."""
     monkeypatch.setattr(prune, "PATIENCE_S", 15.0)
-    good = (asked[0], tune.candidates(asked[0], FP32, Target.of(CPU))[0])
+    good = (asked[0], questions.candidates(asked[0], FP32, Target.of(CPU))[0])
     pairs: list[Any] = [(Killer(), good[1]), good, (Sleeper(), good[1])]
-    found = dict(prune.in_processes(2, FP32, CPU)(pairs, lambda text: None))
+    found = dict(prune.in_processes(2, FP32, CPU)(pairs))
     assert found == {0: "crashed, or did not end", 1: "", 2: "crashed, or did not end"}
 
 
@@ -191,13 +293,15 @@ def test_the_command(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     assert "8 of 8 decided" in result.output
-    assert len(tables.read(tmp_path / "t.json", "CPU").entries) == 8
+    written = tables.read(tmp_path / "t.json", "CPU")
+    assert f"{len(written.entries)} unlike the heuristics" in result.output and not written.stale
     assert {"passport", "entries", "log"} == set(json.loads((tmp_path / "d.json").read_text()))
 
 
 def test_the_commands_dry_run_and_refusals(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "Qwen3-VL-8B"])
     assert result.exit_code == 0 and "qkv norm+rope 3456 x 1152, 1024 rows" in result.output
+    assert "8 questions" in result.output and "s to compile and check" in result.output
     result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "all", "--op", "fc1"])
     assert result.exit_code == 0 and all(f"fc1 {kind}" in result.output for kind in ("norm+gelu_tanh", "rms+swiglu"))
     result = RUNNER.invoke(app, ["tune", "--tower", "huge"])

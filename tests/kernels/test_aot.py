@@ -1,5 +1,6 @@
 """Ahead-of-time compilation: the command passes on what ships, and each of its checks notices a planted fault."""
 
+import json
 import os
 import re
 import subprocess
@@ -59,6 +60,16 @@ def probes() -> dict[str, str]:
 )
 def test_probe(probes: dict[str, str], probe: str, said: str) -> None:
     assert said in probes[probe] if said else probes[probe] == ""
+
+
+def test_a_launch_finds_what_was_compiled_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another process's launch, too: nothing more comes into Triton's cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    done = run(str(Path(__file__).with_name("aot_in_place.py")))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == [[]] and found["same"]
+    assert found["later"] == found["kept"] > 0
 
 
 def test_problems_are_told_apart() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +167,20 @@ def test_shipped_tables_are_well_formed() -> None:
         gpu = json.loads(path.read_text(encoding="utf-8"))["passport"]["gpu"]
         assert path.name == tables.file_name(gpu)
         tables.read(path, gpu)
+
+
+def test_tables_that_ship_are_well_formed() -> None:
+    """Read as on their GPU; another Triton, or sources changed since, make one stale, and no error."""
+    for path in tables.SHIPPED.glob("*.json"):
+        gpu = json.loads(path.read_text(encoding="utf-8"))["passport"]["gpu"]
+        assert path.name == tables.file_name(gpu)
+        table = tables.read(path, gpu)
+        assert table.entries or table.stale, f"{path} says nothing"
+
+
+def test_a_shipped_table_is_looked_up_by_the_budget_alone(folders: tuple[Path, Path]) -> None:
+    """Between two budgets that it knows nothing is answered: heuristics choose there."""
+    write(folders[1], document(entry(), entry(replace(KEY, rows=2048))))
+    table = tables.table_for(H200)
+    found = {rows: table.find(replace(KEY, rows=rows), H200, BF16) for rows in (1024, 1280, 2048)}
+    assert found == {1024: CONFIG, 1280: None, 2048: CONFIG}

@@ -40,6 +40,8 @@ def copied_sources(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root / name)
+    (root / "kernels" / "configs").mkdir(exist_ok=True)
+    (root / "kernels" / "configs" / "some-gpu.json").write_text("{}")
     return root
 
 
@@ -117,7 +119,8 @@ def test_wheel_holds_one_top_level_package(wheel):
         expected |= {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     assert {f"fusedvit/assets/{path.name}" for path in (ROOT / "fusedvit" / "assets").glob("*")} <= set(names)
-    assert {f"fusedvit/kernels/configs/{path.name}" for path in (ROOT / "kernels/configs").glob("*.json")} <= set(names)
+    tables = {"some-gpu.json", *(path.name for path in (ROOT / "kernels/configs").glob("*.json"))}
+    assert {f"fusedvit/kernels/configs/{name}" for name in tables} <= set(names)
 
 
 def test_wheel_finds_its_own_modules_only(wheel, tmp_path):

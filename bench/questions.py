@@ -1,0 +1,86 @@
+"""What a tuner asks: every operation of the chosen towers at every row budget, each question once, and its answers."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fusedvit.bench.cases import Case, attention_case, linear_case, supported
+from fusedvit.kernels import forms
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.forms import FORMS, Key
+from fusedvit.plan import Task, heuristic, tasks
+from fusedvit.spec import VisionSpec
+
+CONTENTS = (1.0, 0.88)  # shares of a budget: there are four to an octave, so that it is at least 0.8 full
+FRAMES = (196, 784)  # lengths of a video's frames of 224 and 448 px
+WINDOW = 64  # patches of a window
+BUDGETS = (*(n << i for i in range(6, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens: graphs' own ladder, from 256
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be decided: a task of a tower."""
+
+    task: Task
+    spec: VisionSpec
+
+    def describe(self) -> str:
+        key = self.task.key
+        return f"{self.task.name} {key.kind} {key.n} x {key.k}, {key.rows} rows, {key.dtype}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration by name and plain values, so that it travels between processes."""
+
+    form: str
+    config: Any
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"form": self.form, "config": asdict(self.config)}
+
+
+def questions(specs: Iterable[VisionSpec], budgets: Sequence[int], dtype: torch.dtype) -> list[Question]:
+    """Every operation once; what cannot be set up alone is left to the heuristics."""
+    found: dict[Key, Question] = {}
+    for spec in specs:
+        for rows in budgets:
+            for task in tasks(spec, rows, dtype):
+                if supported(task):
+                    found.setdefault(task.key, Question(task, spec))
+    return list(found.values())
+
+
+def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[Candidate]:
+    """The heuristic's choice first, then every form's proposals, each once."""
+    task = question.task
+    configs = [heuristic(task, dtype, target)]
+    for form in FORMS:
+        if form.op == task.key.op and not forms.why_absent(form, target, dtype):
+            proposed = form.candidates(task.key, dtype, target, task.widest)
+            configs += [c for c in proposed if not form.wrong(c, target, dtype)]
+    return [Candidate(forms.form_of(config).name, config) for config in dict.fromkeys(configs)]
+
+
+def compilation(question: Question, candidate: Candidate) -> str:
+    """What is compiled once, whatever the rows; windows and frames are attended to by the same code."""
+    key = question.task.key
+    kind = "" if key.op == forms.ATTENTION else f" {key.kind}"
+    return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.form} {candidate.config}"
+
+
+def layouts(key: Key) -> list[tuple[int, ...]]:
+    """Lengths of the sequences that attention is judged by."""
+    if key.kind == "window":
+        return [(WINDOW,) * (key.rows // WINDOW)]
+    return [(key.rows,)] + [(n,) * (key.rows // n) for n in FRAMES if n <= key.rows]
+
+
+def cases_of(question: Question, dtype: torch.dtype, device: torch.device) -> list[Case]:
+    """The contents that a budget is judged by: one linear case that is filled, or attention over several layouts."""
+    key = question.task.key
+    if key.op == forms.LINEAR:
+        return [linear_case(question.task, question.spec, dtype, device, key.rows)]
+    return [attention_case(key.n, key.k, lengths, dtype, device, fa3=False) for lengths in layouts(key)]

@@ -1,0 +1,111 @@
+"""What a tuner with minutes, not hours, does first and leaves out, and how long it will take.
+
+order     : the flagship towers' blocks at the usual budgets, their mergers, other towers, other budgets
+shortlist : the heuristic's own choice, the few that the cost model thinks best, plain Triton's choice
+estimate  : distinct compilations by their seconds, timings by the roofline floor
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.bench.cases import rotated_sets
+from fusedvit.bench.questions import CONTENTS, Candidate, Question, compilation, layouts
+from fusedvit.bench.roofline import attention_cost, linear_cost
+from fusedvit.bench.timing import LEAST_ROUNDS, WARM_UPS
+from fusedvit.kernels import forms
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.forms import Key
+from fusedvit.kernels.hopper import linear_configs
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.spec import VisionSpec
+
+BEST = 5  # by the cost model, beside the heuristics' choices
+USUAL = range(256, 16384 + 1)  # budgets, patch tokens
+MERGERS = ("merger", "downsample")
+PLAIN = "triton"
+
+# Seconds, of a core for a compilation and its check (measured on a CPU: Gluon 2.0 to 3.8 s, plain 0.8 to 1.0 s), of the
+# GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
+COMPILE_S = {forms.LINEAR: {PLAIN: 1.3, "hopper": 2.8}, forms.ATTENTION: {PLAIN: 2.0, "hopper": 4.3}}
+START_S, QUESTION_S, CANDIDATE_S = 8.0, 0.05, 0.012
+OVER_FLOOR = 1.5  # what an operation takes of its floor
+
+
+def in_order(asked: Iterable[Question], flagships: Collection[VisionSpec]) -> list[Question]:
+    """What matters most first; of equals, powers of two before the budgets between them."""
+
+    def place(question: Question) -> tuple[int, int]:
+        merger = question.task.name.startswith(MERGERS)
+        rows = question.task.key.rows * (question.spec.merge_unit if merger else 1)
+        tier = 2 * (question.spec not in flagships) + merger if rows in USUAL else 4
+        return tier, rows & (rows - 1) > 0
+
+    return sorted(asked, key=place)
+
+
+def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dtype, target: Target) -> list[Candidate]:
+    """Of `proposed`, the heuristic's choice first, what is worth timing; all where there is plain Triton alone."""
+    key, own = question.task.key, proposed[0]
+    others = [c for c in proposed[1:] if c.form != PLAIN]
+    if not others:
+        return list(proposed)
+    if key.op == forms.LINEAR:
+        others = sorted(others, key=lambda candidate: predicted_us(candidate.config, key, target))[:BEST]
+    plain = forms.named(key.op, PLAIN)
+    assert plain is not None, "every operation has a plain form"
+    fallback = Candidate(PLAIN, plain.heuristic(key, dtype, target, question.task.widest))
+    return list(dict.fromkeys([own, *others, fallback]))
+
+
+def predicted_us(config: HopperLinearConfig, key: Key, target: Target) -> float:
+    """What the heuristic's cost model says; what it does not know comes last."""
+    every = (*linear_configs._MEASURED, *linear_configs._SELDOM)
+    for known, step_us, round_us, launch_us in linear_configs._candidates(key.rows, key.n, key.k, target, every):
+        if known == config:
+            columns = -(-key.n // config.cols) * config.splits
+            tiles = [-(-int(key.rows * share) // config.block_m) * columns for share in linear_configs.CONTENTS]
+            rounds = sum(-(-t // target.num_sms) for t in tiles) / len(tiles)
+            return rounds * (-(-key.k // linear_configs.CHUNK) / config.splits * step_us + round_us) + launch_us
+    return float("inf")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a run from nothing: distinct compilations, seconds of these on so many cores, and of timing."""
+
+    questions: int
+    compilations: int
+    compile_s: float
+    timing_s: float
+
+    def describe(self) -> str:
+        return (
+            f"{self.questions} questions, {self.compilations} compilations: about {self.compile_s:.0f} s to compile "
+            f"and check, {self.timing_s:.0f} s to time"
+        )
+
+
+def estimate(
+    asked: Sequence[Question], proposals: Callable[[Question], Sequence[Candidate]], dtype: torch.dtype, jobs: int
+) -> Estimate:
+    """What `asked` will take with `jobs` cores on a GPU as fast as an H200; constants above."""
+    each: dict[str, float] = {}
+    timing = 0.0
+    for question in asked:
+        proposed, key = proposals(question), question.task.key
+        each |= {compilation(question, c): COMPILE_S[key.op].get(c.form, COMPILE_S[key.op]["hopper"]) for c in proposed}
+        timing += QUESTION_S + len(proposed) * (CANDIDATE_S + _timed_s(key, dtype))
+    compile_s = START_S + sum(each.values()) / jobs if each else 0.0
+    return Estimate(len(asked), len(each), compile_s, timing)
+
+
+def _timed_s(key: Key, dtype: torch.dtype) -> float:
+    """Seconds of the GPU for one candidate."""
+    runs = LEAST_ROUNDS + WARM_UPS
+    if key.op == forms.ATTENTION:
+        floors = [attention_cost(list(lengths), key.n, key.k).floor_ms for lengths in layouts(key)]
+        return OVER_FLOOR * runs * sum(floors) / 1e3
+    sets = rotated_sets(key.n * key.k * dtype.itemsize, key.rows, torch.device("cuda"))
+    return OVER_FLOOR * runs * len(CONTENTS) * sets * linear_cost(key.rows, key.n, key.k).floor_ms / 1e3

@@ -1,0 +1,59 @@
+"""Run by test_aot.py without the interpreter: prints what `compile_in_place` leaves a launch to compile, as JSON."""
+
+import json
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from fusedvit.kernels.aot import Compiled, Launch, compile_in_place
+from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.epilogue import Epilogue
+from fusedvit.kernels.linear import linear
+
+
+class Driver:
+    """A Hopper GPU, as far as compilation asks for one."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def product() -> torch.Tensor:
+    x, weight, out = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in range(3))
+    rows = torch.zeros(1, dtype=torch.int32)
+    return linear(x, weight, rows, out, Epilogue(activation="gelu_tanh"), LinearConfig(64, 64, 64, 4, 3))
+
+
+def compile_only(kernel: JITFunction, run: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+    return run(kernel, *args, grid=grid, warmup=True, **named)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    known: dict[Launch, Compiled] = {}
+    first = compile_in_place(product, 90, known)
+    kept = len(list(Path(triton.knobs.cache.dir).iterdir()))
+    again = compile_in_place(product, 90, known)
+    for launch in known:
+        launch.kernel.device_caches.clear()  # as in another process
+    with mock.patch.object(JITFunction, "run", partialmethod(compile_only, JITFunction.run)):
+        product()
+    later = len(list(Path(triton.knobs.cache.dir).iterdir()))
+    problems = [compiled.problems for compiled in first]
+    print(json.dumps({"problems": problems, "same": first == again, "kept": kept, "later": later}))
+
+
+if __name__ == "__main__":
+    main()
