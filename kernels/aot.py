@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import compat
-from fusedvit.kernels.sass import disassemble, exposed_exponentials, rewritten_descriptors
+from fusedvit.kernels.sass import disassemble, exposed_exponentials, overwritten_barriers, rewritten_descriptors
 
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 _TYPES = {
@@ -167,7 +167,7 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
     problems += narrow_row_offsets(built.asm["ttgir" if gluon else "ttir"])
     if capability == 90 and "wgmma" in ptx:
         sass = disassemble(built.asm["cubin"])
-        problems += rewritten_descriptors(sass)
+        problems += rewritten_descriptors(sass) + overwritten_barriers(ptx)
         if gluon and "attention" in launch.name:
             problems += exposed_exponentials(sass)
     return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))

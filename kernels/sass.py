@@ -1,4 +1,4 @@
-"""Hazards that only the machine code shows, read from `cuobjdump -sass`."""
+"""Hazards that only compiled code shows, read from PTX or `cuobjdump -sass`."""
 
 import re
 import subprocess
@@ -16,6 +16,25 @@ def disassemble(cubin: bytes) -> str:
         file.flush()
         command = [str(_TOOLS / "cuobjdump"), "-sass", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def overwritten_barriers(ptx: str) -> list[str]:
+    """Shared memory that is initialised as a barrier and then holds something else.
+
+    Triton's allocator gives away the memory of a barrier that no partition of a `warp_specialize` refers to, and puts
+    there what partitions are handed (the row count). The hardware keeps barriers in a cache of its own, so that without
+    `mbarrier.inval` the word is the barrier's still: where a GPU is taken by another process in between, the barrier is
+    written back over it. Seen on an H200 shared by three processes: partitions that disagree about the row count, which
+    hang. So a kernel initialises what it waits at, and nothing else.
+    """
+    base = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
+    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
+    barriers = {at[name] for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx) if name in at}
+    taken: set[int] = set()
+    access = r"(?:st|ld)\.shared(?:\.v(\d))?\.[bfsu](\d+)\s[^;]*\[global_smem\+(\d+)\]"
+    for vector, bits, address in re.findall(access, ptx):
+        taken.update(range(int(address), int(address) + int(vector or 1) * int(bits) // 8))
+    return [f"barrier at {b} of shared memory overwritten" for b in sorted(barriers) if taken & set(range(b, b + 8))]
 
 
 def rewritten_descriptors(sass: str) -> list[str]:

@@ -133,8 +133,9 @@ def _hopper_attention_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turn.index(i), count=1)
+    if PING_PONG:  # barriers that nobody waits at must not be initialised: see `sass.overwritten_barriers`
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.init(turn.index(i), count=1)
     m = Memory(q, q_tail, k, k_tail, v, v_tail, q_full, q_empty, full, empty, turn)
     # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
     if CONSUMERS == 1:

@@ -107,10 +107,14 @@ def _hopper_linear_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     for i in gl.static_range(WARPGROUPS):
-        mbarrier.init(staged.index(i), count=1)
         mbarrier.init(unstaged.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+    # Barriers that nobody waits at must not be initialised: see `sass.overwritten_barriers`.
+    if HAS_RESIDUAL or ROPE_COLS > 0:
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.init(staged.index(i), count=1)
+    if CONSUMERS == 1:
+        for i in gl.static_range(2):
+            mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
 
     num_rows = gl.load(num_rows_ptr)

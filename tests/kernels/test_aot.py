@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fusedvit.kernels.aot import MAX_SHARED, _problems, narrow_row_offsets
-from fusedvit.kernels.sass import exposed_exponentials, rewritten_descriptors
+from fusedvit.kernels.sass import exposed_exponentials, overwritten_barriers, rewritten_descriptors
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("aot_probes.py")
@@ -84,6 +84,33 @@ def test_problems_are_told_apart() -> None:
 PRODUCT = "        /*5ef0*/                   HGMMA.64x16x16.F32.BF16 R56, R112, gdesc[UR4].tnspB, R56 ;\n"
 RESTORE = "        /*5f00*/                   R2UR UR6, R152 ;\n"
 WAIT = "        /*5f10*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+
+
+INITIALISED = """
+	mov.b32 	%r9, global_smem;
+	add.s32 	%r10, %r9, 512;
+	@%p1 mbarrier.init.shared::cta.b64 [%r10], 1;
+	add.s32 	%r11, %r9, 520;
+	@%p1 mbarrier.init.shared::cta.b64 [%r11], 1;
+"""
+
+
+@pytest.mark.parametrize(
+    "access, found",
+    [
+        ("st.shared.b32 	[global_smem+524], %r5;", ["barrier at 520 of shared memory overwritten"]),
+        ("ld.shared.b32 	%r5, [global_smem+512];", ["barrier at 512 of shared memory overwritten"]),
+        (
+            "st.shared.v4.b32 	[global_smem+504], {%r1, %r2, %r3, %r4};",
+            ["barrier at 512 of shared memory overwritten"],
+        ),
+        ("st.shared.v2.b32 	[global_smem+528], {0, 7};", []),
+        ("st.shared.b64 	[global_smem+504], %rd5;", []),
+    ],
+)
+def test_overwritten_barriers(access: str, found: list[str]) -> None:
+    """Plain data where a barrier was."""
+    assert overwritten_barriers(f"{INITIALISED}	{access}\n") == found
 
 
 @pytest.mark.parametrize(
