@@ -21,47 +21,89 @@ from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels.configs import Target, attention_config, budget
 from fusedvit.kernels.forms import FormFailed
 from fusedvit.kernels.hopper import configs as hopper
+from fusedvit.kernels.hopper.attention_choice import (
+    ALL_FRAMES,
+    LONG_FRAMES,
+    SHORT_FRAMES,
+    TWO_LISTS,
+    WINDOW,
+    WINDOWS,
+    hopper_attention_config,
+    schedules,
+)
+from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.launch import compiling_only
 
 HEADS = 16
 CALLS = 10  # of a graph
 PEERS = ("fa3", "cudnn")
-SHORT = {"1 x 196": (196,), "4 x 196": (196,) * 4, "256 x 64": (64,) * 256}  # the last: windows of Qwen2.5-VL
+MORE = {  # a tile or a wave more or less than SEQUENCES have; the last, what a plan with two lists of tiles is for
+    "1 x 196": (196,),
+    "4 x 196": (196,) * 4,
+    "256 x 64": (64,) * 256,  # windows of Qwen2.5-VL
+    "1 x 1296": (1296,),
+    "1 x 1536": (1536,),
+    "1 x 2048": (2048,),
+    "8 x 784": (784,) * 8,
+    "mixed": (4096, *(196,) * 8, 1120, 160),
+    "8192 + 32 x 256": (8192, *(256,) * 32),
+}
 OVERFLOWING = ("16 x 1024", 200.0)  # a layout and by how much its keys grow: every tile is redone
 
 
 def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, Any]:
-    """Configurations by name: what ships for as many tokens, plain Triton, and the form's other schedules."""
+    """Configurations by name: what ships for as many tokens (where a plan has two lists, those of long sequences and
+    of short ones), the same begun before the last launch has ended, plain Triton, the form's other schedules."""
     rows, sms = budget(sum(lengths)), target.num_sms
-    shipped = hopper.hopper_attention_config(rows, HEADS, head_dim, dtype, target)
     plain = attention_config(rows, HEADS, head_dim, dtype, target)
-    found = {"ships": shipped or plain, "triton": plain}
+    kinds = (LONG_FRAMES, SHORT_FRAMES) if rows >= TWO_LISTS else (WINDOWS if max(lengths) == WINDOW else ALL_FRAMES,)
+    shipped = [hopper_attention_config(rows, HEADS, head_dim, dtype, target, kind) for kind in kinds]
+    found: dict[str, Any] = {"ships": plain, "triton": plain}
+    if None not in shipped:
+        overlapped = tuple(replace(config, overlap=True) for config in shipped if config)
+        found = {"ships": _one_or_both(tuple(shipped)), "overlapped": _one_or_both(overlapped), "triton": plain}
     if hopper.absent(target, dtype):
         return found
+    named = {name: replace(c, max_programs=c.ctas * sms) for name, c in _schedules(head_dim, max(lengths)).items()}
+    return found | named
+
+
+def _one_or_both(configs: tuple[Any, ...]) -> Any:
+    return configs[0] if len(set(configs)) == 1 else configs
+
+
+def _schedules(head_dim: int, longest: int) -> dict[str, HopperAttentionConfig]:
     if head_dim == 128:
-        schedules = {"2 x 64 early": hopper.WIDE, "2 x 64": replace(hopper.WIDE, late=True)}
-    else:
-        schedules = {"2 x 64": hopper.SHORT, "2 x 64 early": replace(hopper.SHORT, late=False)}
-        schedules |= {"2 x 128": hopper.MIDDLE, "3 x 64": hopper.LONG}
-        schedules["3 x 64 by heads"] = replace(hopper.LONG, together=4)
+        return {"2 x 64 early": hopper.WIDE, "2 x 64": replace(hopper.WIDE, late=True)}
+    found = {"2 x 64": hopper.SHORT, "2 x 128": hopper.MIDDLE, "3 x 64": schedules(head_dim)[-1]}
+    if longest <= 1024:
+        found["1 x 64"] = hopper.TINY
     if head_dim == 64:
-        schedules["3 x 64 early"] = replace(hopper.LONG, together=4, ping_pong=False)
-    if head_dim < 128 and max(lengths) <= 256:
-        schedules["1 x 64"] = hopper.TINY
-    return found | {name: replace(c, max_programs=c.ctas * sms) for name, c in schedules.items()}
+        found["2 x 64 alone"] = replace(hopper.SHORT, ping_pong=False)
+        found["2 x 128 alone"] = replace(hopper.MIDDLE, ping_pong=False)
+        found["3 x 64 by heads"] = replace(found["3 x 64"], together=4)
+    return found
 
 
-def measure(head_dims: tuple[int, ...], device: torch.device, fa3: bool, only: tuple[str, ...]) -> list[dict[str, Any]]:
+def measure(
+    head_dims: tuple[int, ...],
+    device: torch.device,
+    fa3: bool,
+    only: tuple[str, ...],
+    chosen: tuple[str, ...] = (),
+) -> list[dict[str, Any]]:
     """A row per head_dim and layout: microseconds by name, and the better peer's time over that of what ships.
 
     Args:
         only: names that `forms` gives; all where it is empty.
+        chosen: layouts; all where it is empty.
     """
     on_gpu = device.type == "cuda"
     dtype, target = torch.bfloat16 if on_gpu else torch.float32, Target.of(device)
-    layouts = SEQUENCES | SHORT if on_gpu else SEQUENCES_ON_CPU
+    layouts = SEQUENCES | MORE if on_gpu else SEQUENCES_ON_CPU
+    layouts = {label: lengths for label, lengths in layouts.items() if not chosen or label in chosen}
     cases = [(hd, label, 1.0) for hd in head_dims for label in layouts]
-    if on_gpu:
+    if on_gpu and OVERFLOWING[0] in layouts:
         cases.append((head_dims[0], *OVERFLOWING))
     runs = []
     for head_dim, label, growth in cases:
@@ -117,13 +159,14 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", default=[], help='schedules: "ships", "triton", "2 x 64", …; all if left out'
     )
+    parser.add_argument("--layout", nargs="*", default=[], help='"1 x 1296", "mixed", …; all if left out')
     parser.add_argument("--json", default="attention.json")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     if args.fa3 is not None:
         peer_attention.load_fa3(args.fa3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = measure(tuple(args.head_dim), device, args.fa3 is not None, tuple(args.only))
+    rows = measure(tuple(args.head_dim), device, args.fa3 is not None, tuple(args.only), tuple(args.layout))
     document = {"passport": passport("attention", args.json, args.commit), "rows": rows}
     Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

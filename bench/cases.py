@@ -18,6 +18,7 @@ from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels import forms
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
+from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME
 from fusedvit.kernels.hopper.linear_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
@@ -32,6 +33,7 @@ from fusedvit.weights import row_pitch
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
 MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
+MOST_TOKENS = 2**31 - 1  # of a sequence
 STATS_WIDTH = 128  # of the statistics that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
 PARTS = ("taps", "stats", "norm", "rms", "rope", "residual", "bias", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
@@ -180,6 +182,7 @@ def attention_case(
 ) -> Case:
     """Sequences of `lengths`, packed; activations are not rotated, as in a tower they were just written.
 
+    A configuration is one, or a pair as a plan with two lists of tiles has it: of long sequences, of short ones.
     Keys behind a sequence's first 128 are `growth` times as large: what softmax without a running maximum fears.
     """
     rows, c = sum(lengths), heads * head_dim
@@ -190,7 +193,9 @@ def attention_case(
     segments_for = functools.cache(functools.partial(_segments, cu, lengths))
 
     def run(config: Any, i: int) -> torch.Tensor:
-        return ops_for(device).attention(qkv, segments_for(config.block_m), out, heads, head_dim, config)
+        for each, above, up_to in _launches(config):
+            ops_for(device).attention(qkv, segments_for(each.block_m, above, up_to), out, heads, head_dim, each)
+        return out
 
     q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
     frames = peer_attention.Frames(cu, lengths)
@@ -212,11 +217,23 @@ def attention_case(
     return Case(run, check, 1, attention_cost(list(lengths), heads, head_dim), peers)
 
 
-def _segments(cu: torch.Tensor, lengths: tuple[int, ...], block_m: int) -> Segments:
-    starts = zip(accumulate(lengths, initial=0), lengths, strict=False)
-    tiles = [(b, b + n, r, 0) for b, n in starts for r in range(b, b + n, block_m)]
-    table = torch.tensor(tiles, dtype=torch.int32).to(cu.device)
-    return Segments(cu, table, torch.tensor([len(tiles)], dtype=torch.int32).to(cu.device), block_m)
+def _launches(config: Any) -> tuple[tuple[Any, int, int], ...]:
+    """(configuration, length that its sequences exceed, their greatest length)."""
+    if isinstance(config, tuple):
+        return (config[0], SHORT_FRAME, MOST_TOKENS), (config[1], 0, SHORT_FRAME)
+    return ((config, 0, MOST_TOKENS),)
+
+
+def _segments(
+    cu: torch.Tensor, lengths: tuple[int, ...], block_m: int, above: int = 0, up_to: int = MOST_TOKENS
+) -> Segments:
+    """Tiles of the sequences of more than `above` tokens and at most `up_to`, room for all of them as in a graph."""
+    starts = list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+    tiles = [(b, b + n, r, 0) for b, n in starts if above < n <= up_to for r in range(b, b + n, block_m)]
+    room = sum(-(-n // block_m) for n in lengths) - len(tiles)
+    table = torch.tensor(tiles + [(0, 0, 0, 0)] * room, dtype=torch.int32).to(cu.device)
+    count = torch.tensor([len(tiles)], dtype=torch.int32).to(cu.device)
+    return Segments(cu, table, count, block_m, above, up_to)
 
 
 def _pitched(t: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,8 @@ def poison(handle: FusedEncoder) -> None:
     whole.meta.rope.fill_(float("nan"))
     whole.meta.tap_weight.fill_(float("nan"))
     meta = whole.meta
-    for ints in (meta.tap_index, meta.tiles, meta.cu_seqlens, meta.counts, whole.grid, whole.rope_words):
+    lists = (meta.tiles, meta.short_tiles, meta.cu_seqlens)
+    for ints in (meta.tap_index, *lists, meta.counts, whole.grid, whole.rope_words):
         ints.random_(-(2**30), 2**30)
     blocks = [torch.full((2**22,), float("nan"), device=DEVICE) for _ in range(8)]
     del blocks

@@ -22,7 +22,7 @@ from fusedvit.bench.kernel_bench import Job, compile_jobs, linear_jobs, spec_of
 from fusedvit.bench.workloads import Grid
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.configs import Target, budget, note_failure
-from fusedvit.plan import choose, tasks
+from fusedvit.plan import attention_task, choose
 
 SMALLEST_ROWS, FRAME, LONGEST = 256, 784, 4096
 TRUSTED = "triton"  # what is left where every other form fails
@@ -91,8 +91,8 @@ def jobs(name: str, rows: Iterable[int], dtype: torch.dtype, device: torch.devic
     spec = spec_of(name)
     for size in rows:
         yield from linear_jobs(name, size, dtype, device)
-        task = next(t for t in tasks(spec, size, dtype) if t.key.op == forms.ATTENTION)
         lengths = (size,) if size <= LONGEST else (FRAME,) * (size // FRAME)
+        task = attention_task(spec, size, dtype, lengths[0])
 
         def make(lengths: tuple[int, ...] = lengths) -> Any:
             return attention_case(spec.num_heads, spec.head_dim, lengths, dtype, device, False)

@@ -17,7 +17,7 @@ from fusedvit.families import qwen3
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.launch import compiling_only
-from fusedvit.plan import Task, choose, plan_for, tasks
+from fusedvit.plan import Task, attention_task, choose, plan_for, tasks
 from fusedvit.spec import VisionSpec
 
 ROWS = (256, 784, 1296, 4096, 16384)
@@ -92,7 +92,7 @@ def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes:
         yield from linear_jobs(name, rows, dtype, device)
     for label, lengths in (SEQUENCES if on_gpu else SEQUENCES_ON_CPU).items():
         if not sizes or sum(lengths) in sizes:
-            task = next(t for t in tasks(spec, sum(lengths), dtype) if t.key.op == forms.ATTENTION)
+            task = attention_task(spec, sum(lengths), dtype, max(lengths))
             make = functools.partial(attention_case, spec.num_heads, spec.head_dim, lengths, dtype, device, fa3)
             yield Job(name, task, label, make)
 

@@ -10,12 +10,11 @@ from fusedvit.bench.cases import Case, attention_case, linear_case, supported
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FORMS, Key
+from fusedvit.kernels.hopper.attention_choice import contents
 from fusedvit.plan import Task, heuristic, tasks
 from fusedvit.spec import VisionSpec
 
 CONTENTS = (1.0, 0.88)  # shares of a budget: there are four to an octave, so that it is at least 0.8 full
-FRAMES = (196, 784)  # lengths of a video's frames of 224 and 448 px
-WINDOW = 64  # patches of a window
 BUDGETS = (*(n << i for i in range(6, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens: graphs' own ladder, from 256
 
 
@@ -73,9 +72,7 @@ def compilation(question: Question, candidate: Candidate) -> str:
 
 def layouts(key: Key) -> list[tuple[int, ...]]:
     """Lengths of the sequences that attention is judged by."""
-    if key.kind == "window":
-        return [(WINDOW,) * (key.rows // WINDOW)]
-    return [(key.rows,)] + [(n,) * (key.rows // n) for n in FRAMES if n <= key.rows]
+    return [(length,) * frames for frames, length in contents(key.rows, key.kind)]
 
 
 def cases_of(question: Question, dtype: torch.dtype, device: torch.device) -> list[Case]:

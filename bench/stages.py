@@ -11,10 +11,9 @@ from torch import nn
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import encode
 from fusedvit.items import Item
-from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope
-from fusedvit.kernels.metadata import MERGED, TILES, TOKENS
+from fusedvit.kernels.metadata import MERGED, TOKENS
 from fusedvit.kernels.reference.linear import store_moments
 from fusedvit.kernels.row_stats import RowStats
 from fusedvit.ops import Ops
@@ -111,12 +110,11 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(s: Setting, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    meta, plan = s.buffers.meta, s.plan.attention
-    segments = Segments(meta.cu_seqlens, meta.tiles, meta.count(TILES), plan.block_m)
     packed = qkv.flatten(1).contiguous()
     out = packed.new_empty(packed.shape[0], s.spec.hidden_size)
-    s.ops.attention(packed, segments, out, s.spec.num_heads, s.spec.head_dim, plan)
-    bounds = meta.cu_seqlens.tolist()
+    for segments, config in s.plan.frames(s.buffers.meta):
+        s.ops.attention(packed, segments, out, s.spec.num_heads, s.spec.head_dim, config)
+    bounds = s.buffers.meta.cu_seqlens.tolist()
     return out, _hf_attention(qkv, bounds), _hf_attention(qkv.float(), bounds)
 
 

@@ -82,7 +82,8 @@ def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: i
     """What one call of `tokens` patch tokens launches, each distinct kernel once."""
     spec = _shallow(spec)
     plan = plan_for(spec, tokens, dtype, target)
-    items = [Item(1, spec.merge_size, tokens // spec.merge_size)]
+    side = spec.merge_size
+    items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
     buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, torch.device("meta"))
     weights = _meta_weights(class_name, spec, dtype)
     return record(lambda: encode(spec, weights, buffers, TRITON, plan))

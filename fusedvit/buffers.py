@@ -20,7 +20,8 @@ NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much a run may hold: patch tokens, images + videos, frames, attention tiles, windows and their tiles."""
+    """How much a run may hold: patch tokens, images + videos, frames, attention tiles, windows and their tiles, and
+    tiles of short frames where these have a list of their own."""
 
     tokens: int
     items: int
@@ -28,6 +29,7 @@ class Capacity:
     tiles: int
     windows: int = 0
     window_tiles: int = 0
+    short_tiles: int = 0
 
     @staticmethod
     def of(items: Sequence[Item], layout: Layout) -> "Capacity":
@@ -37,24 +39,28 @@ class Capacity:
             sum(item.tokens for item in items),
             len(items),
             sum(item.t for item in items),
-            sum(item.tiles(layout.block_m) for item in items),
+            sum(item.tiles(layout.block_m) for item in items if item.h * item.w > layout.short),
             sum(item.windows(side) for item in items) if side else 0,
             sum(item.window_tiles(side, block_m) for item in items) if side else 0,
+            sum(item.tiles(layout.short_block_m) for item in items if item.h * item.w <= layout.short),
         )
 
     @staticmethod
     def at_most(tokens: int, items: int, frames: int, layout: Layout) -> "Capacity":
         """What any batch within these limits needs.
 
-        Every frame adds at most one attention tile that is not full. Frames cut worst into windows are one merged token
-        high: then a window holds `window / merge` merged tokens, and one a frame may hold fewer.
+        Every frame adds at most one attention tile that is not full; all frames may be in the same list. Frames cut
+        worst into windows are one merged token high: then a window holds `window / merge` merged tokens, and one a
+        frame may hold fewer.
         """
         tiles = -(-tokens // layout.block_m) + frames
+        short = -(-tokens // layout.short_block_m) + frames if layout.short else 0
         if not layout.window:
-            return Capacity(tokens, items, frames, tiles)
+            return Capacity(tokens, items, frames, tiles, short_tiles=short)
         windows = -(-tokens // (layout.merge * layout.window)) + frames
         split = layout.window_block_m < layout.window**2
-        return Capacity(tokens, items, frames, tiles, windows, windows + split * (tokens // layout.window_block_m))
+        window_tiles = windows + split * (tokens // layout.window_block_m)
+        return Capacity(tokens, items, frames, tiles, windows, window_tiles, short)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ class EncoderBuffers:
                 order=meta.order[: tokens // merge_unit],
                 window_cu_seqlens=meta.window_cu_seqlens[: capacity.windows + 1],
                 window_tiles=meta.window_tiles[: capacity.window_tiles],
+                short_tiles=meta.short_tiles[: capacity.short_tiles],
             ),
             hidden=self.hidden[:tokens],
             wide=self.wide,
@@ -164,7 +171,7 @@ def _allocate_meta(spec: VisionSpec, capacity: Capacity, device: torch.device) -
     taps = spec.position_taps if spec.position_side else 0
     ordered, windows = (capacity.tokens // spec.merge_unit, capacity.windows + 1) if spec.window else (0, 0)
     return Metadata(
-        counts=torch.zeros(6, 4, dtype=torch.int32, device=device),
+        counts=torch.zeros(7, 4, dtype=torch.int32, device=device),
         rope=torch.empty(capacity.tokens, 2, spec.head_dim // 2, dtype=torch.float32, device=device),
         tap_index=torch.empty(capacity.tokens, taps, dtype=torch.int32, device=device),
         tap_weight=torch.empty(capacity.tokens, taps, dtype=torch.float32, device=device),
@@ -173,4 +180,5 @@ def _allocate_meta(spec: VisionSpec, capacity: Capacity, device: torch.device) -
         order=torch.empty(ordered, dtype=torch.int32, device=device),
         window_cu_seqlens=torch.empty(windows, dtype=torch.int32, device=device),
         window_tiles=torch.empty(capacity.window_tiles, 4, dtype=torch.int32, device=device),
+        short_tiles=torch.empty(capacity.short_tiles, 4, dtype=torch.int32, device=device),
     )

@@ -4,6 +4,7 @@ Safe to capture: nothing here reads from the device, and no shape depends on con
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.layer_norm import NOTHING, After
-from fusedvit.kernels.metadata import MERGED, TILES, TOKENS, WINDOW_TILES
+from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
 from fusedvit.kernels.row_stats import RowStats
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan
@@ -85,14 +86,13 @@ class _Run:
         count = self.buffers.meta.count(which)
         self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.max_programs, after)
 
-    def segments(self, block: int) -> tuple[Segments, LinearConfig]:
-        """What `block` attends within, and its attention's configuration."""
-        meta, plan = self.buffers.meta, self.plan
+    def segments(self, block: int) -> tuple[tuple[Segments, Any], ...]:
+        """What `block` attends within, and the configuration, of each launch of its attention."""
+        meta, config = self.buffers.meta, self.plan.window_attention
         if not self.spec.is_windowed(block):
-            tiles = meta.count(TILES)
-            return Segments(meta.cu_seqlens, meta.tiles, tiles, plan.attention.block_m), plan.attention
-        config, tiles = plan.window_attention, meta.count(WINDOW_TILES)
-        return Segments(meta.window_cu_seqlens, meta.window_tiles, tiles, config.block_m), config
+            return self.plan.frames(meta)
+        tiles = meta.window_tiles, meta.count(WINDOW_TILES)
+        return ((Segments(meta.window_cu_seqlens, *tiles, config.block_m), config),)
 
 
 def encode(
@@ -152,8 +152,8 @@ def _block(run: _Run, i: int, w: BlockWeights, stats: RowStats) -> RowStats:
     tokens = b.meta.count(TOKENS)
 
     qkv = _qkv(run, w, stats)
-    segments, config = run.segments(i)
-    ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
+    for segments, config in run.segments(i):
+        ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
     stats = run.stats(plan.proj)
     epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats, scratch=b.scratch)
     ops.linear(b.context, w.proj.weight, tokens, b.hidden, epilogue, plan.proj)

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 
 from fusedvit.kernels import forms, tables
+from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.forms import Key
-from fusedvit.kernels.metadata import Layout
+from fusedvit.kernels.hopper.attention_choice import (
+    ALL_FRAMES,
+    LONG_FRAMES,
+    SHORT_FRAME,
+    SHORT_FRAMES,
+    TWO_LISTS,
+    WINDOWS,
+)
+from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
 from fusedvit.kernels.tables import Table
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import pitch_of
@@ -19,7 +28,11 @@ from fusedvit.weights import pitch_of
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """One configuration per operation, whose type says its form; equal for every call of one token budget."""
+    """One configuration per operation, whose type says its form; equal for every call of one token budget.
+
+    Where there is a `short_attention`, it is that of frames of at most `SHORT_FRAME` tokens, which have a list of tiles
+    of their own, and `attention` that of the others.
+    """
 
     patch: Any
     qkv: Any
@@ -33,6 +46,7 @@ class EncoderPlan:
     window_attention: Any = None
     downsample: Any = None
     merger_proj: Any = None
+    short_attention: Any = None
 
     def choices(self) -> dict[str, str]:
         """The form of each operation, by its name."""
@@ -49,7 +63,18 @@ class EncoderPlan:
             taps=spec.position_taps if spec.position_side else 0,
             window=spec.window * spec.merge_size,
             window_block_m=self.window_attention.block_m if spec.window else 0,
+            short=SHORT_FRAME if self.short_attention else 0,
+            short_block_m=self.short_attention.block_m if self.short_attention else 0,
         )
+
+    def frames(self, meta: Metadata) -> tuple[tuple[Segments, Any], ...]:
+        """(Frames and their tiles, configuration) of each launch of attention over whole frames, long ones first."""
+        config, short = self.attention, self.short_attention
+        tiles = meta.cu_seqlens, meta.tiles, meta.count(TILES), config.block_m
+        if short is None:
+            return ((Segments(*tiles), config),)
+        few = meta.cu_seqlens, meta.short_tiles, meta.count(SHORT_TILES), short.block_m
+        return (Segments(*tiles, above=SHORT_FRAME), config), (Segments(*few, up_to=SHORT_FRAME), short)
 
 
 @dataclass(frozen=True)
@@ -83,16 +108,19 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
     norm = "norm" if spec.norm == "layer" else "rms"
     inner, factors = pitch_of(spec.intermediate_size, dtype), 2 if spec.gated else 1
     widest = 128 if spec.activation in ("gelu", "swiglu") else 256
+    frames: tuple[Task, ...] = (attention("attention", ALL_FRAMES),)
+    if rows >= TWO_LISTS:
+        frames = attention("attention", LONG_FRAMES), attention("short_attention", SHORT_FRAMES)
     blocks: tuple[Task, ...] = (
         linear("patch", "bias" if spec.patch_norm else f"{taps}stats", c, spec.patch_width, 64 if taps else 128),
         linear("qkv", norm if spec.qk_norm else f"{norm}+rope", 3 * c, c),
-        attention("attention", ""),
+        *frames,
         linear("proj", "residual+stats", c, c),
         linear("fc1", f"{norm}+{spec.activation}", inner * factors, c, widest),
         linear("fc2", "residual+stats", c, inner),
     )
     if spec.window:
-        blocks = (*blocks, attention("window_attention", "window"))
+        blocks = (*blocks, attention("window_attention", WINDOWS))
     return (*blocks, *(linear(*task, rows=merged) for task in _merger_tasks(spec, dtype)))
 
 
@@ -111,6 +139,12 @@ def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str,
     return ()
 
 
+def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int) -> Task:
+    """That of frames of `length` tokens in a budget for `rows`."""
+    found = {task.name: task for task in tasks(spec, rows, dtype)}
+    return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
+
+
 def plan_for(
     spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
 ) -> EncoderPlan:
@@ -121,6 +155,8 @@ def plan_for(
     """
     table = tables.table_for(target) if table is None else table
     chosen = {task.name: choose(task, dtype, target, table) for task in tasks(spec, tokens, dtype)}
+    if chosen.get("short_attention") == chosen["attention"]:
+        del chosen["short_attention"]  # one list will do
     return EncoderPlan(**chosen, max_programs=4 * target.num_sms)
 
 

@@ -53,6 +53,7 @@ class EncoderProgram:
             plans = self._plan(limits.token_budgets)
             capacities = {b: _capacity(tokens[b], limits, plans[b].layout(self._spec)) for b in limits.token_budgets}
             widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
+            widest = replace(widest, short_tiles=max(c.short_tiles for c in capacities.values()))
             self._whole = allocate(self._spec, widest, self._dtype, self._device)
         self._plans = plans
         self._max_frames = limits.max_frames

@@ -28,12 +28,15 @@ class Segments:
         tiles: `[tile capacity, 4]` int32: first token of the frame, one past its last, first query of the tile, 0.
         num_tiles: `[1]` int32, the true number of tiles.
         block_m: queries of a tile.
+        above, up_to: only frames of more than `above` tokens and of at most `up_to` have tiles.
     """
 
     cu_seqlens: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     block_m: int
+    above: int = 0
+    up_to: int = 2**31 - 1
 
 
 @triton.jit
@@ -177,7 +180,7 @@ def attention(
     head_dim: int,
     config: AttentionConfig,
 ) -> torch.Tensor:
-    """Attention within each segment, scale `head_dim ** -0.5`.
+    """Attention within each segment that has tiles, scale `head_dim ** -0.5`.
 
     Args:
         qkv: `[T, 3 * heads * head_dim]` contiguous, rotated q | k | v.

@@ -23,6 +23,7 @@ from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper import configs as hopper_configs
+from fusedvit.kernels.hopper.attention_choice import hopper_attention_config
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import (
     HopperLinearConfig,
@@ -54,7 +55,7 @@ class Key:
 
     Attributes:
         op: "linear" or "attention".
-        kind: of a linear, its epilogue ("norm+rope"); of attention "".
+        kind: of a linear, its epilogue ("norm+rope"); of attention, which frames (see `hopper.attention_choice`).
         n, k: of a linear, its output and input features; of attention, heads and head_dim.
         rows: row budget.
         dtype: "bfloat16", …
@@ -123,7 +124,7 @@ def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) 
 
 
 def _hopper_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) -> HopperAttentionConfig | None:
-    return hopper_configs.hopper_attention_config(key.rows, key.n, key.k, dtype, target, key.kind == "window")
+    return hopper_attention_config(key.rows, key.n, key.k, dtype, target, key.kind)
 
 
 def _hopper_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperAttentionConfig]:

@@ -8,10 +8,12 @@ from fusedvit.kernels.windows import _window_tiles, _windows
 
 @triton.jit
 def _locate(
-    offs, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr, ITEMS: tl.constexpr
-):
+    offs, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr, ITEMS: tl.constexpr,
+    ABOVE: tl.constexpr = 0, UP_TO: tl.constexpr = 0,
+):  # fmt: skip
     """Which item each of `offs` belongs to, by KIND: tokens (0), frames (2), tiles (3), windows (4), their tiles.
 
+    Only frames of more than ABOVE tokens have tiles, and of at most UP_TO, if that is not 0.
     Returns, for each: its offset within the item, the item's first token, height, width; and the totals.
     """
     total = 0
@@ -33,6 +35,10 @@ def _locate(
             size = t
         elif KIND == 3:
             size = t * ((h * w + BLOCK_Q - 1) // BLOCK_Q)
+            if ABOVE > 0:
+                size = tl.where(h * w > ABOVE, size, 0)
+            if UP_TO > 0:
+                size = tl.where(h * w <= UP_TO, size, 0)
         elif KIND == 4:
             size = t * _windows(h, w, WINDOW)
         else:

@@ -13,6 +13,7 @@ of its own.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from fusedvit.kernels.locate import _locate
 from fusedvit.kernels.positions import _store_bicubic, _store_bilinear, _store_rope
 from fusedvit.kernels.windows import _span, _window_of_token, _window_tile, _window_tiles, _windows
 
-TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES = range(6)
+TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
 BLOCK = 32  # code is unrolled over it: with 128 it was 13,000 instructions, most of 47 us spent fetching them
 
 
@@ -38,6 +39,8 @@ class Layout:
         taps: entries of that table a position is made of: 4, 16, or 0 for none.
         window: patches on a side of an attention window, a multiple of `merge`; 0 for none.
         window_block_m: queries of an attention tile of windows.
+        short: frames of at most so many tokens have a list of tiles of their own; 0 where there is one list.
+        short_block_m: queries of a tile of that list.
     """
 
     merge: int
@@ -47,6 +50,8 @@ class Layout:
     taps: int = 0
     window: int = 0
     window_block_m: int = 64
+    short: int = 0
+    short_block_m: int = 64
 
 
 @dataclass(frozen=True)
@@ -54,17 +59,19 @@ class Metadata:
     """Device-side facts of one batch, filled by `vision_metadata`. Padding is stated beside each field.
 
     Attributes:
-        counts: `[6, 4]` int32; column 0 holds tokens, merged tokens, frames, tiles, windows and their tiles (rows 16
-            bytes apart, so that a pointer to any of them is equally aligned). Without windows theirs are undefined.
+        counts: `[7, 4]` int32; column 0 holds tokens, merged tokens, frames, tiles, windows, their tiles and tiles of
+            short frames (rows 16 bytes apart, so that a pointer to any of them is equally aligned). Without windows
+            theirs are undefined, without a list of short frames its.
         rope: `[tokens, 2, head_dim / 2]` fp32, cos and sin. Past the count: undefined, never read.
         tap_index: `[tokens, taps]` int32 rows of the position table. Past the count: undefined, never read.
         tap_weight: `[tokens, taps]` fp32. Past the count: undefined, never read.
         cu_seqlens: `[frames + 1]` int32. Past the count: the total, so that it is monotone.
-        tiles: `[tiles, 4]` int32, see `attention.Segments`. Past the count: zeros.
+        tiles: `[tiles, 4]` int32, see `attention.Segments`, of all frames or of the longer ones. Past the count: zeros.
         order: `[merged tokens]` int32, which merged token of the caller's order each one in window order is; empty
             without windows. Past the count: undefined, never read.
         window_cu_seqlens: `[windows + 1]` int32, as `cu_seqlens`; empty without windows.
         window_tiles: `[window tiles, 4]` int32, as `tiles`; empty without windows.
+        short_tiles: `[short tiles, 4]` int32, as `tiles`, of short frames where they have a list of their own.
     """
 
     counts: torch.Tensor
@@ -76,9 +83,10 @@ class Metadata:
     order: torch.Tensor
     window_cu_seqlens: torch.Tensor
     window_tiles: torch.Tensor
+    short_tiles: torch.Tensor
 
     def count(self, which: int) -> torch.Tensor:
-        """`[1]` int32 view of one count (`TOKENS`, `MERGED`, `FRAMES`, `TILES`, `WINDOWS`, `WINDOW_TILES`)."""
+        """`[1]` int32 view of one count (`TOKENS`, `MERGED`, `FRAMES`, `TILES`, …)."""
         return self.counts[which, :1]
 
 
@@ -138,10 +146,11 @@ def _store_segments(
 def _store_tiles(
     first_program, offs, grid_ptr, num_items, count_ptr, tiles_ptr, num_tiles,
     BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr, ITEMS: tl.constexpr,
+    ABOVE: tl.constexpr = 0, UP_TO: tl.constexpr = 0,
 ):  # fmt: skip
     """Query tiles of frames, or with WINDOW of windows."""
     within, first, height, width, total, _ = _locate(
-        offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, BLOCK_Q, WINDOW, ITEMS
+        offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, BLOCK_Q, WINDOW, ITEMS, ABOVE, UP_TO
     )
     if WINDOW > 0:
         per_frame = tl.maximum(_window_tiles(height, width, WINDOW, BLOCK_Q), 1)
@@ -163,26 +172,32 @@ def _store_tiles(
         tl.store(count_ptr, total)
 
 
-@triton.jit(do_not_specialize=["num_items", "a1", "a2", "a3", "a4", "num_cu", "num_tiles", "num_windows", "num_wtiles"])
+ENDS, SIZES = ("a1", "a2", "a3", "a4", "a5"), ("num_cu", "num_tiles", "num_short", "num_windows", "num_wtiles")
+
+
+@triton.jit(do_not_specialize=["num_items", *ENDS, *SIZES])
 def _metadata_kernel(
     grid_ptr,  # [items, 3] int32, (t, h, w)
     inv_freq_ptr,  # [HEAD_DIM / 4] fp32
-    counts_ptr,  # [6, 4] int32
+    counts_ptr,  # [7, 4] int32
     rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32
     index_ptr,  # [T, TAPS] int32
     weight_ptr,  # [T, TAPS] fp32
     cu_ptr,  # [num_cu] int32
     tiles_ptr,  # [num_tiles, 4] int32
+    short_tiles_ptr,  # [num_short, 4] int32
     order_ptr,  # [T / MERGE^2] int32
     window_cu_ptr,  # [num_windows] int32
     window_tiles_ptr,  # [num_wtiles, 4] int32
     num_items,
-    a1,  # programs up to here do tokens, then to a2 frames, to a3 tiles, to a4 windows, the rest window tiles
+    a1,  # programs up to here do tokens, then to a2 frames, to a3 tiles, to a4 short ones, to a5 windows, then theirs
     a2,
     a3,
     a4,
+    a5,
     num_cu,
     num_tiles,
+    num_short,
     num_windows,
     num_wtiles,
     MERGE: tl.constexpr,
@@ -193,6 +208,8 @@ def _metadata_kernel(
     BLOCK_Q: tl.constexpr,
     WINDOW: tl.constexpr,
     WINDOW_Q: tl.constexpr,
+    SHORT: tl.constexpr,
+    SHORT_Q: tl.constexpr,
     BLOCK: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
@@ -207,15 +224,21 @@ def _metadata_kernel(
         _store_segments(a1, (pid - a1) * BLOCK + lane, grid_ptr, num_items, counts_ptr + 8, cu_ptr, num_cu, 0, ITEMS)
     elif pid < a3:
         offs = (pid - a2) * BLOCK + lane
-        _store_tiles(a2, offs, grid_ptr, num_items, counts_ptr + 12, tiles_ptr, num_tiles, BLOCK_Q, 0, ITEMS)
-    elif WINDOW > 0:
-        if pid < a4:
+        _store_tiles(a2, offs, grid_ptr, num_items, counts_ptr + 12, tiles_ptr, num_tiles, BLOCK_Q, 0, ITEMS, SHORT)
+    elif pid < a4:
+        if SHORT > 0:
             offs = (pid - a3) * BLOCK + lane
-            _store_segments(a3, offs, grid_ptr, num_items, counts_ptr + 16, window_cu_ptr, num_windows, WINDOW, ITEMS)
-        else:
-            offs = (pid - a4) * BLOCK + lane
             _store_tiles(
-                a4, offs, grid_ptr, num_items, counts_ptr + 20, window_tiles_ptr, num_wtiles, WINDOW_Q, WINDOW, ITEMS
+                a3, offs, grid_ptr, num_items, counts_ptr + 24, short_tiles_ptr, num_short, SHORT_Q, 0, ITEMS, 0, SHORT
+            )
+    elif WINDOW > 0:
+        if pid < a5:
+            offs = (pid - a4) * BLOCK + lane
+            _store_segments(a4, offs, grid_ptr, num_items, counts_ptr + 16, window_cu_ptr, num_windows, WINDOW, ITEMS)
+        else:
+            offs = (pid - a5) * BLOCK + lane
+            _store_tiles(
+                a5, offs, grid_ptr, num_items, counts_ptr + 20, window_tiles_ptr, num_wtiles, WINDOW_Q, WINDOW, ITEMS
             )
 
 
@@ -227,12 +250,11 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         inv_freq: `[head_dim / 4]` fp32.
         layout: of the tower and its attention tiles.
     """
-    sizes = [out.rope.shape[0], *(t.shape[0] for t in (out.cu_seqlens, out.tiles))]
-    if layout.window:
-        sizes += [out.window_cu_seqlens.shape[0], out.window_tiles.shape[0]]
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + max(1, triton.cdiv(size, BLOCK)))
+    lists = (out.rope, out.cu_seqlens, out.tiles, out.short_tiles, out.window_cu_seqlens, out.window_tiles)
+    wanted = (True, True, True, layout.short > 0, layout.window > 0, layout.window > 0)
+    sizes = [t.shape[0] if here else 0 for t, here in zip(lists, wanted, strict=True)]
+    programs = (max(int(here), triton.cdiv(size, BLOCK)) for size, here in zip(sizes, wanted, strict=True))
+    ends = tuple(accumulate(programs))
     _metadata_kernel[(ends[-1],)](
         grid,
         inv_freq,
@@ -242,14 +264,13 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         out.tap_weight,
         out.cu_seqlens,
         out.tiles,
+        out.short_tiles,
         out.order,
         out.window_cu_seqlens,
         out.window_tiles,
         grid.shape[0],
-        *ends[1:4],
-        ends[4] if layout.window else ends[3],
-        *sizes[1:3],
-        *(sizes[3:] or (0, 0)),
+        *ends[:5],
+        *sizes[1:],
         MERGE=layout.merge,
         HEAD_DIM=layout.head_dim,
         FREQS=triton.next_power_of_2(layout.head_dim // 4),
@@ -258,6 +279,8 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         BLOCK_Q=layout.block_m,
         WINDOW=layout.window,
         WINDOW_Q=layout.window_block_m,
+        SHORT=layout.short,
+        SHORT_Q=layout.short_block_m,
         BLOCK=BLOCK,
         ITEMS=16,
         num_warps=4,

@@ -11,6 +11,9 @@ where blocks are counted through all tiles of the CTA. At slot t a consumer issu
 the softmax of block t while P V is running, then frees the slot. Where K_t is the first block of the next tile the
 scheme goes on: the end of one tile and the start of the next overlap, too.
 
+Every warp waits for the previous launch before it reads anything (`gdc_wait`), also in a CTA without work, so that what
+is complete here is complete for whoever waits for this one; the next launch may begin as soon as this one's CTAs have.
+
 Softmax keeps each row's maximum over the first block as its offset (attention_consumer.py). Where that overflows, the
 tile is noted and redone at the end with a running maximum (attention_redo.py).
 
@@ -25,10 +28,11 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
 from fusedvit.kernels.hopper.attention_consumer import consumer
-from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, work_item
+from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, first_item, following_item
 from fusedvit.kernels.hopper.compat import TensorDescriptor, async_load, gl, gluon
 from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
 from fusedvit.kernels.launch import launch
@@ -48,14 +52,16 @@ def _load_block(desc, tail_desc, box, box_tail, barrier, last, skip, section, he
 def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s: Sizes):
     Q_BYTES: gl.constexpr = s.CONSUMERS * ROWS * (s.HEAD + s.TAIL) * 2
     KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + s.TAIL) * 2
+    gdc_wait()
     num_tiles = gl.load(num_tiles_ptr)
+    begin, end, first, head = first_item(tiles_ptr, num_tiles, s)
     slot = 0
     nth = 0
     v_last = 0  # the block whose values come with the next keys
     v_skip = 0
     v_head = 0
     for index in range(gl.program_id(0), num_tiles * s.HEADS, gl.num_programs(0)):
-        begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
+        next_begin, next_end, next_first, next_head = following_item(index, tiles_ptr, num_tiles, s)
         buffer = nth & 1
         mbarrier.wait(m.q_empty.index(buffer), ((nth >> 1) & 1) ^ 1)
         mbarrier.expect(m.q_full.index(buffer), Q_BYTES)
@@ -79,6 +85,7 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
             )
             v_last, v_skip, v_head = last, skip, head
             slot += 1
+        begin, end, first, head = next_begin, next_end, next_first, next_head
         nth += 1
     if slot > 0:
         i = slot % s.STAGES
@@ -136,6 +143,7 @@ def _hopper_attention_kernel(
     if PING_PONG:  # barriers that nobody waits at must not be initialised: see `sass.overwritten_barriers`
         for i in gl.static_range(CONSUMERS):
             mbarrier.init(turn.index(i), count=1)
+    gdc_launch_dependents()
     m = Memory(q, q_tail, k, k_tail, v, v_tail, q_full, q_empty, full, empty, turn)
     # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
     if CONSUMERS == 1:
@@ -274,6 +282,6 @@ def attention(
         "REGISTERS": registers,
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)
-    options = {"num_warps": 4, "maxnreg": at_launch}
+    options = {"num_warps": 4, "maxnreg": at_launch, "launch_pdl": config.overlap}
     launch(_hopper_attention_kernel, programs, _boxes(qkv, heads, head_dim, config), pointers, constants, options)
     return out

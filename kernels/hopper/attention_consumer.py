@@ -9,8 +9,17 @@ small p, which are subnormal below 2^-8 of the largest, is less than the answer'
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
 
-from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, store_rows, work_item
+from fusedvit.kernels.hopper.attention_parts import (
+    ROWS,
+    Memory,
+    Sizes,
+    first_item,
+    following_item,
+    store_rows,
+    work_item,
+)
 from fusedvit.kernels.hopper.attention_redo import redo_tile
 from fusedvit.kernels.hopper.compat import gl, gluon
 
@@ -148,8 +157,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
     mbarrier.wait(m.full.index(1 % s.STAGES), (1 // s.STAGES) & 1)
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         after = index + gl.num_programs(0)
-        following = gl.minimum(after, work - 1)
-        next_begin, next_end, next_first, next_head = work_item(following, tiles_ptr, num_tiles, s)
+        next_begin, next_end, next_first, next_head = following_item(index, tiles_ptr, num_tiles, s)
         first += C * ROWS
         blocks = (end - begin + s.BLOCK_N - 1) // s.BLOCK_N
         steps = gl.where(first < end, blocks, 1)
@@ -217,10 +225,8 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
 
 @gluon.jit
 def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
+    gdc_wait()
     num_tiles = gl.load(num_tiles_ptr)
-    index = gl.program_id(0)
-    if s.TOGETHER < s.HEADS:  # which reads no tile past the last then
-        index = gl.maximum(gl.minimum(index, num_tiles * s.HEADS - 1), 0)
-    begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
+    begin, end, first, head = first_item(tiles_ptr, num_tiles, s)
     if gl.program_id(0) < num_tiles * s.HEADS:
         _consume(m, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, head, s, C)

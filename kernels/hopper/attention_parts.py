@@ -89,6 +89,21 @@ def work_item(index, tiles_ptr, num_tiles, s: Sizes):
 
 
 @gluon.jit
+def first_item(tiles_ptr, num_tiles, s: Sizes):
+    """This CTA's first piece of work, or whatever lies in its place where it has none."""
+    index = gl.program_id(0)
+    if s.TOGETHER < s.HEADS:  # which reads no tile past the last then
+        index = gl.maximum(gl.minimum(index, num_tiles * s.HEADS - 1), 0)
+    return work_item(index, tiles_ptr, num_tiles, s)
+
+
+@gluon.jit
+def following_item(index, tiles_ptr, num_tiles, s: Sizes):
+    """The piece of work of this CTA after that of `index`, asked for one ahead; the last of all where it has none."""
+    return work_item(gl.minimum(index + gl.num_programs(0), num_tiles * s.HEADS - 1), tiles_ptr, num_tiles, s)
+
+
+@gluon.jit
 def _store(out_ptr, acc, first, end, col, limit: gl.constexpr, s: Sizes, WIDTH: gl.constexpr):
     """Through shared memory, so that a thread writes 16 bytes and neighbours write whole lines.
 

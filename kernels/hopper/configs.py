@@ -1,4 +1,4 @@
-"""Configurations of the attention kernel for Hopper, and which one a token budget takes."""
+"""Schedules of the attention kernel for Hopper: what there is, what can run, what the tuner tries."""
 
 from dataclasses import dataclass, replace
 
@@ -8,6 +8,7 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 
 QUERIES = 64  # of a consumer
+OVERLAP = False  # whether what is chosen here begins before the previous launch has ended; why not: docs/hopper.md
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class HopperAttentionConfig:
             it is 0 or does not divide their number.
         late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
         max_programs: bound of the persistent grid.
+        overlap: begin before the previous launch has ended (programmatic dependent launch), see `OVERLAP`.
     """
 
     consumers: int
@@ -34,6 +36,7 @@ class HopperAttentionConfig:
     together: int = 0
     late: bool = False
     max_programs: int = 132
+    overlap: bool = False
 
     @property
     def block_m(self) -> int:
@@ -47,7 +50,6 @@ SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True)
 MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True)
 LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True)
 WIDE = HopperAttentionConfig(2, 64, 3, ping_pong=True)  # for heads of 128
-TINY_ROWS = 512  # budgets up to here hold few tiles of 128 queries
 
 
 def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
@@ -57,40 +59,17 @@ def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
     return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + 1024
 
 
-def hopper_attention_config(
-    rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target, windows: bool = False
-) -> HopperAttentionConfig | None:
-    """The form for varlen attention over `rows` packed tokens (a budget), or None where it cannot run or was not timed.
-
-    Lengths are not known here, but for `windows` of 64 tokens. As measured on an H200 (docs/hopper-attention.md): tiles
-    of 64 queries for windows and where a budget has few tiles; short blocks of keys where it still holds few CTAs'
-    worth of work; long ones in the middle; from 16384 tokens on three consumers, which read a third less of keys and
-    values per query. Triton 3.8 and later spill in the third where a head has a tail, and in the fourth unless P is
-    rounded late.
-    """
-    if absent(target, dtype) or head_dim not in MEASURED:
-        return None
-    spills = compat.NEEDS_MORE_REGISTERS and head_dim > 64
-    if windows or rows <= TINY_ROWS:
-        chosen = TINY
-    elif rows < 16384:
-        chosen = SHORT if rows < 1024 or spills else MIDDLE
-    else:
-        chosen = replace(LONG, late=spills) if head_dim > 64 else replace(LONG, ping_pong=False, together=4, late=True)
-    return replace(chosen, max_programs=chosen.ctas * target.num_sms)
-
-
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
     """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
     by_heads, early = replace(LONG, together=4), replace(SHORT, late=False)
     found = [TINY, SHORT, early, MIDDLE, replace(MIDDLE, together=4), LONG, by_heads]
     found.append(HopperAttentionConfig(1, 128, 2, ctas=2))
     if head_dim == 64:
-        alone = replace(SHORT, ping_pong=False), replace(by_heads, ping_pong=False, late=True)
-        found += [*alone, *(replace(config, late=False) for config in alone)]
+        alone = [replace(config, ping_pong=False) for config in (SHORT, MIDDLE, LONG, by_heads)]
+        found += [*alone, *(replace(config, late=not config.late) for config in alone)]
     if head_dim == 128:
         found = [WIDE, replace(WIDE, late=True)]
-    found = [replace(config, max_programs=config.ctas * target.num_sms) for config in found]
+    found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 
 

@@ -19,7 +19,7 @@ def attention(
     """See `fusedvit.kernels.attention.attention`. `config` is not used."""
     cu_seqlens = segments.cu_seqlens.tolist()
     for begin, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
-        if begin == end:
+        if not segments.above < end - begin <= segments.up_to:
             continue
         q, k, v = rearrange(qkv[begin:end], "t (three h d) -> three 1 h t d", three=3, h=heads, d=head_dim)
         frame = F.scaled_dot_product_attention(q, k, v, scale=head_dim**-0.5)

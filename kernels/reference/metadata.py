@@ -1,5 +1,7 @@
 """Torch twin of `kernels.metadata`, item by item."""
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
@@ -7,6 +9,7 @@ from einops import rearrange, repeat
 from fusedvit.kernels.metadata import (
     FRAMES,
     MERGED,
+    SHORT_TILES,
     TILES,
     TOKENS,
     WINDOW_TILES,
@@ -86,21 +89,30 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
             index, weight = _taps(row, col, h, w, layout)
             out.tap_index[tokens] = repeat(index, "n k -> (t n) k", t=t).to(out.tap_index)
             out.tap_weight[tokens] = repeat(weight, "n k -> (t n) k", t=t).to(out.tap_weight)
-    _segments(frames, layout.block_m, out, out.cu_seqlens, out.tiles, FRAMES, TILES)
+    _segments(frames, out.cu_seqlens, out.count(FRAMES))
+    _tiles(frames, layout.block_m, layout.short, max(frames, default=0), out.tiles, out.count(TILES))
+    if layout.short:
+        _tiles(frames, layout.short_block_m, 0, layout.short, out.short_tiles, out.count(SHORT_TILES))
     if layout.window:
-        _segments(windows, layout.window_block_m, out, out.window_cu_seqlens, out.window_tiles, WINDOWS, WINDOW_TILES)
+        _segments(windows, out.window_cu_seqlens, out.count(WINDOWS))
+        side = layout.window**2
+        _tiles(windows, layout.window_block_m, 0, side, out.window_tiles, out.count(WINDOW_TILES))
     out.counts[TOKENS, 0], out.counts[MERGED, 0] = token, token // unit
     return out
 
 
-def _segments(
-    lengths: list[int], block_m: int, out: Metadata, cu: torch.Tensor, table: torch.Tensor, segments: int, tiles: int
-) -> None:
+def _segments(lengths: list[int], cu: torch.Tensor, count: torch.Tensor) -> None:
     ends = torch.tensor([0, *lengths]).cumsum(0)
     cu[: len(ends)] = ends.to(cu)
     cu[len(ends) :] = int(ends[-1])
-    rows = [(b, b + n, r, 0) for b, n in zip(ends.tolist(), lengths, strict=False) for r in range(b, b + n, block_m)]
+    count.fill_(len(lengths))
+
+
+def _tiles(lengths: list[int], block_m: int, above: int, up_to: int, table: torch.Tensor, count: torch.Tensor) -> None:
+    """Tiles of segments of more than `above` tokens, and at most `up_to`."""
+    starts = zip(accumulate(lengths, initial=0), lengths, strict=False)
+    rows = [(b, b + n, r, 0) for b, n in starts if above < n <= up_to for r in range(b, b + n, block_m)]
     table.zero_()
     if rows:
         table[: len(rows)] = torch.tensor(rows).to(table)
-    out.counts[segments, 0], out.counts[tiles, 0] = len(lengths), len(rows)
+    count.fill_(len(rows))

@@ -2,13 +2,16 @@
 
 import json
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fusedvit.bench import attention
+from fusedvit.bench import attention, cases
 from fusedvit.bench.cases import attention_case
+from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import AttentionConfig, Target
 from fusedvit.kernels.hopper import compat, configs
 
@@ -31,14 +34,32 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(attention.forms((4096,), 72, torch.float32, target)) == {"ships", "triton"}
     monkeypatch.setattr(compat, "usable", lambda capability: True)
     found = attention.forms((16384,), 72, BF16, target)
-    assert (
-        set(found) == {"ships", "triton", "2 x 64", "2 x 128", "3 x 64", "3 x 64 by heads", "2 x 64 early"}
-        and found["ships"] == configs.LONG
-    )
-    assert "1 x 64" in attention.forms((64,) * 256, 72, BF16, target)
-    assert "3 x 64 early" in attention.forms((4096,), 64, BF16, target)
+    assert set(found) == {"ships", "overlapped", "triton", "2 x 64", "2 x 128", "3 x 64"}
+    assert found["ships"] == (configs.LONG, configs.SHORT)
+    assert [config.overlap for config in found["overlapped"]] == [True, True]
+    found = attention.forms((4096,), 72, BF16, target)
+    assert found["ships"] == configs.MIDDLE and found["overlapped"].overlap
+    assert attention.forms((64,) * 64, 72, BF16, target)["ships"].block_m == 64
+    assert "2 x 128 alone" in attention.forms((4096,), 64, BF16, target)
     found = attention.forms((4096,), 128, BF16, target)
     assert set(found) == {"ships", "triton", "2 x 64", "2 x 64 early"} and found["ships"] == found["triton"]
+
+
+def test_two_lists_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = attention_case(2, 16, (700, 20, 512), torch.float32, CPU, False)
+    long, short = AttentionConfig(64, 64, 4, 2), AttentionConfig(128, 64, 4, 2)
+    assert case.check((long, short)).passed
+    monkeypatch.setattr(cases, "SHORT_FRAME", 600)  # 20 and 512 still short
+    launched: list[tuple[int, int]] = []
+    attend = cases.ops_for(CPU).attention
+
+    def noted(qkv: torch.Tensor, segments: Segments, *rest: Any) -> torch.Tensor:
+        launched.append((int(segments.num_tiles), segments.tiles.shape[0]))
+        return attend(qkv, segments, *rest)
+
+    monkeypatch.setattr(cases, "ops_for", lambda device: types.SimpleNamespace(attention=noted))
+    case.run((long, short), 0)
+    assert launched == [(11, 20), (5, 11)], "tiles of each list, in lists that could hold all of them"
 
 
 def test_an_answer_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

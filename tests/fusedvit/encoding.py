@@ -1,6 +1,7 @@
 """The encoder put together by hand, without Hugging Face's module around it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ class Encoder:
         """Buffers for `grid` and `spare` more tokens, items, frames, tiles; floats filled with `fill`."""
         layout = self.plan(patches_of(grid) + spare[0]).layout(self.spec)
         exact = Capacity.of(items_of(grid), layout)
-        windows = (exact.windows + spare[2], exact.window_tiles + spare[3]) if self.spec.window else ()
-        capacity = Capacity(
-            exact.tokens + spare[0], exact.items + spare[1], exact.frames + spare[2], exact.tiles + spare[3], *windows
-        )
+        more = {"tokens": spare[0], "items": spare[1], "frames": spare[2], "tiles": spare[3]}
+        if self.spec.window:
+            more |= {"windows": spare[2], "window_tiles": spare[3]}
+        if layout.short:
+            more["short_tiles"] = spare[3]
+        capacity = replace(exact, **{name: getattr(exact, name) + n for name, n in more.items()})
         made = allocate(self.spec, capacity, self.dtype, self.device)
         if fill is not None:
             floats = [made.pixels, made.hidden, made.wide, made.context, made.stats, made.merged, made.scratch.sums]

@@ -1,9 +1,11 @@
 """The encoder of every kind of family on both tables of operations, in buffers that exceed their content."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from fusedvit import ops
+from fusedvit import ops, plan
 from fusedvit.buffers import Capacity
 from fusedvit.items import Item
 from fusedvit.kernels.metadata import Layout
@@ -11,7 +13,7 @@ from fusedvit.tolerance import compare
 from tests.fusedvit.encoding import Encoder, hugging_face
 from tests.fusedvit.families import INSTALLED, family_tower
 from tests.fusedvit.towers import Grid, assert_bitwise, assert_same, patches_of, pixels_for, twin
-from tests.kernels.metadata_cases import frames_of, windows_of
+from tests.kernels.metadata_cases import frames_of, tiles_of, windows_of
 
 # One class of each shape of encoder: what the others add is in their weights.
 SHAPES = [
@@ -61,6 +63,28 @@ def test_buffers_of_a_budget_and_nan_in_their_rest(name: str, table: ops.Ops, de
         assert_bitwise(encoder.run(shared, grid, pixels), encoder.answer(grid, pixels))
 
 
+@by_table
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("Qwen2")])
+def test_short_frames_in_a_launch_of_their_own(
+    name: str, table: ops.Ops, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a large budget's plan has it, with a lower limit. Both kinds, either alone, and NaN in all that is spare."""
+    monkeypatch.setattr(plan, "SHORT_FRAME", 8)
+    tower = family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu")
+    encoder = Encoder(tower, table)
+    whole = encoder.plan(64)
+    halves = replace(whole, short_attention=replace(whole.attention, block_m=32))
+    grids: list[Grid] = [[(1, 2, 2), (1, 4, 6), (3, 2, 4), (1, 2, 6)], [(1, 6, 8)], [(6, 2, 4)]]
+    calls = [(grid, pixels_for(tower, grid)) for grid in grids]
+    one_list = [encoder.answer(*call) for call in calls]
+    monkeypatch.setattr(encoder, "plan", lambda tokens: halves)
+    shared = encoder.buffers([(1, 4, 4)] * 3 + [(1, 2, 4)] * 2, spare=(0, 3, 9, 7), fill=float("nan"))
+    for call, want in zip(calls, one_list, strict=True):
+        got = encoder.answer(*call)
+        assert_same(got, want, limit=1e-5)  # other tiles, another order of sums
+        assert_bitwise(encoder.run(shared, *call), got)
+
+
 @pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_capacities(block_m: int) -> None:
     """Exact ones count what there is; those for limits hold every batch within them."""
@@ -69,10 +93,20 @@ def test_capacities(block_m: int) -> None:
         for w in range(2, 40, 2):
             for t in (1, 3):
                 grid: Grid = [(t, h, w), (1, w, h)]
-                exact = Capacity.of([Item(*row) for row in grid], layout)
+                items = [Item(*row) for row in grid]
+                exact = Capacity.of(items, layout)
                 windows = windows_of(grid, 8)
                 tiles = sum(-(-n // block_m) for n in windows)
                 assert (exact.windows, exact.window_tiles, exact.frames) == (len(windows), tiles, t + 1)
                 most = Capacity.at_most(sum(frames_of(grid)), 2, t + 1, layout)
                 assert exact.windows <= most.windows and exact.window_tiles <= most.window_tiles
-                assert exact.tiles <= most.tiles
+                assert exact.tiles <= most.tiles and exact.short_tiles == most.short_tiles == 0
+                for short in (h * w - 1, h * w, 10**6):
+                    two = replace(layout, short=short, short_block_m=48)
+                    frames = [h * w] * (t + 1)
+                    exact, most = Capacity.of(items, two), Capacity.at_most(sum(frames), 2, t + 1, two)
+                    assert (exact.tiles, exact.short_tiles) == (
+                        tiles_of(frames, block_m, above=short),
+                        tiles_of(frames, 48, up_to=short),
+                    )
+                    assert exact.tiles <= most.tiles and exact.short_tiles <= most.short_tiles

@@ -25,16 +25,24 @@ def with_room(t: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([t, t.new_full((rows, t.shape[1]), NAN)])
 
 
-def segments(lengths: Sequence[int], block_m: int, device: torch.device, room: int = 0) -> Segments:
-    """Segments of these lengths, with `room` tiles past the count that would overwrite the first rows if they ran."""
+def segments(
+    lengths: Sequence[int], block_m: int, device: torch.device, room: int = 0, above: int = 0, up_to: int = 2**31 - 1
+) -> Segments:
+    """Segments of these lengths, with `room` tiles past the count that would overwrite the first rows if they ran.
+
+    Tiles of those of more than `above` tokens only, and at most `up_to`.
+    """
     cu = [0, *accumulate(lengths)]
-    tiles = [(b, e, row, 0) for b, e in zip(cu, cu[1:], strict=False) for row in range(b, e, block_m)]
+    spans = [(b, e) for b, e in zip(cu, cu[1:], strict=False) if above < e - b <= up_to]
+    tiles = [(b, e, row, 0) for b, e in spans for row in range(b, e, block_m)]
     poison = [(0, cu[-1], 0, 0)] * room
     return Segments(
         torch.tensor(cu + cu[-1:] * room, dtype=torch.int32, device=device),
         torch.tensor(tiles + poison, dtype=torch.int32, device=device).reshape(-1, 4),
         count(len(tiles), device),
         block_m,
+        above,
+        up_to,
     )
 
 

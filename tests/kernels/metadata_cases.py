@@ -40,10 +40,15 @@ def windows_of(grid: Grid, side: int) -> list[int]:
     return [a * b for t, h, w in grid for _ in range(t) for a in cut(h) for b in cut(w)]
 
 
+def tiles_of(lengths: Sequence[int], block_m: int, above: int = 0, up_to: int = 2**31) -> int:
+    """Tiles of the segments of more than `above` tokens and at most `up_to`."""
+    return sum(-(-n // block_m) for n in lengths if above < n <= up_to)
+
+
 def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0) -> Metadata:
     """Room for `grid` and `room` more of everything, every field poisoned."""
     frames = frames_of(grid)
-    tokens, tiles = sum(frames) + room, sum(-(-n // layout.block_m) for n in frames) + room
+    tokens, tiles = sum(frames) + room, tiles_of(frames, layout.block_m, above=layout.short) + room
     windows = windows_of(grid, layout.window) if layout.window else []
     more = room if layout.window else 0
 
@@ -54,7 +59,7 @@ def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0) -> Me
         return torch.full(shape, float("nan"), device=device)
 
     return Metadata(
-        counts=integers(6, 4),
+        counts=integers(7, 4),
         rope=floats(tokens, 2, layout.head_dim // 2),
         tap_index=integers(tokens, layout.taps),
         tap_weight=floats(tokens, layout.taps),
@@ -62,7 +67,10 @@ def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0) -> Me
         tiles=integers(tiles, 4),
         order=integers(tokens // layout.merge**2 if layout.window else 0),
         window_cu_seqlens=integers(len(windows) + 1 + more if layout.window else 0),
-        window_tiles=integers(sum(-(-n // layout.window_block_m) for n in windows) + more, 4),
+        window_tiles=integers(tiles_of(windows, layout.window_block_m) + more, 4),
+        short_tiles=integers(
+            tiles_of(frames, layout.short_block_m, up_to=layout.short) + (room if layout.short else 0), 4
+        ),
     )
 
 
@@ -79,9 +87,11 @@ def fill(
     room: int = 0,
     window: int = 0,
     window_block_m: int = 16,
+    short: int = 0,
+    short_block_m: int = 16,
 ) -> Metadata:
     """`op`'s answer for `grid`; frequencies as Qwen's."""
-    layout = Layout(merge, head_dim, block_m, side, taps if side else 0, window, window_block_m)
+    layout = Layout(merge, head_dim, block_m, side, taps if side else 0, window, window_block_m, short, short_block_m)
     out = blank(grid, layout, device, room)
     half = head_dim // 2
     inv_freq = 10000.0 ** -(torch.arange(0, half, 2, device=device) / half)

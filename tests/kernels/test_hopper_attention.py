@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +14,18 @@ from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper import attention as hopper_attention
-from fusedvit.kernels.hopper import attention_parts, compat, configs
+from fusedvit.kernels.hopper import attention_choice, attention_parts, compat, configs
+from fusedvit.kernels.hopper.attention_choice import TWO_LISTS, contents, hopper_attention_config, microseconds
 from fusedvit.kernels.hopper.configs import (
     HopperAttentionConfig,
     hopper_attention_candidates,
-    hopper_attention_config,
     wrong_hopper_attention,
 )
 from fusedvit.kernels.tables import Table
-from fusedvit.plan import plan_for
+from fusedvit.plan import attention_task, plan_for
 from fusedvit.report import choices
 from tests.kernels.attention_cases import segments
+from tests.kernels.attention_times import TIMES
 from tests.kernels.test_aot import run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,7 +65,10 @@ def test_every_budget_has_an_answer_that_can_run(
     usable: None, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype, newer: bool
 ) -> None:
     monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
-    chosen = {hopper_attention_config(budget(rows), 16, head_dim, dtype, H200) for rows in range(1, 70000, 61)}
+    budgets = {budget(rows) for rows in range(1, 70000, 61)}
+    kinds = [("", rows) for rows in budgets if rows < TWO_LISTS]
+    kinds += [(kind, rows) for rows in budgets if rows >= TWO_LISTS for kind in ("short", "long")]
+    chosen = {hopper_attention_config(rows, 16, head_dim, dtype, H200, kind) for kind, rows in kinds}
     assert None not in chosen
     assert {c.block_m for c in chosen if c} == {64, 128, 192}
     assert {c.block_n for c in chosen if c} == ({64} if newer and head_dim > 64 else {64, 128})
@@ -150,12 +155,80 @@ def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads
         assert {item[3] for item in items[:together]} == set(range(together))
 
 
+def timings() -> Iterator[tuple[int, int, int, dict[HopperAttentionConfig, float]]]:
+    """(head_dim, frames, tokens of each, microseconds of each schedule there is to choose from)."""
+    for head_dim, frames, length, *us in TIMES:
+        schedules = attention_choice.schedules(head_dim)
+        yield head_dim, frames, length, {c: t for c, t in zip(schedules, us, strict=True) if t is not None}
+
+
+def test_costs_are_what_was_timed(usable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", False)
+    errors = []
+    for head_dim, frames, length, us in timings():
+        for config, timed in us.items():
+            if length >= 196 or config == configs.TINY:  # nothing else is asked for windows
+                errors.append(microseconds(config, frames, length, 16, head_dim, 132) / timed - 1)
+    assert len(errors) > 80
+    assert max(map(abs, errors)) < 0.08
+    assert (sum(e * e for e in errors) / len(errors)) ** 0.5 < 0.04
+
+
+def test_what_is_chosen_is_near_the_best_that_was_timed(usable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every layout that was timed, though a budget's other contents are weighed with it."""
+    monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", False)
+    seen = 0
+    for head_dim, frames, length, us in timings():
+        rows = budget(frames * length)
+        kind = "window" if length == 64 else ""
+        if rows >= TWO_LISTS and not kind:
+            kind = "short" if length <= attention_choice.SHORT_FRAME else "long"
+        chosen = hopper_attention_config(rows, 16, head_dim, BF16, H200, kind)
+        assert chosen is not None
+        chosen = dataclasses.replace(chosen, max_programs=132)
+        if chosen in us:
+            assert us[chosen] <= 1.1 * min(us.values()), f"{head_dim}: {frames} x {length}: {chosen}, {us}"
+            seen += 1
+    assert seen > 20
+
+
+def test_one_wave_is_better_than_two(usable: None) -> None:
+    """1296 tokens are 176 tiles of 128 queries and heads, 112 of 192: an H200 has 132 SMs."""
+    for head_dim in configs.MEASURED:
+        for rows in (1280, 1536):
+            assert hopper_attention_config(rows, 16, head_dim, BF16, H200).block_m == 192
+        assert hopper_attention_config(1024, 16, head_dim, BF16, H200).block_m == 128
+
+
+@pytest.mark.parametrize("rows", [64, 896, 1024, 6144, 16384])
+def test_contents_are_of_their_budget(rows: int) -> None:
+    everything = contents(rows, "")
+    assert (1, rows) in everything
+    assert all(budget(frames * length) == rows for frames, length in everything)
+    assert contents(rows, "short") + contents(rows, "long") == sorted(everything, key=lambda c: c[1] > 512)
+    assert contents(rows, "window") == [(rows // 64, 64)]
+
+
 def test_windows_take_tiles_of_their_size(usable: None) -> None:
     form = forms.named(forms.ATTENTION, "hopper")
     assert form is not None
     key = Key(forms.ATTENTION, "window", 16, 80, 4096, "bfloat16")
     assert form.heuristic(key, BF16, H200, 256).block_m == 64
     assert form.heuristic(dataclasses.replace(key, kind=""), BF16, H200, 256).block_m == 128
+
+
+def test_large_budgets_have_two_lists(usable: None) -> None:
+    """Where the two schedules differ; plain Triton has one for both."""
+    few, many = (plan_for(QWEN3_VL_8B, rows, BF16, H200, Table()) for rows in (8192, 16384))
+    assert few.short_attention is None and few.layout(QWEN3_VL_8B).short == 0
+    layout = many.layout(QWEN3_VL_8B)
+    assert (layout.block_m, layout.short, layout.short_block_m) == (192, 512, 128)
+    assert many.choices()["short_attention"] == "hopper"
+    plain = plan_for(QWEN3_VL_8B, 16384, BF16, A100, Table())
+    assert plain.short_attention is None and plain.layout(QWEN3_VL_8B).short == 0
+    named = [attention_task(QWEN3_VL_8B, 16384, BF16, length).key.kind for length in (256, 512, 513)]
+    assert named == ["short", "short", "long"]
+    assert attention_task(QWEN3_VL_8B, 8192, BF16, 256).key.kind == ""
 
 
 @pytest.mark.parametrize("tower, tokens", [("hd80", "16384")])  # the others: make aot
@@ -167,9 +240,9 @@ from fusedvit.aot import SMS, TOWERS, compile_or_fail, launches_of
 from fusedvit.kernels.configs import Target
 launches = launches_of(*TOWERS["{tower}"], torch.bfloat16, {tokens}, Target())
 launches = [launch for launch in launches if "hopper_attention" in launch.name]
-assert len(launches) == 1, launches
-found = compile_or_fail(launches[0], 90)
-assert not found.problems and found.registers >= 128 and "BLOCK_N" in found.launch, found
+assert len(launches) == 2, launches
+for found in (compile_or_fail(launch, 90) for launch in launches):
+    assert not found.problems and found.registers >= 128 and "BLOCK_N" in found.launch, found
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -5,12 +5,14 @@ The quick ones (`-k quick`) take seconds beside the compilation of a dozen kerne
 
 import random as pseudo_random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
+from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME, schedules
 from fusedvit.kernels.hopper.configs import (
     LONG,
     MEASURED,
@@ -19,7 +21,6 @@ from fusedvit.kernels.hopper.configs import (
     WIDE,
     HopperAttentionConfig,
     hopper_attention_candidates,
-    hopper_attention_config,
 )
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.tolerance import compare, summarize
@@ -33,7 +34,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 HEADS = 16
 REPEATS = 50
 ROOM = 200  # rows of NaN past the last frame
-BUDGETS = (512, 896, 4096, 16384)  # one of each schedule
 
 RAGGED = {
     "around blocks and tiles": [1, 63, 64, 65, 127, 129, 200, 1000],
@@ -43,12 +43,11 @@ RAGGED = {
 
 
 def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
-    """The schedules that heuristics take for such heads, each once; of heads of 128, what the tuner is offered."""
+    """The schedules that heuristics choose from for such heads; of heads of 128, what the tuner is offered."""
     if head_dim not in MEASURED:
         return [WIDE]
-    target = Target.of(device)
-    chosen = [hopper_attention_config(rows, HEADS, head_dim, BF16, target) for rows in BUDGETS]
-    return [config for config in dict.fromkeys(chosen) if config is not None]
+    sms = Target.of(device).num_sms
+    return [replace(config, max_programs=config.ctas * sms) for config in schedules(head_dim)]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +150,19 @@ def test_quick_nothing_to_do(device: torch.device) -> None:
     for config in shipped(72, device):
         qkv = packed([8], 72, BF16, device, heads=HEADS)
         assert attend(qkv, [], 72, config).isnan().all()
+
+
+def test_quick_two_lists(device: torch.device) -> None:
+    """Long frames in one launch, short ones in another: bit for bit what each frame is by itself, however many."""
+    short, long = (replace(config, max_programs=132) for config in (SHORT, LONG))
+    for lengths in ([600, 196, 4, 512, 513, 64, 900], [196] * 9, [700, 800]):
+        qkv = packed(lengths, 72, BF16, device, heads=HEADS)
+        out = torch.full((len(qkv), HEADS * 72), NAN, dtype=BF16, device=device)
+        forms.attention(qkv, segments(lengths, 192, device, 5, above=SHORT_FRAME), out, HEADS, 72, long)
+        forms.attention(qkv, segments(lengths, 128, device, 5, up_to=SHORT_FRAME), out, HEADS, 72, short)
+        for rows, frame in zip(qkv.split(lengths), out.split(lengths), strict=True):
+            alone = attend(rows.contiguous(), [len(rows)], 72, short if len(rows) <= SHORT_FRAME else long)
+            assert torch.equal(frame, alone), f"{len(rows)} of {lengths}"
 
 
 def test_quick_replayed_with_other_frames(device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """The metadata kernel against its torch twin over random grids, and the twin against Hugging Face's own helpers."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from fusedvit.kernels.linear import linear
 from fusedvit.kernels.metadata import (
     FRAMES,
     MERGED,
+    SHORT_TILES,
     TILES,
     TOKENS,
     WINDOW_TILES,
@@ -21,7 +24,7 @@ from fusedvit.kernels.metadata import (
     vision_metadata,
 )
 from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
-from tests.kernels.metadata_cases import Grid, fill, frames_of, grids, windows_of
+from tests.kernels.metadata_cases import Grid, fill, frames_of, grids, tiles_of, windows_of
 from tests.kernels.support import count, padded
 
 EXAMPLES = 25
@@ -29,8 +32,9 @@ EXAMPLES = 25
 
 def assert_same(ours: Metadata, twin: Metadata, tokens: int) -> None:
     """Integers exactly, fractions and angles to fp32's last places; all padding that is ever read included."""
-    kinds = len(ours.counts) if len(ours.order) else TILES + 1
-    assert torch.equal(ours.counts[:kinds, 0], twin.counts[:kinds, 0])
+    kinds = [TOKENS, MERGED, FRAMES, TILES] + [WINDOWS, WINDOW_TILES] * bool(len(ours.order))
+    assert torch.equal(ours.counts[kinds, 0], twin.counts[kinds, 0])
+    assert torch.equal(ours.short_tiles, twin.short_tiles)
     assert torch.equal(ours.window_cu_seqlens, twin.window_cu_seqlens)
     assert torch.equal(ours.window_tiles, twin.window_tiles)
     assert torch.equal(ours.order, twin.order), "padding included: neither writes there"
@@ -148,6 +152,28 @@ def test_windows_are_the_twins(device: torch.device, grid: Grid, block_m: int, r
     assert [int(ours.count(which)) for which in (WINDOWS, WINDOW_TILES)] == [len(windows), tiles]
     assert ours.window_cu_seqlens[: len(windows) + 1].diff().tolist() == windows
     assert (ours.window_cu_seqlens[len(windows) :] == sum(windows)).all() and (ours.window_tiles[tiles:] == 0).all()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(grids(2, 8), st.sampled_from([16, 64]), st.sampled_from([1, 4, 24, 10**6]), st.integers(0, 40))
+@example([(1, 4, 6), (1, 4, 8), (2, 2, 2)], 16, 24, 0)  # a frame of the limit, one past it
+@example([(1, 2, 2)] * 20 + [(3, 10, 10)] * 20, 16, 24, 3)  # more of both than a program's block of 32
+@example([(1, 10, 10)], 16, 24, 0)  # no short frame
+@example([], 64, 24, 5)
+def test_short_frames_have_a_list_of_their_own(
+    device: torch.device, grid: Grid, block_m: int, short: int, room: int
+) -> None:
+    options = {"block_m": 48, "short": short, "short_block_m": block_m, "room": room}
+    ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
+    frames = frames_of(grid)
+    assert_same(ours, twin, sum(frames))
+    counts = [int(ours.count(which)) for which in (FRAMES, TILES, SHORT_TILES)]
+    assert counts == [len(frames), tiles_of(frames, 48, above=short), tiles_of(frames, block_m, up_to=short)]
+    listed = torch.cat([ours.tiles[: counts[1]], ours.short_tiles[: counts[2]]])
+    assert sorted(set(map(tuple, listed[:, :2].tolist()))) == [
+        (b, b + n) for b, n in zip(accumulate(frames, initial=0), frames, strict=False) if n
+    ]
+    assert (ours.tiles[counts[1] :] == 0).all() and (ours.short_tiles[counts[2] :] == 0).all()
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

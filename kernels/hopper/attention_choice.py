@@ -1,0 +1,101 @@
+"""Which schedule a budget's attention takes on Hopper: what each costs, by waves, over the contents it may have.
+
+    us = launch + rounds (tile + step blocks)        rounds = ceil(tiles heads / CTAs), blocks = ceil(length / block_n)
+
+of frames of one length. A CTA takes a round for each of its tiles and a step for each block of keys; a CTA that has an
+SM to itself, though two could share it, takes half as long. Fitted to what an H200 timed (docs/hopper-attention.md):
+off by 4 % (rms), 7 % at worst.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.configs import (
+    LONG,
+    MEASURED,
+    MIDDLE,
+    OVERLAP,
+    SHORT,
+    TINY,
+    HopperAttentionConfig,
+    absent,
+)
+
+FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
+WINDOW = 64  # tokens of an attention window
+SHORT_FRAME = 512  # tokens; where a plan has two lists of tiles, longer frames are in the other one
+TWO_LISTS = 12288  # budgets from here on gain by them: an empty launch takes 2.3 us
+ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = (
+    "",
+    "short",
+    "long",
+    "window",
+)  # an attention's kind
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds: once, of each tile of a CTA, and of each block of keys of such a tile."""
+
+    launch: float
+    tile: float
+    step: float
+
+
+# By (consumers, keys of a step), then by head_dim. Of TINY heads of 72 were not timed.
+COSTS = {
+    (1, 64): {64: Cost(4.0, 2.00, 0.254), 72: Cost(4.0, 2.48, 0.400), 80: Cost(4.0, 2.48, 0.400)},
+    (2, 64): {64: Cost(4.2, 0.64, 0.559), 72: Cost(4.4, 1.20, 0.642), 80: Cost(4.3, 0.87, 0.635)},
+    (2, 128): {64: Cost(4.4, 1.05, 0.999), 72: Cost(4.7, 1.89, 1.154), 80: Cost(4.3, 1.58, 1.143)},
+    (3, 64): {64: Cost(5.2, 1.15, 0.703), 72: Cost(4.8, 1.72, 0.840), 80: Cost(5.5, 1.59, 0.842)},
+}
+TIMED_TO = {TINY: 512}  # tokens of the longest frame that a schedule was timed with, where that is few
+
+
+def microseconds(config: HopperAttentionConfig, frames: int, length: int, heads: int, head_dim: int, sms: int) -> float:
+    """Of `frames` frames of `length` tokens, expected."""
+    cost = COSTS[config.consumers, config.block_n][head_dim]
+    tiles = frames * -(-length // config.block_m) * heads
+    rounds = -(-tiles // (config.ctas * sms)) * (1 / config.ctas if tiles <= sms else 1.0)
+    return cost.launch + rounds * (cost.tile + cost.step * -(-length // config.block_n))
+
+
+def contents(rows: int, kind: str) -> list[tuple[int, int]]:
+    """(frames, tokens of each) that a budget of `rows` is judged by: one picture, several, a video's frames.
+
+    Each fills more than four fifths, as less falls into the budget below. Frames of `kind` only.
+    """
+    if kind == WINDOWS:
+        return [(max(1, rows // WINDOW), WINDOW)]
+    found = [(rows // n, n) for n in dict.fromkeys((rows, *FRAMES)) if rows // n * n > 0.8 * rows]
+    return [c for c in found if kind == ALL_FRAMES or (c[1] > SHORT_FRAME) == (kind == LONG_FRAMES)]
+
+
+def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
+    """Those to choose from, as few registers as this Triton leaves: 3.8 and later spill in `MIDDLE` where a head has a
+    tail, and in `LONG` unless P is rounded late; heads of 64 gain by that everywhere, there with heads in groups."""
+    spills = compat.NEEDS_MORE_REGISTERS
+    if head_dim == 64:
+        return TINY, SHORT, MIDDLE, replace(LONG, ping_pong=False, late=True, together=4 * spills)
+    return (TINY, SHORT, replace(LONG, late=True)) if spills else (TINY, SHORT, MIDDLE, LONG)
+
+
+def hopper_attention_config(
+    rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target, kind: str = ALL_FRAMES
+) -> HopperAttentionConfig | None:
+    """The form for varlen attention over `rows` packed tokens (a budget), or None where it cannot run or was not timed.
+
+    Lengths are not known here: of the schedules timed with frames as long as any of `contents`, the one that takes the
+    least time over all of them.
+    """
+    if absent(target, dtype) or head_dim not in MEASURED:
+        return None
+    held = contents(rows, kind)
+    longest = max((length for _, length in held), default=0)
+    offered = [s for s in schedules(head_dim) if longest <= TIMED_TO.get(s, longest)]
+    sms = target.num_sms
+    chosen = min(offered, key=lambda s: sum(microseconds(s, *c, heads, head_dim, sms) for c in held))
+    return replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)
