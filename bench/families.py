@@ -2,6 +2,9 @@
 
 By the tolerance rule (fusedvit/tolerance.py) at whole towers in bf16, over images, a video, a mix and grids that no
 window fits; then wall time through graphs beside Hugging Face eager, in turns, behind that gate.
+
+Of a file that is there already the other families stay: several runs make one document, each family with the passport
+of its own run. `--family` without a name and `--from` only put documents together.
 """
 
 import argparse
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fusedvit.bench import family_documents
 from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build, class_of
 from fusedvit.bench.passport import passport
 from fusedvit.bench.timing import Contender, in_turns, ratios, spread
@@ -92,24 +96,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--family", nargs="*", default=list(GEOMETRIES), choices=list(GEOMETRIES))
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each workload")
     parser.add_argument("--commit", default="", help="where the sources are no checkout")
+    parser.add_argument("--from", dest="earlier", nargs="*", type=Path, default=[], help="documents to put in first")
     args = parser.parse_args(argv)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    document: dict[str, Any] = {"passport": passport("families", args.json, args.commit), "families": {}}
+    path, made = Path(args.json), passport("families", args.json, args.commit)
+    begun = [{"passport": made, "families": {}}] if args.family else []
+    document = family_documents.merged([*family_documents.load([path, *args.earlier]), *begun])
     for name in args.family:
-        if class_of(GEOMETRIES[name]) is None:
-            document["families"][name] = {"absent": "not in this version of transformers"}
-            continue
-        try:
-            with torch.inference_mode():
-                found = measure(name, GEOMETRIES[name], torch.device("cuda"), args.seconds)
-        except (RuntimeError, UnsupportedModel) as error:  # one family's failure is its own
-            found = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        document["families"][name] = found
+        found = _found(name, args.seconds)
+        document = family_documents.merged([document, {"passport": made, "families": {name: found}}])
         print(name, json.dumps({k: found.get(k) for k in ("failed", "parity", "cost")}), file=sys.stderr, flush=True)
-        Path(args.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(document, indent=1), encoding="utf-8")
         torch.cuda.empty_cache()
-    wrong = [n for n, f in document["families"].items() if any(not p["passed"] for p in f.get("parity", {}).values())]
-    return int(bool(wrong))
+    path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    asked = [document["families"][name] for name in args.family]
+    return int(any(not verdict["passed"] for found in asked for verdict in found.get("parity", {}).values()))
+
+
+def _found(name: str, seconds: float) -> dict[str, Any]:
+    """What was measured of a family, or why nothing was: one's failure is its own."""
+    if class_of(GEOMETRIES[name]) is None:
+        return {"absent": "not in this version of transformers"}
+    try:
+        with torch.inference_mode():
+            return measure(name, GEOMETRIES[name], torch.device("cuda"), seconds)
+    except (RuntimeError, UnsupportedModel) as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ What is compiled there is found in Triton's cache by whoever times it.
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -23,7 +23,8 @@ ROWS, LENGTHS = 300, (196, 104)  # neither a multiple of a tile
 PATIENCE_S = 60.0  # for one pair, a process's start included
 
 Pair = tuple[Question, Candidate]
-Prune = Callable[[Sequence[Pair]], Iterator[tuple[int, str]]]  # (index, problem or ""), as they are found
+Found = Generator[tuple[int, str], None, None]  # (index, problem or ""), as they are found
+Prune = Callable[[Sequence[Pair]], Found]
 
 
 def small_case(question: Question, dtype: torch.dtype, device: torch.device) -> Case:
@@ -52,7 +53,7 @@ def problem_of(
 def here(dtype: torch.dtype, device: torch.device) -> Prune:
     """Prunes in this process, one after another."""
 
-    def prune(pairs: Sequence[Pair]) -> Iterator[tuple[int, str]]:
+    def prune(pairs: Sequence[Pair]) -> Found:
         for i, pair in enumerate(pairs):
             yield i, problem_of(pair, dtype, device)
 
@@ -62,7 +63,7 @@ def here(dtype: torch.dtype, device: torch.device) -> Prune:
 def in_processes(jobs: int, dtype: torch.dtype, device: torch.device) -> Prune:
     """Prunes in `jobs` processes at a time; one that dies or does not end takes only its own pair along."""
 
-    def prune(pairs: Sequence[Pair]) -> Iterator[tuple[int, str]]:
+    def prune(pairs: Sequence[Pair]) -> Found:
         todo = list(range(len(pairs)))
         workers = [_Worker.start(dtype, device) for _ in range(min(jobs, len(pairs)))]
         try:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fusedvit.bench import family_documents
 from fusedvit.bench.readme_families import explanation as families_explained
 from fusedvit.bench.readme_families import family_table, unsupported_table
 from fusedvit.bench.readme_speed import explanation, speed_tables
@@ -28,6 +29,14 @@ def _origin(name: str, passport: dict[str, str]) -> str:
         f"transformers {passport['transformers']}; "
         f"[`bench/results/{name}`](bench/results/{name}), `{passport['command']}`"
     )
+
+
+def _origins(name: str, document: dict[str, Any]) -> str:
+    """Of a document of several runs: each machine and version once, and the commits."""
+    passports = family_documents.passports([document])
+    commits = dict.fromkeys(passport["commit"][:7] for passport in passports)
+    runs = dict.fromkeys(_origin(name, passport) for passport in passports)
+    return f"{'; '.join(runs)} at {', '.join(commits)}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -137,14 +146,15 @@ def figures() -> str:
 def families() -> str:
     """The README's tables of supported and unsupported towers."""
     documents = {path.name: _load(path.name) for path in sorted(RESULTS.glob(FAMILIES))}
-    found = {name: family for document in documents.values() for name, family in document["families"].items()}
+    found = family_documents.merged(documents.values())["families"]
     documents[FAMILIES_CPU] = _load(FAMILIES_CPU)
+    origins = [_origins(name, document) for name, document in documents.items()]
     lines = [
         *_table(*family_table(found, documents[FAMILIES_CPU]["families"])),
         "",
         *families_explained(),
         "",
-        f"From: {'; '.join(_origin(name, document['passport']) for name, document in documents.items())}.",
+        f"From: {'; '.join(origins)}.",
         "",
         "Known, and not fused:",
         "",

@@ -35,7 +35,8 @@ def family_table(gpu: dict[str, Any], cpu: dict[str, Any]) -> Table:
     Raises:
         ValueError: a registered family that was not.
     """
-    measured = {name: found for name, found in (cpu | gpu).items() if "tower" in found}
+    cpu, gpu = ({name: found for name, found in each.items() if "tower" in found} for each in (cpu, gpu))
+    measured = cpu | gpu
     rows = []
     for family in FAMILIES:
         names = [name for name, found in measured.items() if found["class"] in family.class_names]
