@@ -1,12 +1,13 @@
 """The caller's input, checked before anything is launched."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from fusedvit.spec import VisionSpec
 
+_TRIPLE = [int, int, int]
 Grid = torch.Tensor | Sequence[Sequence[int]]
 
 
@@ -55,6 +56,8 @@ def check_grid(grid_thw: Grid) -> torch.Tensor:
 
 def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     for i, row in enumerate(rows):
+        if type(row) in (list, tuple) and list(map(type, row)) == _TRIPLE:
+            continue
         if not isinstance(row, Sequence) or len(row) != 3:
             got = f"{len(row)} values" if isinstance(row, Sequence) else type(row).__name__
             raise ValueError(f"grid_thw[{i}] must be (t, h, w), got {got}")
@@ -92,17 +95,20 @@ def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[It
     Raises:
         ValueError: a negative t, h or w below 1 or no multiple of `merge_size`, or a total unlike `patches`.
     """
-    items = []
+    need = 0
     for i, (t, h, w) in enumerate(rows):
-        if t < 0:
-            raise ValueError(f"grid_thw[{i}] needs t >= 0, got {t}")
-        for name, n in (("h", h), ("w", w)):
-            if n < 1:
-                raise ValueError(f"grid_thw[{i}] needs {name} >= 1, got {n}")
-            if n % merge_size:
-                raise ValueError(f"grid_thw[{i}] needs {name} to be a multiple of the merge size {merge_size}, got {n}")
-        items.append(Item(t, h, w))
-    need = sum(item.tokens for item in items)
+        if t < 0 or h < 1 or w < 1 or h % merge_size or w % merge_size:
+            _refuse_row(i, t, h, w, merge_size)
+        need += t * h * w
     if need != patches:
         raise ValueError(f"grid_thw needs {need} patch rows, pixel_values has {patches}")
-    return items
+    return list(map(Item._make, rows))
+
+
+def _refuse_row(i: int, t: int, h: int, w: int, merge_size: int) -> NoReturn:
+    if t < 0:
+        raise ValueError(f"grid_thw[{i}] needs t >= 0, got {t}")
+    name, n = ("h", h) if h < 1 or h % merge_size else ("w", w)
+    if n < 1:
+        raise ValueError(f"grid_thw[{i}] needs {name} >= 1, got {n}")
+    raise ValueError(f"grid_thw[{i}] needs {name} to be a multiple of the merge size {merge_size}, got {n}")

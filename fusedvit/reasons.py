@@ -73,12 +73,22 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
 
 def _reason_of_arguments(config: object, extra: Mapping[str, Any]) -> str | None:
     for name in (HIDDEN_STATES, ATTENTIONS):
-        if extra.get(name, getattr(config, name, False)):
+        if extra[name] if name in extra else _configured(config, name):
             return name
+    if not extra:
+        return None
     given = {name for name, value in extra.items() if value is not None} - _HARMLESS_NAMES - {HIDDEN_STATES, ATTENTIONS}
     if given & _PRECOMPUTED_NAMES:
         return PRECOMPUTED
     return UNKNOWN_ARGUMENTS if given else None
+
+
+def _configured(config: object, name: str) -> object:
+    """An option of Hugging Face's config, past its own `__getattribute__`, which takes 3 us."""
+    if config is None:
+        return False
+    kept = object.__getattribute__(config, "__dict__")
+    return kept[name] if name in kept else kept[f"_{name}"] if f"_{name}" in kept else getattr(config, name, False)
 
 
 def _autocasts(device: str) -> bool:

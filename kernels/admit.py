@@ -64,7 +64,7 @@ def admit(grid: torch.Tensor, rows: int, frames: int, merge: int, out: torch.Ten
     """
     assert grid.dtype in DTYPES and grid.shape[0] <= out.shape[0] and out.is_contiguous(), "see above"
     room = out.shape[0]
-    block = max(32, triton.next_power_of_2(room))
+    block = max(32, 1 << (room - 1).bit_length())  # Triton's own function for this takes 5 us
     scalars = (grid.shape[0], rows, *grid.stride())
     constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block}
     launch(_admit_kernel, 1, (), (grid, out), constants, {"num_warps": min(-(-block // 64), 16)}, scalars)

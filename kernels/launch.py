@@ -55,14 +55,16 @@ def launch(
         options: `num_warps`, `num_stages`, `maxnreg`.
         scalars: integers of 32 bits for which the kernel is not specialised.
     """
-    key = (
-        kernel,
-        pointers[-1].device if pointers[-1] is not None else None,
-        *(_pointer_key(b) if b is None or isinstance(b, torch.Tensor) else _box_key(b) for b in boxes),
-        *(_pointer_key(p) for p in pointers),
-        *constants.values(),
-        *options.values(),
-    )
+    last = pointers[-1]
+    words: list[Any] = [kernel.fn, None if last is None else last.device, *constants.values(), *options.values()]
+    for box in boxes:
+        if box is None or isinstance(box, torch.Tensor):
+            _add_pointer(words, box)
+        else:  # a descriptor, Triton's or Gluon's; its layout follows from dtype and box
+            words += (box.base.dtype, *box.block_shape)
+    for pointer in pointers:
+        _add_pointer(words, pointer)
+    key = tuple(words)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(programs, 1, 1)](*boxes, *pointers, *scalars, *constants.values())
@@ -79,10 +81,5 @@ def launch(
         _compiled[key] = compiled
 
 
-def _box_key(box: Any) -> tuple[Any, ...]:
-    """Of a descriptor, Triton's or Gluon's; its layout follows from dtype and box."""
-    return box.base.dtype, *box.block_shape
-
-
-def _pointer_key(t: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
-    return None if t is None else (t.dtype, t.data_ptr() % 16 == 0)
+def _add_pointer(words: list[Any], t: torch.Tensor | None) -> None:
+    words += (None, None) if t is None else (t.dtype, t.data_ptr() % 16 == 0)
