@@ -1,0 +1,44 @@
+"""Where a call's time on the host goes, on graphs that need no GPU."""
+
+import functools
+
+import pytest
+import torch
+
+from fusedvit.bench import overhead
+from fusedvit.config import FuseConfig
+from fusedvit.graphs.budgets import check_limits
+from fusedvit.huggingface import fuse
+from tests.fusedvit.towers import Call, tiny_tower
+from tests.graphs.stand_in import graphs_on_cpu
+
+
+def test_steps_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "ROUNDS", 3)
+    tower = tiny_tower()
+    handle = fuse(tower, FuseConfig())
+    handle.refresh()
+    with torch.inference_mode(), graphs_on_cpu(handle, check_limits((16,), 4, 8)) as graphs:
+        call = functools.partial(tower, Call.of(tower, [(1, 4, 6)]).pixels, grid_thw=torch.tensor([(1, 4, 6)]))
+        call()
+        steps = overhead.timeline(handle, call)
+        assert overhead.replay_of(handle, [(1, 4, 6)], call) == graphs.manager.graph(16).replay
+    names = list(steps)
+    wanted = [
+        "call",
+        "reason_of_call",
+        "check_pixels",
+        "mark",
+        "begin",
+        "before_use",
+        "admit",
+        "replay",
+        "look",
+        "settle",
+    ]
+    assert [name for name in names if name in wanted] == wanted
+    assert {"new_outputs", "after_use", "true", "waiting for the GPU"} <= set(names)
+    begins = [step["at_us"] for step in steps.values()]
+    assert begins == sorted(begins) and all(step["us"] >= 0 for step in steps.values())
+    assert steps["begin"]["us"] > steps["admit"]["us"] + steps["replay"]["us"]
+    assert "replay" not in vars(graphs.program) and not hasattr(graphs.program.admit, "__wrapped__")
