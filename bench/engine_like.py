@@ -18,6 +18,14 @@ from torch import nn
 from fusedvit.bench.peer_attention import Attend, Frames
 from fusedvit.bench.workloads import Grid
 
+DEFINED = ("Qwen3VLVisionModel", "Qwen3VLMoeVisionModel")
+UNDEFINED = f"it is written for {' and '.join(DEFINED)} alone"
+
+
+def defined_for(tower: nn.Module) -> bool:
+    """Whether `forward` computes what the tower does."""
+    return type(tower).__name__ in DEFINED
+
 
 @triton.jit
 def _rotate_kernel(

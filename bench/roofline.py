@@ -2,11 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.kernels import forms
+from fusedvit.plan import Task, tasks
 from fusedvit.spec import VisionSpec
 
 PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # an H200's measured ceilings: an 8192^3 bf16 product, an elementwise copy
 ITEM = 2  # bytes of a value in bf16
+MERGED = ("merger", "downsample")  # operations whose rows are merged tokens
+ONCE = ("patch", "downsample", "merger_proj")
 
 
 @dataclass(frozen=True)
@@ -43,20 +49,43 @@ def attention_cost(lengths: list[int], heads: int, head_dim: int) -> Cost:
 
 
 def tower_costs(spec: VisionSpec, grid: Grid) -> dict[str, Cost]:
-    """The cost of one call by operation, named as in `plan.EncoderPlan`."""
-    rows, c, depth = tokens(grid), spec.hidden_size, spec.depth
-    merged, wide, mergers = rows // spec.merge_unit, spec.merged_size, 1 + len(spec.deepstack)
-    lengths = [h * w for t, h, w in grid for _ in range(t)]
-    return {
-        "patch": linear_cost(rows, c, spec.patch_width, extra_values=rows * c if spec.position_side else 0),
-        "qkv": linear_cost(rows, 3 * c, c).times(depth),
-        "attention": attention_cost(lengths, spec.num_heads, spec.head_dim).times(depth),
-        "proj": linear_cost(rows, c, c, extra_values=rows * c).times(depth),
-        "fc1": linear_cost(rows, spec.intermediate_size, c).times(depth),
-        "fc2": linear_cost(rows, c, spec.intermediate_size, extra_values=rows * c).times(depth),
-        "merger_fc1": linear_cost(merged, wide, wide).times(mergers),
-        "merger_fc2": linear_cost(merged, spec.out_size, wide).times(mergers),
-    }
+    """The cost of one call by operation, named as in `plan.EncoderPlan`; all attention together."""
+    found: dict[str, Cost] = {}
+    for task in tasks(spec, tokens(grid), torch.bfloat16):
+        if task.key.op == forms.ATTENTION:
+            found.setdefault("attention", _attention(spec, grid))
+            continue
+        merged = task.name.startswith(MERGED)
+        times = 1 if task.name in ONCE else 1 + len(spec.deepstack) if merged else spec.depth
+        found[task.name] = _linear(task, spec, tokens(grid) // (spec.merge_unit if merged else 1)).times(times)
+    return found
+
+
+def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
+    """Of one launch. Keys and values that several heads share count once, though they are computed for each."""
+    parts, n, k = set(task.key.kind.split("+")), task.key.n, task.key.k
+    if task.name == "qkv" and spec.kv_heads:
+        n = spec.head_dim * (spec.num_heads + 2 * spec.kv_heads)
+    extra = rows * n if parts & {"residual", "taps"} else -rows * n // 2 if "swiglu" in parts else 0
+    return linear_cost(rows, n, k, extra_values=extra)
+
+
+def _attention(spec: VisionSpec, grid: Grid) -> Cost:
+    """Of all blocks: within frames, or within windows, which borders cut."""
+    side = spec.window * spec.merge_size
+    windowed = sum(spec.is_windowed(block) for block in range(spec.depth))
+    frames = [(h, w) for t, h, w in grid for _ in range(t)]
+    whole = attention_cost([h * w for h, w in frames], spec.num_heads, spec.head_dim).times(spec.depth - windowed)
+    if not windowed:
+        return whole
+    lengths = [a * b for h, w in frames for a in _cut(h, side) for b in _cut(w, side)]
+    within = attention_cost(lengths, spec.num_heads, spec.head_dim).times(windowed)
+    return Cost(whole.flops + within.flops, whole.bytes + within.bytes)
+
+
+def _cut(length: int, side: int) -> list[int]:
+    """`length` in parts of `side`, the last of what is left."""
+    return [min(side, length - begin) for begin in range(0, length, side)]
 
 
 def tower_floor_ms(spec: VisionSpec, grid: Grid) -> float:

@@ -17,7 +17,8 @@ from fusedvit.bench.timing import LEAST_ROUNDS, WARM_UPS
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import Key
-from fusedvit.kernels.hopper import linear_configs
+from fusedvit.kernels.hopper import attention_choice, linear_configs
+from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.spec import VisionSpec
 
@@ -51,15 +52,23 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
     others = [c for c in proposed[1:] if c.form != PLAIN]
     if not others:
         return list(proposed)
-    if key.op == forms.LINEAR:
-        others = sorted(others, key=lambda candidate: predicted_us(candidate.config, key, target))[:BEST]
+    predicted = _linear_us if key.op == forms.LINEAR else _attention_us
+    others = sorted(others, key=lambda candidate: predicted(candidate.config, key, target))[:BEST]
     plain = forms.named(key.op, PLAIN)
     assert plain is not None, "every operation has a plain form"
     fallback = Candidate(PLAIN, plain.heuristic(key, dtype, target, question.task.widest))
     return list(dict.fromkeys([own, *others, fallback]))
 
 
-def predicted_us(config: HopperLinearConfig, key: Key, target: Target) -> float:
+def _attention_us(config: HopperAttentionConfig, key: Key, target: Target) -> float:
+    """What the heuristic's cost model says, over the contents that it judges by; 0 of a head that it does not know."""
+    if key.k not in attention_choice.COSTS.get((config.consumers, config.block_n), {}):
+        return 0.0
+    held = attention_choice.contents(key.rows, key.kind)
+    return sum(attention_choice.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
+
+
+def _linear_us(config: HopperLinearConfig, key: Key, target: Target) -> float:
     """What the heuristic's cost model says; what it does not know comes last."""
     every = (*linear_configs._MEASURED, *linear_configs._SELDOM)
     for known, step_us, round_us, launch_us in linear_configs._candidates(key.rows, key.n, key.k, target, every):

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.bench import engine_like, peer_attention, roofline, split, towers
+from fusedvit.bench import engine_like, family_towers, peer_attention, roofline, split, towers
+from fusedvit.bench.families import rows_of
 from fusedvit.bench.timing import Contender, in_turns, ratios, spread
 from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
@@ -99,7 +100,7 @@ def measure(
                 step(f"{name}: {workload}")
                 begun = time.perf_counter()
                 try:
-                    measured = row(setting, options, workload, grid)
+                    measured = row(setting, options, workload, _grid(name, grid))
                     rows[workload] = measured | {"took_s": time.perf_counter() - begun}
                 except RuntimeError as error:  # the other workloads' figures are worth having
                     found[name].setdefault("failed", {})[workload] = _reason(error)
@@ -111,7 +112,7 @@ def measure(
 
 def set_up(name: str, options: Options, device: torch.device) -> Setting:
     with torch.inference_mode(False):
-        tower, wide = towers.build(towers.GEOMETRIES[name], options.dtype, device)
+        tower, wide = _build(name, options.dtype, device)
         ours = towers.twin(tower)
         eager, linear_patches = (
             (None, None) if options.short else (towers.twin(tower), towers.with_linear_patches(tower))
@@ -124,8 +125,19 @@ def set_up(name: str, options: Options, device: torch.device) -> Setting:
         if eager is not None:
             fuse(eager, FuseConfig(graphs=False))
         handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256))
-        handle.warmup(calls=list(options.workloads.values()) if options.short else None)
+        handle.warmup(calls=[_grid(name, g) for g in options.workloads.values()] if options.short else None)
         return Setting(tower, wide, linear_patches, eager, ours, handle, compiled, device)
+
+
+def _build(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    if name in towers.GEOMETRIES:
+        return towers.build(towers.GEOMETRIES[name], dtype, device)
+    return family_towers.build(family_towers.GEOMETRIES[name], dtype, device)
+
+
+def _grid(name: str, grid: Grid) -> Grid:
+    """As the tower takes it."""
+    return grid if name in towers.GEOMETRIES else rows_of(family_towers.GEOMETRIES[name], grid)
 
 
 def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:
@@ -182,6 +194,9 @@ def _contenders(
     calls[-1].run()  # whose graph is looked for below
     engines: dict[str, engine_like.EngineLike] = {}
     failed: dict[str, str] = {}
+    if not engine_like.defined_for(s.tower):
+        failed[ENGINE] = engine_like.UNDEFINED
+        return [*calls, *_alone(s, grid)], engines, failed
     layout = engine_like.lay_out(s.tower, grid, s.device)
     for name, attend in peer_attention.available(layout.frames, options.fa3 is not None, options.short).items():
         name = f"{ENGINE} {name}"
@@ -191,10 +206,13 @@ def _contenders(
             failed[name] = _reason(error)
             continue
         calls.append(Contender(name, engines[name].run, "gpu"))
+    return [*calls, *_alone(s, grid)], engines, failed
+
+
+def _alone(s: Setting, grid: Grid) -> list[Contender]:
+    """The replay of the call just made, where it was one."""
     replay = replay_of(s.handle, grid)
-    if replay is not None:
-        calls.append(Contender(ALONE, replay, "gpu"))
-    return calls, engines, failed
+    return [] if replay is None else [Contender(ALONE, replay, "gpu")]
 
 
 def _reason(error: RuntimeError) -> str:

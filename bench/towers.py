@@ -69,7 +69,10 @@ def twin(tower: nn.Module) -> nn.Module:
 
 
 def with_linear_patches(tower: nn.Module) -> nn.Module | None:
-    """A twin with what `fusion_config={"patch_embeddings": True}` does at loading; None where transformers lacks it."""
+    """A twin with what `fusion_config={"patch_embeddings": True}` does at loading; None where transformers lacks it, or
+    the tower's patch embedding is not Qwen3-VL's."""
+    if type(tower).__name__ != "Qwen3VLVisionModel":
+        return None
     try:
         from transformers.fusion_mapping import PatchEmbeddingsFusionSpec
     except ImportError:

@@ -30,7 +30,8 @@ Fa3 = Annotated[
     ),
 ]
 Towers = Annotated[
-    list[str] | None, typer.Option("--tower", metavar="NAME", help=f"Of {', '.join(towers.GEOMETRIES)}.")
+    list[str] | None,
+    typer.Option("--tower", metavar="NAME", help=f"Of {', '.join(towers.GEOMETRIES)}, or another family's."),
 ]
 Rows = Annotated[
     list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone at so many rows.")
@@ -189,7 +190,7 @@ def _keep(head: dict[str, Any], path: Path | None, found: dict[str, Any]) -> Non
 
 
 def _device(names: tuple[str, ...]) -> torch.device:
-    _refuse_unknown(list(names), towers.GEOMETRIES, "--tower")
+    _refuse_unknown(list(names), kernel_bench.known(), "--tower")
     if torch.cuda.is_available():
         return torch.device("cuda")
     if set(names) - {"tiny"}:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner  # noqa: E402
 from fusedvit.bench import (  # noqa: E402
     bars,
     engine_like,
+    family_towers,
     guard,
     kernel_bench,
     peer_attention,
@@ -38,6 +39,7 @@ from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import configs, forms  # noqa: E402
+from tests.fusedvit import families  # noqa: E402
 
 CPU = torch.device("cpu")
 LINEARS = ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2"]
@@ -276,6 +278,40 @@ def test_the_floor_is_that_of_the_published_figures() -> None:
     known = {"1 x 224 px": 0.29, "1 x 448 px": 1.00, "1 x 1024 px": 7.34, "1 x 2048 px": 61.1, "mixed": 10.9}
     for name, ms in known.items():
         assert roofline.tower_floor_ms(spec, WORKLOADS[name]) == pytest.approx(ms, rel=0.1), name
+
+
+def test_the_floor_counts_what_a_tower_computes() -> None:
+    """Windows that a border cuts, two factors of an MLP, keys and values that heads share."""
+    spec = kernel_bench.spec_of("EXAONE-4.5-33B")
+    costs = roofline.tower_costs(spec, [(1, 12, 8)])
+    rows, c, kv = 96, spec.hidden_size, spec.kv_heads * spec.head_dim
+    assert costs["qkv"].flops == 2 * rows * c * (c + 2 * kv) * spec.depth
+    assert costs["fc1"].flops == 2 * rows * c * 2 * spec.intermediate_size * spec.depth
+    pairs = 4 * rows**2 + 24 * (64**2 + 32**2)  # four blocks see whole frames
+    assert costs["attention"].flops == 4 * pairs * c
+    glm = roofline.tower_costs(kernel_bench.spec_of("GLM-OCR"), [(1, 12, 8)])
+    assert {"downsample", "merger_proj", "merger_fc1", "merger_fc2"} <= set(glm)
+
+
+@pytest.mark.parametrize("name", ["Glm4vVisionModel", "Qwen2_5_VisionTransformerPretrainedModel"])
+def test_towers_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against Hugging Face; the engine-like encoder is Qwen3-VL's, which the table says."""
+    model, numbers = families.TINY[name]
+    geometry = family_towers.Geometry(name, model, numbers, only_images=name.startswith("Glm"))
+    monkeypatch.setattr(family_towers, "GEOMETRIES", {"other": geometry})
+    options = tower_bench.Options(("other",), SMALL, seconds=0, dtype=torch.float32)
+    document = tower_bench.measure(options, CPU)
+    rows = document["towers"]["other"]["workloads"]
+    for row in rows.values():
+        assert set(row["ms"]) == {"hf", "ours eager", "ours"} and all(g["passed"] for g in row["parity"].values())
+        assert row["engine_like"] is None and "Qwen3VLVisionModel" in row["failed"]["engine-like"]
+    frames = rows["two and a video"]["grid"]
+    assert frames == (
+        [(1, 4, 6), (1, 2, 4), (1, 4, 4), (1, 4, 4)] if geometry.only_images else SMALL["two and a video"]
+    )
+    out = StringIO()
+    show.show(document, Console(file=out, width=200))
+    assert "engine-like does not run" in out.getvalue()
 
 
 def test_twins_share_parameters_and_nothing_else() -> None:

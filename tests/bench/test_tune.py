@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fusedvit.bench import cases, kernel_bench, prune, questions, shortlist, tun
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import forms, tables  # noqa: E402
 from fusedvit.kernels.configs import LinearConfig, Target  # noqa: E402
+from fusedvit.kernels.hopper.attention_choice import schedules  # noqa: E402
 from fusedvit.kernels.hopper.linear_configs import hopper_linear_candidates, hopper_linear_config  # noqa: E402
 from fusedvit.plan import choose  # noqa: E402
 
@@ -213,12 +215,25 @@ def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypat
     own = questions.Candidate("hopper", offered[-1])
     every = list(dict.fromkeys([own, *(questions.Candidate("hopper", config) for config in offered), *plain]))
     found = shortlist.shortlist(question, every, BF16, H200)
-    predicted = {c: shortlist.predicted_us(c.config, question.task.key, H200) for c in every if c.form == "hopper"}
+    predicted = {c: shortlist._linear_us(c.config, question.task.key, H200) for c in every if c.form == "hopper"}
     best = sorted((c for c in predicted if c != own), key=predicted.__getitem__)[: shortlist.BEST]
     assert found == [own, *best, plain[0]] and all(0 < us < 100 for us in predicted.values())
     assert shortlist.shortlist(question, plain, BF16, H200) == plain, "nothing to choose from"
     chosen = hopper_linear_config(1024, 3456, 1152, BF16, H200, "norm+rope")
     assert min(predicted, key=predicted.__getitem__).config == chosen, "the model is the heuristic's own"
+
+
+def test_of_attention_the_model_ranks_schedules() -> None:
+    every = questions.questions([QWEN3_VL_4B], (1024,), BF16)
+    question = next(q for q in every if q.task.name == "attention")
+    own, known = questions.candidates(question, BF16, H200)[0], schedules(64)
+    configs = [*known, *(replace(config, late=not config.late) for config in known)]
+    offered = [questions.Candidate("hopper", config) for config in configs]
+    found = shortlist.shortlist(question, [own, *offered], BF16, H200)
+    us = {c: shortlist._attention_us(c.config, question.task.key, H200) for c in offered}
+    assert (
+        found[0] == own and sorted(map(us.get, found[1 : shortlist.BEST + 1])) == sorted(us.values())[: shortlist.BEST]
+    )
 
 
 def test_the_estimate_counts_what_is_compiled_once() -> None:
