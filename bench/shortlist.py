@@ -17,9 +17,9 @@ from fusedvit.bench.timing import LEAST_ROUNDS, WARM_UPS
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import Key
-from fusedvit.kernels.hopper import attention_choice, linear_configs
+from fusedvit.kernels.hopper import attention_choice
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_us
 from fusedvit.spec import VisionSpec
 
 BEST = 5  # by the cost model, beside the heuristics' choices
@@ -70,14 +70,8 @@ def _attention_us(config: HopperAttentionConfig, key: Key, target: Target) -> fl
 
 def _linear_us(config: HopperLinearConfig, key: Key, target: Target) -> float:
     """What the heuristic's cost model says; what it does not know comes last."""
-    every = (*linear_configs._MEASURED, *linear_configs._SELDOM)
-    for known, step_us, round_us, launch_us in linear_configs._candidates(key.rows, key.n, key.k, target, every):
-        if known == config:
-            columns = -(-key.n // config.cols) * config.splits
-            tiles = [-(-int(key.rows * share) // config.block_m) * columns for share in linear_configs.CONTENTS]
-            rounds = sum(-(-t // target.num_sms) for t in tiles) / len(tiles)
-            return rounds * (-(-key.k // linear_configs.CHUNK) / config.splits * step_us + round_us) + launch_us
-    return float("inf")
+    contents = [hopper_linear_us(config, int(key.rows * share), key.n, key.k) for share in CONTENTS]
+    return sum(contents) / len(contents)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
 from fusedvit.kernels.hopper.compat import TensorDescriptor, gl, gluon
-from fusedvit.kernels.hopper.linear_configs import CHUNK, HopperLinearConfig
+from fusedvit.kernels.hopper.linear_configs import CHUNK, MAX_AHEAD, HopperLinearConfig
 from fusedvit.kernels.hopper.linear_consumer import _consumer
 from fusedvit.kernels.hopper.linear_epilogue import Tail
 from fusedvit.kernels.hopper.linear_parts import Boxes, Form, Ring, Split, Staging
@@ -60,6 +60,7 @@ def _hopper_linear_kernel(
     tap_index_ptr,
     tap_weight_ptr,
     stats_out_ptr,
+    ahead_ptr,
     partials_ptr,
     counters_ptr,
     num_rows_ptr,  # [1] int32: the true T
@@ -78,6 +79,7 @@ def _hopper_linear_kernel(
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     OUT_WIDTH: gl.constexpr,
+    AHEAD: gl.constexpr,
     BM: gl.constexpr,
     BN1: gl.constexpr,
     BN2: gl.constexpr,
@@ -86,7 +88,9 @@ def _hopper_linear_kernel(
     SPLITS: gl.constexpr,
     GROUP_M: gl.constexpr,
     X_IN_REGISTERS: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
+    num_rows = gl.load(num_rows_ptr)  # first, as all tiles hang on it
     WARPGROUPS: gl.constexpr = 2 if CONSUMERS == 1 else CONSUMERS
     CHUNKS: gl.constexpr = (BN1 + BN2) // 64
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -117,11 +121,10 @@ def _hopper_linear_kernel(
             mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
 
-    num_rows = gl.load(num_rows_ptr)
-    form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS)
+    form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS, TURNED, AHEAD)
     tail = Tail(
-        bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, num_rows,
-        N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,
+        bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, ahead_ptr,
+        num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,
         HAS_RESIDUAL, OUT_WIDTH,
     )  # fmt: skip
     split = Split(partials_ptr, counters_ptr)
@@ -166,24 +169,13 @@ def linear(
     if tiles == 0:
         return out
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
-    pointers = (
-        e.bias,
-        norm.colsum,
-        None if norm.stats is None else norm.stats.partials,
-        taps.table,
-        taps.index,
-        taps.weight,
-        None if e.stats is None else e.stats.partials,
-        None if e.scratch is None else e.scratch.sums,
-        None if e.scratch is None or config.splits == 1 else e.scratch.counters[config.splits.bit_length() - 1],
-        num_rows,
-    )
+    ahead = _ahead(e, config)
     launch(
         _hopper_linear_kernel,
         min(tiles, config.max_programs) if config.splits == 1 else tiles * config.splits,
         _boxes(x, weight, out, e, config),
-        tuple(num_rows if p is None else p for p in pointers),  # a stand-in, never read
-        _constants(n, k, e, norm, rope, taps) | config.constants(),
+        tuple(num_rows if p is None else p for p in _pointers(e, norm, taps, config, ahead)) + (num_rows,),
+        _constants(n, k, e, norm, rope, taps) | {"AHEAD": ahead} | config.constants(),
         config.options(),
     )
     return out
@@ -213,6 +205,34 @@ def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperLinearConfig
 
 def _size(scratch: Scratch | None) -> str:
     return "none" if scratch is None else f"{scratch.sums.numel()} and {scratch.counters.shape[1]}"
+
+
+def _pointers(
+    e: Epilogue, norm: NormFold, taps: Taps, config: HopperLinearConfig, ahead: int
+) -> tuple[torch.Tensor | None, ...]:
+    """What the kernel reads and writes by itself; for None there is a stand-in, never read."""
+    scratch = e.scratch if config.splits > 1 else None
+    return (
+        e.bias,
+        norm.colsum,
+        None if norm.stats is None else norm.stats.partials,
+        taps.table,
+        taps.index,
+        taps.weight,
+        None if e.stats is None else e.stats.partials,
+        e.ahead if ahead else None,
+        None if scratch is None else scratch.sums,
+        None if scratch is None else scratch.counters[(config.splits - 1).bit_length()],
+    )
+
+
+def _ahead(e: Epilogue, config: HopperLinearConfig) -> int:
+    """Bytes of the next product's weights to bring into L2, rows and what lies between them."""
+    if e.ahead is None or not config.ahead:
+        return 0
+    rows, cols = e.ahead.shape
+    spanned = ((rows - 1) * e.ahead.stride(0) + cols) * e.ahead.element_size()
+    return min(spanned, MAX_AHEAD) // 16 * 16
 
 
 def _boxes(

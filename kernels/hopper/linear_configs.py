@@ -6,18 +6,23 @@ from functools import lru_cache
 import torch
 
 from fusedvit.kernels.configs import Target
+from fusedvit.kernels.hopper.configs import OVERLAP
 
 CHUNK = 64  # columns that go through the epilogue at a time; K of a step
-ROWS, COLS, CONSUMERS, SPLITS = (64, 128), (64, 128, 192, 256), (1, 2, 3), (1, 2, 4, 8)
+ROWS, COLS, CONSUMERS, SPLITS = (64, 128), (64, 128, 192, 256), (1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8)
 KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu", "swiglu"}
-# Epilogues that have run on an H200 and were right, in bf16. With any other the tuner may choose this form, as it
-# compares each candidate with the twin; the heuristic leaves it to plain Triton.
+# Epilogues that have run on an H200 and were right, in bf16 and fp16. With any other the tuner may choose this form, as
+# it compares each candidate with the twin; the heuristic leaves it to plain Triton.
 PROVEN = (
-    "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu",
+    "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
+    "norm+quick_gelu",
 )  # fmt: skip
+OVERLAPPING = {"norm", "rms", "residual"}  # with `OVERLAP`; what comes before the first layer writes the count it reads
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner does
-MAX_PARTS = 132  # CTAs of a split product, [64, 128] sums each
-MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 64 * 128, MAX_PARTS
+MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
+MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS
+# Up to so many rows the weights of two layers and what lies between them fit into L2, and memory has little else to do.
+AHEAD_ROWS, MAX_AHEAD = 2048, 12 * 2**20
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,14 @@ class HopperLinearConfig:
         cols: columns of a tile: 64, 128, 192 (two accumulators, 128 + 64) or 256.
         consumers: warpgroups that share a tile (2 or 3); 1 for ping-pong, two consumers with a tile each.
         stages: depth of the operand ring.
-        splits: parts of K that a tile's product is cut into, each a CTA's; 1, 2, 4 or 8.
+        splits: parts of K that a tile's product is cut into, each a CTA's, 1 to 8.
         max_programs: bounds the persistent grid; a split product has a CTA per part instead.
         group_m: tile rows that are walked together, so that weights stay in L2.
         overlap: start before the previous launch has ended, as far as weights go (programmatic dependent launch). The
             previous launch must not be what writes `num_rows`. Saves 1 to 2 us a launch, but an H200 that is shared
-            with another process in turns was seen to hang (docs/hopper.md): nothing here chooses it.
+            with another process in turns was seen to hang (docs/hopper.md): see `OVERLAP`.
+        ahead: bring the weights that `Epilogue.ahead` names into L2 meanwhile.
+        turned: tile columns begin at different places in K, which spreads what they ask memory for.
     """
 
     rows: int
@@ -45,6 +52,8 @@ class HopperLinearConfig:
     max_programs: int = 132
     group_m: int = 8
     overlap: bool = False
+    ahead: bool = False
+    turned: bool = False
 
     @property
     def block_m(self) -> int:
@@ -98,6 +107,7 @@ class HopperLinearConfig:
             "SPLITS": self.splits,
             "GROUP_M": self.group_m,
             "X_IN_REGISTERS": self.x_in_registers,
+            "TURNED": self.turned,
         }
 
     def options(self) -> dict[str, int]:
@@ -135,7 +145,18 @@ _MEASURED: tuple[Costed, ...] = (
     (HopperLinearConfig(64, 128, 3, 4), 0.493, 3.4, 0.4),
 )
 _SELDOM: tuple[Costed, ...] = ((HopperLinearConfig(64, 128, 2, 5), 0.347, 2.3, 0.7),)  # for the tuner
-_SPLIT, _MEETING_US, _LONG_K = 2, 2.2, 2048  # (64, 128, 1) in parts of a long K, and what it costs these to meet
+
+
+def _tile(config: HopperLinearConfig) -> tuple[int, int, int]:
+    return config.rows, config.cols, config.consumers
+
+
+_COSTS = {_tile(config): costs for config, *costs in _MEASURED + _SELDOM}
+_SPLITTABLE = 5  # of these, the first so many in parts of a long K
+_LONG_K, _MEETING_US, _CELL_US = 2048, 1.9, 0.3  # what it costs parts to meet, and each [64, 64] that a part gives away
+# Weights come from memory, as much at a time as is on its way (bytes/us at most; us from asking to landing, which takes
+# longer where rows are whole kilobytes apart).
+_MEMORY, _LATENCY_US, _FAR_LATENCY_US, _FAR = 3.3e6, 1.0, 1.7, 1024
 
 
 @lru_cache(maxsize=4096)
@@ -145,24 +166,45 @@ def hopper_linear_config(
     """The configuration that takes least time for a `[rows, k] x [n, k]` product; None where it is plain Triton's.
 
     Args:
-        rows: row budget; times are means over `CONTENTS` of it.
+        rows: row budget; the least mean over `CONTENTS` of it wins.
         n: output features.
         k: input features.
         dtype: operand dtype.
         target: the device.
         kind: what follows the product, as in `forms.Key`.
     """
-    if target.capability != 90 or dtype != torch.bfloat16 or kind not in PROVEN or not supports(n, k, kind):
+    if target.capability != 90 or dtype.itemsize != 2 or kind not in PROVEN or not supports(n, k, kind):
         return None
-    best, least = None, float("inf")
-    for config, step_us, round_us, launch_us in _candidates(rows, n, k, target, _MEASURED):
-        columns = -(-n // config.cols) * config.splits
-        tiles = [-(-int(rows * share) // config.block_m) * columns for share in CONTENTS]
-        rounds = sum(-(-t // target.num_sms) for t in tiles) / len(tiles)
-        time = rounds * (-(-k // CHUNK) / config.splits * step_us + round_us) + launch_us
-        if time < least and not _spills(config, kind) and not wrong_hopper_linear(config, target, dtype):
-            best, least = config, time
-    return best
+    found = [c for c in _candidates(rows, n, k, target, _MEASURED) if not _spills(c, kind)]
+    best = min(
+        (c for c in found if not wrong_hopper_linear(c, target, dtype)),
+        key=lambda c: sum(hopper_linear_us(c, int(share * rows), n, k) for share in CONTENTS),
+    )
+    return _scheduled(best, rows, kind)
+
+
+def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinearConfig:
+    """`config` with what it does for its neighbours in time."""
+    overlap = OVERLAP and bool(OVERLAPPING & set(kind.split("+")))
+    return replace(config, overlap=overlap, ahead=rows <= AHEAD_ROWS)
+
+
+def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int) -> float:
+    """What a `[rows, k] x [n, k]` product takes by the costs of its parts, in us; inf for a tile without any."""
+    step_us, round_us, launch_us = _COSTS.get(_tile(config), (float("inf"),) * 3)
+    num_m, num_n = -(-max(1, rows) // config.block_m), -(-n // config.cols)
+    parts, sms = num_m * num_n * config.splits, config.max_programs
+    rounds = -(-parts // sms)
+    main = rounds * -(-k // CHUNK) / config.splits * step_us
+    columns = -(-min(parts, sms) // min(num_m, config.group_m))  # distinct weights that are read at the same time
+    on_its_way = columns * (config.stages - 1) * config.cols * 2 * CHUNK
+    latency = _LATENCY_US if 2 * k % _FAR else _FAR_LATENCY_US
+    weights = 2 * n * k / min(_MEMORY, on_its_way / latency)
+    meeting = 0.0
+    if config.splits > 1:
+        given = config.block_m * config.cols / CHUNK**2 * (1 - 1 / config.splits)
+        meeting = _MEETING_US + given * _CELL_US
+    return max(main, weights) + rounds * round_us + launch_us + meeting
 
 
 def supports(n: int, k: int, kind: str) -> bool:
@@ -176,18 +218,17 @@ def supports(n: int, k: int, kind: str) -> bool:
 
 def _spills(config: HopperLinearConfig, kind: str) -> bool:
     """Whether ptxas runs out of registers in this epilogue."""
-    parts = set(kind.split("+"))
-    return config.rows > 64 and bool(parts & {"taps", "gelu"}) or config.consumers == 3 and "taps" in parts
+    taps = "taps" in kind.split("+") and (config.rows > 64 or config.consumers == 3)
+    return taps or (config.rows > 64 and config.splits > 2)
 
 
-def _candidates(rows: int, n: int, k: int, target: Target, measured: tuple[Costed, ...]) -> list[Costed]:
-    """`measured` for this device, and narrow tiles in parts of K where all of them run at once."""
-    found = [(replace(c, max_programs=target.num_sms), step, per_round, once) for c, step, per_round, once in measured]
-    config, step_us, round_us, launch_us = found[_SPLIT]
-    tiles = -(-rows // config.block_m) * -(-n // config.cols)
-    for splits in SPLITS[1:]:
-        if tiles * splits <= min(target.num_sms, MAX_PARTS) and k >= _LONG_K:
-            found.append((replace(config, splits=splits), step_us, round_us, launch_us + _MEETING_US))
+def _candidates(rows: int, n: int, k: int, target: Target, measured: tuple[Costed, ...]) -> list[HopperLinearConfig]:
+    """`measured` for this device, and some in parts of a long K where all of them run at once."""
+    found = [replace(config, max_programs=target.num_sms) for config, *_ in measured]
+    for config in found[:_SPLITTABLE] if k >= _LONG_K else []:
+        tiles = -(-rows // config.block_m) * -(-n // config.cols)
+        room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * config.block_m * config.cols))
+        found += [replace(config, splits=s) for s in SPLITS[1:] if room // 2 < s <= room]
     return found
 
 
@@ -195,5 +236,5 @@ def hopper_linear_candidates(rows: int, n: int, k: int, target: Target, kind: st
     """What a tuner may try."""
     if not supports(n, k, kind):
         return []
-    found = [config for config, *_ in _candidates(rows, n, k, target, _MEASURED + _SELDOM)]
-    return [config for config in found if not _spills(config, kind)]
+    found = _candidates(rows, n, k, target, _MEASURED + _SELDOM)
+    return [_scheduled(config, rows, kind) for config in found if not _spills(config, kind)]

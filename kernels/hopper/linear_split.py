@@ -5,8 +5,8 @@
 
 A tile's CTAs are neighbours, and CTAs start in order: of all that wait for one that has not started, at most one tile's
 are; every other tile's finish and make room. The sum is taken in the order of the parts, whoever takes it.
-Every launch adds SPLITS to each counter that it uses: nothing is set back, and the number that a CTA draws tells its
-launch's share from the ones before. SPLITS is a power of two, so that this holds when the count wraps around.
+Every launch adds a power of two to each counter that it uses, one per part and the last part the rest: nothing is set
+back, the number that a CTA draws tells its launch's share from the ones before, also when the count wraps around.
 """
 
 from fusedvit.kernels.hopper.compat import barrier, gl, gluon
@@ -23,6 +23,12 @@ class Exchange:
     split: gl.tensor  # which part this program has
     SPLITS: gl.constexpr
     CELLS: gl.constexpr
+
+
+@gluon.constexpr_function
+def _whole(splits):
+    """What a launch adds to a counter: the next power of two."""
+    return 1 << (splits - 1).bit_length()
 
 
 @gluon.jit
@@ -49,19 +55,30 @@ def _give(exchange, x, cell: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
 def _meet(exchange):
     """Says that this consumer's cells are written, and waits until the peers' are."""
     barrier()  # every thread's stores come before the one thread's release
-    drawn = gl.atomic_add(exchange.counter_ptr, 1, sem="acq_rel", scope="gpu")
-    complete = (drawn | (exchange.SPLITS - 1)) + 1
+    WHOLE: gl.constexpr = _whole(exchange.SPLITS)
+    mine = gl.where(exchange.split == exchange.SPLITS - 1, WHOLE - exchange.SPLITS + 1, 1)
+    drawn = gl.atomic_add(exchange.counter_ptr, mine, sem="acq_rel", scope="gpu")
+    complete = (drawn | (WHOLE - 1)) + 1
     while gl.atomic_add(exchange.counter_ptr, 0, sem="acquire", scope="gpu") - complete < 0:
         pass
     barrier()
 
 
 @gluon.jit
+def _add_part(exchange, total, x, s, cell: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
+    ptrs = _cell_ptrs(exchange, s, cell, BM, L)
+    theirs = gl.load(ptrs, mask=s != exchange.split, other=0.0, cache_modifier=".cg")
+    return total + gl.where(exchange.split == s, x, theirs)
+
+
+@gluon.jit
 def _take(exchange, x, cell: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
     """The whole sum of a cell, part by part."""
     total = gl.zeros([BM, 64], gl.float32, L)
-    for s in range(exchange.SPLITS):
-        ptrs = _cell_ptrs(exchange, s, cell, BM, L)
-        theirs = gl.load(ptrs, mask=s != exchange.split, other=0.0, cache_modifier=".cg")
-        total += gl.where(exchange.split == s, x, theirs)
+    if exchange.SPLITS <= 3 and BM * exchange.CELLS <= 384:  # asked for all at once, where registers allow
+        for s in gl.static_range(exchange.SPLITS):
+            total = _add_part(exchange, total, x, s, cell, BM, L)
+    else:
+        for s in range(exchange.SPLITS):
+            total = _add_part(exchange, total, x, s, cell, BM, L)
     return total

@@ -188,8 +188,10 @@ class Meeting:
             yield lambda at=launch: self.launch == at  # the previous launch has ended
             self.partials[s] = launch
             yield lambda: True
-            drawn, self.counter = self.counter, int32(self.counter + 1)
-            complete = int32((drawn | (self.splits - 1)) + 1)
+            whole = 1 << (self.splits - 1).bit_length()
+            mine = whole - self.splits + 1 if s == self.splits - 1 else 1
+            drawn, self.counter = self.counter, int32(self.counter + mine)
+            complete = int32((drawn | (whole - 1)) + 1)
             if self.waits:
                 yield lambda goal=complete: int32(self.counter - goal) >= 0
             for theirs in self.partials:

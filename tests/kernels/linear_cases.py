@@ -235,11 +235,13 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
         taps = Taps(t.table.to(dtype), _poisoned(t.index.int(), rows), _poisoned(t.tap, rows))
     if wide is not None:
         bias, colsum = bias.to(wide), colsum.to(wide)
-    epilogue = Epilogue(bias if layer.bias else None, norm, taps, rope, layer.activation, layer.limit)
+    weight = padded(weight.to(dtype), layer.n)
+    bias = bias if layer.bias else None
+    epilogue = Epilogue(bias, norm, taps, rope, layer.activation, layer.limit, ahead=weight)
     return Fused(
         layer,
         padded(t.x.to(dtype), rows),
-        padded(weight.to(dtype), layer.n),
+        weight,
         padded(t.residual.to(dtype), rows),
         epilogue,
         count(layer.rows, t.x.device),

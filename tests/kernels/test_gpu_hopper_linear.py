@@ -50,15 +50,22 @@ CASES = {
     "swiglu": (Layer(ROWS, 1280, 6848, norm=True, rms=True, part=128, activation="swiglu"), PING_PONG),
     "fc2": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperLinearConfig(64, 64, 1, 8)),
     "fc2 in two": (Layer(250, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=2)),
+    "fc2 in three": (Layer(190, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=3, ahead=True)),
     "fc2 in eight": (Layer(61, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=8)),
     "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
-    "merger fc2 in four": (Layer(61, 4608, 4096, bias=False), replace(NARROW, splits=4)),
+    "merger fc1 in three": (
+        Layer(190, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"),
+        replace(WIDE, splits=3, ahead=True, turned=True),
+    ),
+    "merger fc1": (Layer(MERGED, 4608, 4608, activation="gelu"), PING_PONG),
+    "merger fc2 in four": (Layer(61, 4608, 4096), replace(NARROW, splits=4, ahead=True)),
+    "merger fc2 in two": (Layer(190, 4608, 4096, bias=False), replace(PING_PONG, splits=2, turned=True)),
 }
 SHIPS = (  # as heuristics choose
     "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
-    "patch embed", "deepstack fc1",
+    "patch embed", "deepstack fc1", "fc2 in three", "merger fc1 in three", "merger fc1",
 )  # fmt: skip
-QUICK = (*SHIPS, "merger fc2 in four", "fc1 of Qwen2-VL")
+QUICK = (*SHIPS, "merger fc2 in two", "merger fc2 in four", "fc1 of Qwen2-VL")
 NAMES = [
     pytest.param(name, id=f"quick, ships: {name}" if name in SHIPS else f"quick: {name}" if name in QUICK else name)
     for name in CASES

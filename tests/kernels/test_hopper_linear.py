@@ -1,5 +1,6 @@
 """What surrounds the Hopper GEMM, without a GPU: what is chosen and refused, and that the encoder fits around it."""
 
+import itertools
 from dataclasses import asdict, replace
 
 import pytest
@@ -8,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedvit import buffers
-from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
+from fusedvit.aot import GLM_45V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from fusedvit.buffers import Capacity, allocate
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.epilogue import Epilogue, Scratch
-from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper import compat, linear_configs
 from fusedvit.kernels.hopper.linear_configs import (
     MAX_COUNTERS,
     MAX_SUMS,
@@ -99,10 +100,22 @@ def test_other_devices_and_dtypes_are_left_to_plain_triton() -> None:
 
 @pytest.mark.parametrize("n, k, kind", LINEAR)
 def test_what_is_not_proven_on_a_device_is_the_tuners_alone(n: int, k: int, kind: str) -> None:
-    chosen = [hopper_linear_config(rows, n, k, BF16, H200, kind) for rows in (64, 4096, 16384)]
-    assert all(bool(config) == (kind in PROVEN) for config in chosen)
-    assert hopper_linear_config(16384, n, k, FP16, H200, kind) is None
+    for rows, dtype in itertools.product((64, 4096, 16384), (BF16, FP16)):
+        assert bool(hopper_linear_config(rows, n, k, dtype, H200, kind)) == (kind in PROVEN)
     assert hopper_linear_candidates(4096, n, k, H200, kind), "the tuner compares each with the twin"
+
+
+def test_launches_overlap_at_one_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is first may follow the launch that writes its count."""
+    monkeypatch.setattr(linear_configs, "OVERLAP", True)
+    choose = hopper_linear_config.__wrapped__  # without what was chosen before
+    for spec in (QWEN3_VL_8B, QWEN25_VL_7B, GLM_45V):
+        for task in tasks(spec, 784, BF16):
+            if task.key.op == forms.LINEAR and task.key.kind in PROVEN:
+                config = choose(784, task.key.n, task.key.k, BF16, H200, task.key.kind)
+                assert config in hopper_linear_candidates(784, task.key.n, task.key.k, H200, task.key.kind)
+                assert config.overlap == (task.name in {"qkv", "proj", "fc1", "fc2"} or "norm" in task.key.kind)
+                assert not (config.overlap and task.name == "patch")
 
 
 GOOD = HopperLinearConfig(64, 128, 1, 6)
@@ -114,7 +127,7 @@ GOOD = HopperLinearConfig(64, 128, 1, 6)
         ({}, ""),
         ({"rows": 32}, "rows must be one of (64, 128), got 32"),
         ({"cols": 160}, "cols must be one of (64, 128, 192, 256), got 160"),
-        ({"splits": 3}, "splits must be one of (1, 2, 4, 8), got 3"),
+        ({"splits": 9}, "splits must be one of (1, 2, 3, 4, 5, 6, 7, 8), got 9"),
         ({"stages": 1}, "stages must be at least 2"),
         ({"rows": 128, "cols": 256}, "a consumer's 128 x 256 sums do not fit its registers"),
         ({"consumers": 3, "cols": 256}, "a consumer's 64 x 256 sums do not fit its registers"),
@@ -178,11 +191,12 @@ def test_tables_hold_its_configurations() -> None:
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     chosen = plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices()
-    assert {chosen[name] for name in ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1")} == {"hopper"}
-    assert chosen["merger_fc2"] == "triton", "a bias alone: not proven"
-    assert plan_for(QWEN2_VL_7B, 4096, BF16, H200, Table()).choices()["fc1"] == "triton", "quick_gelu: not proven"
+    linears = ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
+    assert {chosen[name] for name in linears} == {"hopper"}
+    assert plan_for(QWEN2_VL_7B, 4096, FP16, H200, Table()).choices()["fc1"] == "hopper"
+    assert plan_for(QWEN2_VL_7B, 4096, BF16, H200, Table()).choices()["patch"] == "triton", "statistics: not proven"
     failed = replace(H200, without=(("linear/hopper", "does not compile"),))
-    for target, dtype in ((failed, BF16), (H200, FP16), (H200, FP32), (A100, BF16)):
+    for target, dtype in ((failed, BF16), (H200, FP32), (A100, BF16)):
         plan = plan_for(QWEN3_VL_8B, 4096, dtype, target, Table())
         assert not any(isinstance(getattr(plan, name), HopperLinearConfig) for name in plan.choices())
 
@@ -214,7 +228,8 @@ for layer, dtype, config in (
     (Layer(64, 2304, 256, norm=True, part=32, merged=2, activation="gelu"), BF16, HopperLinearConfig(64, 256, 2, 3)),
     (Layer(64, 256, 272, norm=True, rms=True, part=128, activation="swiglu", limit=7.0), BF16, narrow),
     (Layer(64, 256, 384, norm=True, rms=True, part=64, heads=2), FP16, HopperLinearConfig(64, 192, 3, 3)),
-    (Layer(64, 1024, 208, activation="quick_gelu"), FP16, replace(narrow, splits=4, overlap=True)),
+    (Layer(64, 1024, 208, activation="quick_gelu"), FP16, replace(narrow, splits=3, overlap=True, turned=True)),
+    (Layer(64, 4608, 256, norm=True, part=128, merged=4, activation="gelu"), FP16, HopperLinearConfig(128, 128, 1, 4)),
 ):
     arguments = fused(layer, tensors(layer, dtype, CPU))
     for launch in record(lambda: arguments.run(linear, config)):
@@ -225,6 +240,6 @@ for layer, dtype, config in (
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 def test_what_the_tuner_may_choose_compiles_clean() -> None:
-    """Epilogues, fp16 and overlap, which heuristics never take; what they do take: make aot-matrix."""
+    """Epilogues, fp16, overlap and turns, which heuristics seldom take; what they do take: make aot-matrix."""
     done = run("-c", COMPILED)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -47,7 +47,7 @@ def test_a_fault_is_noticed(shape: Shape, faults: Faults) -> None:
             go(shape, seed, faults)
 
 
-@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("splits", [2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("first", [0, 2**31 - 8, -8])  # before the count wraps around, and before it passes zero
 def test_parts_take_their_own_launch_s_sums(splits: int, first: int) -> None:
     for seed in range(20):
