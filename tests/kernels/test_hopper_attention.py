@@ -246,3 +246,31 @@ for found in (compile_or_fail(launch, 90) for launch in launches):
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_role_waits_for_the_previous_launch() -> None:
+    """Each consumer and the producer, once, whether a CTA has work or not; the next launch may begin at once."""
+    code = """
+import dataclasses
+from unittest import mock
+import torch
+from fusedvit.kernels import aot
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.hopper import attention, configs
+config = dataclasses.replace(configs.SHORT, overlap=True)
+integers = lambda *shape: torch.empty(shape, dtype=torch.int32, device="meta")
+segments = Segments(integers(9), integers(64, 4), integers(1), config.block_m)
+qkv, out = (torch.empty(64, n * 128, dtype=torch.bfloat16, device="meta") for n in (3, 1))
+(launch,) = aot.record(lambda: attention.attention(qkv, segments, out, 2, 64, config))
+assert dict(launch.options)["launch_pdl"] is True, launch.options
+checked = mock.Mock(wraps=aot._checked)
+with mock.patch.object(aot, "_checked", checked):
+    assert not aot.compile_launch(launch, 90).problems
+ptx = checked.call_args.args[2].asm["ptx"]
+assert ptx.count("griddepcontrol.wait") == config.consumers + 1
+assert ptx.count("griddepcontrol.launch_dependents") == 1
+for role in ptx.split("griddepcontrol.wait")[:-1]:
+    assert "ld.global" not in role.rpartition("griddepcontrol.launch_dependents")[2].rpartition("barrier.sync")[2]
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]

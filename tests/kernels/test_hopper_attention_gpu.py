@@ -184,6 +184,40 @@ def test_quick_replayed_with_other_frames(device: torch.device) -> None:
             assert torch.equal(out[:rows], attend(qkv, lengths, 72, config)[:rows]), f"{config}, {lengths}"
 
 
+def test_quick_overlapped(device: torch.device) -> None:
+    """A chain in which each launch reads what the last one wrote, begun before that has ended: the same bits.
+
+    12 heads of 64 are q | k | v of 4; CTAs without work pass on what they waited for.
+    """
+    lengths = [196] * 3 + [700, 64]
+    qkv = packed(lengths, 64, BF16, device, heads=12)
+    for config in shipped(64, device):
+        answers = []
+        for overlap in (False, True):
+            chosen = replace(config, overlap=overlap)
+            segs = segments(lengths, config.block_m, device, room=40)
+            wide = torch.zeros(len(qkv), 768, dtype=BF16, device=device)
+            thin = torch.zeros(len(qkv), 256, dtype=BF16, device=device)
+
+            def chain(wide=wide, thin=thin, segs=segs, chosen=chosen) -> None:
+                for _ in range(10):
+                    forms.attention(qkv, segs, wide, 12, 64, chosen)
+                    forms.attention(wide, segs, thin, 4, 64, chosen)
+                    wide.fill_(0.5)
+
+            chain()
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                chain()
+            for _ in range(20):
+                thin.zero_()
+                graph.replay()
+                answers.append(thin.clone())
+        assert answers[0].abs().sum() > 0
+        assert all(torch.equal(answer, answers[0]) for answer in answers), config
+
+
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_three_hundred_random_cases(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
