@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda")
 BUDGETS = (64, 256, 1024, 2048, 4096, 8192)  # merged tokens; six, as the nine workloads need no more
 CONFIG = FuseConfig(token_budgets=BUDGETS, max_items=64, max_frames=256)
 PARTS = ("workloads", "overhead", "content", "trust")
-ROOMS = [4096, 256, 128, 64, 32, 16, 8, 4, 2, 2048]  # MiB
+ROOMS: list[float] = [4096, 256, 128, 64, 32, 16, 8, 4, 2, 2048]  # MiB
 LEAST_ROUNDS, MOST_MS = 5, 600.0
 
 

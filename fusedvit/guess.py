@@ -15,62 +15,106 @@ from fusedvit.graphs.packing import Batch, sole_budget
 from fusedvit.items import Item
 from fusedvit.kernels.admit import DTYPES, MOST
 from fusedvit.runner import LAYOUTS_KEPT, Graphs, Tower, new_outputs, steps_of
+from fusedvit.streams import is_current, mark
 
 _UNKNOWN = -1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Guess:
-    """A replay of `budget` under way, and where its outputs will be; or None for both, where nothing was guessed."""
+    """A replay under way, or none where nothing was guessed.
 
+    Attributes:
+        tower, graphs: what it runs on.
+        made: which making of the weights it began with.
+        mark: where the current stream was before it; None on a CPU.
+        budget: whose graph is replayed.
+        outputs: where its outputs will be.
+        over: it is settled or dropped.
+    """
+
+    tower: Tower
     graphs: Graphs
-    unit: int
+    made: int
+    mark: torch.cuda.Event | None
     budget: int | None = None
     outputs: EncoderOutputs | None = None
+    over: bool = False
 
     def settle(self, items: Sequence[Item]) -> EncoderOutputs | None:
         """The outputs, if what ran is what the plan for `items` says; None otherwise. The next guess goes by that."""
-        batch, known = _sole_batch(items, self.graphs, self.unit), self.graphs.guesses
+        batch, known = _sole_batch(items, self.graphs, self.tower.spec.merge_unit), self.graphs.guesses
         if len(known) >= LAYOUTS_KEPT:
             known.clear()
         known[sum([item.tokens for item in items]), len(items)] = None if batch is None else batch.budget
-        if batch is None or batch.budget != self.budget:
+        outputs = self.outputs
+        if outputs is None or batch is None or batch.budget != self.budget:
             self.drop()
             return None
         self.graphs.manager.count(batch)
-        return self.outputs
+        self.over, self.outputs = True, None
+        return outputs
 
     def drop(self) -> None:
-        """Counts a replay under way as mispredicted."""
+        """Counts a replay that is not settled as mispredicted."""
         if self.outputs is not None:
             self.graphs.manager.count(None)
+        self.over, self.outputs = True, None
 
 
-def begin(tower: Tower, pixels: torch.Tensor, grid: torch.Tensor, graphs: Graphs) -> Guess:
+def begin(tower: Tower, pixels: torch.Tensor, grid: torch.Tensor, graphs: Graphs, made: int) -> Guess:
     """Enqueues a replay for `grid` `[n, 3]`, unread, on the tower's device, where its shape tells the batch.
 
     Args:
         pixels: `[tokens, patch_width]`, any float dtype, any device.
+        made: which making of the weights is the last.
     """
-    rows, unit, nothing = pixels.shape[0], tower.spec.merge_unit, Guess(graphs, tower.spec.merge_unit)
+    rows, unit, guess = pixels.shape[0], tower.spec.merge_unit, Guess(tower, graphs, made, mark(tower.device))
     budget = _likely(graphs, rows, grid.shape[0], unit)
     if budget is None or grid.dtype not in DTYPES or max(grid.stride()) > MOST:
-        return nothing
+        return guess
     program = graphs.program
-    outputs: EncoderOutputs | None = None
 
     def load() -> None:
         program.admit(budget, grid, rows)
         program.buffers(budget).pixels[:rows].copy_(pixels, non_blocking=True)
 
     def unload() -> None:
-        nonlocal outputs
-        static = program.buffers(budget)
-        outputs = new_outputs(tower, rows)
+        static, outputs = program.buffers(budget), new_outputs(tower, rows)
+        guess.budget, guess.outputs = budget, outputs
         outputs.hidden.copy_(static.hidden[:rows])
         outputs.merged.copy_(static.merged[:, : rows // unit])
 
-    return Guess(graphs, unit, budget, outputs) if graphs.manager.replay_unread(budget, load, unload) else nothing
+    graphs.manager.replay_unread(budget, load, unload)
+    return guess
+
+
+def begin_again(last: Guess | None, graphs: Graphs | None, pixels: object, grid: object, made: int) -> Guess | None:
+    """`begin`, before anything is known of a call, on what the `last` one ran on; None where that is gone.
+
+    Whatever speaks against the call is found while the replay runs, which is dropped then: its buffers are ours alone.
+    """
+    if last is None or last.graphs is not graphs or not _are_plain(pixels, grid, last.tower):
+        return None
+    assert isinstance(pixels, torch.Tensor) and isinstance(grid, torch.Tensor)
+    return begin(last.tower, pixels, grid, last.graphs, made)
+
+
+def _are_plain(pixels: object, grid: object, tower: Tower) -> bool:
+    """Whether these are tensors of the right shapes on the tower's GPU, and nothing acts on what is done to them.
+
+    A subclass may, and so may what traces, captures or differentiates.
+    """
+    return (
+        type(pixels) is type(grid) is torch.Tensor
+        and pixels.device == grid.device == tower.device
+        and pixels.ndim == grid.ndim == 2
+        and (pixels.shape[1], grid.shape[1]) == (tower.spec.patch_width, 3)
+        and pixels.dtype.is_floating_point
+        and not pixels.requires_grad
+        and is_current(tower.device)
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    )
 
 
 def _likely(graphs: Graphs, rows: int, items: int, unit: int) -> int | None:

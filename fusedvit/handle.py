@@ -43,6 +43,7 @@ class FusedEncoder:
         self._lock = threading.RLock()
         self._graphs: Graphs | None = None
         self._graphs_for: tuple[torch.device, torch.dtype] | None = None
+        self._last: guesses.Guess | None = None
         self.prepared = PreparedWeights(self.tower, self.family, self.spec, self._weights_moved)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,11 +171,21 @@ class FusedEncoder:
                 items, before a grid on the GPU was read.
         """
         self._stats.add(calls=1)
+        guess = guesses.begin_again(self._last, self._graphs, pixel_values, grid_thw, self.prepared.made)
+        try:
+            return self._checked(pixel_values, grid_thw, extra, guess)
+        finally:
+            if guess is not None:
+                guess.drop()
+
+    def _checked(
+        self, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any], guess: guesses.Guess | None
+    ) -> EncoderOutputs | None:
         reason = reasons.reason_of_call(self.tower, pixel_values, grid_thw, extra)
         if reason is None and not self.prepared.fits(self.prepared.parameter()):
             reason = self.prepared.reason()
         while reason is None:
-            outputs, items, made = self._run(pixel_values, grid_thw, self.prepared.parameter())
+            outputs, items, made = self._run(pixel_values, grid_thw, self.prepared.parameter(), guess)
             if self.prepared.made != made:
                 continue  # another thread made them anew meanwhile: this run may have used either
             if self.prepared.true():  # looked at while the GPU works
@@ -183,13 +194,14 @@ class FusedEncoder:
             reason = self.prepared.reason()
             if reason is None:
                 self._make()
+        self._last = None
         if self.config.strict:
             raise RuntimeError(f"strict: this call would run the original code: {reason} ({reasons.ADVICE[reason]})")
         self._stats.count_original(reason, type(self.tower).__name__)
         return None
 
     def _run(
-        self, pixel_values: torch.Tensor, grid_thw: Grid, parameter: torch.Tensor
+        self, pixel_values: torch.Tensor, grid_thw: Grid, parameter: torch.Tensor, guess: guesses.Guess | None
     ) -> tuple[EncoderOutputs, list[Item], int]:
         """One run, and which making of the weights it began with: known to be true then if that is still the last.
 
@@ -202,7 +214,7 @@ class FusedEncoder:
         with on_device(parameter.device):
             self._make_true(parameter)
             if unread:
-                return self._run_unread(pixel_values, grid.to(parameter.device), parameter)
+                return self._run_unread(pixel_values, grid.to(parameter.device), parameter, guess)
             return self._run_read(pixel_values, items, parameter)
 
     def _run_read(
@@ -218,25 +230,26 @@ class FusedEncoder:
         return outputs, items, made
 
     def _run_unread(
-        self, pixels: torch.Tensor, grid: torch.Tensor, parameter: torch.Tensor
+        self, pixels: torch.Tensor, grid: torch.Tensor, parameter: torch.Tensor, guess: guesses.Guess | None
     ) -> tuple[EncoderOutputs, list[Item], int]:
-        """With `grid` on the parameter's device: what it probably holds is launched, then it is read."""
-        begin, made = mark(parameter.device), self.prepared.made
+        """With `grid` on the parameter's device: what it probably holds is launched, if not yet, then it is read."""
         graphs, _ = self._graphs_on(parameter)
-        guess = None if graphs is None else guesses.begin(self._tower(parameter), pixels, grid, graphs)
-        same, rows = self.prepared.look(begin, self._watching(parameter.device), grid)
+        if graphs is not None and (guess is None or guess.graphs is not graphs or guess.over):
+            guess = guesses.begin(self._tower(parameter), pixels, grid, graphs, self.prepared.made)
+        begun, made = (mark(parameter.device), self.prepared.made) if guess is None else (guess.mark, guess.made)
         try:
+            same, rows = self.prepared.look(begun, self._watching(parameter.device), grid)
             items = check_items(rows, pixels.shape[0], self.spec.merge_size)
-        except ValueError:
+            outputs = None if guess is None else guess.settle(items)
+        finally:
             if guess is not None:
                 guess.drop()
-            raise
-        outputs = None if guess is None else guess.settle(items)
         if not same:
             self._make()
             made, outputs = self.prepared.made, None
         if outputs is None:
             outputs = self._launch(pixels, items, parameter)
+        self._last = guess
         return outputs, items, made
 
     def _tower(self, parameter: torch.Tensor) -> Tower:

@@ -1,5 +1,6 @@
 """Replays begun before the grid is read: right ones stand, wrong ones are run again, bad grids leave nothing behind."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -197,3 +198,71 @@ def test_integers_of_other_widths_are_read_first(case: Case) -> None:
         out = tower(pixels, grid_thw=torch.tensor(GRID, dtype=dtype))
         assert torch.equal(out.pooler_output, want[1])
     assert notes == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tower, pixels, grid: tower(pixels, grid_thw=grid, output_hidden_states=True),
+        lambda tower, pixels, grid: tower(pixels, grid_thw=grid, colour=1),
+        lambda tower, pixels, grid: tower(pixels, grid_thw=grid, output_attentions=True),
+    ],
+)
+def test_a_call_that_cannot_run_fused_drops_what_was_begun(case: Case, spoil: Any) -> None:
+    tower, handle, graphs = case
+    pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
+    want = answer(tower, pixels, GRID)
+    notes = begun(case)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="strict"):
+            spoil(tower, pixels, grid)
+    assert notes == [True], "the next such call begins nothing"
+    assert graphs.manager.stats.mispredicted == 1 and graphs.manager.stats.replays == {16: 1}
+    assert same(answer(tower, pixels, GRID), want) and same(answer(tower, pixels, GRID), want)
+    assert graphs.manager.stats.mispredicted == 1 and handle.stats()["fused"] == 3
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda p: p[:, :-1],
+        lambda p: p.to(torch.uint8),
+        lambda p: p[None],
+        lambda p: p[:-1],
+        lambda p: torch.nn.Parameter(p, requires_grad=False),
+        lambda p: p.numpy(),
+    ],
+    ids=["narrower", "integers", "three dimensions", "a row less", "a subclass", "no tensor"],
+)
+def test_pixels_of_other_forms_after_a_good_call(case: Case, form: Any) -> None:
+    tower, handle, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    want = answer(tower, pixels, GRID)
+    notes = begun(case)
+    with contextlib.suppress(TypeError, ValueError):
+        assert same(answer(tower, form(pixels), GRID), want)
+        assert isinstance(form(pixels), torch.nn.Parameter)
+    assert len(notes) <= 1 and same(answer(tower, pixels, GRID), want)
+    assert graphs.manager.stats.mispredicted <= 1
+
+
+def test_pixels_that_want_gradients_leave_no_trace_in_the_buffers(case: Case) -> None:
+    tower, _, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    with torch.inference_mode(False):
+        answer(tower, pixels.clone(), GRID)
+        notes = begun(case)
+        with pytest.raises(RuntimeError, match="gradients"):
+            answer(tower, pixels.clone().requires_grad_(), GRID)
+    assert notes == [] and not graphs.program.buffers(16).pixels.requires_grad
+
+
+def test_other_options_and_released_graphs_begin_nothing(case: Case) -> None:
+    tower, handle, graphs = case
+    assert right(case, GRID) and right(case, GRID)
+    notes = begun(case)
+    graphs.manager.release()
+    assert right(case, GRID) and right(case, GRID) and notes == [False, True]
+    handle.prepared.make()
+    graphs.manager.drop_graphs()
+    assert right(case, GRID) and notes == [False, True, False]
