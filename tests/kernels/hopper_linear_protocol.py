@@ -162,6 +162,39 @@ class Cta:
             self.done.append((i, place, j))
 
 
+@dataclass
+class Chain:
+    """Launches one after another on a few SMs, each begun early: a launch's CTAs begin in order once every CTA of the
+    launch before has begun, hold an SM, wait for that launch's end, and meet the other parts of their tile.
+
+    `hasty`: a fault, CTAs begin once one of the launch before has.
+    """
+
+    sms: int
+    tiles: int
+    splits: int
+    launches: int
+    hasty: bool = False
+
+    def processes(self) -> list[Process]:
+        self.begun, self.ended = [0] * self.launches, [0] * self.launches
+        self.arrived = [[0] * self.tiles for _ in range(self.launches)]
+        self.free = self.sms
+        return [self._cta(launch, p) for launch in range(self.launches) for p in range(self.tiles * self.splits)]
+
+    def _cta(self, launch: int, p: int) -> Process:
+        ctas, before = self.tiles * self.splits, launch - 1
+        enough = 1 if self.hasty else ctas
+        yield lambda: self.free > 0 and self.begun[launch] == p and (launch == 0 or self.begun[before] >= enough)
+        self.free -= 1
+        self.begun[launch] += 1
+        yield lambda: launch == 0 or self.ended[before] == ctas  # the grid's wait
+        self.arrived[launch][p // self.splits] += 1
+        yield lambda: self.arrived[launch][p // self.splits] == self.splits
+        self.ended[launch] += 1
+        self.free += 1
+
+
 def int32(n: int) -> int:
     """`n` as 32 bits hold it."""
     return (n + 2**31) % 2**32 - 2**31

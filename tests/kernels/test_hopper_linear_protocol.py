@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.kernels.barriers import CopyEngine, run
-from tests.kernels.hopper_linear_protocol import Cta, Faults, Meeting, Shape
+from tests.kernels.hopper_linear_protocol import Chain, Cta, Faults, Meeting, Shape
 
 SHAPES = [
     Shape(consumers, stages, steps, tiles, brings=brings)
@@ -58,3 +58,16 @@ def test_parts_that_do_not_wait_are_noticed() -> None:
     with pytest.raises(AssertionError, match="takes a sum of launch"):
         for seed in range(50):
             run(Meeting(4, launches=4, waits=False).processes(), CopyEngine(), random.Random(seed))
+
+
+@pytest.mark.parametrize("sms, tiles, splits", [(6, 3, 2), (7, 2, 3), (4, 5, 4), (3, 7, 1)])
+def test_launches_that_begin_early_end(sms: int, tiles: int, splits: int) -> None:
+    """Whatever fits beside each other, and more CTAs than SMs, too."""
+    for seed in range(50):
+        run(Chain(sms, tiles, splits, launches=4).processes(), CopyEngine(), random.Random(seed))
+
+
+def test_launches_that_begin_too_early_are_noticed() -> None:
+    with pytest.raises(AssertionError, match="deadlock"):
+        for seed in range(100):
+            run(Chain(4, 3, 2, launches=3, hasty=True).processes(), CopyEngine(), random.Random(seed))
