@@ -8,6 +8,7 @@ below its room. Then towers of few blocks through the API: metadata, norms, gath
 """
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,14 +17,15 @@ from typing import Any
 import torch
 
 from fusedvit.bench.cases import Case, attention_case, linear_case, supported
-from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build_one, shallow
+from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build_one, class_of, shallow
 from fusedvit.bench.family_towers import spec_of as family_spec
 from fusedvit.bench.towers import patch_width
 from fusedvit.config import FuseConfig
 from fusedvit.huggingface import fuse
-from fusedvit.kernels import forms
+from fusedvit.kernels import admit, forms
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.launch import compiling_only
+from fusedvit.ops import ops_for
 from fusedvit.plan import Task, heuristic, tasks
 from fusedvit.spec import VisionSpec
 
@@ -45,6 +47,17 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
         _wait(device)
         handle.release()
         yield f"{name}'s tower"
+
+
+def grids(device: torch.device) -> Iterator[str]:
+    """A grid on the device taken over as a graph's call does it, in room for as many items and for more."""
+    rows = sum(t * h * w for t, h, w in GRID)
+    for dtype in admit.DTYPES:
+        for room in (len(GRID), 64):
+            table = torch.empty(room, 3, dtype=torch.int32, device=device)
+            taken = ops_for(device).admit(torch.tensor(GRID, dtype=dtype, device=device), rows, room, 2, table)
+            assert taken[: len(GRID)].tolist() == GRID, f"{GRID} was taken over as {taken.tolist()}"
+            yield f"grid, {dtype}, room for {room}"
 
 
 def operations(
@@ -103,11 +116,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
     device, dtype = torch.device("cuda"), torch.bfloat16
+    chosen = {name: GEOMETRIES[name] for name in args.tower if class_of(GEOMETRIES[name]) is not None}
+    specs = [family_spec(geometry) for geometry in chosen.values()]
+    shallows = {name: shallow(geometry, BLOCKS) for name, geometry in chosen.items()}
     with torch.inference_mode():
-        specs = [family_spec(GEOMETRIES[name]) for name in args.tower]
-        for line in operations(specs, dtype, device, args.candidates):
+        for line in itertools.chain(grids(device), operations(specs, dtype, device, args.candidates)):
             print(line, flush=True)
-    for line in towers({name: shallow(GEOMETRIES[name], BLOCKS) for name in args.tower}, dtype, device):
+    for line in towers(shallows, dtype, device):
         print(line, flush=True)
     return 0
 

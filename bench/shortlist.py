@@ -27,9 +27,9 @@ USUAL = range(256, 16384 + 1)  # budgets, patch tokens
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
 
-# Seconds, of a core for a compilation and its check (measured on a CPU: Gluon 2.0 to 3.8 s, plain 0.8 to 1.0 s), of the
-# GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
-COMPILE_S = {forms.LINEAR: {PLAIN: 1.3, "hopper": 2.8}, forms.ATTENTION: {PLAIN: 2.0, "hopper": 4.3}}
+# Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 0.8 to 1.0 s for plain Triton),
+# of the GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
+COMPILE_S = {forms.LINEAR: {PLAIN: 1.3, "hopper": 3.8}, forms.ATTENTION: {PLAIN: 2.0, "hopper": 5.5}}
 START_S, QUESTION_S, CANDIDATE_S = 8.0, 0.05, 0.012
 OVER_FLOOR = 1.5  # what an operation takes of its floor
 

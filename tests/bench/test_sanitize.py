@@ -46,3 +46,7 @@ def test_candidates_follow_the_heuristics_choice(monkeypatch: pytest.MonkeyPatch
 def test_a_tower_runs() -> None:
     tiny = Geometry("Qwen3VLVisionModel", "qwen3_vl", towers.GEOMETRIES["tiny"])
     assert list(sanitize.towers({"tiny": tiny}, FP32, CPU)) == ["tiny's tower"]
+
+
+def test_grids_are_taken_over() -> None:
+    assert len(list(sanitize.grids(CPU))) == 4
