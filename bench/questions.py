@@ -17,6 +17,8 @@ from fusedvit.spec import VisionSpec
 CONTENTS = (1.0, 0.88)  # shares of a budget: there are four to an octave, so that it is at least 0.8 full
 BUDGETS = (*(n << i for i in range(6, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens: graphs' own ladder, from 256
 
+AT_LAUNCH = ("max_programs", "ahead")  # of a configuration, what changes no code: cases name no weights to fetch ahead
+
 
 @dataclass(frozen=True)
 class Question:
@@ -67,7 +69,8 @@ def compilation(question: Question, candidate: Candidate) -> str:
     """What is compiled once, whatever the rows; windows and frames are attended to by the same code."""
     key = question.task.key
     kind = "" if key.op == forms.ATTENTION else f" {key.kind}"
-    return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.form} {candidate.config}"
+    compiled = {name: value for name, value in asdict(candidate.config).items() if name not in AT_LAUNCH}
+    return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.form} {compiled}"
 
 
 def layouts(key: Key) -> list[tuple[int, ...]]:

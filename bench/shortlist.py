@@ -7,6 +7,7 @@ estimate  : distinct compilations by their seconds, timings by the roofline floo
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -27,23 +28,24 @@ USUAL = range(256, 16384 + 1)  # budgets, patch tokens
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
 
-# Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 0.8 to 1.0 s for plain Triton),
-# of the GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
+# Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 1 s for plain Triton), of the
+# GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
 COMPILE_S = {forms.LINEAR: {PLAIN: 1.3, "hopper": 3.8}, forms.ATTENTION: {PLAIN: 2.0, "hopper": 5.5}}
 START_S, QUESTION_S, CANDIDATE_S = 8.0, 0.05, 0.012
 OVER_FLOOR = 1.5  # what an operation takes of its floor
 
 
-def in_order(asked: Iterable[Question], flagships: Collection[VisionSpec]) -> list[Question]:
-    """What matters most first; of equals, powers of two before the budgets between them."""
+def in_waves(asked: Iterable[Question], flagships: Collection[VisionSpec]) -> list[list[Question]]:
+    """What matters most first: the flagships at the usual budgets, the other towers there, other budgets. In each,
+    blocks come before mergers, and powers of two before the budgets between them."""
 
-    def place(question: Question) -> tuple[int, int]:
+    def place(question: Question) -> tuple[int, bool, bool]:
         merger = question.task.name.startswith(MERGERS)
         rows = question.task.key.rows * (question.spec.merge_unit if merger else 1)
-        tier = 2 * (question.spec not in flagships) + merger if rows in USUAL else 4
-        return tier, rows & (rows - 1) > 0
+        wave = 2 if rows not in USUAL else int(question.spec not in flagships)
+        return wave, merger and wave < 2, rows & (rows - 1) > 0
 
-    return sorted(asked, key=place)
+    return [list(wave) for _, wave in groupby(sorted(asked, key=place), key=lambda question: place(question)[0])]
 
 
 def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dtype, target: Target) -> list[Candidate]:

@@ -118,13 +118,15 @@ class Tuner:
     deadline: float = float("inf")
     thorough: bool = False
 
-    def run(self, asked: Sequence[Question]) -> list[Entry]:
-        """The table's entries: of the questions that there was time for."""
+    def run(self, *waves: Sequence[Question]) -> list[Entry]:
+        """The table's entries: of the questions that there was time for, wave after wave."""
         self.log.open()
+        asked = [question for wave in waves for question in wave]
         proposals = {q.describe(): self.proposed(q) for q in asked}
         try:
-            self._prune(asked, proposals)
-            self._decide_all(asked, proposals)
+            for wave in waves:
+                self._prune(wave, proposals)
+                self._decide_all(wave, asked, proposals)
         finally:
             self._keep(asked)
         return self.entries(asked)
@@ -146,6 +148,8 @@ class Tuner:
     def _prune(self, asked: Sequence[Question], proposals: dict[str, list[Candidate]]) -> None:
         """Compilation depends on an operation and a configuration, not on rows: each pair once, in the order of the
         questions. Where time is short a part of it is kept for timing what was checked by then."""
+        if time.monotonic() > self.deadline:
+            return
         todo: dict[str, tuple[Question, Candidate]] = {}
         for question in asked:
             for candidate in () if self.log.decided(question) else proposals[question.describe()]:
@@ -160,9 +164,11 @@ class Tuner:
                 if time.monotonic() > last:
                     break
 
-    def _decide_all(self, asked: Sequence[Question], proposals: dict[str, list[Candidate]]) -> None:
-        kept = time.monotonic()
-        for at, question in enumerate(asked):
+    def _decide_all(
+        self, wave: Sequence[Question], asked: Sequence[Question], proposals: dict[str, list[Candidate]]
+    ) -> None:
+        kept, first = time.monotonic(), asked.index(wave[0]) if wave else 0
+        for at, question in enumerate(wave, first):
             now = time.monotonic()
             if now > self.deadline:
                 self.step("time is up", at, len(asked))
@@ -173,7 +179,7 @@ class Tuner:
             self.step(question.describe(), at, len(asked))
             if not self.log.decided(question):
                 self._decide(question, proposals[question.describe()])
-        self.step("every question", len(asked), len(asked))
+        self.step("decided", first + len(wave), len(asked))
 
     def _decide(self, question: Question, proposed: list[Candidate]) -> None:
         problems = [self.log.found.get(compilation(question, c), {}).get("problem") for c in proposed]

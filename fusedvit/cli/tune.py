@@ -59,17 +59,20 @@ def command(
         raise typer.BadParameter(said, param_hint="tune")
     dtype = torch.bfloat16 if device.type == "cuda" or dry_run else torch.float32
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
-    asked, console = _asked(names, budget, operation, dtype), Console()
+    waves, console = _asked(names, budget, operation, dtype), Console()
     path = out or tables.user_folder() / tables.file_name(gpu)
     log = tune.Log(path.with_suffix(".log.jsonl"), tune.passport(gpu) | {"thorough": thorough})
     pruned = prune.in_processes(jobs, dtype, device) if device.type == "cuda" else prune.here(dtype, device)
     tuner = tune.Tuner(device, dtype, log, pruned, deadline=deadline, thorough=thorough)
-    console.print(shortlist.estimate(asked, tuner.proposed, dtype, jobs).describe(), highlight=False, soft_wrap=True)
+    asked = [question for wave in waves for question in wave]
+    for part in dict.fromkeys((len(waves[0]) if waves else 0, len(asked))):
+        said = shortlist.estimate(asked[:part], tuner.proposed, dtype, jobs).describe()
+        console.print(said, highlight=False, soft_wrap=True)
     if dry_run:
         _show_plan(asked, tuner, console)
         return
     tuner.keep = lambda entries, decided: tune.write(path, gpu, entries, decided)
-    _run(tuner, asked, path, console)
+    _run(tuner, waves, path, console)
     if json:
         found = {"entries": tuner.entries(asked), "log": log.found}
         documents.write({"passport": tune.passport(gpu), **found}, json)
@@ -77,11 +80,11 @@ def command(
 
 def _asked(
     names: tuple[str, ...], budgets: list[int] | None, operations: list[str] | None, dtype: torch.dtype
-) -> list[questions.Question]:
-    """What is to be decided, in the order that it is."""
+) -> list[list[questions.Question]]:
+    """What is to be decided, what matters most first."""
     flagships = [kernel_bench.spec_of(name) for name in FLAGSHIPS]
     every = questions.questions([kernel_bench.spec_of(name) for name in names], budgets or questions.BUDGETS, dtype)
-    return shortlist.in_order([q for q in every if not operations or q.task.name in operations], flagships)
+    return shortlist.in_waves([q for q in every if not operations or q.task.name in operations], flagships)
 
 
 def _names(asked: list[str]) -> tuple[str, ...]:
@@ -94,18 +97,20 @@ def _names(asked: list[str]) -> tuple[str, ...]:
     return tuple(asked)
 
 
-def _run(tuner: tune.Tuner, asked: list[questions.Question], path: Path, console: Console) -> None:
+def _run(tuner: tune.Tuner, waves: list[list[questions.Question]], path: Path, console: Console) -> None:
     """Runs the tuner, which writes its table, and shows that."""
 
     def work(step: CountedStep) -> list[tune.Entry]:
         tuner.step = step
-        return tuner.run(asked)
+        return tuner.run(*waves)
 
     with torch.inference_mode():
         entries = with_bar(work)
     _show_found(entries, console)
-    decided = sum(tuner.log.decided(question) for question in asked)
-    console.print(f"{decided} of {len(asked)} decided, {len(entries)} unlike the heuristics: {escape(str(path))}")
+    decided = [tuner.log.decided(question) for wave in waves for question in wave]
+    console.print(
+        f"{sum(decided)} of {len(decided)} decided, {len(entries)} unlike the heuristics: {escape(str(path))}"
+    )
 
 
 def _show_plan(asked: list[questions.Question], tuner: tune.Tuner, console: Console) -> None:

@@ -198,13 +198,33 @@ def test_a_configuration_must_beat_the_heuristics_by_a_margin(
 
 def test_what_matters_most_comes_first() -> None:
     every = questions.questions([QWEN2_VL_7B, QWEN3_VL_8B], questions.BUDGETS, BF16)
-    ordered = shortlist.in_order(every, [QWEN3_VL_8B])
-    assert sorted(map(repr, ordered)) == sorted(map(repr, every))
-    first = [(q.spec == QWEN3_VL_8B, q.task.name.startswith("merger"), q.task.key.rows) for q in ordered]
-    assert first[:42] == [(True, False, 256 << i) for i in range(7) for _ in range(6)]
-    blocks = first.index((True, True, 64))
-    assert not any(merger for _, merger, _ in first[:blocks]) and first[blocks - 1][2] > 8192
-    assert ordered[-1].task.key.rows not in (256, 1024), "budgets seldom met come last"
+    waves = shortlist.in_waves(every, [QWEN3_VL_8B])
+    assert sorted(repr(q) for wave in waves for q in wave) == sorted(map(repr, every)) and len(waves) == 3
+    first = [(q.task.name.startswith("merger"), q.task.key.rows) for q in waves[0]]
+    assert {q.spec for q in waves[0]} == {QWEN3_VL_8B} and {q.spec for q in waves[1]} == {QWEN2_VL_7B}
+    assert first[:36] == [(False, 256 << i) for i in range(6) for _ in range(6)], "powers of two"
+    assert [merger for merger, _ in first] == sorted(merger for merger, _ in first), "blocks before mergers"
+    assert min(q.task.key.rows for q in waves[2] if q.task.name == "fc1") > 16384
+
+
+def test_waves_are_decided_one_after_another(
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Time for the first alone: nothing of the second is compiled before that."""
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    monkeypatch.setattr(tune, "PRUNING", 1.0)
+    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+    told: list[tuple[str, int, int]] = []
+
+    def step(*words: Any) -> None:
+        told.append(words)
+        clock.step(*words)
+
+    one, two = [q for q in asked if q.task.key.op == "linear"]
+    log = tune.Log(None, {})
+    assert len(tuner(log, step=step, deadline=4.5).run([one], [two])) == 1 and log.decided(one) and not log.decided(two)
+    assert [words for words in told if "compiled" not in words[0]][1:] == [("decided", 1, 2), ("time is up", 1, 2)]
+    assert len(tuner(log).run([one], [two])) == 2
 
 
 def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypatch: pytest.MonkeyPatch) -> None:
