@@ -72,7 +72,7 @@ def _attention_us(config: HopperAttentionConfig, key: Key, target: Target) -> fl
 
 def _linear_us(config: HopperLinearConfig, key: Key, target: Target) -> float:
     """What the heuristic's cost model says; what it does not know comes last."""
-    contents = [hopper_linear_us(config, int(key.rows * share), key.n, key.k) for share in CONTENTS]
+    contents = [hopper_linear_us(config, int(key.rows * share), key.n, key.k, key.kind) for share in CONTENTS]
     return sum(contents) / len(contents)
 
 

@@ -154,6 +154,7 @@ def _tile(config: HopperLinearConfig) -> tuple[int, int, int]:
 _COSTS = {_tile(config): costs for config, *costs in _MEASURED + _SELDOM}
 _SPLITTABLE = 5  # of these, the first so many in parts of a long K
 _LONG_K, _MEETING_US, _CELL_US = 2048, 1.9, 0.3  # what it costs parts to meet, and each [64, 64] that a part gives away
+_ERF_US = 1.0  # of each [64, 64] of a tile; libdevice's, which took 3, is gone
 # Weights come from memory, as much at a time as is on its way (bytes/us at most; us from asking to landing, which takes
 # longer where rows are whole kilobytes apart).
 _MEMORY, _LATENCY_US, _FAR_LATENCY_US, _FAR = 3.3e6, 1.0, 1.7, 1024
@@ -178,7 +179,7 @@ def hopper_linear_config(
     found = [c for c in _candidates(rows, n, k, target, _MEASURED) if not _spills(c, kind)]
     best = min(
         (c for c in found if not wrong_hopper_linear(c, target, dtype)),
-        key=lambda c: sum(hopper_linear_us(c, int(share * rows), n, k) for share in CONTENTS),
+        key=lambda c: sum(hopper_linear_us(c, int(share * rows), n, k, kind) for share in CONTENTS),
     )
     return _scheduled(best, rows, kind)
 
@@ -189,7 +190,7 @@ def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinear
     return replace(config, overlap=overlap, ahead=rows <= AHEAD_ROWS)
 
 
-def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int) -> float:
+def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str = "") -> float:
     """What a `[rows, k] x [n, k]` product takes by the costs of its parts, in us; inf for a tile without any."""
     step_us, round_us, launch_us = _COSTS.get(_tile(config), (float("inf"),) * 3)
     num_m, num_n = -(-max(1, rows) // config.block_m), -(-n // config.cols)
@@ -200,11 +201,13 @@ def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int) -> f
     on_its_way = columns * (config.stages - 1) * config.cols * 2 * CHUNK
     latency = _LATENCY_US if 2 * k % _FAR else _FAR_LATENCY_US
     weights = 2 * n * k / min(_MEMORY, on_its_way / latency)
+    shown = 1 if config.consumers == 1 else rounds  # rounds whose end nothing hides
+    erf = shown * config.cells * config.rows / CHUNK / config.splits * _ERF_US if "gelu" in kind.split("+") else 0.0
     meeting = 0.0
     if config.splits > 1:
         given = config.block_m * config.cols / CHUNK**2 * (1 - 1 / config.splits)
         meeting = _MEETING_US + given * _CELL_US
-    return max(main, weights) + rounds * round_us + launch_us + meeting
+    return max(main, weights) + rounds * round_us + launch_us + meeting + erf
 
 
 def supports(n: int, k: int, kind: str) -> bool:
