@@ -299,6 +299,19 @@ def test_pruning_survives_a_crash_and_a_hang(monkeypatch: pytest.MonkeyPatch, as
     assert found == {0: "crashed, or did not end", 1: "", 2: "crashed, or did not end"}
 
 
+def test_candidates_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Who comes while another has its turn waits for it, though not for ever."""
+    monkeypatch.setattr(prune, "TURN_S", 0.3)
+    begun = time.monotonic()
+    with prune._in_turn(tmp_path / "turn"):
+        assert time.monotonic() - begun < 0.2
+        with prune._in_turn(tmp_path / "turn"):
+            assert time.monotonic() - begun >= 0.3
+    begun = time.monotonic()
+    with prune._in_turn(tmp_path / "turn"):
+        assert time.monotonic() - begun < 0.2, "given back"
+
+
 class Killer:
     """Ends the process that unpacks it."""
 
