@@ -16,6 +16,24 @@ DTYPES = (torch.int64, torch.int32)  # of a grid that can be admitted
 MOST = 2**31 - 1  # rows, and strides of the grid
 
 
+@triton.jit
+def _items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE: tl.constexpr):
+    """Items `i`: t, h, w, their tokens, and how many are bad. Past the last one all are 0."""
+    here = i < num_items
+    ptrs = grid_ptr + i.to(tl.int64) * item_pitch
+    step = side_pitch.to(tl.int64)
+    t = tl.load(ptrs, mask=here, other=0).to(tl.int64)
+    h = tl.load(ptrs + step, mask=here, other=0).to(tl.int64)
+    w = tl.load(ptrs + 2 * step, mask=here, other=0).to(tl.int64)
+    # Each side is at most `rows`, under 2^31, before it is multiplied: no product overflows.
+    good = (t >= 1) & (t <= rows) & (h >= 1) & (h <= rows) & (w >= 1) & (w <= rows)
+    good = good & (h % MERGE == 0) & (w % MERGE == 0)
+    frame = tl.where(good, h * w, 0)
+    tokens = tl.where(good & (frame <= rows), t, 0) * frame
+    bad = tl.sum((here & ((tokens < 1) | (tokens > rows))).to(tl.int32), 0)
+    return t, h, w, tokens, bad
+
+
 @triton.jit(
     do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch"], do_not_specialize_on_alignment=["grid_ptr"]
 )
@@ -31,25 +49,29 @@ def _admit_kernel(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i = tl.arange(0, BLOCK)
-    here = i < num_items
-    ptrs = grid_ptr + i.to(tl.int64) * item_pitch
-    step = side_pitch.to(tl.int64)
-    t = tl.load(ptrs, mask=here, other=0).to(tl.int64)
-    h = tl.load(ptrs + step, mask=here, other=0).to(tl.int64)
-    w = tl.load(ptrs + 2 * step, mask=here, other=0).to(tl.int64)
-    # Each side is at most `rows`, under 2^31, before it is multiplied: no product overflows.
-    good = (t >= 1) & (t <= rows) & (h >= 1) & (h <= rows) & (w >= 1) & (w <= rows)
-    good = good & (h % MERGE == 0) & (w % MERGE == 0)
-    frame = tl.where(good, h * w, 0)
-    tokens = tl.where(frame <= rows, t, 0) * frame
-    bad = tl.sum((here & ((tokens < 1) | (tokens > rows))).to(tl.int32), 0)
-    frames = tl.sum(tl.where(good, t, 0), 0)
-    kept = here & (bad == 0) & (tl.sum(tl.where(tokens <= rows, tokens, 0), 0) == rows) & (frames <= FRAMES)
-    room = i < ROOM
-    tl.store(out_ptr + 3 * i, tl.where(kept, t, 0).to(tl.int32), mask=room)
-    tl.store(out_ptr + 3 * i + 1, tl.where(kept, h, 0).to(tl.int32), mask=room)
-    tl.store(out_ptr + 3 * i + 2, tl.where(kept, w, 0).to(tl.int32), mask=room)
+    offs = tl.arange(0, BLOCK)
+    wrong = 0
+    total = tl.sum(offs.to(tl.int64) * 0, 0)
+    frames = total
+    for start in tl.range(0, ROOM, BLOCK):
+        i = start + offs
+        t, h, w, tokens, bad = _items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE)
+        wrong += bad
+        within = tokens <= rows
+        total += tl.sum(tl.where(within, tokens, 0), 0)
+        frames += tl.sum(tl.where(within & (tokens > 0), t, 0), 0)
+        tl.store(out_ptr + 3 * i, t.to(tl.int32), mask=i < ROOM)
+        tl.store(out_ptr + 3 * i + 1, h.to(tl.int32), mask=i < ROOM)
+        tl.store(out_ptr + 3 * i + 2, w.to(tl.int32), mask=i < ROOM)
+    # Read once: what was checked is what stands, whoever writes to the grid meanwhile.
+    tl.debug_barrier()
+    refused = (wrong > 0) | (total != rows) | (frames > FRAMES)
+    for start in tl.range(0, ROOM, BLOCK):
+        i = start + offs
+        zeros = offs * 0
+        tl.store(out_ptr + 3 * i, zeros, mask=refused & (i < ROOM))
+        tl.store(out_ptr + 3 * i + 1, zeros, mask=refused & (i < ROOM))
+        tl.store(out_ptr + 3 * i + 2, zeros, mask=refused & (i < ROOM))
 
 
 def admit(grid: torch.Tensor, rows: int, frames: int, merge: int, out: torch.Tensor) -> torch.Tensor:
@@ -64,8 +86,8 @@ def admit(grid: torch.Tensor, rows: int, frames: int, merge: int, out: torch.Ten
     """
     assert grid.dtype in DTYPES and grid.shape[0] <= out.shape[0] and out.is_contiguous(), "see above"
     room = out.shape[0]
-    block = max(32, 1 << (room - 1).bit_length())  # Triton's own function for this takes 5 us
+    block = min(max(32, 1 << (room - 1).bit_length()), 1024)  # Triton's own function for this takes 5 us
     scalars = (grid.shape[0], rows, *grid.stride())
     constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block}
-    launch(_admit_kernel, 1, (), (grid, out), constants, {"num_warps": min(-(-block // 64), 16)}, scalars)
+    launch(_admit_kernel, 1, (), (grid, out), constants, {"num_warps": -(-block // 128)}, scalars)
     return out

@@ -85,6 +85,18 @@ def test_good_grids_pass(device: torch.device) -> None:
         assert check(admit, torch.tensor(rows, device=device), sum(h * w for _, h, w in rows))
 
 
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_room_for_thousands(op: Callable[..., torch.Tensor], device: torch.device) -> None:
+    """More items than one block of the kernel's."""
+    grid = torch.tensor([[1, 2, 2]], device=device).repeat(2100, 1)
+    out = op(grid, 8400, 2100, 2, torch.full((3000, 3), 7, dtype=torch.int32, device=device))
+    assert torch.equal(out[:2100], grid.int()) and not out[2100:].any()
+    for at in (0, 1023, 1024, 2099):
+        bad = grid.clone()
+        bad[at] = torch.tensor([1, 2, 3])
+        assert not op(bad, 8402, 2100, 2, out).any() and not op(grid, 8400, 2099, 2, out).any()
+
+
 @pytest.mark.parametrize("op", [admit], ids=["kernel"])
 def test_other_tables_are_refused(op: Callable[..., torch.Tensor], device: torch.device) -> None:
     for grid in (torch.tensor(GOOD, dtype=torch.int16, device=device), torch.ones(ROOM + 1, 3, device=device).long()):
