@@ -113,7 +113,7 @@ def _are_plain(pixels: object, grid: object, tower: Tower) -> bool:
         and pixels.dtype.is_floating_point
         and not pixels.requires_grad
         and is_current(tower.device)
-        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not torch.jit.is_tracing()
     )
 
 

@@ -167,10 +167,11 @@ class FusedEncoder:
 
         Raises:
             RuntimeError: `strict`, and the call must take the original code.
-            TypeError, ValueError: see `fusedvit.items`; nothing of the encoder has been launched then, or only on no
-                items, before a grid on the GPU was read.
+            TypeError, ValueError: see `fusedvit.items`; nothing has been launched then, or only a replay of no items.
         """
         self._stats.add(calls=1)
+        if torch.compiler.is_compiling():  # which knows no way back into what follows
+            return self._checked(pixel_values, grid_thw, extra, None)
         guess = guesses.begin_again(self._last, self._graphs, pixel_values, grid_thw, self.prepared.made)
         try:
             return self._checked(pixel_values, grid_thw, extra, guess)

@@ -266,3 +266,21 @@ def test_other_options_and_released_graphs_begin_nothing(case: Case) -> None:
     handle.prepared.make()
     graphs.manager.drop_graphs()
     assert right(case, GRID) and notes == [False, True, False]
+
+
+def test_compiled_calls_among_fused_ones_begin_nothing_and_compile_once(case: Case) -> None:
+    tower, handle, graphs = case
+    handle.config = FuseConfig()
+    pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda p: tower(p, grid_thw=grid).pooler_output, backend="eager")
+    with torch.inference_mode(False), torch.no_grad():
+        notes = begun(case)
+        answer(tower, pixels, GRID)
+        want = compiled(pixels.clone())
+        assert handle.stats()["original"] == {"compiling": 1}
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(3):
+                answer(tower, pixels, GRID)
+                assert torch.equal(compiled(pixels.clone()), want)
+    assert notes == [False, *[True] * 3] and graphs.manager.stats.mispredicted == 0
