@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
 from fusedvit.kernels.hopper.attention_consumer import consumer
-from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, first_item, following_item
+from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, work_item
 from fusedvit.kernels.hopper.compat import TensorDescriptor, async_load, gl, gluon
 from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
 from fusedvit.kernels.launch import launch
@@ -54,14 +54,14 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
     KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + s.TAIL) * 2
     gdc_wait()
     num_tiles = gl.load(num_tiles_ptr)
-    begin, end, first, head = first_item(tiles_ptr, num_tiles, s)
     slot = 0
     nth = 0
     v_last = 0  # the block whose values come with the next keys
     v_skip = 0
     v_head = 0
     for index in range(gl.program_id(0), num_tiles * s.HEADS, gl.num_programs(0)):
-        next_begin, next_end, next_first, next_head = following_item(index, tiles_ptr, num_tiles, s)
+        # Not asked for a tile ahead: Triton does not carry from round to round what an inner loop begins at.
+        begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
         buffer = nth & 1
         mbarrier.wait(m.q_empty.index(buffer), ((nth >> 1) & 1) ^ 1)
         mbarrier.expect(m.q_full.index(buffer), Q_BYTES)
@@ -85,7 +85,6 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
             )
             v_last, v_skip, v_head = last, skip, head
             slot += 1
-        begin, end, first, head = next_begin, next_end, next_first, next_head
         nth += 1
     if slot > 0:
         i = slot % s.STAGES
