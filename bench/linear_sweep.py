@@ -29,7 +29,6 @@ from fusedvit.kernels.hopper.linear_configs import AHEAD_ROWS, HopperLinearConfi
 from fusedvit.plan import tasks
 
 ROWS = (256, 896, 1536, 4096, 7168, 16384)
-LONG_K = 2048  # from here on tile columns may begin at different places in K
 PLAIN, OVERLAPPED = {"overlap": False}, {"overlap": True}
 Pair = tuple[Question, Candidate]
 
@@ -48,7 +47,7 @@ def variants(question: Question, target: Target) -> list[HopperLinearConfig]:
     for config in hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind):
         bare = replace(config, overlap=False, ahead=False)
         changes: list[dict[str, bool]] = [PLAIN, OVERLAPPED]
-        changes += [{"ahead": True}] * (key.rows <= AHEAD_ROWS) + [{"turned": True}] * (key.k >= LONG_K)
+        changes += [{"ahead": True}] * (key.rows <= AHEAD_ROWS)
         found |= dict.fromkeys(replace(bare, **change) for change in changes)
     return list(found)
 
@@ -59,7 +58,7 @@ def checked(asked: list[Question], jobs: int, device: torch.device, seconds: flo
     for question in sorted(asked, key=lambda q: -q.task.key.rows):  # a split product has room for its budget alone
         for config in variants(question, target):
             todo.setdefault(_kernel(question, config), (question, Candidate("hopper", config)))
-    pairs = sorted(todo.items(), key=lambda item: (item[1][1].config.overlap, item[1][1].config.turned))
+    pairs = sorted(todo.items(), key=lambda item: item[1][1].config.overlap)
     end, problems = time.monotonic() + seconds, dict[str, str]()
     prune = in_processes(jobs, torch.bfloat16, device)
     for index, problem in prune([pair for _, pair in pairs]):

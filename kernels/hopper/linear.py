@@ -88,7 +88,6 @@ def _hopper_linear_kernel(
     SPLITS: gl.constexpr,
     GROUP_M: gl.constexpr,
     X_IN_REGISTERS: gl.constexpr,
-    TURNED: gl.constexpr,
 ):
     num_rows = gl.load(num_rows_ptr)  # first, as all tiles hang on it
     WARPGROUPS: gl.constexpr = 2 if CONSUMERS == 1 else CONSUMERS
@@ -121,7 +120,7 @@ def _hopper_linear_kernel(
             mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
 
-    form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS, TURNED, AHEAD)
+    form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS, AHEAD)
     tail = Tail(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, ahead_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,

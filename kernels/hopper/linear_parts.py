@@ -21,7 +21,6 @@ class Form:
     SPLITS: gl.constexpr
     GROUP_M: gl.constexpr
     X_IN_REGISTERS: gl.constexpr
-    TURNED: gl.constexpr  # tile columns begin at different places in K
     AHEAD: gl.constexpr  # bytes of the next product's weights
 
 

@@ -62,16 +62,6 @@ def _fetch_ahead(form, tail, k):
 
 
 @gluon.jit
-def _k_of(form, tile_n, k, steps):
-    """Where in K step k is; turned, tile columns begin at different places, so as not to ask memory for the same."""
-    if form.TURNED:
-        NUM_N: gl.constexpr = (form.N + form.BN1 + form.BN2 - 1) // (form.BN1 + form.BN2)
-        k += tile_n * steps // NUM_N
-        k = gl.where(k < steps, k, k - steps)
-    return k
-
-
-@gluon.jit
 def _load_step(form, ring, boxes, stage, row0, col0, k, X: gl.constexpr, W: gl.constexpr):
     """One k-step's operands into a stage; its barrier expects both from the first call on."""
     full = ring.full.index(stage)
@@ -93,8 +83,7 @@ def _producer(form, tail, split, ring, staging, boxes):
     if tiles > 0:  # weights of the first stages, while the previous launch is still busy with x
         tile_m, tile_n = _tile_of(form, first, num_m)
         for k in range(0, ahead):
-            at_k = k0 + _k_of(form, tile_n, k, steps)
-            _load_step(form, ring, boxes, k, 0, tile_n * (form.BN1 + form.BN2), at_k, False, True)
+            _load_step(form, ring, boxes, k, 0, tile_n * (form.BN1 + form.BN2), k0 + k, False, True)
     gdc_wait()
     for i in range(0, tiles):
         tile_m, tile_n = _tile_of(form, first + i * step, num_m)
@@ -103,12 +92,11 @@ def _producer(form, tail, split, ring, staging, boxes):
         for k in range(0, steps):
             at = i * steps + k
             stage = at % form.STAGES
-            at_k = k0 + _k_of(form, tile_n, k, steps)
             if at < ahead:
-                _load_step(form, ring, boxes, stage, row0, col0, at_k, True, False)
+                _load_step(form, ring, boxes, stage, row0, col0, k0 + k, True, False)
             else:
                 mbarrier.wait(ring.empty.index(stage), ((at // form.STAGES) & 1) ^ 1)
-                _load_step(form, ring, boxes, stage, row0, col0, at_k, True, True)
+                _load_step(form, ring, boxes, stage, row0, col0, k0 + k, True, True)
             if i == 0:
                 _fetch_ahead(form, tail, k)
             if tail.HAS_RESIDUAL or tail.ROPE_COLS > 0:

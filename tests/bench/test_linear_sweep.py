@@ -15,7 +15,6 @@ def test_every_tile_alone_and_with_each_thing_it_does_for_its_neighbours() -> No
         assert len(set(found)) == len(found)
         assert {c.overlap for c in found} == {False, True}
     assert {c.ahead for c in few["proj"]} == {False, True} and not any(c.ahead for c in many)
-    assert any(c.turned for c in few["fc2"]) and not any(c.turned for c in few["proj"])
 
 
 def test_a_record_says_what_each_candidate_and_peer_took() -> None:

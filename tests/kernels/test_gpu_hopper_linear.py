@@ -55,11 +55,11 @@ CASES = {
     "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
     "merger fc1 in three": (
         Layer(190, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"),
-        replace(WIDE, splits=3, ahead=True, turned=True),
+        replace(WIDE, splits=3, ahead=True),
     ),
     "merger fc1": (Layer(MERGED, 4608, 4608, activation="gelu"), PING_PONG),
     "merger fc2 in four": (Layer(61, 4608, 4096), replace(NARROW, splits=4, ahead=True)),
-    "merger fc2 in two": (Layer(190, 4608, 4096, bias=False), replace(PING_PONG, splits=2, turned=True)),
+    "merger fc2 in two": (Layer(190, 4608, 4096, bias=False), replace(PING_PONG, splits=2)),
 }
 SHIPS = (  # as heuristics choose
     "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
