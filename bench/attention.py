@@ -53,15 +53,15 @@ OVERFLOWING = ("16 x 1024", 200.0)  # a layout and by how much its keys grow: ev
 
 def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, Any]:
     """Configurations by name: what ships for as many tokens (where a plan has two lists, those of long sequences and
-    of short ones), the same begun before the last launch has ended, plain Triton, the form's other schedules."""
+    of short ones), the same begun when the last launch has ended, plain Triton, the form's other schedules."""
     rows, sms = budget(sum(lengths)), target.num_sms
     plain = attention_config(rows, HEADS, head_dim, dtype, target)
     kinds = (LONG_FRAMES, SHORT_FRAMES) if rows >= TWO_LISTS else (WINDOWS if max(lengths) == WINDOW else ALL_FRAMES,)
     shipped = [hopper_attention_config(rows, HEADS, head_dim, dtype, target, kind) for kind in kinds]
     found: dict[str, Any] = {"ships": plain, "triton": plain}
     if None not in shipped:
-        overlapped = tuple(replace(config, overlap=True) for config in shipped if config)
-        found = {"ships": _one_or_both(tuple(shipped)), "overlapped": _one_or_both(overlapped), "triton": plain}
+        apart = tuple(replace(config, overlap=False) for config in shipped if config)
+        found = {"ships": _one_or_both(tuple(shipped)), "apart": _one_or_both(apart), "triton": plain}
     if hopper.absent(target, dtype):
         return found
     named = {name: replace(c, max_programs=c.ctas * sms) for name, c in _schedules(head_dim, max(lengths)).items()}

@@ -18,7 +18,7 @@ from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels import forms
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
-from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME
+from fusedvit.kernels.hopper.attention_choice import short_frame
 from fusedvit.kernels.hopper.linear_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
@@ -195,7 +195,7 @@ def attention_case(
     segments_for = functools.cache(functools.partial(_segments, cu, lengths))
 
     def run(config: Any, i: int) -> torch.Tensor:
-        for each, above, up_to in _launches(config):
+        for each, above, up_to in _launches(config, short_frame(head_dim)):
             ops_for(device).attention(qkv, segments_for(each.block_m, above, up_to), out, heads, head_dim, each)
         return out
 
@@ -219,10 +219,10 @@ def attention_case(
     return Case(run, check, 1, attention_cost(list(lengths), heads, head_dim), peers)
 
 
-def _launches(config: Any) -> tuple[tuple[Any, int, int], ...]:
+def _launches(config: Any, short: int) -> tuple[tuple[Any, int, int], ...]:
     """(configuration, length that its sequences exceed, their greatest length)."""
     if isinstance(config, tuple):
-        return (config[0], SHORT_FRAME, MOST_TOKENS), (config[1], 0, SHORT_FRAME)
+        return (config[0], short, MOST_TOKENS), (config[1], 0, short)
     return ((config, 0, MOST_TOKENS),)
 
 

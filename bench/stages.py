@@ -112,7 +112,7 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 def _attention(s: Setting, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     packed = qkv.flatten(1).contiguous()
     out = packed.new_empty(packed.shape[0], s.spec.hidden_size)
-    for segments, config in s.plan.frames(s.buffers.meta):
+    for segments, config in s.plan.frames(s.buffers.meta, s.spec.head_dim):
         s.ops.attention(packed, segments, out, s.spec.num_heads, s.spec.head_dim, config)
     bounds = s.buffers.meta.cu_seqlens.tolist()
     return out, _hf_attention(qkv, bounds), _hf_attention(qkv.float(), bounds)

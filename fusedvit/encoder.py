@@ -90,7 +90,7 @@ class _Run:
         """What `block` attends within, and the configuration, of each launch of its attention."""
         meta, config = self.buffers.meta, self.plan.window_attention
         if not self.spec.is_windowed(block):
-            return self.plan.frames(meta)
+            return self.plan.frames(meta, self.spec.head_dim)
         tiles = meta.window_tiles, meta.count(WINDOW_TILES)
         return ((Segments(meta.window_cu_seqlens, *tiles, config.block_m), config),)
 

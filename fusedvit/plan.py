@@ -15,10 +15,10 @@ from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper.attention_choice import (
     ALL_FRAMES,
     LONG_FRAMES,
-    SHORT_FRAME,
     SHORT_FRAMES,
     TWO_LISTS,
     WINDOWS,
+    short_frame,
 )
 from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
 from fusedvit.kernels.tables import Table
@@ -30,7 +30,7 @@ from fusedvit.weights import pitch_of
 class EncoderPlan:
     """One configuration per operation, whose type says its form; equal for every call of one token budget.
 
-    Where there is a `short_attention`, it is that of frames of at most `SHORT_FRAME` tokens, which have a list of tiles
+    Where there is a `short_attention`, it is that of frames of at most `short_frame` tokens, which have a list of tiles
     of their own, and `attention` that of the others.
     """
 
@@ -63,18 +63,19 @@ class EncoderPlan:
             taps=spec.position_taps if spec.position_side else 0,
             window=spec.window * spec.merge_size,
             window_block_m=self.window_attention.block_m if spec.window else 0,
-            short=SHORT_FRAME if self.short_attention else 0,
+            short=short_frame(spec.head_dim) if self.short_attention else 0,
             short_block_m=self.short_attention.block_m if self.short_attention else 0,
         )
 
-    def frames(self, meta: Metadata) -> tuple[tuple[Segments, Any], ...]:
+    def frames(self, meta: Metadata, head_dim: int) -> tuple[tuple[Segments, Any], ...]:
         """(Frames and their tiles, configuration) of each launch of attention over whole frames, long ones first."""
         config, short = self.attention, self.short_attention
         tiles = meta.cu_seqlens, meta.tiles, meta.count(TILES), config.block_m
         if short is None:
             return ((Segments(*tiles), config),)
         few = meta.cu_seqlens, meta.short_tiles, meta.count(SHORT_TILES), short.block_m
-        return (Segments(*tiles, above=SHORT_FRAME), config), (Segments(*few, up_to=SHORT_FRAME), short)
+        limit = short_frame(head_dim)
+        return (Segments(*tiles, above=limit), config), (Segments(*few, up_to=limit), short)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str,
 def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int) -> Task:
     """That of frames of `length` tokens in a budget for `rows`."""
     found = {task.name: task for task in tasks(spec, rows, dtype)}
-    return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
+    return found[
+        "short_attention" if length <= short_frame(spec.head_dim) and "short_attention" in found else "attention"
+    ]
 
 
 def plan_for(

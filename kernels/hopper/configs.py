@@ -8,7 +8,7 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 
 QUERIES = 64  # of a consumer
-OVERLAP = False  # whether what is chosen here begins before the previous launch has ended; why not: docs/hopper.md
+OVERLAP = True  # whether what is chosen here begins before the previous launch has ended
 
 
 @dataclass(frozen=True)

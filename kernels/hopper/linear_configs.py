@@ -17,14 +17,16 @@ PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
     "norm+quick_gelu",
 )  # fmt: skip
-OVERLAPPING = {"norm", "rms", "residual"}  # with `OVERLAP`; what comes before the first layer writes the count it reads
+# What begins early, with `OVERLAP`: not the first layer, before which the count is written; nothing of long launches.
+OVERLAPPING, OVERLAP_ROWS = {"norm", "rms", "residual"}, 2048
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner does
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS
 # Up to so many rows the weights of two layers and what lies between them fit into L2, and memory has little else to do.
-# On an H200 only what has few other reads gains by it: qkv and fc1 0.1 to 0.4 us; others lose 0.6 to 1.2.
+# On an H200 qkv and fc1 alone gain by it, 0.1 to 0.4 us, others lose 0.6 to 1.2; a whole tower whose launches begin early
+# was 1 % slower with it.
 AHEAD_ROWS, MAX_AHEAD = 2048, 12 * 2**20
-AHEAD = {"rope", "gelu_tanh", "quick_gelu", "swiglu"}  # empty: none
+AHEAD: frozenset[str] = frozenset()  # parts of the kinds that do so
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def hopper_linear_config(
 def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinearConfig:
     """`config` with what it does for its neighbours in time."""
     parts = set(kind.split("+"))
-    overlap = OVERLAP and bool(OVERLAPPING & parts)
+    overlap = OVERLAP and rows <= OVERLAP_ROWS and bool(OVERLAPPING & parts)
     ahead = rows <= AHEAD_ROWS and bool(AHEAD & parts)
     return replace(config, overlap=overlap, ahead=ahead)
 

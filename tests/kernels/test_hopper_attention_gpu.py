@@ -12,7 +12,7 @@ import torch
 
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME, schedules
+from fusedvit.kernels.hopper.attention_choice import schedules, short_frame
 from fusedvit.kernels.hopper.configs import (
     LONG,
     MEASURED,
@@ -155,13 +155,14 @@ def test_quick_nothing_to_do(device: torch.device) -> None:
 def test_quick_two_lists(device: torch.device) -> None:
     """Long frames in one launch, short ones in another: bit for bit what each frame is by itself, however many."""
     short, long = (replace(config, max_programs=132) for config in (SHORT, LONG))
+    limit = short_frame(72)
     for lengths in ([600, 196, 4, 512, 513, 64, 900], [196] * 9, [700, 800]):
         qkv = packed(lengths, 72, BF16, device, heads=HEADS)
         out = torch.full((len(qkv), HEADS * 72), NAN, dtype=BF16, device=device)
-        forms.attention(qkv, segments(lengths, 192, device, 5, above=SHORT_FRAME), out, HEADS, 72, long)
-        forms.attention(qkv, segments(lengths, 128, device, 5, up_to=SHORT_FRAME), out, HEADS, 72, short)
+        forms.attention(qkv, segments(lengths, 192, device, 5, above=limit), out, HEADS, 72, long)
+        forms.attention(qkv, segments(lengths, 128, device, 5, up_to=limit), out, HEADS, 72, short)
         for rows, frame in zip(qkv.split(lengths), out.split(lengths), strict=True):
-            alone = attend(rows.contiguous(), [len(rows)], 72, short if len(rows) <= SHORT_FRAME else long)
+            alone = attend(rows.contiguous(), [len(rows)], 72, short if len(rows) <= limit else long)
             assert torch.equal(frame, alone), f"{len(rows)} of {lengths}"
 
 
