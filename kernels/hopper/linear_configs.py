@@ -23,8 +23,8 @@ CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner 
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS
 # Up to so many rows the weights of two layers and what lies between them fit into L2, and memory has little else to do.
-# On an H200 qkv and fc1 alone gain by it, 0.1 to 0.4 us, others lose 0.6 to 1.2; a whole tower whose launches begin early
-# was 1 % slower with it.
+# On an H200 qkv and fc1 alone gain by it, 0.1 to 0.4 us, others lose 0.6 to 1.2; a whole tower whose launches begin
+# early was 1 % slower with it.
 AHEAD_ROWS, MAX_AHEAD = 2048, 12 * 2**20
 AHEAD: frozenset[str] = frozenset()  # parts of the kinds that do so
 
