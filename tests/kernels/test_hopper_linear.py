@@ -16,6 +16,7 @@ from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.epilogue import Epilogue, Scratch
 from fusedvit.kernels.hopper import compat, linear_configs
 from fusedvit.kernels.hopper.linear_configs import (
+    CONTENTS,
     MAX_COUNTERS,
     MAX_SUMS,
     OVERLAP_ROWS,
@@ -23,6 +24,7 @@ from fusedvit.kernels.hopper.linear_configs import (
     HopperLinearConfig,
     hopper_linear_candidates,
     hopper_linear_config,
+    hopper_linear_us,
     wrong_hopper_linear,
 )
 from fusedvit.kernels.reference.linear import linear as linear_ref
@@ -31,6 +33,7 @@ from fusedvit.kernels.rope_words import width
 from fusedvit.kernels.tables import Table, config_of
 from fusedvit.plan import plan_for, tasks
 from tests.kernels.linear_cases import EPS, Layer, fused, plain, tensors
+from tests.kernels.linear_times import TIMES
 from tests.kernels.support import assert_within
 from tests.kernels.test_aot import run
 
@@ -91,6 +94,32 @@ def test_candidates_can_run(rows: int, shape: tuple[int, int, str]) -> None:
 def test_what_it_cannot_do_is_left_to_plain_triton(n: int, k: int, kind: str, why: str) -> None:
     assert hopper_linear_config(16384, n, k, BF16, H200, kind) is None, why
     assert hopper_linear_candidates(16384, n, k, H200, kind) == [], why
+
+
+def test_what_is_chosen_is_2_percent_slower_than_the_best_at_worst() -> None:
+    """0.2 % on average: as it was timed, a launch at a time."""
+    slower = {}
+    for name, rows, n, k, kind, us in TIMES:
+        config = hopper_linear_config(rows, n, k, BF16, H200, kind)
+        assert config is not None
+        slower[name, rows] = us[config.rows, config.cols, config.consumers, config.splits] / min(us.values()) - 1
+    assert len(slower) == 28 and max(slower.values()) < 0.025, slower
+    assert sum(slower.values()) / len(slower) < 0.003, slower
+
+
+def test_costs_are_off_by_a_tenth() -> None:
+    """Of tiles that take at most half as long again as the best; rms over them."""
+    off = []
+    for _, rows, n, k, kind, us in TIMES:
+        for (m, cols, consumers, splits), taken in us.items():
+            (tile,) = {
+                replace(c, splits=splits, overlap=False, ahead=False)
+                for c in hopper_linear_candidates(rows, n, k, H200, kind)
+                if (c.rows, c.cols, c.consumers) == (m, cols, consumers)
+            }
+            thought = [hopper_linear_us(tile, int(share * rows), n, k, kind) for share in CONTENTS]
+            off.append(sum(thought) / len(thought) / taken - 1)
+    assert len(off) > 150 and sum(x * x for x in off) / len(off) < 0.1**2
 
 
 def test_other_devices_and_dtypes_are_left_to_plain_triton() -> None:
