@@ -8,14 +8,14 @@ import torch
 
 from fusedvit.bench.cases import Case, attention_case, linear_case, supported
 from fusedvit.kernels import forms
-from fusedvit.kernels.configs import Target
+from fusedvit.kernels.configs import Target, ladder
 from fusedvit.kernels.forms import FORMS, Key
 from fusedvit.kernels.hopper.attention_choice import contents
 from fusedvit.plan import Task, heuristic, tasks
 from fusedvit.spec import VisionSpec
 
-CONTENTS = (1.0, 0.88)  # shares of a budget: there are four to an octave, so that it is at least 0.8 full
-BUDGETS = (*(n << i for i in range(6, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens: graphs' own ladder, from 256
+CONTENTS = (1.0, 0.88)  # shares of a budget: there are four or more to an octave, so that it is at least 0.8 full
+BUDGETS = tuple(ladder(256, 65536))  # patch tokens: graphs' own ladder, from 256
 
 AT_LAUNCH = ("max_programs", "ahead")  # of a configuration, what changes no code: cases name no weights to fetch ahead
 

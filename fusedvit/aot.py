@@ -22,7 +22,7 @@ from fusedvit.folding import prepare
 from fusedvit.items import Item
 from fusedvit.kernels.admit import DTYPES as DTYPES_OF_GRIDS
 from fusedvit.kernels.aot import MAX_SHARED, Compiled, Launch, compile_launch, record
-from fusedvit.kernels.configs import Target
+from fusedvit.kernels.configs import Target, ladder
 from fusedvit.kernels.fingerprint import Watched
 from fusedvit.ops import TRITON
 from fusedvit.plan import plan_for
@@ -54,7 +54,7 @@ TOWERS = {  # by a tower class of the family
     "qk_norm": ("Glm5NextVisionModel", GLM_5),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BUDGETS = (*(n << i for i in range(4, 14) for n in (4, 5, 6, 7)), 65536)  # patch tokens, from 64
+BUDGETS = tuple(ladder(64, 65536))  # patch tokens
 FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others'
     **dict.fromkeys(("hd64", "hd80"), (64, 256, 1024, 4096, 16384)),
     **dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096)),

@@ -16,8 +16,8 @@ class FuseConfig:
 
     Attributes:
         token_budgets: output (merged) tokens that captured graphs have room for, ascending; the last decides what
-            memory is held. Four sizes an octave below it are added: a small batch runs on tiles of its own size.
-            Inferred from the tower and free memory if None.
+            memory is held. At least four sizes an octave below it are added: a small batch runs on tiles of its own
+            size. Inferred from the tower and free memory if None.
         max_items: images + videos (or parts of videos) that a graph holds; inferred if None.
         max_frames: frames (attention sequences) that a graph holds; inferred if None.
         graphs: replay CUDA graphs on a GPU; without them every call runs eagerly.

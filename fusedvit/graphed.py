@@ -11,6 +11,7 @@ from fusedvit.graphs.budgets import Limits, infer_limits
 from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.manager import GraphManager
+from fusedvit.kernels.configs import DENSE
 from fusedvit.ops import ops_for
 from fusedvit.pricing import expected_cost
 from fusedvit.program import EncoderProgram, bytes_per_token
@@ -44,6 +45,7 @@ def limits_for(spec: VisionSpec, config: FuseConfig, dtype: torch.dtype, free_by
     return infer_limits(
         smallest=SMALLEST_BUDGET,
         largest=LARGEST_BUDGET,
+        dense=(DENSE[0] // spec.merge_unit, DENSE[1] // spec.merge_unit),
         bytes_per_token=bytes_per_token(spec, dtype),
         fixed_bytes=0,
         free_bytes=free_bytes,

@@ -1,8 +1,8 @@
 """What one replay may hold: token budgets, items, frames. From the user, or from the tower and free memory.
 
 Tokens are output tokens: patches after the spatial merge. A frame is one attention sequence, of at least one token.
-All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: four sizes an octave below the
-largest budget are always among them, and a small batch runs on tiles of its own size.
+All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: at least four sizes an octave
+below the largest budget are always among them, and a small batch runs on tiles of its own size.
 """
 
 from bisect import bisect_left
@@ -65,6 +65,7 @@ def infer_limits(
     *,
     smallest: int,
     largest: int,
+    dense: tuple[int, int],
     bytes_per_token: int,
     fixed_bytes: int,
     free_bytes: int,
@@ -77,12 +78,14 @@ def infer_limits(
 
     token_budgets: what the user gave, else `largest`, halved until the buffers take at most `share` of free memory, but
     with room for `smallest` and for the user's `max_items` even if memory does not hold that; in either case with four
-    sizes an octave, 4, 5, 6 and 7 times powers of two, from `smallest` on below the last.
+    sizes an octave, 4, 5, 6 and 7 times powers of two, from `smallest` on below the last, and those halfway between
+    two of them that lie in `dense`.
     max_items: 64, or what the largest budget or the user's `max_frames` holds if that is less.
     max_frames: four per item and at least 256, or what the largest budget holds if that is less.
 
     Args:
         smallest, largest: ends of the ladder, in tokens.
+        dense: between which tokens there are eight sizes an octave: where kernels' tiles differ between such sizes.
         bytes_per_token: what the static buffers grow by with each token of the largest budget.
         fixed_bytes: what does not grow with tokens.
         free_bytes: free device memory.
@@ -103,7 +106,7 @@ def infer_limits(
     if token_budgets is None:
         held = (int(share * free_bytes) - fixed_bytes) // bytes_per_token
         token_budgets = (_halve_to(held, largest, floor=max(smallest, max_items or 1)),)
-    budgets = _filled(_check_budgets(token_budgets), smallest)
+    budgets = _filled(_check_budgets(token_budgets), smallest, dense)
     if max_items is None:
         max_items = min(DEFAULT_ITEMS, budgets[-1], max_frames or DEFAULT_ITEMS)
     if max_frames is None:
@@ -118,16 +121,16 @@ def _halve_to(held: int, top: int, floor: int) -> int:
     return top
 
 
-def _filled(budgets: tuple[int, ...], smallest: int) -> tuple[int, ...]:
-    """`budgets`, and between `smallest` and the last four sizes an octave."""
-    return tuple(sorted({*budgets, *_sizes(smallest, budgets[-1])}))
+def _filled(budgets: tuple[int, ...], smallest: int, dense: tuple[int, int]) -> tuple[int, ...]:
+    """`budgets`, and between `smallest` and the last four sizes an octave, in `dense` eight."""
+    return tuple(sorted({*budgets, *_sizes(smallest, budgets[-1], dense)}))
 
 
-def _sizes(smallest: int, end: int) -> Iterator[int]:
+def _sizes(smallest: int, end: int, dense: tuple[int, int]) -> Iterator[int]:
     size = smallest
     while size < end:
         yield size
-        step = 1 << max(0, size.bit_length() - 3)
+        step = 1 << max(0, size.bit_length() - (4 if dense[0] <= size < dense[1] else 3))
         size = (size // step + 1) * step
 
 

@@ -5,12 +5,14 @@ Nothing here asks the GPU anything: the caller passes a `Target`. A configuratio
 code and give the same bits.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 KIB = 1024
+DENSE = (1024, 2048)  # rows between which there are eight budgets instead of four
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,20 @@ class AttentionConfig:
 def budget(rows: int, smallest: int = 64) -> int:
     """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`.
 
-    Tiles that fit 784 rows in one wave need not fit 1024: a wider class would choose for the larger count.
+    Tiles that fit 784 rows in one wave need not fit 1024: a wider class would choose for the larger count. In the
+    octave `DENSE`, where launches are of one to three waves, budgets are eight.
     """
     step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
+    if DENSE[0] < rows <= DENSE[1]:
+        step //= 2
     return max(smallest, -(-rows // step) * step)
+
+
+def ladder(smallest: int, largest: int) -> Iterator[int]:
+    """The row budgets from `smallest` on, itself one, to `largest`."""
+    while smallest <= largest:
+        yield smallest
+        smallest = budget(smallest + 1)
 
 
 # Tiles and their share of the tensor cores' peak in the main loop, as measured on an H200 (bf16, K = 1152). Two narrow

@@ -26,7 +26,7 @@ Towers = Annotated[
 ]
 Budgets = Annotated[
     list[int] | None,
-    typer.Option("--budget", metavar="PATCHES", min=4, help="Row budgets; else four to an octave from 256 to 65536."),
+    typer.Option("--budget", metavar="PATCHES", min=4, help="Row budgets; else the ladder's from 256 to 65536."),
 ]
 Operations = Annotated[
     list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedvit.buffers import NARROWEST_TILE
-from fusedvit.kernels.configs import LinearConfig, Target, attention_config, budget, fit_shared, linear_config
+from fusedvit.kernels.configs import LinearConfig, Target, attention_config, budget, fit_shared, ladder, linear_config
 
 KIB = 1024
 TARGETS = {  # as torch reports them
@@ -23,10 +23,19 @@ widths = st.sampled_from([16, 1024, 1152, 1280, 3456, 4304, 5120, 16384])
 
 
 @pytest.mark.parametrize(
-    "rows, expected", [(0, 64), (1, 64), (64, 64), (65, 80), (784, 896), (1024, 1024), (1025, 1280), (65536, 65536)]
+    "rows, expected", [(0, 64), (1, 64), (64, 64), (65, 80), (784, 896), (1024, 1024), (2049, 2560), (65536, 65536)]
 )
 def test_budget_is_the_next_of_four_an_octave(rows: int, expected: int) -> None:
     assert budget(rows) == expected
+
+
+@pytest.mark.parametrize("rows, expected", [(1025, 1152), (1296, 1408), (1409, 1536), (1921, 2048), (2048, 2048)])
+def test_budget_is_the_next_of_eight_from_1024_to_2048(rows: int, expected: int) -> None:
+    assert budget(rows) == expected
+
+
+def test_the_ladder_is_every_budget() -> None:
+    assert tuple(ladder(64, 65536)) == tuple(sorted({budget(rows) for rows in range(65537)}))
 
 
 @settings(max_examples=300, deadline=None)
