@@ -135,15 +135,15 @@ Costed = tuple[HopperLinearConfig, float, float, float]
 # rows; in ping-pong a tile's end hides under the next, but for the last's, which the launch's share holds): off by 6 %
 # (rms); how far what they choose is from the best is in tests/kernels/linear_times.py.
 _MEASURED: tuple[Costed, ...] = (
-    (HopperLinearConfig(128, 128, 1, 4), 0.377, 0.6, 3.8),
-    (HopperLinearConfig(64, 192, 1, 5), 0.303, 0.7, 3.7),
-    (HopperLinearConfig(64, 128, 1, 6), 0.199, 0.3, 3.7),
-    (HopperLinearConfig(64, 64, 1, 8), 0.139, 0.1, 3.5),
-    (HopperLinearConfig(64, 256, 2, 3), 0.700, 3.8, 1.6),
-    (HopperLinearConfig(64, 192, 2, 4), 0.521, 3.3, 1.9),
-    (HopperLinearConfig(64, 192, 3, 3), 0.800, 4.2, 1.7),
-    (HopperLinearConfig(64, 128, 3, 4), 0.514, 3.5, 1.1),
-    (HopperLinearConfig(64, 128, 2, 5), 0.340, 2.6, 2.0),
+    (HopperLinearConfig(128, 128, 1, 4), 0.363, 0.2, 3.8),
+    (HopperLinearConfig(64, 192, 1, 5), 0.291, 0.35, 3.7),
+    (HopperLinearConfig(64, 128, 1, 6), 0.199, 0.25, 3.5),
+    (HopperLinearConfig(64, 64, 1, 8), 0.141, 0.05, 3.2),
+    (HopperLinearConfig(64, 256, 2, 3), 0.662, 3.15, 1.9),
+    (HopperLinearConfig(64, 192, 2, 4), 0.475, 2.8, 2.35),
+    (HopperLinearConfig(64, 192, 3, 3), 0.745, 3.5, 2.05),
+    (HopperLinearConfig(64, 128, 3, 4), 0.482, 2.95, 1.65),
+    (HopperLinearConfig(64, 128, 2, 5), 0.343, 2.2, 2.0),
 )
 
 
@@ -155,8 +155,10 @@ _COSTS = {_tile(config): costs for config, *costs in _MEASURED}
 _SPLITTABLE = 5  # of these, the first so many in parts of a long K
 _LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.5  # what it costs parts to meet, and each [64, 64] that a part gives away
 # Of each [64, 64] of a tile: erf where nothing hides it, position taps in every round, as memory is what they wait for.
-_ERF_US, _TAPS_US = 0.92, 1.2
-_MEMORY, _LATENCY_US = 3.15e6, 1.1  # bytes of weights/us; from asking for a step's operands to landing
+_ERF_US, _TAPS_US = 1.15, 1.15
+# Bytes/us, of weights, or of the share of x, residual and output that nothing hides; us from asking for a step's
+# operands to landing.
+_MEMORY, _SHOWN, _LATENCY_US = 3.12e6, 0.4, 1.06
 
 
 @lru_cache(maxsize=4096)
@@ -198,11 +200,12 @@ def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind
     rounds = -(-tiles * config.splits // config.max_programs)
     steps = rounds * -(-k // CHUNK) / config.splits
     main = max(steps * max(step_us, _LATENCY_US / (config.stages - 1)), 2 * n * k / _MEMORY)
+    moved = 2 * rows * (k + n * (2 if "residual" in epilogue else 1)) * _SHOWN / _MEMORY
     shown = 1 if config.consumers == 1 else rounds  # rounds whose end nothing hides
     cells = config.block_m * config.cols / CHUNK**2
     after = cells / config.splits * (_ERF_US * shown * ("gelu" in epilogue) + _TAPS_US * rounds * ("taps" in epilogue))
     meeting = _MEETING_US + cells * (1 - 1 / config.splits) * _CELL_US if config.splits > 1 else 0.0
-    return main + rounds * round_us + launch_us + meeting + after
+    return main + moved + rounds * round_us + launch_us + meeting + after
 
 
 def supports(n: int, k: int, kind: str) -> bool:

@@ -96,15 +96,15 @@ def test_what_it_cannot_do_is_left_to_plain_triton(n: int, k: int, kind: str, wh
     assert hopper_linear_candidates(16384, n, k, H200, kind) == [], why
 
 
-def test_what_is_chosen_is_2_percent_slower_than_the_best_at_worst() -> None:
-    """0.2 % on average: as it was timed, a launch at a time."""
+def test_what_is_chosen_is_2_percent_slower_than_the_best_at_most() -> None:
+    """0.1 % on average."""
     slower = {}
     for name, rows, n, k, kind, us in TIMES:
         config = hopper_linear_config(rows, n, k, BF16, H200, kind)
         assert config is not None
         slower[name, rows] = us[config.rows, config.cols, config.consumers, config.splits] / min(us.values()) - 1
-    assert len(slower) == 28 and max(slower.values()) < 0.025, slower
-    assert sum(slower.values()) / len(slower) < 0.003, slower
+    assert len(slower) == 36 and max(slower.values()) < 0.02, slower
+    assert sum(slower.values()) / len(slower) < 0.001, slower
 
 
 def test_costs_are_off_by_a_tenth() -> None:
