@@ -114,8 +114,8 @@ def _watched(encoder: FusedEncoder, seen: dict[str, list[tuple[int, int]]]) -> I
     manager, program, prepared = graphs.manager, graphs.program, encoder.prepared
     steps: list[tuple[Any, str]] = [
         (handle.reasons, "reason_of_call"), (handle, "check_pixels"), (handle, "check_grid"), (handle, "check_items"),
-        (handle, "mark"), (guess, "mark"), (guess, "begin"), (handle, "run"), (manager._capture, "before_use"),
-        (program, "admit"), (program, "load_grid"), (program, "buffers"), (guess, "new_outputs"),
+        (guess, "begin"), (prepared, "mark"), (handle, "run"), (manager._capture, "before_use"),
+        (program, "admit"), (program, "table"), (program, "load_grid"), (program, "buffers"), (guess, "new_outputs"),
         (manager._capture, "after_use"), (prepared, "look"), (guess.Guess, "settle"), (prepared, "true"),
     ]  # fmt: skip
 

@@ -33,6 +33,7 @@ TOWERS = ("Qwen3-VL-8B", "Qwen2.5-VL-7B", "GLM-4.1V-9B", "GLM-5.3-Flash")
 BUDGETS = (256, 1024, 4096, 16384)  # whose configurations are taken, patch tokens
 ROWS, LENGTHS = 130, (65, 130, 4)  # neither a multiple of a tile
 GRID = [[1, 4, 6], [1, 10, 4], [1, 2, 2]]
+WIDTH = 1176  # pixels of a patch
 BLOCKS = 8  # of a tower: the fewest with windows and deepstack at their places
 
 
@@ -50,13 +51,17 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
 
 
 def grids(device: torch.device) -> Iterator[str]:
-    """A grid on the device taken over as a graph's call does it, in room for as many items and for more."""
+    """A grid and pixels taken over as a graph's call does it, in room for as many and for more."""
     rows = sum(t * h * w for t, h, w in GRID)
     for dtype in admit.DTYPES:
         for room in (len(GRID), 64):
             table = torch.empty(room, 3, dtype=torch.int32, device=device)
-            taken = ops_for(device).admit(torch.tensor(GRID, dtype=dtype, device=device), rows, room, 2, table)
+            pixels = torch.randn(rows, WIDTH, device=device)
+            kept = torch.empty(rows + room - len(GRID), WIDTH, dtype=torch.bfloat16, device=device)
+            grid = torch.tensor(GRID, dtype=dtype, device=device)
+            taken = ops_for(device).admit(grid, rows, room, 2, table, pixels, kept)
             assert taken[: len(GRID)].tolist() == GRID, f"{GRID} was taken over as {taken.tolist()}"
+            assert torch.equal(kept[:rows], pixels.bfloat16()), "pixels were taken over as others"
             yield f"grid, {dtype}, room for {room}"
 
 

@@ -5,6 +5,7 @@ checked is what is launched.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from fusedvit.families.registry import family_of
 from fusedvit.folding import prepare
 from fusedvit.items import Item
 from fusedvit.kernels.admit import DTYPES as DTYPES_OF_GRIDS
+from fusedvit.kernels.admit import PIXELS as DTYPES_OF_PIXELS
 from fusedvit.kernels.aot import MAX_SHARED, Compiled, Launch, compile_launch, record
 from fusedvit.kernels.configs import Target, ladder
 from fusedvit.kernels.fingerprint import Watched
@@ -90,14 +92,21 @@ def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: i
 
 
 def _launches_beside() -> list[Launch]:
-    """What a call launches beside the encoder: the fingerprint of the weights, and the grid taken over."""
+    """What a call launches beside the encoder: the fingerprint of the weights, and its input taken over."""
     words = torch.empty(1, dtype=torch.int64, device="meta")
     watched = Watched((), words, words)
     table = torch.empty(64, 3, dtype=torch.int32, device="meta")
     grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in DTYPES_OF_GRIDS]
-    return record(
-        lambda: (TRITON.fingerprint(watched, words.int()), [TRITON.admit(grid, 4, 256, 2, table) for grid in grids])
-    )
+    pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in DTYPES_OF_PIXELS]
+
+    def launches() -> None:
+        TRITON.fingerprint(watched, words.int())
+        for grid in grids:
+            TRITON.admit(grid, 4, 256, 2, table)
+            for given, kept in itertools.product(pixels, pixels):
+                TRITON.admit(grid, 4, 256, 2, table, given, kept)
+
+    return record(launches)
 
 
 def _jobs(

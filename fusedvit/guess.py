@@ -1,21 +1,22 @@
-"""Replays begun before the host has read the grid: the host plans and checks while the GPU works.
+"""Replays begun before the host has checked the call, or even read its grid: that it does while the GPU works.
 
 Patch tokens and items are the shapes of the caller's tensors. They nearly always tell the batch: one, of one budget,
-its rows in the caller's order. The device takes the grid over itself and runs nothing where that is no grid of this
-call (`kernels.admit`); the host reads it later, and a guess that does not stand is dropped.
+its rows in the caller's order. The device takes a grid that lies there over itself and runs nothing where that is no
+grid of this call (`kernels.admit`); the host reads it later, and a guess that does not stand is dropped. A grid on the
+host tells the batch for certain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fusedvit.encoder import EncoderOutputs
 from fusedvit.graphs.packing import Batch, sole_budget
-from fusedvit.items import Item
+from fusedvit.items import TRIPLE, Item, check_grid, check_items
 from fusedvit.kernels.admit import DTYPES, MOST
 from fusedvit.runner import LAYOUTS_KEPT, Graphs, Tower, new_outputs, steps_of
-from fusedvit.streams import is_current, mark
+from fusedvit.streams import Mark, is_current, lies_on_gpu
 
 _UNKNOWN = -1
 
@@ -27,7 +28,7 @@ class Guess:
     Attributes:
         tower, graphs: what it runs on.
         made: which making of the weights it began with.
-        mark: where the current stream was before it; None on a CPU.
+        mark: where the current stream was before it; None on a CPU, or where nobody will look from there.
         budget: whose graph is replayed.
         outputs: where its outputs will be.
         over: it is settled or dropped.
@@ -36,7 +37,7 @@ class Guess:
     tower: Tower
     graphs: Graphs
     made: int
-    mark: torch.cuda.Event | None
+    mark: Mark | None
     budget: int | None = None
     outputs: EncoderOutputs | None = None
     over: bool = False
@@ -62,54 +63,109 @@ class Guess:
         self.over, self.outputs = True, None
 
 
-def begin(tower: Tower, pixels: torch.Tensor, grid: torch.Tensor, graphs: Graphs, made: int) -> Guess:
-    """Enqueues a replay for `grid` `[n, 3]`, unread, on the tower's device, where its shape tells the batch.
+def begin(
+    tower: Tower, pixels: torch.Tensor, grid: torch.Tensor | list[Item], graphs: Graphs, made: int, look: bool
+) -> Guess:
+    """Enqueues a replay where `grid` tells the batch: by its shape, if it is `[n, 3]` on the tower's device, or itself.
 
     Args:
         pixels: `[tokens, patch_width]`, any float dtype, any device.
+        grid: the tensor, unread, or the items.
         made: which making of the weights is the last.
+        look: whether something will be read beside the replay.
     """
-    rows, unit, guess = pixels.shape[0], tower.spec.merge_unit, Guess(tower, graphs, made, mark(tower.device))
-    budget = _likely(graphs, rows, grid.shape[0], unit)
-    if budget is None or grid.dtype not in DTYPES or max(grid.stride()) > MOST:
+    unit, program = tower.spec.merge_unit, graphs.program
+    guess = Guess(tower, graphs, made, tower.weights.mark() if look else None)
+    if isinstance(grid, list):
+        items, batch = tuple(grid), _sole_batch(grid, graphs, unit)
+        if batch is not None:
+            _replay(guess, batch.budget, pixels, lambda: program.table(items))
         return guess
-    program = graphs.program
+    budget = _likely(graphs, pixels.shape[0], grid.shape[0], unit)
+    if budget is not None and grid.dtype in DTYPES and max(grid.stride()) <= MOST:
+        _replay(guess, budget, pixels, lambda: grid)
+    return guess
+
+
+def begun(
+    guess: Guess | None,
+    tower: Tower,
+    pixels: torch.Tensor,
+    grid: torch.Tensor | list[Item],
+    graphs: Graphs | None,
+    made: int,
+    watching: bool,
+) -> tuple[Guess | None, Mark | None, int]:
+    """The guess, if it stands on these graphs, or another; None without graphs. See `begin`.
+
+    Args:
+        watching: whether the weights will be looked at.
+
+    Returns:
+        It; from where to look, if one will; which making of the weights was the last then.
+    """
+    look = watching or isinstance(grid, torch.Tensor)
+    if graphs is None:
+        return None, tower.weights.mark() if look else None, made
+    if guess is None or guess.graphs is not graphs or guess.over:
+        guess = begin(tower, pixels, grid, graphs, made, look)
+    return guess, guess.mark, guess.made
+
+
+def _replay(guess: Guess, budget: int, pixels: torch.Tensor, grid: Callable[[], torch.Tensor]) -> None:
+    """Replays the graph of `budget`, if there is one; `grid` is asked for when the static buffers are ours."""
+    tower, program, rows = guess.tower, guess.graphs.program, pixels.shape[0]
 
     def load() -> None:
-        program.admit(budget, grid, rows)
-        program.buffers(budget).pixels[:rows].copy_(pixels, non_blocking=True)
+        program.admit(budget, grid(), pixels)
 
     def unload() -> None:
         static, outputs = program.buffers(budget), new_outputs(tower, rows)
         guess.budget, guess.outputs = budget, outputs
         outputs.hidden.copy_(static.hidden[:rows])
-        outputs.merged.copy_(static.merged[:, : rows // unit])
+        outputs.merged.copy_(static.merged[:, : rows // tower.spec.merge_unit])
 
-    graphs.manager.replay_unread(budget, load, unload)
-    return guess
+    guess.graphs.manager.replay_unread(budget, load, unload)
 
 
-def begin_again(last: Guess | None, graphs: Graphs | None, pixels: object, grid: object, made: int) -> Guess | None:
+def begin_again(
+    last: Guess | None, graphs: Graphs | None, pixels: object, grid: object, made: int, watch: bool
+) -> Guess | None:
     """`begin`, before anything is known of a call, on what the `last` one ran on; None where that is gone.
 
     Whatever speaks against the call is found while the replay runs, which is dropped then: its buffers are ours alone.
     """
-    if last is None or last.graphs is not graphs or not _are_plain(pixels, grid, last.tower):
+    if last is None or last.graphs is not graphs or not _are_plain(pixels, last.tower):
         return None
-    assert isinstance(pixels, torch.Tensor) and isinstance(grid, torch.Tensor)
-    return begin(last.tower, pixels, grid, last.graphs, made)
+    assert isinstance(pixels, torch.Tensor)
+    if type(grid) is torch.Tensor and grid.device == last.tower.device:
+        return begin(last.tower, pixels, grid, last.graphs, made, True) if grid.shape[1:] == (3,) else None
+    items = _items(grid, pixels.shape[0], last.tower.spec.merge_size)
+    return None if items is None else begin(last.tower, pixels, items, last.graphs, made, watch)
 
 
-def _are_plain(pixels: object, grid: object, tower: Tower) -> bool:
-    """Whether these are tensors of the right shapes on the tower's GPU, and nothing acts on what is done to them.
+def _items(grid: object, rows: int, merge: int) -> list[Item] | None:
+    """The items of a grid on the host; None where anything about it is amiss, which is told of in its turn."""
+    try:
+        if type(grid) is torch.Tensor and not lies_on_gpu(grid):
+            return check_items(check_grid(grid).tolist(), rows, merge)
+        if type(grid) is list and all(type(row) in (list, tuple) and list(map(type, row)) == TRIPLE for row in grid):
+            return check_items(grid, rows, merge)
+    except (TypeError, ValueError):
+        pass
+    return None
+
+
+def _are_plain(pixels: object, tower: Tower) -> bool:
+    """Whether these are a tensor of the right shape on the tower's GPU, and nothing acts on what is done to it.
 
     A subclass may, and so may what traces, captures or differentiates.
     """
     return (
-        type(pixels) is type(grid) is torch.Tensor
-        and pixels.device == grid.device == tower.device
-        and pixels.ndim == grid.ndim == 2
-        and (pixels.shape[1], grid.shape[1]) == (tower.spec.patch_width, 3)
+        type(pixels) is torch.Tensor
+        and pixels.device == tower.device
+        and pixels.ndim == 2
+        and pixels.shape[1] == tower.spec.patch_width
         and pixels.dtype.is_floating_point
         and not pixels.requires_grad
         and is_current(tower.device)

@@ -21,7 +21,7 @@ from fusedvit.report import describe
 from fusedvit.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, budgets_of, run
 from fusedvit.spec import VisionSpec
 from fusedvit.stats import Stats
-from fusedvit.streams import lies_on_gpu, mark, on_device
+from fusedvit.streams import lies_on_gpu, on_device
 from fusedvit.watch import reason_of_tower
 
 
@@ -169,11 +169,13 @@ class FusedEncoder:
             RuntimeError: `strict`, and the call must take the original code.
             TypeError, ValueError: see `fusedvit.items`; nothing has been launched then, or only a replay of no items.
         """
-        self._stats.add(calls=1)
         if torch.compiler.is_compiling():  # which knows no way back into what follows
+            self._stats.add(calls=1)
             return self._checked(pixel_values, grid_thw, extra, None)
-        guess = guesses.begin_again(self._last, self._graphs, pixel_values, grid_thw, self.prepared.made)
+        made, watch = self.prepared.made, self.config.watch_data
+        guess = guesses.begin_again(self._last, self._graphs, pixel_values, grid_thw, made, watch)
         try:
+            self._stats.add(calls=1)
             return self._checked(pixel_values, grid_thw, extra, guess)
         finally:
             if guess is not None:
@@ -214,42 +216,37 @@ class FusedEncoder:
         items = [] if unread else check_items(grid.tolist(), pixel_values.shape[0], self.spec.merge_size)
         with on_device(parameter.device):
             self._make_true(parameter)
-            if unread:
-                return self._run_unread(pixel_values, grid.to(parameter.device), parameter, guess)
-            return self._run_read(pixel_values, items, parameter)
+            return self._run_begun(pixel_values, grid.to(parameter.device) if unread else items, parameter, guess)
 
-    def _run_read(
-        self, pixels: torch.Tensor, items: list[Item], parameter: torch.Tensor
-    ) -> tuple[EncoderOutputs, list[Item], int]:
-        watching, made = self._watching(parameter.device), self.prepared.made
-        begin = mark(parameter.device) if watching else None
-        outputs = self._launch(pixels, items, parameter)
-        if watching and not self.prepared.look(begin, True, None)[0]:
-            self._make()
-            made = self.prepared.made
-            outputs = self._launch(pixels, items, parameter)
-        return outputs, items, made
-
-    def _run_unread(
-        self, pixels: torch.Tensor, grid: torch.Tensor, parameter: torch.Tensor, guess: guesses.Guess | None
+    def _run_begun(
+        self,
+        pixels: torch.Tensor,
+        grid: torch.Tensor | list[Item],
+        parameter: torch.Tensor,
+        guess: guesses.Guess | None,
     ) -> tuple[EncoderOutputs, list[Item], int]:
         """With `grid` on the parameter's device: what it probably holds is launched, if not yet, then it is read."""
+        watching, outputs, same = self._watching(parameter.device), None, True
+        items = [] if isinstance(grid, torch.Tensor) else grid
         graphs, _ = self._graphs_on(parameter)
-        if graphs is not None and (guess is None or guess.graphs is not graphs or guess.over):
-            guess = guesses.begin(self._tower(parameter), pixels, grid, graphs, self.prepared.made)
-        begun, made = (mark(parameter.device), self.prepared.made) if guess is None else (guess.mark, guess.made)
+        tower, made = self._tower(parameter), self.prepared.made
+        guess, begun, made = guesses.begun(guess, tower, pixels, grid, graphs, made, watching)
         try:
-            same, rows = self.prepared.look(begun, self._watching(parameter.device), grid)
-            items = check_items(rows, pixels.shape[0], self.spec.merge_size)
-            outputs = None if guess is None else guess.settle(items)
+            if isinstance(grid, torch.Tensor):
+                same, rows = self.prepared.look(begun, watching, grid)
+                items = check_items(rows, pixels.shape[0], self.spec.merge_size)
+            if guess is not None:
+                outputs = guess.settle(items)
         finally:
             if guess is not None:
                 guess.drop()
-        if not same:
-            self._make()
-            made, outputs = self.prepared.made, None
-        if outputs is None:
+        if outputs is None and same:
             outputs = self._launch(pixels, items, parameter)
+        if watching and items is grid:
+            same, _ = self.prepared.look(begun, True, None)
+        if outputs is None or not same:
+            self._make()
+            made, outputs = self.prepared.made, self._launch(pixels, items, parameter)
         self._last = guess
         return outputs, items, made
 

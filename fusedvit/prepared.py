@@ -11,6 +11,7 @@ from fusedvit.folding import prepare
 from fusedvit.kernels.fingerprint import Watched
 from fusedvit.ops import ops_for
 from fusedvit.spec import VisionSpec
+from fusedvit.streams import Mark, Marks
 from fusedvit.watch import Snapshot, reason_of_tower
 from fusedvit.weights import EncoderWeights
 
@@ -23,11 +24,13 @@ class _Content:
         watched: the parameters.
         made: `[P]` int32 on the host, as they were then.
         side: a stream to look at them while the encoder runs; None on the CPU.
+        marks: of the streams that run it; None on the CPU.
     """
 
     watched: Watched
     made: torch.Tensor
     side: torch.cuda.Stream | None
+    marks: Marks | None
 
     @staticmethod
     def of(parameters: list[nn.Parameter]) -> "_Content":
@@ -35,7 +38,7 @@ class _Content:
         device = watched.pointers.device
         made = ops_for(device).fingerprint(watched, torch.empty(len(parameters), dtype=torch.int32, device=device))
         side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        return _Content(watched, made.cpu(), side)
+        return _Content(watched, made.cpu(), side, Marks(device) if device.type == "cuda" else None)
 
     def look(self) -> torch.Tensor:
         """`[P]` int32 on the host, filled once the current stream has got here.
@@ -98,16 +101,19 @@ class PreparedWeights:
             self._snapshot = None
         return found
 
-    def look(
-        self, begin: torch.cuda.Event | None, watch: bool, grid: torch.Tensor | None
-    ) -> tuple[bool, list[list[int]]]:
+    def mark(self) -> Mark | None:
+        """Where the current stream of the weights' GPU is, to `look` from once; None on a CPU."""
+        content = self._content
+        return None if content is None or content.marks is None else content.marks.here()
+
+    def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> tuple[bool, list[list[int]]]:
         """Whether the parameters held at `begin` what they held when the weights were made, and the rows of `grid`.
 
         One host read, on a stream of its own beside whatever was launched since; it waits for nothing later than
         `begin`.
 
         Args:
-            begin: where the current stream of the weights' GPU was; None on a CPU.
+            begin: a `mark`; None on a CPU.
             watch: without, the parameters count as unchanged.
             grid: `[n, 3]` on the weights' device; None if there is none to read.
         """
@@ -117,7 +123,7 @@ class PreparedWeights:
             same = not watch or torch.equal(content.look(), content.made)
             return same, [] if grid is None else grid.tolist()
         with torch.cuda.stream(content.side):
-            content.side.wait_event(begin)
+            begin.wait_on(content.side)
             rows = None if grid is None else torch.empty(grid.shape, dtype=grid.dtype, pin_memory=True)
             if grid is not None and rows is not None:
                 rows.copy_(grid, non_blocking=True)

@@ -9,7 +9,7 @@ import torch
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import encode
 from fusedvit.graphs.budgets import Limits
-from fusedvit.kernels.admit import DTYPES as GRID_DTYPES
+from fusedvit.kernels import admit
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import FormFailed
 from fusedvit.kernels.launch import compiling_only
@@ -19,7 +19,9 @@ from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import EncoderWeights
 
+Rows = tuple[tuple[int, int, int], ...]
 TABLES_KEPT = 512
+MOST_TABLE_ROWS = 2**16  # of them all: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
 REHEARSED_FRAME = 256  # merged tokens: an image of 512 pixels
 
@@ -44,7 +46,8 @@ class EncoderProgram:
         self._parts: dict[int, EncoderBuffers] = {}
         self._plans: dict[int, EncoderPlan] = {}
         self._max_frames = 0
-        self._tables: dict[tuple[tuple[int, int, int], ...], torch.Tensor] = {}  # never written again
+        self._slots = torch.empty(0, 0, 3, dtype=torch.int32, device=device)
+        self._tables: dict[Rows, torch.Tensor] = {}  # in the slots
 
     def allocate(self, limits: Limits) -> None:
         """Static buffers of the largest budget, outside any graph's pool; smaller budgets use their first rows."""
@@ -55,6 +58,8 @@ class EncoderProgram:
             widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
             widest = replace(widest, short_tiles=max(c.short_tiles for c in capacities.values()))
             self._whole = allocate(self._spec, widest, self._dtype, self._device)
+            slots = max(1, min(TABLES_KEPT, MOST_TABLE_ROWS // limits.max_items))
+            self._slots = torch.zeros(slots, limits.max_items, 3, dtype=torch.int32, device=self._device)
         self._plans = plans
         self._max_frames = limits.max_frames
         self._parts = {b: self._whole.part(c, self._spec.merge_unit) for b, c in capacities.items()}
@@ -96,31 +101,60 @@ class EncoderProgram:
         rows = frames * side * side * self._spec.merge_unit
         part.pixels[:rows].fill_(0.5)
         side *= self._spec.merge_size
-        for dtype in GRID_DTYPES:  # a caller's grid may come in either
-            self.admit(budget, torch.tensor([[frames, side, side]], dtype=dtype, device=self._device), rows)
+        self._admit_all(budget, [[frames, side, side]], rows)
         return rows // self._spec.merge_unit
 
-    def admit(self, budget: int, grid: torch.Tensor, rows: int) -> None:
-        """Fills the grid table from the device's `grid` of `rows` patch tokens, unread: see `kernels.admit`."""
-        self._ops.admit(grid, rows, self._max_frames, self._spec.merge_size, self._parts[budget].grid)
+    def _admit_all(self, budget: int, grid: list[list[int]], rows: int) -> None:
+        """`admit` of everything that a call may bring: kernels are compiled by that. The first pixels are 0.5 again."""
+        frames, merge, part = self._max_frames, self._spec.merge_size, self._parts[budget]
+        for dtype in admit.DTYPES:
+            table = torch.tensor(grid, dtype=dtype, device=self._device)
+            self._ops.admit(table, rows, frames, merge, part.grid)
+            for given in admit.PIXELS if part.pixels.is_contiguous() else ():
+                pixels = torch.full((1, self._spec.patch_width), 0.5, dtype=given, device=self._device)
+                self._ops.admit(table, rows, frames, merge, part.grid, pixels, part.pixels)
 
-    def load_grid(self, budget: int, rows: tuple[tuple[int, int, int], ...]) -> None:
-        """Writes the grid table of a batch, (t, h, w) a piece: one small pinned copy on the current stream."""
-        grid = self._parts[budget].grid
+    def admit(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor) -> None:
+        """Fills the grid table from the device's `grid` of these pixels, unread, and takes them over: `kernels.admit`.
+
+        Args:
+            pixels: `[rows, patch_width]`, any float dtype, any device.
+        """
+        part, rows = self._parts[budget], pixels.shape[0]
+        arguments = (grid, rows, self._max_frames, self._spec.merge_size, part.grid)
+        if part.pixels.is_contiguous() and admit.takes(pixels, self._device):
+            self._ops.admit(*arguments, pixels, part.pixels)
+            return
+        self._ops.admit(*arguments)
+        part.pixels[:rows].copy_(pixels, non_blocking=True)
+
+    def table(self, rows: Rows) -> torch.Tensor:
+        """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch.
+
+        To be read, as the static buffers are, by what is launched on the current stream until they are in other hands:
+        a later batch's table may be written to the same place.
+        """
         table = self._tables.get(rows)
         if table is None:
-            if len(self._tables) >= TABLES_KEPT:
+            if len(self._tables) == len(self._slots):
                 self._tables.clear()
-            padded = [*rows, *[(0, 0, 0)] * (grid.shape[0] - len(rows))]
-            table = self._tables[rows] = torch.tensor(padded, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        grid.copy_(table, non_blocking=True)
+            host = torch.tensor(rows, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            table = self._tables[rows] = self._slots[len(self._tables), : len(rows)]
+            table.copy_(host, non_blocking=True)
+        return table
+
+    def load_grid(self, budget: int, rows: Rows) -> None:
+        """Writes the grid table of a batch, (t, h, w) a piece."""
+        tokens = sum([t * h * w for t, h, w in rows])
+        self._ops.admit(self.table(rows), tokens, self._max_frames, self._spec.merge_size, self._parts[budget].grid)
 
     def held_bytes(self) -> int:
-        return 0 if self._whole is None else self._whole.held_bytes()
+        return 0 if self._whole is None else self._whole.held_bytes() + self._slots.nbytes
 
     def free(self) -> None:
         self._whole = None
         self._parts = {}
+        self._slots = self._slots[:0].clone()
         self._tables = {}
 
 

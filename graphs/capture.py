@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from fusedvit.graphs.current import CurrentStream
+
 REPLAYS_TIMED = 5
 
 
@@ -27,10 +29,10 @@ class Capture(Protocol):
         """Captures the launches of `run`, which allocates nothing and reads nothing back."""
 
     def before_use(self) -> None:
-        """Makes the current stream wait until the static buffers are free."""
+        """Makes the current stream wait until the static buffers are free; `after_use` follows on the same stream."""
 
     def after_use(self) -> None:
-        """Notes on the current stream that the static buffers are in use until here."""
+        """Notes on the stream of `before_use` that the static buffers are in use until here."""
 
     def time_us(self, graph: Graph) -> float:
         """Microseconds of one replay on the current stream, the static buffers as they are."""
@@ -52,7 +54,7 @@ class CudaCapture:
     """CUDA graphs of one device: one memory pool, one capture stream.
 
     Capture mode is `thread_local`: other threads may allocate and copy meanwhile. One event orders the users of the
-    static buffers, whatever streams they are on.
+    static buffers, whatever streams they are on; users that follow each other on one stream need no event for that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,6 +62,9 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._used = torch.cuda.Event()
+        self._current = CurrentStream(device)
+        self._user: torch.cuda.Stream | None = None  # where `_used` was recorded last
+        self._next = self._stream  # where it will be
         self._held = 0
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -82,10 +87,13 @@ class CudaCapture:
         return graph
 
     def before_use(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._used)
+        self._next = self._current.get()
+        if self._next is not self._user:
+            self._next.wait_event(self._used)
 
     def after_use(self) -> None:
-        self._used.record(torch.cuda.current_stream(self._device))
+        self._used.record(self._next)
+        self._user = self._next
 
     def time_us(self, graph: Graph) -> float:
         times = []

@@ -1,9 +1,10 @@
-"""A caller's grid table taken over on the device, unread by the host: what is no grid of this call becomes no items.
+"""A call's input taken over on the device, in one launch: its grid, unread by the host, and its pixels.
 
 out[i] = (t, h, w)[i]   i < n, if every item has t, h, w >= 1 and h, w in multiples of the merge size,
                         sum t h w = rows and sum t <= frames;  else 0.  Rows from n on are 0.
 
 Kernels that go by `out` then stay within buffers made for `rows` patch tokens and `frames` frames, whatever lay there.
+The pixels are rounded to the nearest as `Tensor.copy_` rounds them.
 """
 
 import torch
@@ -14,6 +15,8 @@ from fusedvit.kernels.launch import launch
 
 DTYPES = (torch.int64, torch.int32)  # of a grid that can be admitted
 MOST = 2**31 - 1  # rows, and strides of the grid
+PIXELS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that are taken over
+_CHUNK = 4096  # pixel values a program copies: 32 a thread
 
 
 @triton.jit
@@ -34,12 +37,10 @@ def _items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE: tl.const
     return t, h, w, tokens, bad
 
 
-@triton.jit(
-    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch"], do_not_specialize_on_alignment=["grid_ptr"]
-)
-def _admit_kernel(
-    grid_ptr,  # [num_items, 3] int64 or int32
-    out_ptr,  # [ROOM, 3] int32
+@triton.jit
+def _take_grid(
+    grid_ptr,
+    out_ptr,
     num_items,
     rows,
     item_pitch,
@@ -49,6 +50,7 @@ def _admit_kernel(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """By one program, as it checks the items all together."""
     offs = tl.arange(0, BLOCK)
     wrong = 0
     total = tl.sum(offs.to(tl.int64) * 0, 0)
@@ -74,7 +76,58 @@ def _admit_kernel(
         tl.store(out_ptr + 3 * i + 2, zeros, mask=refused & (i < ROOM))
 
 
-def admit(grid: torch.Tensor, rows: int, frames: int, merge: int, out: torch.Tensor) -> torch.Tensor:
+@triton.jit(
+    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch", "length"],
+    do_not_specialize_on_alignment=["grid_ptr"],
+)
+def _admit_kernel(
+    grid_ptr,  # [num_items, 3] int64 or int32
+    pixels_ptr,  # [length, WIDTH] of any float; nothing where WIDTH is 0
+    into_ptr,  # [length or more, WIDTH] of any float; nothing where WIDTH is 0
+    out_ptr,  # [ROOM, 3] int32
+    num_items,
+    rows,
+    item_pitch,
+    side_pitch,
+    length,
+    FRAMES: tl.constexpr,
+    MERGE: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if pid == 0:
+        _take_grid(grid_ptr, out_ptr, num_items, rows, item_pitch, side_pitch, FRAMES, MERGE, ROOM, BLOCK)
+    elif WIDTH:
+        offs = (pid - 1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        here = offs < length.to(tl.int64) * WIDTH
+        x = tl.load(pixels_ptr + offs, mask=here)
+        tl.store(into_ptr + offs, x.to(into_ptr.dtype.element_ty), mask=here)
+
+
+def takes(pixels: torch.Tensor, device: torch.device) -> bool:
+    """Whether `admit` takes `pixels` `[length, width]` over to `device`: dense ones that lie there, of no subclass."""
+    return (
+        type(pixels) in (torch.Tensor, torch.nn.Parameter)
+        and pixels.dtype in PIXELS
+        and pixels.device == device
+        and pixels.is_contiguous()
+        and not pixels.is_neg()
+        and pixels.data_ptr() % 16 == 0
+    )
+
+
+def admit(
+    grid: torch.Tensor,
+    rows: int,
+    frames: int,
+    merge: int,
+    out: torch.Tensor,
+    pixels: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Fills all of `out` from `grid`, with zeros if anything in `grid` is wrong; one launch.
 
     Args:
@@ -83,11 +136,16 @@ def admit(grid: torch.Tensor, rows: int, frames: int, merge: int, out: torch.Ten
         frames: the most frames (attention sequences) of all items.
         merge: what h and w are multiples of.
         out: `[room, 3]` int32, contiguous, `n <= room`.
+        pixels: `[length, width]`, such as `takes` lets pass, copied whatever `grid` holds; None for none.
+        into: `[length or more, width]` of any dtype of `PIXELS`, contiguous, aligned to 16 bytes: where they go.
     """
     assert grid.dtype in DTYPES and grid.shape[0] <= out.shape[0] and out.is_contiguous(), "see above"
     room = out.shape[0]
     block = min(max(32, 1 << (room - 1).bit_length()), 1024)  # Triton's own function for this takes 5 us
-    scalars = (grid.shape[0], rows, *grid.stride())
-    constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block}
-    launch(_admit_kernel, 1, (), (grid, out), constants, {"num_warps": -(-block // 128)}, scalars)
+    length, width = (0, 0) if pixels is None or into is None else pixels.shape
+    scalars = (grid.shape[0], rows, *grid.stride(), length)
+    constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block, "WIDTH": width, "CHUNK": _CHUNK}
+    programs = 1 - (-length * width // _CHUNK)
+    options = {"num_warps": 4 if block < 1024 else 8}
+    launch(_admit_kernel, programs, (), (grid, pixels, into, out), constants, options, scalars)
     return out

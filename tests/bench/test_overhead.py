@@ -19,14 +19,21 @@ def test_steps_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = fuse(tower, FuseConfig())
     handle.refresh()
     with torch.inference_mode(), graphs_on_cpu(handle, check_limits((16,), 4, 8)) as graphs:
-        call = functools.partial(tower, Call.of(tower, [(1, 4, 6)]).pixels, grid_thw=torch.tensor([(1, 4, 6)]))
+        pixels = Call.of(tower, [(1, 4, 6)]).pixels
+        call = functools.partial(tower, pixels, grid_thw=torch.tensor([(1, 4, 6)]))
         call()
+        monkeypatch.setattr("fusedvit.handle.lies_on_gpu", lambda grid: False)
+        read = list(overhead.timeline(handle, functools.partial(tower, pixels, grid_thw=[(1, 4, 6)])))
+        monkeypatch.setattr("fusedvit.handle.lies_on_gpu", lambda grid: True)
         steps = overhead.timeline(handle, call)
         assert overhead.replay_of(handle, [(1, 4, 6)], call) == graphs.manager.graph(16).replay
     names = list(steps)
     first = ["call", "begin", "mark", "before_use", "admit", "replay"]
     wanted = [*first, "reason_of_call", "check_pixels", "look", "settle", "true"]
     assert [name for name in names if name in wanted] == wanted
+    first.insert(first.index("admit"), "table")
+    wanted = [*first, "reason_of_call", "check_pixels", "check_items", "settle", "look", "true"]
+    assert [name for name in read if name in wanted] == wanted, "a grid on the host, too, is checked afterwards"
     assert {"new_outputs", "after_use", "waiting for the GPU"} <= set(names)
     begins = [step["at_us"] for step in steps.values()]
     assert begins == sorted(begins) and all(step["us"] >= 0 for step in steps.values())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedvit.items import check_items
-from fusedvit.kernels.admit import DTYPES, admit
+from fusedvit.kernels.admit import DTYPES, PIXELS, admit, takes
 from fusedvit.kernels.reference.admit import admit as admit_ref
 
 OPS = {"kernel": admit, "twin": admit_ref}
@@ -102,3 +102,33 @@ def test_other_tables_are_refused(op: Callable[..., torch.Tensor], device: torch
     for grid in (torch.tensor(GOOD, dtype=torch.int16, device=device), torch.ones(ROOM + 1, 3, device=device).long()):
         with pytest.raises(AssertionError):
             op(grid, ROWS, FRAMES, 2, table(device))
+
+
+@pytest.mark.parametrize("length", [1, 52, 700])
+@pytest.mark.parametrize("width", [24, 1176])
+@pytest.mark.parametrize("dtype", PIXELS, ids=str)
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_pixels_are_copied_as_torch_copies_them(
+    op: Callable[..., torch.Tensor], dtype: torch.dtype, width: int, length: int, device: torch.device
+) -> None:
+    """Bit by bit, in every pair of dtypes, infinities and what overflows among them; the rows after them stay."""
+    grid = torch.tensor(GOOD, device=device)
+    values = torch.randn(length, width, device=device) * 10.0 ** torch.randint(-9, 9, (length, width), device=device)
+    values[0, :4] = torch.tensor([float("inf"), -0.0, 65520.0, 1e-8], device=device)
+    pixels = values.to(dtype)
+    assert takes(pixels, device) and not takes(pixels.double(), device) and not takes(pixels[:, 1:], device)
+    exact = PIXELS if device.type == "cuda" or op is admit_ref else (torch.float32, torch.float16)
+    for into in (torch.full((length + 3, width), 7, dtype=d, device=device) for d in exact if dtype in exact):
+        want = into.clone()
+        want[:length].copy_(pixels)
+        out = op(grid, ROWS, FRAMES, 2, table(device), pixels, into)
+        assert torch.equal(into.view(torch.uint8), want.view(torch.uint8)) and out[:3].tolist() == GOOD
+        assert not op(grid, ROWS + 1, FRAMES, 2, table(device), pixels, into).any(), "no items, whatever the pixels"
+
+
+def test_pixels_that_are_left_to_torch(device: torch.device) -> None:
+    pixels = torch.zeros(8, 48, device=device)
+    assert takes(pixels, device) and takes(pixels[2:5], device)
+    others = [pixels.T, pixels[::2], pixels.view(-1)[1:].narrow(0, 0, 96).view(2, 48), pixels.double(), pixels.int()]
+    assert not any(takes(other, device) for other in (*others, torch._neg_view(pixels)))
+    assert not takes(pixels, torch.device("meta"))
