@@ -7,7 +7,7 @@ import torch
 
 from fusedvit.spec import VisionSpec
 
-TRIPLE = [int, int, int]
+_TRIPLE = [int, int, int]
 Grid = torch.Tensor | Sequence[Sequence[int]]
 
 
@@ -56,7 +56,7 @@ def check_grid(grid_thw: Grid) -> torch.Tensor:
 
 def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     for i, row in enumerate(rows):
-        if type(row) in (list, tuple) and list(map(type, row)) == TRIPLE:
+        if type(row) in (list, tuple) and list(map(type, row)) == _TRIPLE:
             continue
         if not isinstance(row, Sequence) or len(row) != 3:
             got = f"{len(row)} values" if isinstance(row, Sequence) else type(row).__name__

@@ -37,6 +37,7 @@ class Graphs:
     Attributes:
         layouts: how recent calls were run, by their items.
         guesses: the budget of recent calls that were one batch, by (patch tokens, items); None for other calls.
+        read: patch tokens and items of recent grids on the host, by their content.
     """
 
     manager: GraphManager
@@ -44,6 +45,7 @@ class Graphs:
     cost: CostModel
     layouts: dict[tuple[Item, ...], tuple["Step", ...]] = field(default_factory=dict, compare=False, repr=False)
     guesses: dict[tuple[int, int], int | None] = field(default_factory=dict, compare=False, repr=False)
+    read: dict[object, tuple[int, tuple[Item, ...]]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def limits(self) -> Limits:

@@ -67,7 +67,9 @@ def launch(
     key = tuple(words)
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*boxes, *pointers, *scalars, *constants.values())
+        # For a tensor Triton would ask the driver where it lies; one that lies elsewhere it is to find, and refuse.
+        addresses = [p if p is None or not p.is_cuda else p.data_ptr() for p in pointers]
+        compiled[(programs, 1, 1)](*boxes, *addresses, *scalars, *constants.values())
         return
     names = kernel.arg_names[len(boxes) + len(pointers) + len(scalars) :]
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"

@@ -105,3 +105,26 @@ def test_more_layouts_than_there_is_room_for(on_the_host: Case) -> None:
         pixels = Call.of(tower, grid).pixels
         assert torch.equal(tower(pixels, grid_thw=grid).pooler_output, eager(handle, pixels, grid)[1])
         assert len(program._tables) <= 2
+
+
+def test_grids_on_the_host_are_known_by_their_content(on_the_host: Case) -> None:
+    _, handle, graphs = on_the_host
+    assert handle._last is not None
+    table = torch.tensor(GRID)
+    forms = [table, table.int(), table.T.contiguous().T, GRID, [list(row) for row in GRID]]
+    assert all(guesses._items(form, 56, handle._last) == tuple(GRID) for form in forms)
+    with mock.patch.object(guesses, "check_items", side_effect=AssertionError):
+        assert all(guesses._items(form, 56, handle._last) == tuple(GRID) for form in forms)
+        assert all(guesses._items(form, 55, handle._last) is None for form in forms)
+    others = [
+        table.flatten(),
+        table.T,
+        table.float(),
+        table.to("meta"),
+        table > 0,
+        tuple(GRID),
+        [[[1], [2], [3]]],
+        "146",
+    ]
+    assert all(guesses._items(other, 56, handle._last) is None for other in others)
+    assert guesses._items([(1, 14, 4)], 56, handle._last) == ((1, 14, 4),) and len(graphs.read) == 4

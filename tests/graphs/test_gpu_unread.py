@@ -1,7 +1,7 @@
 """Replays begun before the grid on the GPU is read, on two blocks of Qwen3-VL-8B's width."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -117,3 +117,37 @@ def test_weights_that_change_under_a_replay_begun_unread(fused: tuple[nn.Module,
     with torch.inference_mode(False):
         weight.data.copy_(saved)
     assert same(trust.call(tower, pixels, on_gpu), before)
+
+
+FORMS = {
+    "bf16": lambda p: p,
+    "fp32": lambda p: p.float() * 1.001,
+    "fp16": lambda p: p.half() * 0.999,
+    "fp64": lambda p: p.double() * 1.001,
+    "every other row": lambda p: p.repeat_interleave(2, 0)[::2],
+    "not aligned": lambda p: torch.cat([p.new_zeros(1), p.flatten()])[1:].view(p.shape),
+    "on the host": lambda p: p.cpu().float() * 1.001,
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_pixels_are_taken_over_whatever_they_are(
+    fused: tuple[nn.Module, FusedEncoder], form: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """From each kind of grid, on one stream and on two in turns."""
+    tower, handle = fused
+    grid = [(1, 8, 12), (2, 4, 4)]
+    side = torch.cuda.Stream()
+    for i, where in enumerate(["cpu", "cuda", "cuda", "cpu"]):
+        pixels = form(trust.pixels_of(grid, torch.bfloat16, i))
+        want = trust.eager(handle, pixels, grid)
+        given = torch.tensor(grid, device=where)
+        trust.poison(handle)
+        torch.cuda.synchronize()
+        assert same(trust.call(tower, pixels, given), want)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            other = trust.call(tower, pixels, given)
+        assert same(trust.call(tower, pixels, given), want)
+        torch.cuda.synchronize()
+        assert same(other, want)
