@@ -74,6 +74,7 @@ class CudaCapture:
         free, _ = torch.cuda.mem_get_info(self._device)
         try:
             with torch.cuda.stream(self._stream):
+                self._make_room()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     run()
@@ -85,6 +86,16 @@ class CudaCapture:
         self._held += max(0, free - torch.cuda.mem_get_info(self._device)[0])
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph
+
+    def _make_room(self) -> None:
+        """Leaves two words in the allocator's cache of this stream, which the beginning of a first capture takes for
+        the random generator: out of memory there, PyTorch ends the process when the graph is destroyed.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there are none.
+        """
+        words = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(2)]
+        del words
 
     def before_use(self) -> None:
         self._next = self._current.get()
