@@ -36,6 +36,7 @@ Towers = Annotated[
 Rows = Annotated[
     list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone at so many rows.")
 ]
+Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when left out.")]
 
 
 def _leave_out(asked: list[str] | None) -> list[str] | None:
@@ -82,7 +83,7 @@ def bench(
     json: Json = None,
     csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write flat rows.")] = None,
     plot: Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Write pictures.")] = None,
-    commit: Annotated[str, typer.Option(help="Recorded as it is; read from git when left out.")] = "",
+    commit: Commit = "",
 ) -> None:
     """Whole towers against Hugging Face, torch.compile and an engine-like encoder. Exits with 1 on a wrong answer."""
     if context.invoked_subcommand is not None:
@@ -160,7 +161,12 @@ def _any_wrong(document: dict[str, Any]) -> bool:
 
 @app.command()
 def kernels(
-    tower: Towers = None, fa3: Fa3 = None, rows_alone: Rows = None, without: Without = None, json: Json = None
+    tower: Towers = None,
+    fa3: Fa3 = None,
+    rows_alone: Rows = None,
+    without: Without = None,
+    json: Json = None,
+    commit: Commit = "",
 ) -> None:
     """Each operation alone against cuBLAS, FA3, cuDNN and torch; weights rotated, so that none is found in L2."""
     names, sizes = tuple(tower or DEFAULT_TOWERS[:1]), tuple(rows_alone or ())
@@ -169,7 +175,7 @@ def kernels(
     show.show_kernels(found, Console())
     if json:
         given = {"--tower": tower, "--fa3": fa3, "--rows": rows_alone, "--without": without, "--json": json}
-        documents.write(_passport("fusedvit bench kernels", given) | {"rows": found}, json)
+        documents.write(_passport("fusedvit bench kernels", given, commit) | {"rows": found}, json)
     raise typer.Exit(int(any(row["us"] is None for row in found)))
 
 

@@ -233,10 +233,12 @@ def test_real_towers_need_a_gpu() -> None:
 
 
 def test_kernels_alone(tmp_path: Path) -> None:
-    arguments = ["bench", "kernels", "--tower", "tiny", "--json", str(tmp_path / "k.json")]
+    arguments = ["bench", "kernels", "--tower", "tiny", "--commit", "abc", "--json", str(tmp_path / "k.json")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))["rows"]
+    document = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))
+    found = document["rows"]
+    assert document["passport"]["commit"] == "abc"
     assert [row["op"] for row in found] == [*LINEARS, "attention"]
     assert {row["shape"].split()[0] for row in found if row["op"].startswith("merger")} == {"16"}
     assert all(row["us"] > 0 and row["peers_us"] and row["floor_us"] > 0 for row in found)
