@@ -57,10 +57,11 @@ TOWERS = {  # by a tower class of the family
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = tuple(ladder(64, 65536))  # patch tokens
-FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others', and of other dtypes
-    **dict.fromkeys(("hd72", "hd64", "hd80"), (64, 256, 1024, 4096, 16384)),
+FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others'
+    **dict.fromkeys(("hd64", "hd80"), (64, 256, 1024, 4096, 16384)),
     **dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096)),
 }
+ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same
 Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}
 
@@ -118,7 +119,7 @@ def _jobs(
         launches = dict.fromkeys(_launches_beside())
         for tower in towers:
             for dtype in dtypes:
-                few = BUDGETS if (tower, dtype) == ("hd72", "bf16") else FEW_BUDGETS[tower]
+                few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
                 for tokens in budgets or few:
                     launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
         yield from ((launch, arch) for launch in launches)
