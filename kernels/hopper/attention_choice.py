@@ -27,12 +27,7 @@ from fusedvit.kernels.hopper.configs import (
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
 WINDOW = 64  # tokens of an attention window
 TWO_LISTS = 12288  # budgets from here on gain by them: an empty launch takes 2.3 us
-ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = (
-    "",
-    "short",
-    "long",
-    "window",
-)  # an attention's kind
+ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = "", "short", "long", "window"  # an attention's kind
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.attention_choice import schedules
 from fusedvit.kernels.hopper.configs import LONG, TINY
 from fusedvit.kernels.launch import compiling_only
 from tests.kernels import attention_cases
@@ -23,8 +24,7 @@ pytestmark = pytest.mark.gpu
 
 PROCESSES, SECONDS, PATIENCE_S = 3, 2.0, 90.0
 LINEARS = ("qkv", "proj", "fc1", "deepstack fc1", "fc2 in two")
-ALONE = replace(LONG, ping_pong=False, together=4, late=True)  # as heads of 64 take it
-ATTENTIONS = {"windows": (72, TINY), "long heads of 64": (64, ALONE), "long": (72, LONG)}
+ATTENTIONS = {"windows": (72, TINY), "long heads of 64": (64, schedules(64)[-1]), "long": (72, LONG)}
 NAMES = (*LINEARS, *ATTENTIONS)
 
 
