@@ -109,7 +109,6 @@ def _epilogue(
         activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
         limit=spec.glu_limit if "swiglu" in parts else 0.0,
         stats=RowStats.over(common["moments"], rows, n, config.block_n) if "stats" in parts else None,
-        ahead=common["weights"][(i + 1) % len(common["weights"])],  # as in a tower: each pays for the next one's
         **{name: common[name] for name in ("taps", "rope", "residual", "scratch")},
     )
 
@@ -133,7 +132,6 @@ def _inputs(
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
     folded = bool(parts & {"norm", "rms"})
     found["bias"] = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
-    found["weights"] = weights
     found["moments"] = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
     if folded:

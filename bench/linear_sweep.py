@@ -25,11 +25,10 @@ from fusedvit.bench.questions import CONTENTS, Candidate, Question
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import configs, forms
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.linear_configs import AHEAD_ROWS, HopperLinearConfig, hopper_linear_candidates
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_candidates
 from fusedvit.plan import tasks
 
 ROWS = (256, 896, 1536, 4096, 7168, 16384)
-PLAIN, OVERLAPPED = {"overlap": False}, {"overlap": True}
 Pair = tuple[Question, Candidate]
 
 
@@ -41,15 +40,10 @@ def questions(tower: str, rows: tuple[int, ...], names: tuple[str, ...]) -> list
 
 
 def variants(question: Question, target: Target) -> list[HopperLinearConfig]:
-    """Every tile, with and without what it may do for its neighbours in time."""
+    """Every tile, begun after the previous launch and before its end."""
     key = question.task.key
-    found: dict[HopperLinearConfig, None] = {}
-    for config in hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind):
-        bare = replace(config, overlap=False, ahead=False)
-        changes: list[dict[str, bool]] = [PLAIN, OVERLAPPED]
-        changes += [{"ahead": True}] * (key.rows <= AHEAD_ROWS)
-        found |= dict.fromkeys(replace(bare, **change) for change in changes)
-    return list(found)
+    found = hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
+    return [replace(config, overlap=overlap) for config in found for overlap in (False, True)]
 
 
 def checked(asked: list[Question], jobs: int, device: torch.device, seconds: float) -> dict[str, str]:

@@ -17,7 +17,7 @@ from fusedvit.spec import VisionSpec
 CONTENTS = (1.0, 0.88)  # shares of a budget: there are four or more to an octave, so that it is at least 0.8 full
 BUDGETS = tuple(ladder(256, 65536))  # patch tokens: graphs' own ladder, from 256
 
-AT_LAUNCH = ("max_programs", "ahead")  # of a configuration, what changes no code: cases name no weights to fetch ahead
+AT_LAUNCH = ("max_programs",)  # of a configuration, what changes no code
 
 
 @dataclass(frozen=True)

@@ -155,17 +155,16 @@ def _block(run: _Run, i: int, w: BlockWeights, stats: RowStats) -> RowStats:
     for segments, config in run.segments(i):
         ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
     stats = run.stats(plan.proj)
-    epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats, scratch=b.scratch, ahead=w.fc1.weight)
+    epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats, scratch=b.scratch)
     ops.linear(b.context, w.proj.weight, tokens, b.hidden, epilogue, plan.proj)
 
     inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
     fold = run.fold(stats, w.fc1)
-    act, limit, ahead = spec.activation, spec.glu_limit, w.fc2.weight
-    epilogue = Epilogue(w.fc1.bias, fold, activation=act, limit=limit, scratch=b.scratch, ahead=ahead)
+    act, limit = spec.activation, spec.glu_limit
+    epilogue = Epilogue(w.fc1.bias, fold, activation=act, limit=limit, scratch=b.scratch)
     ops.linear(b.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
     stats = run.stats(plan.fc2)
-    following = run.weights.blocks[min(i + 1, len(run.weights.blocks) - 1)]  # after the last any that is as large
-    epilogue = Epilogue(w.fc2.bias, residual=b.hidden, stats=stats, scratch=b.scratch, ahead=following.qkv.weight)
+    epilogue = Epilogue(w.fc2.bias, residual=b.hidden, stats=stats, scratch=b.scratch)
     ops.linear(inner, w.fc2.weight, tokens, b.hidden, epilogue, plan.fc2)
     return stats
 
@@ -177,7 +176,7 @@ def _qkv(run: _Run, w: BlockWeights, stats: RowStats) -> torch.Tensor:
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
     rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.rope_words) if w.qk_norm is None else None
     fold = run.fold(stats, w.qkv)
-    epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch, ahead=w.proj.weight)
+    epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
     run.ops.linear(b.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
     if w.qk_norm is not None:
         heads, programs = spec.num_heads, run.plan.max_programs
@@ -209,7 +208,7 @@ def _merger(run: _Run, w: MergerWeights) -> None:
 def _merger_mlp(run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, out: torch.Tensor) -> None:
     merged = run.buffers.meta.count(MERGED)
     inner = run.buffers.rows_of_wide(x.shape[0], run.spec.merged_size)
-    epilogue = Epilogue(w.fc1.bias, norm, activation="gelu", scratch=run.buffers.scratch, ahead=w.fc2.weight)
+    epilogue = Epilogue(w.fc1.bias, norm, activation="gelu", scratch=run.buffers.scratch)
     run.ops.linear(x, w.fc1.weight, merged, inner, epilogue, run.plan.merger_fc1)
     epilogue = Epilogue(w.fc2.bias, scratch=run.buffers.scratch)
     run.ops.linear(inner, w.fc2.weight, merged, out, epilogue, run.plan.merger_fc2)

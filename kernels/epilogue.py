@@ -90,8 +90,6 @@ class Epilogue:
         residual: `[T, N]`; may be the output itself.
         stats: where moments of the rounded output rows go.
         scratch: for forms that split a product; others leave it alone.
-        ahead: `[n, k]`, weights that the next product reads. A form may bring them from memory into L2 meanwhile; no
-            answer depends on it.
     """
 
     bias: torch.Tensor | None = None
@@ -103,7 +101,6 @@ class Epilogue:
     residual: torch.Tensor | None = None
     stats: RowStats | None = None
     scratch: Scratch | None = None
-    ahead: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
 from fusedvit.kernels.hopper.compat import TensorDescriptor, gl, gluon
-from fusedvit.kernels.hopper.linear_configs import CHUNK, MAX_AHEAD, HopperLinearConfig
+from fusedvit.kernels.hopper.linear_configs import CHUNK, HopperLinearConfig
 from fusedvit.kernels.hopper.linear_consumer import _consumer
 from fusedvit.kernels.hopper.linear_epilogue import Tail
 from fusedvit.kernels.hopper.linear_parts import Boxes, Form, Ring, Split, Staging
@@ -60,7 +60,6 @@ def _hopper_linear_kernel(
     tap_index_ptr,
     tap_weight_ptr,
     stats_out_ptr,
-    ahead_ptr,
     partials_ptr,
     counters_ptr,
     num_rows_ptr,  # [1] int32: the true T
@@ -79,7 +78,6 @@ def _hopper_linear_kernel(
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     OUT_WIDTH: gl.constexpr,
-    AHEAD: gl.constexpr,
     BM: gl.constexpr,
     BN1: gl.constexpr,
     BN2: gl.constexpr,
@@ -120,9 +118,9 @@ def _hopper_linear_kernel(
             mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
 
-    form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS, AHEAD)
+    form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS)
     tail = Tail(
-        bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, ahead_ptr,
+        bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,
         HAS_RESIDUAL, OUT_WIDTH,
     )  # fmt: skip
@@ -168,13 +166,12 @@ def linear(
     if tiles == 0:
         return out
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
-    ahead = _ahead(e, config)
     launch(
         _hopper_linear_kernel,
         min(tiles, config.max_programs) if config.splits == 1 else tiles * config.splits,
         _boxes(x, weight, out, e, config),
-        tuple(num_rows if p is None else p for p in _pointers(e, norm, taps, config, ahead)) + (num_rows,),
-        _constants(n, k, e, norm, rope, taps) | {"AHEAD": ahead} | config.constants(),
+        tuple(num_rows if p is None else p for p in _pointers(e, norm, taps, config)) + (num_rows,),
+        _constants(n, k, e, norm, rope, taps) | config.constants(),
         config.options(),
     )
     return out
@@ -206,9 +203,7 @@ def _size(scratch: Scratch | None) -> str:
     return "none" if scratch is None else f"{scratch.sums.numel()} and {scratch.counters.shape[1]}"
 
 
-def _pointers(
-    e: Epilogue, norm: NormFold, taps: Taps, config: HopperLinearConfig, ahead: int
-) -> tuple[torch.Tensor | None, ...]:
+def _pointers(e: Epilogue, norm: NormFold, taps: Taps, config: HopperLinearConfig) -> tuple[torch.Tensor | None, ...]:
     """What the kernel reads and writes by itself; for None there is a stand-in, never read."""
     scratch = e.scratch if config.splits > 1 else None
     return (
@@ -219,19 +214,9 @@ def _pointers(
         taps.index,
         taps.weight,
         None if e.stats is None else e.stats.partials,
-        e.ahead if ahead else None,
         None if scratch is None else scratch.sums,
         None if scratch is None else scratch.counters[(config.splits - 1).bit_length()],
     )
-
-
-def _ahead(e: Epilogue, config: HopperLinearConfig) -> int:
-    """Bytes of the next product's weights to bring into L2, rows and what lies between them."""
-    if e.ahead is None or not config.ahead:
-        return 0
-    rows, cols = e.ahead.shape
-    spanned = ((rows - 1) * e.ahead.stride(0) + cols) * e.ahead.element_size()
-    return min(spanned, MAX_AHEAD) // 16 * 16
 
 
 def _boxes(

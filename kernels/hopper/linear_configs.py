@@ -22,11 +22,6 @@ OVERLAPPING, OVERLAP_ROWS = {"norm", "rms", "residual"}, 2048
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner does
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS
-# Up to so many rows the weights of two layers and what lies between them fit into L2, and memory has little else to do.
-# On an H200 qkv and fc1 alone gain by it, 0.1 to 0.4 us, others lose 0.6 to 1.2; a whole tower whose launches begin
-# early was 1 % slower with it.
-AHEAD_ROWS, MAX_AHEAD = 2048, 12 * 2**20
-AHEAD: frozenset[str] = frozenset()  # parts of the kinds that do so
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class HopperLinearConfig:
         group_m: tile rows that are walked together, so that weights stay in L2.
         overlap: start before the previous launch has ended, as far as weights go (programmatic dependent launch). The
             previous launch must not be what writes `num_rows`. Saves 1 to 2 us a launch: see `OVERLAP`.
-        ahead: bring the weights that `Epilogue.ahead` names into L2 meanwhile.
     """
 
     rows: int
@@ -54,7 +48,6 @@ class HopperLinearConfig:
     max_programs: int = 132
     group_m: int = 8
     overlap: bool = False
-    ahead: bool = False
 
     @property
     def block_m(self) -> int:
@@ -189,8 +182,7 @@ def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinear
     """`config` with what it does for its neighbours in time."""
     parts = set(kind.split("+"))
     overlap = OVERLAP and rows <= OVERLAP_ROWS and bool(OVERLAPPING & parts)
-    ahead = rows <= AHEAD_ROWS and bool(AHEAD & parts)
-    return replace(config, overlap=overlap, ahead=ahead)
+    return replace(config, overlap=overlap)
 
 
 def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str = "") -> float:

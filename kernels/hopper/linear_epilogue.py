@@ -21,7 +21,6 @@ class Tail:
     tap_index_ptr: gl.tensor  # [T, TAPS] int32
     tap_weight_ptr: gl.tensor  # [T, TAPS] fp32
     stats_out_ptr: gl.tensor  # [T, OUT_PARTS, 2] fp32
-    ahead_ptr: gl.tensor  # the next product's weights
     num_rows: gl.tensor
     N: gl.constexpr
     EPS: gl.constexpr

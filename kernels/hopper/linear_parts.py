@@ -21,7 +21,6 @@ class Form:
     SPLITS: gl.constexpr
     GROUP_M: gl.constexpr
     X_IN_REGISTERS: gl.constexpr
-    AHEAD: gl.constexpr  # bytes of the next product's weights
 
 
 @record

@@ -1,5 +1,4 @@
-"""The producer warp: operands of every k-step into the ring, residual or rotary words into the staging buffers, and
-the next product's weights from memory into L2."""
+"""The producer warp: operands of every k-step into the ring, residual or rotary words into the staging buffers."""
 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
@@ -41,27 +40,6 @@ def _bring(form, tail, boxes, staging, C: gl.constexpr, AT: gl.constexpr, row0, 
 
 
 @gluon.jit
-def _to_l2(ptr, offset, size):
-    """Asks for `size` bytes, a multiple of 16, at byte `offset` of `ptr` in L2; nobody waits for them."""
-    gl.inline_asm_elementwise(
-        """{ .reg .pred one; .reg .b32 lane; .reg .b64 at; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;
-        setp.gt.and.s32 one, $3, 0, one; cvt.s64.s32 at, $2; add.s64 at, $1, at;
-        @one cp.async.bulk.prefetch.L2.global [at], $3; mov.b32 $0, lane; }""",
-        "=r,l,r,r", [ptr.to(gl.int64), offset, size], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _fetch_ahead(form, tail, k):
-    """This program's share of the next product's weights, a piece with every step of its first tile."""
-    if form.AHEAD > 0:
-        STEPS: gl.constexpr = ((form.K + 63) // 64 + form.SPLITS - 1) // form.SPLITS
-        piece = (form.AHEAD // (STEPS * gl.num_programs(0)) + 128) // 128 * 128
-        offset = (gl.program_id(0) * STEPS + k) * piece
-        _to_l2(tail.ahead_ptr, offset, gl.minimum(piece, form.AHEAD - offset))
-
-
-@gluon.jit
 def _load_step(form, ring, boxes, stage, row0, col0, k, X: gl.constexpr, W: gl.constexpr):
     """One k-step's operands into a stage; its barrier expects both from the first call on."""
     full = ring.full.index(stage)
@@ -97,8 +75,6 @@ def _producer(form, tail, split, ring, staging, boxes):
             else:
                 mbarrier.wait(ring.empty.index(stage), ((at // form.STAGES) & 1) ^ 1)
                 _load_step(form, ring, boxes, stage, row0, col0, k0 + k, True, True)
-            if i == 0:
-                _fetch_ahead(form, tail, k)
             if tail.HAS_RESIDUAL or tail.ROPE_COLS > 0:
                 if k == gl.minimum(steps - 1, form.STAGES):  # by then the consumer has begun, and staging is about free
                     if form.CONSUMERS > 1:

@@ -6,7 +6,7 @@ from fusedvit.bench.linear_sweep import questions, timed, variants
 from fusedvit.kernels.configs import Target
 
 
-def test_every_tile_alone_and_with_each_thing_it_does_for_its_neighbours() -> None:
+def test_every_tile_begun_early_and_not() -> None:
     names = {q.task.name: q for q in questions("Qwen3-VL-8B", (896, 4096), ())}
     assert {"patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2"} == set(names)
     few = {q.task.name: variants(q, Target()) for q in questions("Qwen3-VL-8B", (896,), ("proj", "fc2"))}
@@ -14,7 +14,6 @@ def test_every_tile_alone_and_with_each_thing_it_does_for_its_neighbours() -> No
     for found in (*few.values(), many):
         assert len(set(found)) == len(found)
         assert {c.overlap for c in found} == {False, True}
-    assert {c.ahead for c in few["proj"]} == {False, True} and not any(c.ahead for c in many)
 
 
 def test_a_record_says_what_each_candidate_and_peer_took() -> None:

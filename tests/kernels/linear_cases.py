@@ -237,7 +237,7 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
         bias, colsum = bias.to(wide), colsum.to(wide)
     weight = padded(weight.to(dtype), layer.n)
     bias = bias if layer.bias else None
-    epilogue = Epilogue(bias, norm, taps, rope, layer.activation, layer.limit, ahead=weight)
+    epilogue = Epilogue(bias, norm, taps, rope, layer.activation, layer.limit)
     return Fused(
         layer,
         padded(t.x.to(dtype), rows),

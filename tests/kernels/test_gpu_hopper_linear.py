@@ -50,15 +50,15 @@ CASES = {
     "swiglu": (Layer(ROWS, 1280, 6848, norm=True, rms=True, part=128, activation="swiglu"), PING_PONG),
     "fc2": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperLinearConfig(64, 64, 1, 8)),
     "fc2 in two": (Layer(250, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=2)),
-    "fc2 in three": (Layer(190, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=3, ahead=True)),
+    "fc2 in three": (Layer(190, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=3)),
     "fc2 in eight": (Layer(61, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=8)),
     "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
     "merger fc1 in three": (
         Layer(190, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"),
-        replace(WIDE, splits=3, ahead=True),
+        replace(WIDE, splits=3),
     ),
     "merger fc1": (Layer(MERGED, 4608, 4608, activation="gelu"), PING_PONG),
-    "merger fc2 in four": (Layer(61, 4608, 4096), replace(NARROW, splits=4, ahead=True)),
+    "merger fc2 in four": (Layer(61, 4608, 4096), replace(NARROW, splits=4)),
     "merger fc2 in two": (Layer(190, 4608, 4096, bias=False), replace(PING_PONG, splits=2)),
 }
 SHIPS = (  # as heuristics choose

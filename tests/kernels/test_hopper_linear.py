@@ -113,7 +113,7 @@ def test_costs_are_off_by_a_tenth() -> None:
     for _, rows, n, k, kind, us in TIMES:
         for (m, cols, consumers, splits), taken in us.items():
             (tile,) = {
-                replace(c, splits=splits, overlap=False, ahead=False)
+                replace(c, splits=splits, overlap=False)
                 for c in hopper_linear_candidates(rows, n, k, H200, kind)
                 if (c.rows, c.cols, c.consumers) == (m, cols, consumers)
             }
