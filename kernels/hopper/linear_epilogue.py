@@ -93,10 +93,10 @@ def _read_moments(tail, rows, BM: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _load_columns(ptr, tail, col0, L: gl.constexpr):
-    """64 columns of a vector; zeros past the last."""
+    """64 columns of a vector; past the last anything at all, but never from beyond its end."""
     cols = gl.arange(0, 64, gl.SliceLayout(0, L))
     if tail.N % 64 == 0:
-        v = gl.load(ptr + col0 + cols)
+        v = gl.load(ptr + gl.minimum(col0, tail.N - 64) + cols)
     else:
         v = gl.load(ptr + col0 + cols, mask=cols < tail.N - col0, other=0.0)
     return v
