@@ -23,8 +23,9 @@ from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_us
 from fusedvit.spec import VisionSpec
 
-BEST = 5  # by the cost model, beside the heuristics' choices
+BEST, BEST_OF_LONG = 3, 2  # by the cost model, beside the heuristics' choices; of what takes long to time
 USUAL = range(256, 16384 + 1)  # budgets, patch tokens
+PLAIN_ROWS = 2048  # up to which plain Triton is timed where another form is the heuristics' choice: it takes 1.1 to 3 x
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
 
@@ -55,7 +56,10 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
     if not others:
         return list(proposed)
     predicted = _linear_us if key.op == forms.LINEAR else _attention_us
-    others = sorted(others, key=lambda candidate: predicted(candidate.config, key, target))[:BEST]
+    best = BEST if key.rows <= USUAL.stop else BEST_OF_LONG
+    others = sorted(others, key=lambda candidate: predicted(candidate.config, key, target))[:best]
+    if key.rows > PLAIN_ROWS and own.form != PLAIN:
+        return list(dict.fromkeys([own, *others]))
     plain = forms.named(key.op, PLAIN)
     assert plain is not None, "every operation has a plain form"
     fallback = Candidate(PLAIN, plain.heuristic(key, dtype, target, question.task.widest))
