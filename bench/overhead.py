@@ -115,7 +115,7 @@ def _watched(encoder: FusedEncoder, seen: dict[str, list[tuple[int, int]]]) -> I
     steps: list[tuple[Any, str]] = [
         (handle.reasons, "reason_of_call"), (handle, "check_pixels"), (handle, "check_grid"), (handle, "check_items"),
         (guess, "begin"), (prepared, "mark"), (handle, "run"), (manager._capture, "before_use"),
-        (program, "admit"), (program, "table"), (program, "load_grid"), (program, "buffers"), (guess, "new_outputs"),
+        (program, "admit"), (program, "table"), (program, "load_grid"), (guess, "new_outputs"), (program, "hand_over"),
         (manager._capture, "after_use"), (prepared, "look"), (guess.Guess, "settle"), (prepared, "true"),
     ]  # fmt: skip
 

@@ -93,7 +93,7 @@ def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: i
 
 
 def _launches_beside() -> list[Launch]:
-    """What a call launches beside the encoder: the fingerprint of the weights, and its input taken over."""
+    """What a call launches beside the encoder: the fingerprint of the weights, its input taken over, its outputs."""
     words = torch.empty(1, dtype=torch.int64, device="meta")
     watched = Watched((), words, words)
     table = torch.empty(64, 3, dtype=torch.int32, device="meta")
@@ -106,6 +106,9 @@ def _launches_beside() -> list[Launch]:
             TRITON.admit(grid, 4, 256, 2, table)
             for given, kept in itertools.product(pixels, pixels):
                 TRITON.admit(grid, 4, 256, 2, table, given, kept)
+        for like in pixels:
+            hidden, merged = like.new_empty(4, 1152), like.new_empty(4, 1, 4096)
+            TRITON.hand_over(hidden, merged, hidden, merged)
 
     return record(launches)
 

@@ -69,7 +69,7 @@ def captured(
         return (
             graphs  # not asked for, or a budget was left out or could not be captured, of which the manager has warned
         )
-    return replace(graphs, cost=CostModel.measured(samples), layouts={}, guesses={})
+    return replace(graphs, cost=CostModel.measured(samples), layouts={}, guesses={}, read={})
 
 
 def _bar(budgets: Iterable[int]) -> Iterable[int]:

@@ -6,7 +6,7 @@ grid of this call (`kernels.admit`); the host reads it later, and a guess that d
 host tells the batch for certain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,13 @@ from fusedvit.encoder import EncoderOutputs
 from fusedvit.graphs.packing import Batch, sole_budget
 from fusedvit.items import Item, check_grid, check_items
 from fusedvit.kernels.admit import DTYPES, MOST
-from fusedvit.runner import LAYOUTS_KEPT, Graphs, Tower, new_outputs, steps_of
-from fusedvit.streams import Mark, is_current, lies_on_gpu
+from fusedvit.runner import LAYOUTS_KEPT, Graphs, Read, Tower, new_outputs, steps_of
+from fusedvit.streams import Mark, is_current
 
 _UNKNOWN = -1
 
 
-@dataclass
+@dataclass(slots=True)
 class Guess:
     """A replay under way, or none where nothing was guessed.
 
@@ -29,8 +29,8 @@ class Guess:
         tower, graphs: what it runs on.
         made: which making of the weights it began with.
         mark: where the current stream was before it; None on a CPU, or where nobody will look from there.
-        budget: whose graph is replayed.
-        outputs: where its outputs will be.
+        budget: whose graph is replayed, if any.
+        outputs: where its outputs will be; None where nothing is replayed, or it is settled or dropped.
         over: it is settled or dropped.
     """
 
@@ -38,8 +38,8 @@ class Guess:
     graphs: Graphs
     made: int
     mark: Mark | None
-    budget: int | None = None
-    outputs: EncoderOutputs | None = None
+    budget: int | None
+    outputs: EncoderOutputs | None
     over: bool = False
 
     def settle(self, items: Sequence[Item]) -> EncoderOutputs | None:
@@ -64,28 +64,27 @@ class Guess:
 
 
 def begin(
-    tower: Tower, pixels: torch.Tensor, grid: torch.Tensor | Sequence[Item], graphs: Graphs, made: int, look: bool
+    tower: Tower, pixels: torch.Tensor, grid: torch.Tensor | Read, graphs: Graphs, made: int, look: bool
 ) -> Guess:
     """Enqueues a replay where `grid` tells the batch: by its shape, if it is `[n, 3]` on the tower's device, or itself.
 
+    Until the replay is launched the GPU has nothing to do: what can wait for that does.
+
     Args:
         pixels: `[tokens, patch_width]`, any float dtype, any device.
-        grid: the tensor, unread, or the items.
+        grid: the tensor, unread, or what it holds.
         made: which making of the weights is the last.
         look: whether something will be read beside the replay.
     """
-    unit, program = tower.spec.merge_unit, graphs.program
-    guess = Guess(tower, graphs, made, tower.weights.mark() if look else None)
-    if not isinstance(grid, torch.Tensor):
-        items = tuple(grid)
-        batch = _sole_batch(items, graphs, unit)
-        if batch is not None:
-            _replay(guess, batch.budget, pixels, lambda: program.table(items))
-        return guess
-    budget = _likely(graphs, pixels.shape[0], grid.shape[0], unit)
-    if budget is not None and grid.dtype in DTYPES and max(grid.stride()) <= MOST:
-        _replay(guess, budget, pixels, lambda: grid)
-    return guess
+    mark = tower.weights.mark() if look else None
+    if isinstance(grid, Read):
+        budget = grid.budget
+    elif grid.dtype in DTYPES and max(grid.stride()) <= MOST:
+        budget = _likely(graphs, pixels.shape[0], grid.shape[0], tower.spec.merge_unit)
+    else:
+        budget = None
+    outputs = None if budget is None else _replay(tower, graphs, budget, pixels, grid)
+    return Guess(tower, graphs, made, mark, budget, outputs)
 
 
 def begun(
@@ -109,24 +108,27 @@ def begun(
     if graphs is None:
         return None, tower.weights.mark() if look else None, made
     if guess is None or guess.graphs is not graphs or guess.over:
-        guess = begin(tower, pixels, grid, graphs, made, look)
+        found = grid if isinstance(grid, torch.Tensor) else _read_of(tuple(grid), pixels.shape[0], graphs, tower)
+        guess = begin(tower, pixels, found, graphs, made, look)
     return guess, guess.mark, guess.made
 
 
-def _replay(guess: Guess, budget: int, pixels: torch.Tensor, grid: Callable[[], torch.Tensor]) -> None:
-    """Replays the graph of `budget`, if there is one; `grid` is asked for when the static buffers are ours."""
-    tower, program, rows = guess.tower, guess.graphs.program, pixels.shape[0]
+def _replay(
+    tower: Tower, graphs: Graphs, budget: int, pixels: torch.Tensor, grid: torch.Tensor | Read
+) -> EncoderOutputs | None:
+    """Replays the graph of `budget`; None where there is none."""
+    program, found = graphs.program, None
 
     def load() -> None:
-        program.admit(budget, grid(), pixels)
+        program.admit(budget, program.table(grid.items) if isinstance(grid, Read) else grid, pixels)
 
     def unload() -> None:
-        static, outputs = program.buffers(budget), new_outputs(tower, rows)
-        guess.budget, guess.outputs = budget, outputs
-        outputs.hidden.copy_(static.hidden[:rows])
-        outputs.merged.copy_(static.merged[:, : rows // tower.spec.merge_unit])
+        nonlocal found
+        found = new_outputs(tower, pixels.shape[0])
+        program.hand_over(budget, found)
 
-    guess.graphs.manager.replay_unread(budget, load, unload)
+    graphs.manager.replay_unread(budget, load, unload)
+    return found
 
 
 def begin_again(
@@ -140,26 +142,31 @@ def begin_again(
         return None
     assert isinstance(pixels, torch.Tensor)
     if type(grid) is torch.Tensor and grid.device == last.tower.device:
-        return begin(last.tower, pixels, grid, last.graphs, made, True) if grid.shape[1:] == (3,) else None
-    items = _items(grid, pixels.shape[0], last)
-    return None if items is None else begin(last.tower, pixels, items, last.graphs, made, watch)
+        return begin(last.tower, pixels, grid, graphs, made, True) if grid.shape[1:] == (3,) else None
+    read = _read(grid, pixels.shape[0], last)
+    return None if read is None else begin(last.tower, pixels, read, graphs, made, watch)
 
 
-def _items(grid: object, rows: int, last: Guess) -> tuple[Item, ...] | None:
-    """The items of a grid on the host; None where anything about it is amiss, which is told of in its turn."""
+def _read(grid: object, rows: int, last: Guess) -> Read | None:
+    """What a grid on the host holds; None where anything about it is amiss, which is told of in its turn."""
     known = last.graphs.read
     try:
         key = _key(grid)
         found = known.get(key)
         if found is None:
             table = check_grid(grid)  # type: ignore[arg-type]  # it looks for itself
-            found = rows, tuple(check_items(table.tolist(), rows, last.tower.spec.merge_size))
+            items = tuple(check_items(table.tolist(), rows, last.tower.spec.merge_size))
             if len(known) >= LAYOUTS_KEPT:
                 known.clear()
-            known[key] = found
+            found = known[key] = _read_of(items, rows, last.graphs, last.tower)
     except (TypeError, ValueError):
         return None
-    return found[1] if found[0] == rows else None
+    return found if found.rows == rows else None
+
+
+def _read_of(items: tuple[Item, ...], rows: int, graphs: Graphs, tower: Tower) -> Read:
+    batch = _sole_batch(items, graphs, tower.spec.merge_unit)
+    return Read(rows, items, None if batch is None else batch.budget)
 
 
 def _key(grid: object) -> object:
@@ -168,7 +175,7 @@ def _key(grid: object) -> object:
     Raises:
         TypeError: it is on a GPU, or nothing ordinary.
     """
-    if type(grid) is torch.Tensor and not lies_on_gpu(grid):
+    if type(grid) is torch.Tensor and grid.is_cpu:
         return grid.dtype, grid.shape, grid.numpy().tobytes()
     if type(grid) is list and all([type(row) in (list, tuple) for row in grid]):
         return tuple(map(tuple, grid))
@@ -180,15 +187,15 @@ def _are_plain(pixels: object, tower: Tower) -> bool:
 
     A subclass may, and so may what traces, captures or differentiates.
     """
+    if type(pixels) is not torch.Tensor or pixels.device != tower.device or pixels.requires_grad:
+        return False
+    shape = pixels.shape
     return (
-        type(pixels) is torch.Tensor
-        and pixels.device == tower.device
-        and pixels.ndim == 2
-        and pixels.shape[1] == tower.spec.patch_width
+        len(shape) == 2
+        and shape[1] == tower.spec.patch_width
         and pixels.dtype.is_floating_point
-        and not pixels.requires_grad
         and is_current(tower.device)
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
     )
 
 

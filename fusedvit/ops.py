@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedvit.kernels import admit, fingerprint, forms, gather, head_norm, layer_norm, metadata, rope_words
+from fusedvit.kernels import admit, fingerprint, forms, gather, hand_over, head_norm, layer_norm, metadata, rope_words
 from fusedvit.kernels.reference import admit as admit_ref
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference import gather as gather_ref
+from fusedvit.kernels.reference import hand_over as hand_over_ref
 from fusedvit.kernels.reference import head_norm as head_norm_ref
 from fusedvit.kernels.reference import layer_norm as layer_norm_ref
 from fusedvit.kernels.reference import linear as linear_ref
@@ -34,6 +35,7 @@ class Ops:
     head_norm_rope: Callable[..., torch.Tensor]
     fingerprint: Callable[..., torch.Tensor]
     admit: Callable[..., torch.Tensor]
+    hand_over: Callable[..., None]
 
 
 TRITON = Ops(
@@ -47,6 +49,7 @@ TRITON = Ops(
     head_norm.head_norm_rope,
     fingerprint.fingerprint,
     admit.admit,
+    hand_over.hand_over,
 )
 TORCH = Ops(
     "torch",
@@ -59,6 +62,7 @@ TORCH = Ops(
     head_norm_ref.head_norm_rope,
     fingerprint_ref.fingerprint,
     admit_ref.admit,
+    hand_over_ref.hand_over,
 )
 
 

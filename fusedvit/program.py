@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
-from fusedvit.encoder import encode
+from fusedvit.encoder import EncoderOutputs, encode
 from fusedvit.graphs.budgets import Limits
 from fusedvit.kernels import admit
 from fusedvit.kernels.configs import Target
@@ -102,6 +102,7 @@ class EncoderProgram:
         part.pixels[:rows].fill_(0.5)
         side *= self._spec.merge_size
         self._admit_all(budget, [[frames, side, side]], rows)
+        self._hand_over_one(budget)
         return rows // self._spec.merge_unit
 
     def _admit_all(self, budget: int, grid: list[list[int]], rows: int) -> None:
@@ -113,6 +114,12 @@ class EncoderProgram:
             for given in admit.PIXELS if part.pixels.is_contiguous() else ():
                 pixels = torch.full((1, self._spec.patch_width), 0.5, dtype=given, device=self._device)
                 self._ops.admit(table, rows, frames, merge, part.grid, pixels, part.pixels)
+
+    def _hand_over_one(self, budget: int) -> None:
+        """A merged token's outputs, whatever they are: the kernel is compiled by that."""
+        part, unit = self._parts[budget], self._spec.merge_unit
+        hidden, merged = (t.new_empty(t.shape) for t in (part.hidden[:unit], part.merged[:, :1]))
+        self.hand_over(budget, EncoderOutputs(hidden, merged))
 
     def admit(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor) -> None:
         """Fills the grid table from the device's `grid` of these pixels, unread, and takes them over: `kernels.admit`.
@@ -127,6 +134,11 @@ class EncoderProgram:
             return
         self._ops.admit(*arguments)
         part.pixels[:rows].copy_(pixels, non_blocking=True)
+
+    def hand_over(self, budget: int, outputs: EncoderOutputs) -> None:
+        """Copies the first rows of `budget`'s outputs to `outputs`, which say how many."""
+        part = self._parts[budget]
+        self._ops.hand_over(part.hidden, part.merged, outputs.hidden, outputs.merged)
 
     def table(self, rows: Rows) -> torch.Tensor:
         """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch.

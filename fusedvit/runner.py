@@ -30,6 +30,14 @@ CAPTURING = "inside another capture"
 LAYOUTS_KEPT = 512
 
 
+class Read(NamedTuple):
+    """What a grid on the host holds: patch tokens, items, and the budget if they are one batch as they are."""
+
+    rows: int
+    items: tuple[Item, ...]
+    budget: int | None
+
+
 @dataclass(frozen=True)
 class Graphs:
     """A tower's graphs on one device, in one dtype.
@@ -37,7 +45,7 @@ class Graphs:
     Attributes:
         layouts: how recent calls were run, by their items.
         guesses: the budget of recent calls that were one batch, by (patch tokens, items); None for other calls.
-        read: patch tokens and items of recent grids on the host, by their content.
+        read: recent grids on the host, by their content.
     """
 
     manager: GraphManager
@@ -45,7 +53,7 @@ class Graphs:
     cost: CostModel
     layouts: dict[tuple[Item, ...], tuple["Step", ...]] = field(default_factory=dict, compare=False, repr=False)
     guesses: dict[tuple[int, int], int | None] = field(default_factory=dict, compare=False, repr=False)
-    read: dict[object, tuple[int, tuple[Item, ...]]] = field(default_factory=dict, compare=False, repr=False)
+    read: dict[object, Read] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def limits(self) -> Limits:

@@ -189,14 +189,13 @@ class GraphManager:
         Returns False, with nothing done, where the budget cannot be captured.
         """
         with self._lock:
-            if not self.ready(batch.budget):
+            if not self.ready(batch.budget) or not self.replay_unread(batch.budget, load, unload):
                 return False
-            self._replay(self._graphs[batch.budget], load, unload)
             self.count(batch)
             return True
 
     def replay_unread(self, budget: int, load: Callable[[], None], unload: Callable[[], None]) -> bool:
-        """As `replay`, for a content that the host has yet to read. Then `count` the batch, or that it was another.
+        """As `replay`, of a content that the host may have yet to read. Then `count` the batch, or that it was another.
 
         Returns False, with nothing done, where the budget is not captured yet.
         """
@@ -204,17 +203,14 @@ class GraphManager:
             graph = self._graphs.get(budget)
             if graph is None:
                 return False
-            self._replay(graph, load, unload)
+            self._capture.before_use()
+            try:
+                load()
+                graph.replay()
+                unload()
+            finally:
+                self._capture.after_use()
             return True
-
-    def _replay(self, graph: Graph, load: Callable[[], None], unload: Callable[[], None]) -> None:
-        self._capture.before_use()
-        try:
-            load()
-            graph.replay()
-            unload()
-        finally:
-            self._capture.after_use()
 
     def count(self, batch: Batch | None) -> None:
         """Counts a replay of `batch`; of None, one whose content turned out to be another."""

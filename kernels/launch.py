@@ -2,11 +2,12 @@
 
 Triton's own launcher works out an argument's specialisation at every launch, 20 us on the host; an encoder call makes
 140 launches. What decides the machine code is known here in a few words, so a compiled kernel is kept under them and
-called directly (10 us), as Triton itself keeps compiled kernels per function.
+called directly, as Triton itself keeps compiled kernels per function; past the record of the launch, too, which Triton
+makes for hooks, unless there are any.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,10 +15,34 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_compiled: dict[tuple[Any, ...], "Loaded"] = {}
 _compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", default=False)
+
+
+class Loaded:
+    """A compiled kernel on the device that was current when it was made."""
+
+    __slots__ = ("_constants", "_function", "_kernel", "_metadata", "_run")
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self._kernel = kernel
+        self._constants = tuple(constants.values())
+        self._run = kernel.run  # loads it
+        self._function, self._metadata = kernel.function, kernel.packed_metadata
+
+    def launch(self, programs: int, arguments: Iterable[Any]) -> None:
+        """Launches it on a one-dimensional grid on the current stream; `arguments` are all but the constants."""
+        begin, end = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(begin, "calls", begin) or getattr(end, "calls", end):  # such as Triton's profiler
+            self._kernel[(programs, 1, 1)](*arguments, *self._constants)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        hooks = None, None, None
+        run, function, metadata = self._run, self._function, self._metadata
+        run(programs, 1, 1, stream, function, metadata, *hooks, *arguments, *self._constants)
 
 
 @contextmanager
@@ -42,8 +67,8 @@ def launch(
     constants: dict[str, Any],
     options: dict[str, int],
     scalars: tuple[int, ...] = (),
-) -> None:
-    """Launches `kernel` on a one-dimensional grid.
+) -> Loaded | None:
+    """Launches `kernel` on a one-dimensional grid, and returns what to launch again where the same words decide.
 
     Args:
         kernel: its parameters are `boxes`, `pointers`, `scalars` and `constants`, in this order.
@@ -69,18 +94,20 @@ def launch(
     if compiled is not None:
         # For a tensor Triton would ask the driver where it lies; one that lies elsewhere it is to find, and refuse.
         addresses = [p if p is None or not p.is_cuda else p.data_ptr() for p in pointers]
-        compiled[(programs, 1, 1)](*boxes, *addresses, *scalars, *constants.values())
-        return
+        compiled.launch(programs, (*boxes, *addresses, *scalars))
+        return compiled
     names = kernel.arg_names[len(boxes) + len(pointers) + len(scalars) :]
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
     # Fused multiply-adds are asked for: versions of Triton differ in what they default to.
     named = constants | options | {"enable_fp_fusion": True}
     if _compiling_only.get():
         kernel.warmup(*boxes, *pointers, *scalars, grid=(programs,), **named)
-        return
-    compiled = kernel[(programs,)](*boxes, *pointers, *scalars, **named)
-    if compiled is not None:  # the interpreter compiles nothing
-        _compiled[key] = compiled
+        return None
+    found = kernel[(programs,)](*boxes, *pointers, *scalars, **named)
+    if found is None:  # the interpreter compiles nothing
+        return None
+    compiled = _compiled[key] = Loaded(found, constants)
+    return compiled
 
 
 def _add_pointer(words: list[Any], t: torch.Tensor | None) -> None:

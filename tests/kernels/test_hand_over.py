@@ -1,0 +1,47 @@
+"""Outputs copied out in one launch: the rows asked for, of every plane, and nothing beside them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fusedvit.kernels.hand_over import hand_over
+from fusedvit.kernels.reference.hand_over import hand_over as hand_over_ref
+from tests.kernels.support import NAN, random
+
+OPS = {"kernel": hand_over, "twin": hand_over_ref}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    "rows, room, width, planes, out, pitch",
+    [
+        (4, 4, 8, 1, 16, 16),
+        (12, 64, 1152, 4, 2048, 2048),  # several programs a plane, the last of each in part
+        (100, 256, 48, 3, 42, 48),  # rows apart
+        (8, 16, 7, 2, 5, 5),  # neither a multiple of 16 bytes
+        (20, 32, 16, 0, 16, 16),  # a tower without a merger
+    ],
+)
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_rows_of_every_plane(
+    op: Callable[..., None],
+    rows: int,
+    room: int,
+    width: int,
+    planes: int,
+    out: int,
+    pitch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    hidden = random(room, width, device=device).to(dtype)
+    merged = random(planes, room // 4, pitch, seed=1, device=device).to(dtype)[..., :out]
+    hidden[rows:] = NAN
+    merged[:, rows // 4 :] = NAN
+    room_of_hidden = torch.full((rows + 1, width), 7.0, dtype=dtype, device=device)
+    room_of_merged = torch.full((planes * (rows // 4) * out + 1,), 7.0, dtype=dtype, device=device)
+    to_hidden, to_merged = room_of_hidden[:rows], room_of_merged[:-1].view(planes, rows // 4, out)
+    op(hidden, merged, to_hidden, to_merged)
+    assert torch.equal(to_hidden, hidden[:rows]) and torch.equal(to_merged, merged[:, : rows // 4])
+    assert (room_of_hidden[rows:] == 7).all() and room_of_merged[-1] == 7
