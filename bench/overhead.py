@@ -6,6 +6,7 @@ its graph, with the copies out. What comes later runs beside the GPU, unless a c
 
 import contextlib
 import functools
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,11 +26,15 @@ CASES: dict[str, Grid] = {
     "32 x 128 px": [(1, 8, 8)] * 32,
 }
 PLACES = ("cpu", "cuda")
-ROUNDS = 60
+COLD = "1 x 448 px"  # the case whose calls are also timed each after other work on the host
+ROUNDS, COLD_ROUNDS = 60, 20
 
 
 def host(tower: nn.Module, encoder: FusedEncoder, pixels_for: Callable[..., torch.Tensor]) -> dict[str, Any]:
-    """Microseconds of wall time beyond the graph's own, by case, calls and replays in turns; "steps": where they go."""
+    """Microseconds of wall time beyond the graph's own, by case, calls and replays in turns; "steps": where they go.
+
+    "cold": of calls before each of which the host does other things, as another model's Python.
+    """
     found: dict[str, Any] = {}
     steps: dict[str, Any] = {}
     for case, grid in CASES.items():
@@ -39,6 +44,8 @@ def host(tower: nn.Module, encoder: FusedEncoder, pixels_for: Callable[..., torc
             replay = replay_of(encoder, grid, call)
             name = f"{case}, grid on {where}"
             found[name] = in_turns(call, replay)
+            if case == COLD:
+                found[f"{name}, cold"] = in_turns(call, replay, _something_else, COLD_ROUNDS)
             steps[name] = timeline(encoder, call)
     return found | {"steps": steps}
 
@@ -53,10 +60,26 @@ def replay_of(encoder: FusedEncoder, grid: Grid, call: Callable[[], Any]) -> Cal
     return manager.graph(budget).replay
 
 
-def in_turns(call: Callable[[], Any], replay: Callable[[], None]) -> float:
-    """Microseconds by which a call, waited for, takes longer than a replay between two events; medians."""
+def _something_else() -> None:
+    """Some tens of milliseconds that leave the CPU's caches full of other code and data."""
+    json.loads(json.dumps([{str(i): [i, float(i)]} for i in range(5000)]))
+    torch.ones(2**24).sum()  # 64 MiB
+
+
+def in_turns(
+    call: Callable[[], Any],
+    replay: Callable[[], None],
+    before: Callable[[], None] = lambda: None,
+    count: int = ROUNDS,
+) -> float:
+    """Microseconds by which a call, waited for, takes longer than a replay between two events; medians.
+
+    Args:
+        before: runs ahead of each call.
+    """
     walls, graphs = [], []
-    for i in range(ROUNDS + 5):
+    for i in range(count + 5):
+        before()
         torch.cuda.synchronize()
         begun = time.perf_counter_ns()
         call()

@@ -21,7 +21,25 @@ def explanation(document: dict[str, Any]) -> list[str]:
         "the time of its replay alone, metadata and copies not counted. **Hugging Face**: `sdpa`, eager, wall time.",
         f"Floor: useful FLOPs at {ceilings['tflops']:.0f} TFLOP/s or weights at {ceilings['tbs']:.1f} TB/s.",
         "A contender whose answer breaks the tolerance rule gets no number.",
+        *_turns_explained(document),
     ]
+
+
+def _turns_explained(document: dict[str, Any]) -> list[str]:
+    """How long turns are, of a document that says so."""
+    rows = [row for found in document["towers"].values() for row in found["workloads"].values()]
+    counts = sorted({row["calls_in_a_turn"] for row in rows if "calls_in_a_turn" in row})
+    if not counts:
+        return []
+    calls = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return [
+        f"A turn is {calls} calls in a row, as many for every contender and the fewer the slower they are; its median",
+        "counts. **First**: ours as the first call of a turn, when the CPU's caches have lost its code to the others'.",
+    ]
+
+
+def _has_first(found: dict[str, Any]) -> bool:
+    return any("first_ms" in row for row in found["workloads"].values())
 
 
 def _compiled(found: dict[str, Any]) -> list[str]:
@@ -33,7 +51,8 @@ def _compiled(found: dict[str, Any]) -> list[str]:
 
 def _head(found: dict[str, Any]) -> list[str]:
     compiled = [name.replace("hf compiled", "torch.compile") for name in _compiled(found)]
-    return ["workload", "patches", "ours", "engine-like", "Hugging Face", *compiled, "of floor", "peak MiB HF / ours"]
+    ours = ["ours", "first"] if _has_first(found) else ["ours"]
+    return ["workload", "patches", *ours, "engine-like", "Hugging Face", *compiled, "of floor", "peak MiB HF / ours"]
 
 
 def _rows(found: dict[str, Any]) -> list[list[str]]:
@@ -46,6 +65,7 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
                 name,
                 str(row["tokens"]),
                 f"{ours['median']:.2f}" if ours else "wrong",
+                *([_first(row)] if _has_first(found) else []),
                 _peer(row, row["engine_like"]),
                 _peer(row, "hf"),
                 *(_peer(row, compiled) for compiled in _compiled(found)),
@@ -54,6 +74,11 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _first(row: dict[str, Any]) -> str:
+    first = row.get("first_ms", {}).get("ours")
+    return f"{first['median']:.2f}" if first else "–"
 
 
 def _peer(row: dict[str, Any], name: str | None) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 FIELDS = (
-    "tower", "workload", "patches", "contender", "clock", "ms", "low_ms", "high_ms", "rounds", "speedup_of_ours",
-    "speedup_low", "speedup_high", "floor_ms", "floor_percent", "parity", "largest_error_ratio", "rms_error_ratio",
-    "peak_mib",
+    "tower", "workload", "patches", "contender", "clock", "ms", "low_ms", "high_ms", "rounds", "first_ms",
+    "speedup_of_ours", "speedup_low", "speedup_high", "floor_ms", "floor_percent", "parity", "largest_error_ratio",
+    "rms_error_ratio", "peak_mib",
 )  # fmt: skip
 
 
@@ -29,6 +29,7 @@ def _row(row: dict[str, Any], name: str) -> dict[str, Any]:
         "low_ms": ms.get("low"),
         "high_ms": ms.get("high"),
         "rounds": ms.get("rounds"),
+        "first_ms": row.get("first_ms", {}).get(name, {}).get("median"),
         "speedup_of_ours": speedup.get("median"),
         "speedup_low": speedup.get("low"),
         "speedup_high": speedup.get("high"),

@@ -11,11 +11,11 @@ from fusedvit.bench.roofline import Cost
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """A table per tower: ours, what it is compared with, and how far the floor is."""
+    """A table per tower: ours, in a row of calls and the first of one, its peers, and how far the floor is."""
     for tower, found in document["towers"].items():
         table = Table(title=f"{tower}, milliseconds (times as long as ours)", title_justify="left")
         names = _contenders(found["workloads"])
-        for head in ("workload", "patches", "ours", *names, "floor", "of floor", "MiB hf / ours"):
+        for head in ("workload", "patches", "ours", "first", *names, "floor", "of floor", "MiB hf / ours"):
             table.add_column(head, justify="left" if head == "workload" else "right")
         for workload, row in found["workloads"].items():
             cells = [_cell(row, name) for name in names]
@@ -23,7 +23,9 @@ def show(document: dict[str, Any], console: Console) -> None:
             peaks = row.get("peak_mib")
             memory = f"{peaks['hf']:.0f} / {peaks['ours']:.0f}" if peaks else "–"
             ours = _cell(row, "ours")
-            table.add_row(workload, str(row["tokens"]), ours, *cells, f"{row['floor_ms']:.2f}", floor, memory)
+            first = row.get("first_ms", {}).get("ours")
+            head = workload, str(row["tokens"]), ours, f"{first['median']:.2f}" if first else "–"
+            table.add_row(*head, *cells, f"{row['floor_ms']:.2f}", floor, memory)
         console.print(table)
         for workload, reason in found.get("failed", {}).items():
             console.print(f"[red]{workload}: {escape(reason)}[/]")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 WARM_UPS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 60
+CALLS = (5, 50.0), (3, 300.0)  # of a long turn, where one call of every contender together takes at most so many ms
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,56 @@ class Spread:
     rounds: int
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Milliseconds of a contender.
+
+    Attributes:
+        calls: in each turn, one after another.
+        ms: of every turn, the median call.
+        first: of every turn, the first call: the CPU's caches hold what the others ran, not its code.
+    """
+
+    calls: int
+    ms: list[float]
+    first: list[float]
+
+
 def in_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every round by contender, the GPU waited for: 5 to 60 rounds in about `seconds`."""
-    for contender in contenders:
-        for _ in range(WARM_UPS):
-            contender.run()
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    """Milliseconds of every round by contender, a call each, the GPU waited for: 5 to 60 rounds in about `seconds`."""
+    _warm_up(contenders, device)
+    rounds = _rounds(contenders, device, seconds, 1)
+    return {name: [turn[0] for turn in turns] for name, turns in rounds.items()}
+
+
+def in_long_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, Turns]:
+    """As `in_turns`, in turns of several calls, as many for each contender; of slow ones, one."""
+    together = _warm_up(contenders, device)
+    calls = next((count for count, most in CALLS if together <= most), 1)
+    rounds = _rounds(contenders, device, seconds, calls)
+    return {
+        name: Turns(calls, [statistics.median(turn) for turn in turns], [turn[0] for turn in turns])
+        for name, turns in rounds.items()
+    }
+
+
+def _warm_up(contenders: Sequence[Contender], device: torch.device) -> float:
+    """Milliseconds of a call of every contender together, once they are warm."""
+    return sum([_wall_ms(contender.run, device) for _ in range(WARM_UPS)][-1] for contender in contenders)
+
+
+def _rounds(
+    contenders: Sequence[Contender], device: torch.device, seconds: float, calls: int
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of every call of every turn."""
+    times: dict[str, list[list[float]]] = {contender.name: [] for contender in contenders}
     end = time.perf_counter() + seconds
     for done in range(MOST_ROUNDS):
         if done >= LEAST_ROUNDS and time.perf_counter() > end:
             break
         for contender in contenders:
             clock = _gpu_ms if contender.clock == "gpu" and device.type == "cuda" else _wall_ms
-            times[contender.name].append(clock(contender.run, device))
+            times[contender.name].append([clock(contender.run, device) for _ in range(calls)])
     return times
 
 

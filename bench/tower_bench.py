@@ -1,8 +1,10 @@
 """`python -m fusedvit.bench.tower_bench`: whole towers against the peers, in one run, on the same weights and inputs.
 
 Parity comes before speed: a contender whose answer breaks the tolerance rule (fusedvit/tolerance.py) gets no number.
-Contenders then run in turns, so that ratios are taken round by round. `ours` is wall time from pixels and grid on the
-GPU to outputs that the caller owns; engine-like peers are replays alone, between two events.
+Contenders then run in turns of a few calls, so that ratios are taken round by round, of each turn's median. `ours` is
+wall time from pixels and grid on the GPU to outputs that the caller owns; engine-like peers are replays alone, between
+two events. The first call of a turn finds the CPU's caches full of what the others ran: on wall clocks, a figure of its
+own ("first_ms").
 """
 
 import functools
@@ -17,7 +19,7 @@ from torch import nn
 
 from fusedvit.bench import engine_like, family_towers, peer_attention, roofline, split, towers
 from fusedvit.bench.families import rows_of
-from fusedvit.bench.timing import Contender, in_turns, ratios, spread
+from fusedvit.bench.timing import Contender, Turns, in_long_turns, ratios, spread
 from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import peak_mib
@@ -153,7 +155,8 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     gates = {name: verdict_of(answer, ref, pt) for name, answer in answers.items()}
     del pt, ref
     passed = [c for c in calls if gates.get(OURS if c.name == ALONE else c.name, {"passed": True})["passed"]]
-    times = in_turns(passed, s.device, options.seconds)
+    turns = in_long_turns(passed, s.device, options.seconds)
+    times = {name: turn.ms for name, turn in turns.items()}
     floor = roofline.tower_floor_ms(s.handle.spec, grid)
     for contender in passed:
         wrong = _afterwards(contender, times[contender.name], floor, answers.get(contender.name), engines)
@@ -166,6 +169,8 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         "floor_ms": floor,
         "parity": gates,
         "ms": {name: asdict(spread(values)) for name, values in times.items()},
+        "first_ms": _first_ms([c for c in passed if c.name in times], turns),
+        "calls_in_a_turn": min((turn.calls for turn in turns.values()), default=0),
         "clock": {c.name: c.clock for c in calls},
         "failed": failed,
         "ran_eagerly": dict(s.handle.stats()["eager"]),
@@ -178,6 +183,12 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     if s.device.type == "cuda":
         found |= _on_gpu(s, options, grid, pixels, grid_thw)
     return found
+
+
+def _first_ms(contenders: list[Contender], turns: Mapping[str, Turns]) -> dict[str, Any]:
+    """What the first call of a turn takes, by contender with a clock on the wall; none where a turn is one call."""
+    timed = [c.name for c in contenders if c.clock == "wall" and turns[c.name].calls > 1]
+    return {name: asdict(spread(turns[name].first)) for name in timed}
 
 
 def _contenders(

@@ -1,13 +1,17 @@
 """The bench on a CPU with the tiny tower: gates, schema, ratios, files. What it measures is another matter."""
 
+import copy
 import csv
 import dataclasses
+import functools
 import json
+import math
 import os
 import types
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -49,7 +53,8 @@ SMALL = {"one": [(1, 4, 4)], "two and a video": [(1, 4, 6), (1, 2, 4), (2, 4, 4)
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     options = tower_bench.Options(("tiny",), SMALL, seconds=0, dtype=torch.float32)
-    return tower_bench.measure(options, CPU)
+    with mock.patch.object(timing, "CALLS", ((3, math.inf),)):  # however slow this machine is
+        return tower_bench.measure(options, CPU)
 
 
 def test_every_contender_is_gated_and_timed(document: dict[str, Any]) -> None:
@@ -63,6 +68,8 @@ def test_every_contender_is_gated_and_timed(document: dict[str, Any]) -> None:
         assert row["engine_like"] == "engine-like torch"
         assert set(row["speedup"]) == set(row["ms"]) - {"ours"}
         assert all(s["low"] <= s["median"] <= s["high"] and s["rounds"] >= 5 for s in row["speedup"].values())
+        assert set(row["first_ms"]) == {"hf", "hf, linear patches", "ours eager", "ours"}, "those on a wall clock"
+        assert row["calls_in_a_turn"] == 3
         assert row["floor_percent"] == pytest.approx(100 * row["floor_ms"] / row["ms"]["ours"]["median"])
 
 
@@ -116,8 +123,24 @@ def test_the_readmes_tables_name_ours_and_the_peers(document: dict[str, Any]) ->
     assert [row[0] for row in found] == list(SMALL) and all(len(row) == len(head) for row in found)
     row = document["towers"]["tiny"]["workloads"]["one"]
     ratio = row["speedup"]["engine-like torch"]["median"]
-    assert found[0][3] == f"{row['ms']['engine-like torch']['median']:.2f} ({ratio:.2f} x torch)"
-    assert found[0][2] == f"{row['ms']['ours']['median']:.2f}"
+    first = row["first_ms"]["ours"]["median"]
+    assert found[0][4] == f"{row['ms']['engine-like torch']['median']:.2f} ({ratio:.2f} x torch)"
+    assert found[0][2:4] == [f"{row['ms']['ours']['median']:.2f}", f"{first:.2f}"]
+    said = " ".join(readme_speed.explanation(document | {"ceilings": {"tflops": 1.0, "tbs": 1.0}}))
+    assert "A turn is 3 calls in a row" in said and "**First**" in said
+
+
+def test_a_document_without_first_calls_is_still_read(document: dict[str, Any]) -> None:
+    old = copy.deepcopy(document) | {"ceilings": {"tflops": 1.0, "tbs": 1.0}}
+    for row in old["towers"]["tiny"]["workloads"].values():
+        del row["first_ms"], row["calls_in_a_turn"]
+    ((head, found),) = readme_speed.speed_tables(old).values()
+    assert "first" not in head and all(len(row) == len(head) for row in found)
+    assert "A turn" not in " ".join(readme_speed.explanation(old))
+    assert all(row["first_ms"] is None for row in rows.flat(old))
+    out = StringIO()
+    show.show(old, Console(file=out, width=200))
+    assert "two and a video" in out.getvalue()
 
 
 def test_plots_of_what_there_is(document: dict[str, Any], tmp_path: Path) -> None:
@@ -266,6 +289,20 @@ def test_a_form_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ratios_are_taken_round_by_round() -> None:
     found = timing.ratios([2.0, 20.0, 2.0], [1.0, 10.0, 2.0])
     assert (found.median, found.low, found.high, found.rounds) == (2.0, 1.0, 2.0, 3)
+
+
+@pytest.mark.parametrize("ms, calls", [(0, 5), (60, 3), (400, 1)])
+def test_turns_of_several_calls(ms: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many for every contender, by what a call of each takes together; the first is kept apart."""
+    order: list[str] = []
+    monkeypatch.setattr(timing, "_wall_ms", lambda run, device: run() or ms + len(order))
+    contenders = [timing.Contender(name, functools.partial(order.append, name)) for name in "ab"]
+    found = timing.in_long_turns(contenders, CPU, 0)
+    warm_ups = ["a", "a", "b", "b"]
+    assert order == warm_ups + (["a"] * calls + ["b"] * calls) * timing.LEAST_ROUNDS
+    firsts = [ms + len(warm_ups) + 2 * calls * i + 1 for i in range(timing.LEAST_ROUNDS)]
+    assert found["a"] == timing.Turns(calls, [first + (calls - 1) // 2 for first in firsts], firsts)
+    assert found["b"].first == [first + calls for first in firsts]
 
 
 def test_workloads_of_the_sweep() -> None:
