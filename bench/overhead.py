@@ -5,6 +5,7 @@ its graph, with the copies out. What comes later runs beside the GPU, unless a c
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import statistics
@@ -26,14 +27,15 @@ CASES: dict[str, Grid] = {
     "32 x 128 px": [(1, 8, 8)] * 32,
 }
 PLACES = ("cpu", "cuda")
-COLD = "1 x 448 px"  # the case whose calls are also timed each after other work on the host
+MORE = "1 x 448 px"  # the case that is timed in other ways, too
 ROUNDS, COLD_ROUNDS = 60, 20
 
 
 def host(tower: nn.Module, encoder: FusedEncoder, pixels_for: Callable[..., torch.Tensor]) -> dict[str, Any]:
     """Microseconds of wall time beyond the graph's own, by case, calls and replays in turns; "steps": where they go.
 
-    "cold": of calls before each of which the host does other things, as another model's Python.
+    "cold": of calls before each of which the host does other things, as another model's Python. "nobody watching":
+    without the look at the weights, which runs beside the graph.
     """
     found: dict[str, Any] = {}
     steps: dict[str, Any] = {}
@@ -44,8 +46,9 @@ def host(tower: nn.Module, encoder: FusedEncoder, pixels_for: Callable[..., torc
             replay = replay_of(encoder, grid, call)
             name = f"{case}, grid on {where}"
             found[name] = in_turns(call, replay)
-            if case == COLD:
+            if case == MORE:
                 found[f"{name}, cold"] = in_turns(call, replay, _something_else, COLD_ROUNDS)
+                found[f"{name}, nobody watching"] = _unwatched(encoder, call, replay)
             steps[name] = timeline(encoder, call)
     return found | {"steps": steps}
 
@@ -58,6 +61,11 @@ def replay_of(encoder: FusedEncoder, grid: Grid, call: Callable[[], Any]) -> Cal
     (budget,) = (b for b, n in manager.stats.replays.items() if n != before.get(b, 0))
     encoder.graphs().program.load_grid(budget, tuple(grid))
     return manager.graph(budget).replay
+
+
+def _unwatched(encoder: FusedEncoder, call: Callable[[], Any], replay: Callable[[], None]) -> float:
+    with mock.patch.object(encoder, "config", dataclasses.replace(encoder.config, watch_data=False)):
+        return in_turns(call, replay)
 
 
 def _something_else() -> None:
