@@ -24,8 +24,8 @@ def show(document: dict[str, Any], console: Console) -> None:
             memory = f"{peaks['hf']:.0f} / {peaks['ours']:.0f}" if peaks else "–"
             ours = _cell(row, "ours")
             first = row.get("first_ms", {}).get("ours")
-            head = workload, str(row["tokens"]), ours, f"{first['median']:.2f}" if first else "–"
-            table.add_row(*head, *cells, f"{row['floor_ms']:.2f}", floor, memory)
+            begin = workload, str(row["tokens"]), ours, f"{first['median']:.2f}" if first else "–"
+            table.add_row(*begin, *cells, f"{row['floor_ms']:.2f}", floor, memory)
         console.print(table)
         for workload, reason in found.get("failed", {}).items():
             console.print(f"[red]{workload}: {escape(reason)}[/]")
