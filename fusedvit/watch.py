@@ -4,8 +4,10 @@ A `Snapshot` holds every place where a module or parameter hangs, so that a call
 pointers in a flat loop. What it cannot see (`param.data.copy_`) is left to the fingerprint.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, contains, is_
 from typing import Any
 
 import torch
@@ -21,46 +23,89 @@ _HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 FINGERPRINTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """A parameter, where it hangs, and what it looked like."""
+_dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
 
-    registry: dict[str, nn.Parameter | None]
-    name: str
-    parameter: nn.Parameter
-    version: int
-    pointer: int
-    dtype: torch.dtype
+
+@dataclass(frozen=True)
+class _Places:
+    """Things, where each hangs, and its name there."""
+
+    registries: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    things: tuple[Any, ...]
+
+    @staticmethod
+    def of(found: Iterable[tuple[dict[str, Any], str, Any]]) -> "_Places":
+        registries, names, things = zip(*found, strict=True)
+        return _Places(registries, names, things)
+
+    def today(self) -> Iterator[Any]:
+        """What hangs there now; None for nothing."""
+        return map(dict.get, self.registries, self.names)
 
     def unchanged(self) -> bool:
-        p = self.registry.get(self.name)
+        return all(map(is_, self.today(), self.things))
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Every parameter, and what it looked like; `versions` are of `counted`, those that are no inference tensors."""
+
+    places: _Places
+    pointers: list[int]
+    dtypes: list[torch.dtype]
+    inference: list[bool]
+    counted: list[torch.Tensor]
+    versions: list[int]
+
+    @staticmethod
+    def of(modules: Iterable[nn.Module]) -> "_Parameters":
+        places = _Places.of(
+            (m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None
+        )
+        found = places.things
+        counted = [p for p in found if not p.is_inference()]
+        return _Parameters(
+            places,
+            [p.data_ptr() for p in found],
+            [p.dtype for p in found],
+            [p.is_inference() for p in found],
+            counted,
+            [p._version for p in counted],
+        )
+
+    def unchanged(self) -> bool:
+        found = self.places.things
         return (
-            p is self.parameter
-            and p.data_ptr() == self.pointer
-            and p.dtype == self.dtype
-            and _version(p) == self.version
+            self.places.unchanged()
+            and list(map(torch.Tensor.data_ptr, found)) == self.pointers
+            and list(map(_dtype_of, found)) == self.dtypes
+            and list(map(torch.Tensor.is_inference, found)) == self.inference
+            and list(map(_version_of, self.counted)) == self.versions
         )
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A tower's modules and parameters at one moment.
+    """A tower's modules and parameters at one moment. Looked at by each call: its loops are C's, not Python's.
 
     Attributes:
-        children: (registry, name, module) of every inner module.
+        children: every inner module.
         instances: `__dict__` of every inner module, where a `forward` would shadow the class's.
         hooks: hook registries of every inner module.
         parameters: every parameter.
-        classes: every inner module and its class, which assigning `__class__` changes.
+        classes: the class of each of `inner`, which assigning `__class__` changes.
+        inner: every inner module once.
         numbers: every norm's epsilon and the like, where it is kept.
         tower: the tower and the attributes that its forward goes by.
     """
 
-    children: tuple[tuple[dict[str, Any], str, nn.Module], ...]
+    children: _Places
     instances: tuple[dict[str, Any], ...]
     hooks: tuple[dict[int, Any], ...]
-    parameters: tuple[_Parameter, ...]
-    classes: tuple[tuple[nn.Module, type], ...]
+    parameters: _Parameters
+    classes: list[type]
+    inner: tuple[nn.Module, ...]
     numbers: tuple[tuple[dict[str, Any], str, float], ...]
     tower: tuple[nn.Module, dict[str, object]]
 
@@ -69,16 +114,12 @@ class Snapshot:
         modules = list(tower.modules())
         inner = modules[1:]
         return Snapshot(
-            tuple((m._modules, name, c) for m in modules for name, c in m._modules.items() if c is not None),
+            _Places.of((m._modules, name, c) for m in modules for name, c in m._modules.items() if c is not None),
             tuple(m.__dict__ for m in inner),
             tuple(getattr(m, name) for m in inner for name in _HOOK_REGISTRIES),
-            tuple(
-                _Parameter(m._parameters, name, p, _version(p), p.data_ptr(), p.dtype)
-                for m in modules
-                for name, p in m._parameters.items()
-                if p is not None
-            ),
-            tuple((m, type(m)) for m in inner),
+            _Parameters.of(modules),
+            [type(m) for m in inner],
+            tuple(inner),
             tuple((vars(m), name, value) for m in inner for name, value in numbers_of(m).items()),
             (tower, attributes_of(tower)),
         )
@@ -86,26 +127,21 @@ class Snapshot:
     def same_structure(self) -> bool:
         """No inner module replaced, none with a `forward` of its own, no hook that would fire."""
         return (
-            all(registry.get(name) is child for registry, name, child in self.children)
-            and not any("forward" in instance for instance in self.instances)
-            and not any(registry and _fires(registry) for registry in self.hooks)
-            and all(type(module) is cls for module, cls in self.classes)
+            self.children.unchanged()
+            and not any(map(contains, self.instances, repeat("forward")))
+            and not (any(self.hooks) and any(registry and _fires(registry) for registry in self.hooks))
+            and list(map(type, self.inner)) == self.classes
             and all(kept.get(name) == value for kept, name, value in self.numbers)
             and attributes_of(self.tower[0]) == self.tower[1]
         )
 
     def first_parameter(self) -> nn.Parameter | None:
         """What hangs today where the first parameter did."""
-        first = self.parameters[0]
-        return first.registry.get(first.name)
+        return next(self.parameters.places.today())
 
     def same_parameters(self) -> bool:
         """Every parameter is the same object with the same pointer, dtype and version."""
-        return all(p.unchanged() for p in self.parameters)
-
-
-def _version(p: torch.Tensor) -> int:
-    return 0 if p.is_inference() else p._version
+        return self.parameters.unchanged()
 
 
 def _fires(hooks: dict[int, Callable[..., Any]]) -> bool:
