@@ -59,7 +59,9 @@ def poison(handle: FusedEncoder) -> None:
     Not into the counters of split products, which every launch leaves as it found them, at zero.
     """
     whole = handle.graphs().program.whole()
-    for t in (whole.pixels, whole.hidden, whole.wide, whole.context, whole.stats, whole.merged, whole.scratch.sums):
+    apart = () if whole.apart is None else vars(whole.apart).values()
+    floats = (whole.pixels, whole.hidden, whole.wide, whole.context, whole.stats, whole.merged, whole.scratch.sums)
+    for t in (*floats, *apart):
         t.fill_(float("nan"))
     whole.meta.rope.fill_(float("nan"))
     whole.meta.tap_weight.fill_(float("nan"))

@@ -27,7 +27,7 @@ from fusedvit.kernels.aot import MAX_SHARED, Compiled, Launch, compile_launch, r
 from fusedvit.kernels.configs import Target, ladder
 from fusedvit.kernels.fingerprint import Watched
 from fusedvit.ops import TRITON
-from fusedvit.plan import plan_for
+from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.spec import VisionSpec
 from fusedvit.structure import shapes_of
 from fusedvit.weights import EncoderWeights
@@ -74,17 +74,19 @@ def _meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> Enco
     return prepare(spec, family.names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
 
 
-def _shallow(spec: VisionSpec) -> VisionSpec:
-    """One block of each kind, and one deepstack merger, stand for all."""
+def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPlan]:
+    """One block of each kind, and one deepstack merger of each, stand for all."""
     if spec.window:
-        return replace(spec, depth=2, full_attention=(1,))
-    return replace(spec, depth=1, deepstack=spec.deepstack[:1] and (0,))
+        return replace(spec, depth=2, full_attention=(1,)), plan
+    if plan.beside is None:
+        return replace(spec, depth=1, deepstack=spec.deepstack[:1] and (0,)), plan
+    beside = replace(plan.beside, mergers=(0,), blocks=(1,))
+    return replace(spec, depth=2, deepstack=(0, 1)), replace(plan, beside=beside)
 
 
 def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
     """What one call of `tokens` patch tokens launches, each distinct kernel once."""
-    spec = _shallow(spec)
-    plan = plan_for(spec, tokens, dtype, target)
+    spec, plan = _shallow(spec, plan_for(spec, tokens, dtype, target))
     side = spec.merge_size
     items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
     buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, torch.device("meta"))

@@ -63,6 +63,31 @@ class Capacity:
         return Capacity(tokens, items, frames, tiles, windows, window_tiles, short)
 
 
+def rows_over(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """`[rows, cols]` over the beginning of `flat`, its rows `row_pitch` apart."""
+    pitch = row_pitch(cols, flat.dtype)
+    return flat[: rows * pitch].view(rows, pitch)[:, :cols]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What deepstack mergers beside the blocks have to themselves.
+
+    Attributes:
+        hidden: `[mergers, tokens, hidden]`, the residual stream as each reads it.
+        stats: `[mergers, …]` fp32, its row moments.
+        inner: flat, between the two layers of one merger after the other.
+    """
+
+    hidden: torch.Tensor
+    stats: torch.Tensor
+    inner: torch.Tensor
+
+    def part(self, tokens: int) -> "Apart":
+        """Views for so many tokens."""
+        return Apart(self.hidden[:, :tokens], self.stats, self.inner)
+
+
 @dataclass(frozen=True)
 class EncoderBuffers:
     """Inputs, intermediates and outputs of a run. Rows past the true token count are undefined, and never read.
@@ -79,6 +104,7 @@ class EncoderBuffers:
             merger's, or the downsampling convolution's.
         rope_words: `[tokens, words]` int32, see `kernels.rope_words`; no words where no form reads them.
         scratch: where the parts of split products meet; no room where no form splits any.
+        apart: for mergers beside the blocks; without it they run in line.
     """
 
     pixels: torch.Tensor
@@ -91,15 +117,14 @@ class EncoderBuffers:
     merged: torch.Tensor
     rope_words: torch.Tensor
     scratch: Scratch
+    apart: Apart | None = None
 
     def rows_of_wide(self, rows: int, cols: int, after: int = 0) -> torch.Tensor:
         """`[rows, cols]` over `wide`, its rows `row_pitch` apart, past `rows` rows of `after` columns."""
-        pitch = row_pitch(cols, self.wide.dtype)
-        skip = rows * row_pitch(after, self.wide.dtype)
-        return self.wide[skip : skip + rows * pitch].view(rows, pitch)[:, :cols]
+        return rows_over(self.wide[rows * row_pitch(after, self.wide.dtype) :], rows, cols)
 
-    def part(self, capacity: Capacity, merge_unit: int) -> "EncoderBuffers":
-        """Views of the first of everything, for a smaller capacity in the same memory."""
+    def part(self, capacity: Capacity, merge_unit: int, apart: bool = False) -> "EncoderBuffers":
+        """Views of the first of everything, for a smaller capacity in the same memory; of `apart` if asked for."""
         tokens, meta = capacity.tokens, self.meta
         return EncoderBuffers(
             pixels=self.pixels[:tokens],
@@ -123,19 +148,31 @@ class EncoderBuffers:
             merged=self.merged[:, : tokens // merge_unit],
             rope_words=self.rope_words[:tokens],
             scratch=self.scratch,
+            apart=self.apart.part(tokens) if apart and self.apart is not None else None,
         )
 
     def held_bytes(self) -> int:
         """Bytes of all fields."""
         fields = (self.pixels, self.grid, self.hidden, self.wide, self.context, self.stats, self.merged)
         more = (self.rope_words, self.scratch.sums, self.scratch.counters)
-        return sum(t.nbytes for t in (*fields, *more, *vars(self.meta).values()))
+        apart = () if self.apart is None else vars(self.apart).values()
+        return sum(t.nbytes for t in (*fields, *more, *vars(self.meta).values(), *apart))
 
 
 def allocate(
-    spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device, pixels: torch.Tensor | None = None
+    spec: VisionSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    device: torch.device,
+    pixels: torch.Tensor | None = None,
+    apart: tuple[int, int] = (0, 0),
 ) -> EncoderBuffers:
-    """Buffers for `capacity`; `pixels`, if given, serves as the input as it is."""
+    """Buffers for `capacity`.
+
+    Args:
+        pixels: serves as the input as it is, if given.
+        apart: so many mergers beside the blocks, of so many tokens at most.
+    """
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
     hopper = not absent(Target.of(device), dtype)
@@ -160,10 +197,24 @@ def allocate(
         hidden=empty(tokens, spec.hidden_size),
         wide=empty(widest),
         context=empty(tokens, spec.hidden_size),
-        stats=torch.empty(tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2, dtype=torch.float32, device=device),
+        stats=torch.empty(_stats_size(spec, tokens), dtype=torch.float32, device=device),
         merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
         rope_words=torch.empty(tokens, hopper * width(spec.head_dim), dtype=torch.int32, device=device),
         scratch=Scratch.zeros(hopper * MAX_SUMS, hopper * MAX_COUNTERS, device),
+        apart=_allocate_apart(spec, *apart, dtype, device) if all(apart) else None,
+    )
+
+
+def _stats_size(spec: VisionSpec, tokens: int) -> int:
+    return tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2
+
+
+def _allocate_apart(spec: VisionSpec, mergers: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Apart:
+    inner = tokens // spec.merge_unit * row_pitch(spec.merged_size, dtype)
+    return Apart(
+        hidden=torch.empty(mergers, tokens, spec.hidden_size, dtype=dtype, device=device),
+        stats=torch.empty(mergers, _stats_size(spec, tokens), dtype=torch.float32, device=device),
+        inner=torch.empty(inner, dtype=dtype, device=device),
     )
 
 

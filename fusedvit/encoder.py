@@ -3,14 +3,15 @@
 Safe to capture: nothing here reads from the device, and no shape depends on content.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fusedvit.buffers import EncoderBuffers
+from fusedvit.buffers import Apart, EncoderBuffers, rows_over
+from fusedvit.graphs.branch import Branch, Serial
 from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.layer_norm import NOTHING, After
@@ -27,6 +28,8 @@ from fusedvit.weights import (
     MergerWeights,
     NormWeights,
 )
+
+SERIAL = Serial()
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,26 @@ class _Run:
     ops: Ops
     plan: EncoderPlan
 
-    def stats(self, config: LinearConfig) -> RowStats:
-        """Row statistics in the width that `config`'s tiles write; one is alive at a time."""
-        return self.stats_of(config.block_n)
+    def stream(self, width: int, block: int | None = None) -> "_Stream":
+        """Where the residual stream goes, its statistics in parts of `width` channels.
 
-    def stats_of(self, width: int) -> RowStats:
-        """Row statistics in parts of `width` channels."""
-        hidden = self.buffers.hidden
-        return RowStats.over(self.buffers.stats, hidden.shape[0], hidden.shape[1], width)
+        Args:
+            block: whose end it is, if it is one's: a merger beside the following blocks reads it in a place of its own.
+        """
+        hidden, stats = self.buffers.hidden, self.buffers.stats
+        place = self.place(block)
+        if place is not None:
+            apart, merger = place
+            hidden, stats = apart.hidden[merger], apart.stats[merger]
+        return _Stream(hidden, RowStats.over(stats, hidden.shape[0], hidden.shape[1], width))
+
+    def place(self, block: int | None) -> tuple[Apart, int] | None:
+        """The memory of mergers beside the blocks, and which part of it that after `block` has, if it is one."""
+        apart, beside = self.buffers.apart, self.plan.beside
+        if apart is None or beside is None or block not in self.spec.deepstack:
+            return None
+        merger = self.spec.deepstack.index(block)
+        return (apart, beside.mergers.index(merger)) if merger in beside.mergers else None
 
     def fold(self, stats: RowStats, linear: LinearWeights) -> NormFold:
         return NormFold(stats, linear.colsum, self.spec.norm_eps)
@@ -95,8 +110,21 @@ class _Run:
         return ((Segments(meta.window_cu_seqlens, *tiles, config.block_m), config),)
 
 
+@dataclass(frozen=True)
+class _Stream:
+    """The residual stream where it stands, `[tokens, hidden]`, and the moments of its rows."""
+
+    hidden: torch.Tensor
+    stats: RowStats
+
+
 def encode(
-    spec: VisionSpec, weights: EncoderWeights, buffers: EncoderBuffers, ops: Ops, plan: EncoderPlan
+    spec: VisionSpec,
+    weights: EncoderWeights,
+    buffers: EncoderBuffers,
+    ops: Ops,
+    plan: EncoderPlan,
+    branch: Branch = SERIAL,
 ) -> EncoderOutputs:
     """Runs the tower on `buffers.pixels` and `buffers.grid`.
 
@@ -106,26 +134,48 @@ def encode(
         buffers: inputs filled; every other field is overwritten.
         ops: what to run on.
         plan: launch configurations; statistics are written in their tile widths.
+        branch: where mergers of `plan.beside` are launched, if `buffers` has room for them; else they are in line.
     """
     run = _Run(spec, weights, buffers, ops, plan)
     meta = ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     if isinstance(plan.qkv, HopperLinearConfig) and not spec.qk_norm:
         ops.rope_words(meta.rope, meta.count(TOKENS), buffers.rope_words)
-    stats = _patch_embed(run)
-    for i, block in enumerate(weights.blocks):
-        stats = _block(run, i, block, stats)
-        if i in spec.deepstack:
-            _deepstack(run, spec.deepstack.index(i), stats)
+    try:
+        _blocks(run, branch if buffers.apart is not None else SERIAL)
+        _tail(run)
+    finally:
+        branch.join()
+    return EncoderOutputs(buffers.hidden, buffers.merged)
+
+
+def _blocks(run: _Run, branch: Branch) -> None:
+    """Patches, blocks and deepstack mergers; blocks that have one beside them run with fewer programs."""
+    stream, narrowed, until = _patch_embed(run), replace(run, plan=run.plan.narrowed()), 0
+    for i, block in enumerate(run.weights.blocks):
+        stream = _block(narrowed if i < until else run, i, block, stream)
+        if i in run.spec.deepstack:
+            index, beside = run.spec.deepstack.index(i), run.plan.beside
+            merger = functools.partial(_deepstack, run, i, stream)
+            if beside is not None and index in beside.mergers:
+                branch.fork(merger)
+                until = max(until, i + 1 + beside.blocks[beside.mergers.index(index)])
+            else:
+                merger()
+
+
+def _tail(run: _Run) -> None:
+    """The last merger, or what stands in its place."""
+    weights = run.weights
     if isinstance(weights.merger, DownsampleWeights):
         _downsample(run, weights.merger)
     elif isinstance(weights.merger, MergerWeights):
         _merger(run, weights.merger)
     else:
-        run.norm(buffers.hidden, weights.merger, TOKENS, buffers.hidden, spec.norm_eps)
-    return EncoderOutputs(buffers.hidden, buffers.merged)
+        hidden = run.buffers.hidden
+        run.norm(hidden, weights.merger, TOKENS, hidden, run.spec.norm_eps)
 
 
-def _patch_embed(run: _Run) -> RowStats:
+def _patch_embed(run: _Run) -> _Stream:
     """Pixels into the residual stream, in window order where there are windows; positions are added."""
     b, w, config = run.buffers, run.weights, run.plan.patch
     tokens, pixels = b.meta.count(TOKENS), b.pixels
@@ -134,62 +184,67 @@ def _patch_embed(run: _Run) -> RowStats:
         run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
-        stats = run.stats(config)
-        epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stats, scratch=b.scratch)
-        run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, epilogue, config)
-        return stats
+        stream = run.stream(config.block_n)
+        epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stream.stats, scratch=b.scratch)
+        run.ops.linear(pixels, w.patch.weight, tokens, stream.hidden, epilogue, config)
+        return stream
     epilogue = Epilogue(bias=w.patch.bias, scratch=b.scratch)
     run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, epilogue, config)
-    stats = run.stats_of(run.spec.hidden_size)
-    run.norm(b.hidden, w.patch_norm, TOKENS, b.hidden, run.spec.norm_eps, After(taps=taps, stats=stats))
-    return stats
+    stream = run.stream(run.spec.hidden_size)
+    run.norm(b.hidden, w.patch_norm, TOKENS, stream.hidden, run.spec.norm_eps, After(taps=taps, stats=stream.stats))
+    return stream
 
 
-def _block(run: _Run, i: int, w: BlockWeights, stats: RowStats) -> RowStats:
+def _block(run: _Run, i: int, w: BlockWeights, x: _Stream) -> _Stream:
     """hidden += proj(attention(rope(qkv(norm(hidden))))); hidden += fc2(act(fc1(norm(hidden))))."""
     b, spec, plan, ops = run.buffers, run.spec, run.plan, run.ops
     rows = b.hidden.shape[0]
     tokens = b.meta.count(TOKENS)
 
-    qkv = _qkv(run, w, stats)
+    qkv = _qkv(run, w, x)
     for segments, config in run.segments(i):
         ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
-    stats = run.stats(plan.proj)
-    epilogue = Epilogue(w.proj.bias, residual=b.hidden, stats=stats, scratch=b.scratch)
-    ops.linear(b.context, w.proj.weight, tokens, b.hidden, epilogue, plan.proj)
+    y = run.stream(plan.proj.block_n)
+    epilogue = Epilogue(w.proj.bias, residual=x.hidden, stats=y.stats, scratch=b.scratch)
+    ops.linear(b.context, w.proj.weight, tokens, y.hidden, epilogue, plan.proj)
 
     inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
-    fold = run.fold(stats, w.fc1)
+    fold = run.fold(y.stats, w.fc1)
     act, limit = spec.activation, spec.glu_limit
     epilogue = Epilogue(w.fc1.bias, fold, activation=act, limit=limit, scratch=b.scratch)
-    ops.linear(b.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
-    stats = run.stats(plan.fc2)
-    epilogue = Epilogue(w.fc2.bias, residual=b.hidden, stats=stats, scratch=b.scratch)
-    ops.linear(inner, w.fc2.weight, tokens, b.hidden, epilogue, plan.fc2)
-    return stats
+    ops.linear(y.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
+    z = run.stream(plan.fc2.block_n, i)
+    epilogue = Epilogue(w.fc2.bias, residual=y.hidden, stats=z.stats, scratch=b.scratch)
+    ops.linear(inner, w.fc2.weight, tokens, z.hidden, epilogue, plan.fc2)
+    return z
 
 
-def _qkv(run: _Run, w: BlockWeights, stats: RowStats) -> torch.Tensor:
+def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
     """q | k | v `[tokens, 3 hidden]`, q and k turned; the turn is the product's own where no norm stands before it."""
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
     rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.rope_words) if w.qk_norm is None else None
-    fold = run.fold(stats, w.qkv)
+    fold = run.fold(x.stats, w.qkv)
     epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
-    run.ops.linear(b.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
+    run.ops.linear(x.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
     if w.qk_norm is not None:
         heads, programs = spec.num_heads, run.plan.max_programs
         run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
     return qkv
 
 
-def _deepstack(run: _Run, index: int, stats: RowStats) -> None:
+def _deepstack(run: _Run, block: int, x: _Stream) -> None:
     """A deepstack merger: it normalises after the tokens are put side by side, so that its norm folds too."""
-    b, spec, w = run.buffers, run.spec, run.weights.deepstack[index]
-    merged = b.hidden.view(-1, spec.merged_size)
-    norm = run.fold(stats.merged(spec.merge_unit), w.fc1)
-    _merger_mlp(run, w, merged, norm, b.merged[1 + index])
+    b, spec, plan = run.buffers, run.spec, run.plan
+    index, place = spec.deepstack.index(block), run.place(block)
+    w = run.weights.deepstack[index]
+    norm = run.fold(x.stats.merged(spec.merge_unit), w.fc1)
+    merged = x.hidden.view(-1, spec.merged_size)
+    inner = b.wide if place is None else place[0].inner
+    if plan.beside is not None and index in plan.beside.mergers:  # also in line, for the same bits
+        plan = replace(plan, merger_fc1=plan.beside.fc1, merger_fc2=plan.beside.fc2)
+    _merger_mlp(replace(run, plan=plan), w, merged, norm, inner, b.merged[1 + index])
 
 
 def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
@@ -202,12 +257,15 @@ def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
 
 def _merger(run: _Run, w: MergerWeights) -> None:
     assert w.norm is not None, "the merger's norm is not folded"
-    _merger_mlp(run, w, _normalised(run, w.norm), None, run.buffers.merged[0])
+    _merger_mlp(run, w, _normalised(run, w.norm), None, run.buffers.wide, run.buffers.merged[0])
 
 
-def _merger_mlp(run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, out: torch.Tensor) -> None:
+def _merger_mlp(
+    run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, between: torch.Tensor, out: torch.Tensor
+) -> None:
+    """fc2(gelu(fc1(x))), the inner layer over `between`."""
     merged = run.buffers.meta.count(MERGED)
-    inner = run.buffers.rows_of_wide(x.shape[0], run.spec.merged_size)
+    inner = rows_over(between, x.shape[0], run.spec.merged_size)
     epilogue = Epilogue(w.fc1.bias, norm, activation="gelu", scratch=run.buffers.scratch)
     run.ops.linear(x, w.fc1.weight, merged, inner, epilogue, run.plan.merger_fc1)
     epilogue = Epilogue(w.fc2.bias, scratch=run.buffers.scratch)

@@ -3,11 +3,12 @@
 A tuning table answers first, then the heuristics of the forms that the device has, the fastest form first.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from fusedvit.beside import Beside, beside
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import Target, budget
@@ -31,7 +32,7 @@ class EncoderPlan:
     """One configuration per operation, whose type says its form; equal for every call of one token budget.
 
     Where there is a `short_attention`, it is that of frames of at most `short_frame` tokens, which have a list of tiles
-    of their own, and `attention` that of the others.
+    of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks.
     """
 
     patch: Any
@@ -47,11 +48,16 @@ class EncoderPlan:
     downsample: Any = None
     merger_proj: Any = None
     short_attention: Any = None
+    beside: Beside | None = None
 
     def choices(self) -> dict[str, str]:
         """The form of each operation, by its name."""
-        configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "max_programs"}
+        configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("max_programs", "beside")}
         return {name: forms.form_of(config).name for name, config in configs.items() if config is not None}
+
+    def narrowed(self) -> "EncoderPlan":
+        """The same for blocks that have a merger beside them."""
+        return self if self.beside is None else replace(self, **dict(self.beside.chain))
 
     def layout(self, spec: VisionSpec) -> Layout:
         """What metadata of `spec` this plan needs."""
@@ -156,11 +162,19 @@ def plan_for(
     Args:
         table: what was tuned; None for that of `target`'s GPU, shipped or the user's own.
     """
+    chosen = chosen_for(spec, tokens, dtype, target, table)
+    configs = {name: config for name, (_, config) in chosen.items()}
+    if configs.get("short_attention") == configs["attention"]:
+        del configs["short_attention"]  # one list will do
+    return EncoderPlan(**configs, max_programs=4 * target.num_sms, beside=beside(spec, chosen, dtype, target))
+
+
+def chosen_for(
+    spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
+) -> dict[str, tuple[Key, Any]]:
+    """Key and configuration of each operation, for the arguments of `plan_for`."""
     table = tables.table_for(target) if table is None else table
-    chosen = {task.name: choose(task, dtype, target, table) for task in tasks(spec, tokens, dtype)}
-    if chosen.get("short_attention") == chosen["attention"]:
-        del chosen["short_attention"]  # one list will do
-    return EncoderPlan(**chosen, max_programs=4 * target.num_sms)
+    return {task.name: (task.key, choose(task, dtype, target, table)) for task in tasks(spec, tokens, dtype)}
 
 
 def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:

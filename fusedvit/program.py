@@ -8,6 +8,7 @@ import torch
 
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import EncoderOutputs, encode
+from fusedvit.graphs.branch import Branch, CapturedBranch, Serial
 from fusedvit.graphs.budgets import Limits
 from fusedvit.kernels import admit
 from fusedvit.kernels.configs import Target
@@ -36,12 +37,16 @@ class EncoderProgram:
         dtype: torch.dtype,
         device: torch.device,
         weights: Callable[[], EncoderWeights],
+        branch: Branch | None = None,
+        planner: Callable[[VisionSpec, int, torch.dtype, Target], EncoderPlan] = plan_for,
     ) -> None:
         self._spec = spec
         self._ops = ops
         self._dtype = dtype
         self._device = device
         self._weights = weights
+        self._planner = planner
+        self._branch = branch or (CapturedBranch(device) if device.type == "cuda" else Serial())
         self._whole: EncoderBuffers | None = None
         self._parts: dict[int, EncoderBuffers] = {}
         self._plans: dict[int, EncoderPlan] = {}
@@ -57,16 +62,18 @@ class EncoderProgram:
             capacities = {b: _capacity(tokens[b], limits, plans[b].layout(self._spec)) for b in limits.token_budgets}
             widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
             widest = replace(widest, short_tiles=max(c.short_tiles for c in capacities.values()))
-            self._whole = allocate(self._spec, widest, self._dtype, self._device)
+            room = _room_apart({tokens[b]: plan for b, plan in plans.items()})
+            self._whole = allocate(self._spec, widest, self._dtype, self._device, apart=room)
             slots = max(1, min(TABLES_KEPT, MOST_TABLE_ROWS // limits.max_items))
             self._slots = torch.zeros(slots, limits.max_items, 3, dtype=torch.int32, device=self._device)
         self._plans = plans
         self._max_frames = limits.max_frames
-        self._parts = {b: self._whole.part(c, self._spec.merge_unit) for b, c in capacities.items()}
+        unit = self._spec.merge_unit
+        self._parts = {b: self._whole.part(c, unit, plans[b].beside is not None) for b, c in capacities.items()}
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
         target, unit = Target.of(self._device), self._spec.merge_unit
-        return {b: plan_for(self._spec, b * unit, self._dtype, target) for b in budgets}
+        return {b: self._planner(self._spec, b * unit, self._dtype, target) for b in budgets}
 
     def whole(self) -> EncoderBuffers:
         """The static buffers of the largest budget."""
@@ -81,7 +88,8 @@ class EncoderProgram:
         with torch.no_grad():
             while True:
                 try:
-                    encode(self._spec, self._weights(), self._parts[budget], self._ops, self._plans[budget])
+                    plan, part = self._plans[budget], self._parts[budget]
+                    encode(self._spec, self._weights(), part, self._ops, plan, self._branch)
                     return
                 except FormFailed:  # at its first launch, a rehearsal's; the next plan does without that form
                     self._plans |= self._plan((budget,))
@@ -174,6 +182,12 @@ def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:
     """What any batch within `limits` needs, with room for tiles of another form's size."""
     sizes = {name: min(getattr(layout, name), SMALLEST_TILE) for name in ("block_m", "window_block_m")}
     return Capacity.at_most(tokens, limits.max_items, min(limits.max_frames, tokens), replace(layout, **sizes))
+
+
+def _room_apart(plans: dict[int, EncoderPlan]) -> tuple[int, int]:
+    """Mergers beside the blocks and tokens, at most, in plans by their tokens."""
+    some = [(len(plan.beside.mergers), tokens) for tokens, plan in plans.items() if plan.beside is not None]
+    return max((mergers for mergers, _ in some), default=0), max((tokens for _, tokens in some), default=0)
 
 
 def bytes_per_token(spec: VisionSpec, dtype: torch.dtype) -> int:

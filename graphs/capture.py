@@ -57,9 +57,10 @@ class CudaCapture:
     static buffers, whatever streams they are on; users that follow each other on one stream need no event for that.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        """`priority`: of what is captured, whatever stream it is replayed on; lower numbers go first."""
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=priority)
         self._pool = torch.cuda.graph_pool_handle()
         self._used = torch.cuda.Event()
         self._current = CurrentStream(device)

@@ -44,7 +44,7 @@ def on() -> Iterator[Callable[[tuple[int, int]], None]]:
     with (
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream[1], create=True),
         mock.patch("torch.cuda.current_stream", lambda device: Stream(*now.stream)),
-        mock.patch("torch.cuda.Stream", lambda device: Stream(67, 0xA000)),
+        mock.patch("torch.cuda.Stream", lambda device, priority=0: Stream(67, 0xA000)),
         mock.patch("torch.cuda.Event", Event),
         mock.patch("torch.cuda.graph_pool_handle", lambda: (0, 0)),
     ):

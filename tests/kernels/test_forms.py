@@ -113,7 +113,7 @@ def test_errors_of_the_device_are_nobodys_fallback(registered: list[Any], monkey
 def test_an_encoder_goes_on_without_a_failed_form(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def encode(spec: Any, weights: Any, buffers: Any, ops: Any, plan: Any) -> None:
+    def encode(spec: Any, weights: Any, buffers: Any, ops: Any, plan: Any, branch: Any) -> None:
         seen.append(plan.choices()["proj"])
         if seen[-1] == "other":
             configs.note_failure("linear/other", "does not compile")

@@ -1,0 +1,208 @@
+"""`python -m fusedvit.bench.beside`: deepstack mergers in line and beside the blocks, in several ways, by one replay of
+the whole tower. Every graph must give the bits that its own launches give in line. Needs a GPU.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from fusedvit.bench import towers
+from fusedvit.bench.passport import passport
+from fusedvit.bench.timing import Contender, in_turns, spread
+from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.beside import SMS, on_sms
+from fusedvit.families.registry import family_of
+from fusedvit.folding import prepare
+from fusedvit.graphs.branch import PRIORITY, CapturedBranch
+from fusedvit.graphs.budgets import check_limits
+from fusedvit.graphs.capture import CudaCapture
+from fusedvit.graphs.manager import GraphManager
+from fusedvit.kernels.configs import Target, budget
+from fusedvit.kernels.launch import compiling_only
+from fusedvit.ops import TRITON
+from fusedvit.plan import EncoderPlan, chosen_for, plan_for
+from fusedvit.program import EncoderProgram
+from fusedvit.spec import VisionSpec
+from fusedvit.weights import EncoderWeights
+
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+GRIDS: dict[str, Grid] = {
+    "224 px": [(1, 14, 14)],
+    "448 px": [(1, 28, 28)],
+    "8 frames of 224 px": [(4, 14, 14)],
+    "576 px": [(1, 36, 36)],
+    "2048 patches": [(1, 32, 64)],
+}
+SMALLEST, BATCHES = 64, 5  # merged tokens; batches that bits are compared on
+LOW, HIGH = (0, -1), (PRIORITY, 0)  # priorities of (mergers, blocks)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the mergers.
+
+    Attributes:
+        sms: theirs; None for what is planned, 0 for all that there are, whoever else wants them.
+        mergers: which of them; None for those that are planned.
+        priorities: of the mergers and of the blocks.
+        tiles_stay: blocks beside a merger run as all others do.
+    """
+
+    sms: int | None = None
+    mergers: tuple[int, ...] | None = None
+    priorities: tuple[int, int] = HIGH
+    tiles_stay: bool = False
+
+    def plan(self, spec: VisionSpec, rows: int, dtype: torch.dtype, target: Target) -> EncoderPlan:
+        """As `plan_for`, but for the mergers."""
+        plan = plan_for(spec, rows, dtype, target)
+        beside = plan.beside
+        if self.sms is not None:
+            found = on_sms(spec, chosen_for(spec, rows, dtype, target), dtype, target, self.sms or SMS[0], True)
+            beside = None if found is None else found[1]
+        if beside is not None and self.mergers is not None:
+            kept = [pair for pair in zip(beside.mergers, beside.blocks, strict=True) if pair[0] in self.mergers]
+            beside = replace(beside, mergers=tuple(m for m, _ in kept), blocks=tuple(b for _, b in kept))
+        if beside is not None and self.sms == 0:
+            fc1, fc2 = (replace(c, overlap=False, splits=1) for c in (plan.merger_fc1, plan.merger_fc2))
+            beside = replace(beside, sms=0, fc1=fc1, fc2=fc2)
+        if beside is not None and (self.sms == 0 or self.tiles_stay):
+            beside = replace(beside, chain=())
+        return replace(plan, beside=beside if beside is not None and beside.mergers else None)
+
+
+ALL = (0, 1, 2)
+WAYS = {
+    "in line": Way(mergers=()),
+    "planned": Way(),
+    "planned, equal": Way(priorities=(0, 0)),
+    "planned, after blocks": Way(priorities=LOW),
+    "planned, tiles stay": Way(tiles_stay=True),
+    "all SMs, after blocks": Way(0, ALL, LOW),
+    "all SMs, equal": Way(0, ALL, (0, 0)),
+    "6 SMs, first two": Way(6, (0, 1)),
+    "6 SMs, tiles stay": Way(6, (0, 1), tiles_stay=True),
+    "24 SMs": Way(24, ALL),
+}
+
+
+class Line:
+    """A way's graph for one size, over buffers of its own."""
+
+    def __init__(self, spec: VisionSpec, weights: EncoderWeights, way: Way, grid: Grid) -> None:
+        merged = budget(max(SMALLEST * spec.merge_unit, tokens(grid))) // spec.merge_unit
+        side, blocks = way.priorities
+        branch = CapturedBranch(DEVICE, side)
+        self.program = EncoderProgram(spec, TRITON, DTYPE, DEVICE, lambda: weights, branch, way.plan)
+        self.manager = GraphManager(check_limits((merged,), 8, 64), self.program, CudaCapture(DEVICE, blocks))
+        self.budget, self.grid, self.rows = merged, grid, tokens(grid)
+        self.beside = way.plan(spec, merged * spec.merge_unit, DTYPE, Target.of(DEVICE)).beside
+
+    def compile(self) -> None:
+        """Under `compiling_only`."""
+        self.program.allocate(self.manager.limits)
+        self.program.rehearse(self.budget, 1)
+        self.program.run(self.budget)
+
+    def capture(self) -> Callable[[], None]:
+        """The graph's replay, a batch in its buffers."""
+        if not self.manager.ready(self.budget):
+            raise RuntimeError("capture failed, see the warning")
+        self.load(0)
+        return self.manager.graph(self.budget).replay
+
+    def load(self, seed: int) -> None:
+        """A random batch, everything else NaN."""
+        part = self.program.buffers(self.budget)
+        apart = () if part.apart is None else vars(part.apart).values()
+        for buffer in (part.hidden, part.wide, part.context, part.stats, part.merged, *apart):
+            buffer.fill_(float("nan"))
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        part.pixels[: self.rows].normal_(generator=generator)
+        self.program.load_grid(self.budget, tuple(self.grid))
+
+    def answer(self, run: Callable[[], None]) -> list[torch.Tensor]:
+        """What `run` leaves in the buffers, copied."""
+        run()
+        part = self.program.buffers(self.budget)
+        merged = part.merged[:, : self.rows // (part.hidden.shape[0] // part.merged.shape[1])]
+        return [part.hidden[: self.rows].clone(), merged.clone()]
+
+    def wrong(self, replay: Callable[[], None], batches: int = BATCHES) -> int:
+        """Of so many batches, each after poison, those on which graph and launches in line differ or hold NaN."""
+        count = 0
+        for seed in range(batches):
+            self.load(seed)
+            ours = self.answer(replay)
+            self.load(seed)
+            theirs = self.answer(lambda: self.program.run(self.budget))
+            count += not all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(ours, theirs, strict=True))
+        return count
+
+
+def measured(lines: dict[str, Line], seconds: float) -> Iterator[dict[str, Any]]:
+    """Each way of one size, the first of which the others are compared with."""
+    replays = {name: line.capture() for name, line in lines.items()}
+    wrong = {name: line.wrong(replays[name]) for name, line in lines.items()}
+    times = in_turns([Contender(name, replay, "gpu") for name, replay in replays.items()], DEVICE, seconds)
+    first = spread(next(iter(times.values()))).median
+    for name, line in lines.items():
+        found = spread(times[name])
+        beside = None if line.beside is None else asdict(line.beside)
+        saved = 1e3 * (first - found.median)
+        yield {"way": name, "wrong": wrong[name], "ms": asdict(found), "saved_us": saved, "beside": beside}
+        line.manager.release()
+
+
+def _print(row: dict[str, Any]) -> None:
+    beside = row["beside"]
+    what = f"{len(beside['mergers'])} on {beside['sms'] or 'all'}" if beside else "in line"
+    verdict = "" if not row["wrong"] else f"  WRONG on {row['wrong']} of {BATCHES}"
+    print(
+        f"{row['size']:20} {row['way']:24} {what:10} {row['ms']['median']:8.4f} ms {row['saved_us']:8.1f} us{verdict}"
+    )
+
+
+def main() -> int:
+    """Prints a table and a JSON line; exit code 1 if any answer was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="PATH", required=True)
+    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
+    parser.add_argument("--tower", default="Qwen3-VL-8B", choices=sorted(set(towers.GEOMETRIES) - {"tiny"}))
+    parser.add_argument("--size", nargs="*", default=list(GRIDS), choices=list(GRIDS))
+    parser.add_argument("--way", nargs="*", default=list(WAYS), choices=list(WAYS), help="the first is compared with")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each size")
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    tower, _ = towers.build(towers.GEOMETRIES[args.tower], DTYPE, DEVICE)
+    family = family_of(type(tower).__name__)
+    assert family is not None, f"{type(tower).__name__} is of no family"
+    spec = family.spec_from_config(tower.config)
+    with torch.no_grad():
+        weights = prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+    lines = {s: {way: Line(spec, weights, WAYS[way], GRIDS[s]) for way in args.way} for s in args.size}
+    with compiling_only():
+        for line in (line for of_size in lines.values() for line in of_size.values()):
+            line.compile()
+    compiled = time.perf_counter()
+    found = []
+    for size, of_size in lines.items():
+        for row in measured(of_size, args.seconds):
+            found.append({"size": size} | row)
+            _print(found[-1])
+    document: dict[str, Any] = {"passport": passport("beside", args.json, args.commit), "rows": found}
+    document |= {"compiled_s": compiled - begin, "took_s": time.perf_counter() - begin}
+    with open(args.json, "w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1)
+    print(json.dumps({"took_s": document["took_s"], "wrong": sum(row["wrong"] for row in found)}))
+    return int(any(row["wrong"] for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Which deepstack mergers run beside the blocks that follow them, and on how many SMs.
+
+Nothing waits for a deepstack merger but the end of the run, and with few rows it is bound by its large weights while
+the blocks leave memory idle, and some SMs: launches have fewer programs than there are SMs, or would take as many
+rounds with fewer. A merger beside the blocks is bounded to some SMs, and the blocks meanwhile to the others.
+
+    gain of a merger = what it takes in line - blocks meanwhile (their time on the others - on all) - what sticks out
+
+where every time is that of the cost model of Hopper's product, and attention a share of its block's products.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.forms import Key
+from fusedvit.kernels.hopper.configs import HopperAttentionConfig
+from fusedvit.kernels.hopper.linear_configs import (
+    CONTENTS,
+    HopperLinearConfig,
+    hopper_linear_candidates,
+    hopper_linear_config,
+    hopper_linear_us,
+    wrong_hopper_linear,
+)
+from fusedvit.spec import VisionSpec
+
+MOST_ROWS = 2048  # of patches: beyond, blocks fill the SMs, and buffers would be large
+SMS = range(2, 34, 2)  # that mergers may have
+ATTENTION_SHARE = 0.25  # of a block's products
+LEAST_GAIN = 0.2  # of what a merger takes in line
+LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("merger_fc1", "merger_fc2")
+Chosen = Mapping[str, tuple[Key, Any]]  # key and configuration of each operation of a plan, by its name
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Deepstack mergers that run beside what follows them.
+
+    Attributes:
+        mergers: which of them, counted from 0.
+        blocks: how many of the following blocks each is reckoned to overlap.
+        sms: what they are bounded to.
+        chain: (operation, configuration) that these blocks run with instead of the plan's.
+        fc1, fc2: configurations of a merger's layers. Neither begins early, as what comes before on their stream may be
+            another merger; neither is split, as there is one scratch, which the blocks use at the same time.
+    """
+
+    mergers: tuple[int, ...]
+    blocks: tuple[int, ...]
+    sms: int
+    chain: tuple[tuple[str, Any], ...]
+    fc1: Any
+    fc2: Any
+
+
+def beside(spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target) -> Beside | None:
+    """The mergers that are worth it; None for none. Known for Hopper's forms alone, whose times are."""
+    attentions = {name: config for name, (_, config) in chosen.items() if "attention" in name}
+    hopper = all(isinstance(chosen[name][1], HopperLinearConfig) for name in chosen if name not in attentions)
+    hopper = hopper and all(isinstance(config, HopperAttentionConfig) for config in attentions.values())
+    if not (spec.deepstack and hopper) or chosen["qkv"][0].rows > MOST_ROWS:
+        return None
+    return _best(spec, tuple(chosen.items()), dtype, target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _best(
+    spec: VisionSpec, chosen: tuple[tuple[str, tuple[Key, Any]], ...], dtype: torch.dtype, target: Target
+) -> Beside | None:
+    found = [on_sms(spec, dict(chosen), dtype, target, sms) for sms in SMS]
+    gain, best = max((pair for pair in found if pair is not None), key=lambda pair: pair[0], default=(0.0, None))
+    return best if gain > 0 else None
+
+
+def on_sms(
+    spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target, sms: int, all_of_them: bool = False
+) -> tuple[float, Beside] | None:
+    """(Gain in us, mergers on so many SMs): those that gain, or every one; None where no configuration fits."""
+    fc1, fc2 = (_fastest(chosen[name][0], dtype, replace(target, num_sms=sms)) for name in MERGER)
+    if fc1 is None or fc2 is None:
+        return None
+    chain = _chain(chosen, dtype, target, target.num_sms - sms)
+    block_us, merger_us = (sum(_us(*chosen[name]) for name in names) for names in (LINEARS, MERGER))
+    attention_us = ATTENTION_SHARE * block_us
+    slower_us = sum(_us(chosen[name][0], chain[name]) for name in LINEARS) - block_us
+    slower_us += attention_us * (_rounds(*chosen["attention"], target.num_sms - sms, target) - 1)
+    own_us, block_us = _us(chosen["merger_fc1"][0], fc1) + _us(chosen["merger_fc2"][0], fc2), block_us + attention_us
+    total, busy_until, mergers = 0.0, 0.0, {}
+    for merger, block in sorted(enumerate(spec.deepstack), key=lambda pair: pair[1]):
+        begin, left = (block + 1) * block_us, spec.depth - block - 1
+        ends = max(busy_until, begin) + own_us
+        blocks = min(left, math.ceil((ends - begin) / block_us))
+        gain = merger_us - blocks * slower_us - max(0.0, ends - spec.depth * block_us - merger_us)
+        if left and (all_of_them or gain > LEAST_GAIN * merger_us):
+            mergers[merger] = blocks
+            total, busy_until = total + gain, ends
+    return total, Beside(tuple(mergers), tuple(mergers.values()), sms, tuple(chain.items()), fc1, fc2)
+
+
+def _fastest(key: Key, dtype: torch.dtype, target: Target) -> HopperLinearConfig | None:
+    """In one part, without an early begin; None where nothing fits."""
+    found = hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
+    whole = [replace(c, overlap=False) for c in found if c.splits == 1 and not wrong_hopper_linear(c, target, dtype)]
+    return min(whole, key=lambda config: _us(key, config), default=None)
+
+
+def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, sms: int) -> dict[str, Any]:
+    """Configurations of a block on `sms` SMs; attention keeps its tiles, of which there is one list."""
+    found: dict[str, Any] = {}
+    for name, (key, config) in chosen.items():
+        narrowed = replace(config, max_programs=config.max_programs * sms // target.num_sms)
+        if "attention" in name:
+            found[name] = narrowed
+        if name in LINEARS:
+            other = hopper_linear_config(key.rows, key.n, key.k, dtype, replace(target, num_sms=sms), key.kind)
+            found[name] = other if other is not None and _us(key, other) < _us(key, narrowed) else narrowed
+    return found
+
+
+def _us(key: Key, config: HopperLinearConfig) -> float:
+    """As the configuration was chosen by: the mean over what a budget may hold."""
+    times = [hopper_linear_us(config, int(share * key.rows), key.n, key.k, key.kind) for share in CONTENTS]
+    return sum(times) / len(times)
+
+
+def _rounds(key: Key, config: HopperAttentionConfig, sms: int, target: Target) -> float:
+    """How many times the rounds that one frame's attention takes on all SMs it takes on so many."""
+    tiles = -(-key.rows // config.block_m) * key.n
+    on_some, on_all = (-(-tiles // (config.ctas * n)) for n in (sms, target.num_sms))
+    return on_some / on_all

@@ -1,0 +1,57 @@
+"""Launches beside other launches, where a graph is being captured."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+PRIORITY = -2  # above the captured stream's; a level whose streams PyTorch hands out to hardly anybody else
+
+
+class Branch(Protocol):
+    """A second line of launches beside the current stream's."""
+
+    def fork(self, launches: Callable[[], None]) -> None:
+        """Launches after everything launched before, and beside what is launched from now on until `join`.
+
+        Forks follow each other in their order. `launches` allocates nothing.
+        """
+
+    def join(self) -> None:
+        """What is launched from now on comes after every fork."""
+
+
+class Serial:
+    """No second line: forks are launched where they stand."""
+
+    def fork(self, launches: Callable[[], None]) -> None:
+        launches()
+
+    def join(self) -> None:
+        pass
+
+
+class CapturedBranch:
+    """A stream that is drawn into the capture of the current one. Where nothing is captured, launches stay in line.
+
+    Nodes keep the priority of the stream that they were captured on.
+    """
+
+    def __init__(self, device: torch.device, priority: int = PRIORITY) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device, priority=priority)
+        self._forked = False
+
+    def fork(self, launches: Callable[[], None]) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            launches()
+            return
+        self._forked = True
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            launches()
+
+    def join(self) -> None:
+        if self._forked:  # a capture ends with every stream joined, also one that fails on the way
+            self._forked = False
+            torch.cuda.current_stream(self._device).wait_stream(self._side)

@@ -1,0 +1,70 @@
+"""The measurement of mergers beside the blocks, on the CPU: its ways, its verdict on bits, its document."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedvit.bench import beside, towers
+from fusedvit.graphs.branch import Serial
+from fusedvit.kernels.hopper import compat
+from fusedvit.ops import TORCH
+from tests.graphs.stand_in import CpuCapture
+
+GEOMETRY = {
+    "depth": 5,
+    "hidden_size": 128,
+    "num_heads": 2,
+    "intermediate_size": 256,
+    "out_hidden_size": 128,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
+    monkeypatch.setitem(towers.GEOMETRIES, "Qwen3-VL-8B", GEOMETRY)
+    monkeypatch.setattr(beside, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(beside, "TRITON", TORCH)
+    monkeypatch.setattr(beside, "CudaCapture", lambda device, priority: CpuCapture())
+    monkeypatch.setattr(beside, "CapturedBranch", lambda device, priority: Serial())
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+def test_it_measures_each_way(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "beside.json"
+    ways = ["in line", "planned", "24 SMs", "all SMs, equal"]
+    words = ["beside", "--json", str(path), "--size", "224 px", "--seconds", "0", "--way", *ways, "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert beside.main() == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["way"] for row in rows] == ways and all(row["wrong"] == 0 for row in rows)
+    assert rows[0]["beside"] is None and rows[2]["beside"]["mergers"] == [0, 1, 2]
+    assert rows[3]["beside"]["chain"] == []
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["wrong"] == 0
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+def test_it_sees_a_merger_that_has_not_run(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(Serial):
+        calls = 0
+
+        def fork(self, launches) -> None:
+            Forgetful.calls += 1
+            if Forgetful.calls != 7:  # the rehearsal's and the capture's three each, then the first replay's
+                launches()
+
+    monkeypatch.setattr(beside, "CapturedBranch", lambda device, priority: Forgetful())
+    tower, _ = towers.build(GEOMETRY, beside.DTYPE, beside.DEVICE)
+    family = beside.family_of(type(tower).__name__)
+    assert family is not None
+    spec = family.spec_from_config(tower.config)
+    with torch.no_grad():
+        weights = beside.prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+    line = beside.Line(spec, weights, beside.WAYS["24 SMs"], beside.GRIDS["224 px"])
+    assert line.wrong(line.capture()) == 1
