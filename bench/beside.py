@@ -37,6 +37,9 @@ GRIDS: dict[str, Grid] = {
     "448 px": [(1, 28, 28)],
     "8 frames of 224 px": [(4, 14, 14)],
     "576 px": [(1, 36, 36)],
+    "320 patches": [(1, 16, 20)],
+    "512 patches": [(1, 16, 32)],
+    "1024 patches": [(1, 32, 32)],
     "2048 patches": [(1, 32, 64)],
 }
 SMALLEST, BATCHES = 64, 5  # merged tokens; batches that bits are compared on

@@ -24,4 +24,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU under Triton's interpreter."""
-    return torch.device("cuda" if HAS_GPU else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")

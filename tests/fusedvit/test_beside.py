@@ -251,7 +251,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
-@pytest.mark.parametrize("rows", [256, 768, 896, 1152])
+@pytest.mark.parametrize("rows", [256, 768, 896, 1024])
 def test_small_budgets_of_a_deepstack_tower_have_mergers_beside(rows: int, on_hopper: None) -> None:
     plan = planned(rows)
     assert plan.beside is not None and plan.beside.mergers[0] == 0
