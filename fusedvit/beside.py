@@ -30,7 +30,7 @@ from fusedvit.kernels.hopper.linear_configs import (
 )
 from fusedvit.spec import VisionSpec
 
-# Of patches. On an H200 Qwen3-VL-8B's tower gained 66 us of 1233 at 196 patches, 55 to 68 of 2150 at 784, 7 of 1990 where
+# Of patches. On an H200 a tower of Qwen3-VL-8B gained 66 us of 1233 at 196 patches, 55 to 68 of 2150 at 784, 7 where
 # these are 4 frames, nothing at 1296, and at 2048 it lost 16 of 5130: `python -m fusedvit.bench.beside`.
 MOST_ROWS = 1024
 SMS = range(2, 34, 2)  # that mergers may have
