@@ -11,8 +11,9 @@ where blocks are counted through all tiles of the CTA. At slot t a consumer issu
 the softmax of block t while P V is running, then frees the slot. Where K_t is the first block of the next tile the
 scheme goes on: the end of one tile and the start of the next overlap, too.
 
-Every warp waits for the previous launch before it reads anything (`gdc_wait`), also in a CTA without work, so that what
-is complete here is complete for whoever waits for this one; the next launch may begin as soon as this one's CTAs have.
+Every warp waits for the previous launch (`gdc_wait`) before it reads anything but tiles and their count, which must be
+older; also in a CTA without work, so that what is complete here is complete for whoever waits for this one. The next
+launch may begin as soon as this one's CTAs have.
 
 Softmax keeps each row's maximum over the first block as its offset (attention_consumer.py). Where that overflows, the
 tile is noted and redone at the end with a running maximum (attention_redo.py).
@@ -32,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
 from fusedvit.kernels.hopper.attention_consumer import consumer
-from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, work_item
+from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, first_item, work_item
 from fusedvit.kernels.hopper.compat import TensorDescriptor, async_load, gl, gluon
 from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
 from fusedvit.kernels.launch import launch
@@ -52,16 +53,21 @@ def _load_block(desc, tail_desc, box, box_tail, barrier, last, skip, section, he
 def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s: Sizes):
     Q_BYTES: gl.constexpr = s.CONSUMERS * ROWS * (s.HEAD + s.TAIL) * 2
     KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + s.TAIL) * 2
-    gdc_wait()
     num_tiles = gl.load(num_tiles_ptr)
+    EARLY: gl.constexpr = s.CONSUMERS < 3  # beside three there are no registers for it
+    begin_0, end_0, first_0 = 0, 0, 0
+    if EARLY:
+        begin_0, end_0, first_0, _ = first_item(tiles_ptr, num_tiles, s)
+    gdc_wait()
     slot = 0
     nth = 0
     v_last = 0  # the block whose values come with the next keys
     v_skip = 0
     v_head = 0
     for index in range(gl.program_id(0), num_tiles * s.HEADS, gl.num_programs(0)):
-        # Not asked for a tile ahead: Triton does not carry from round to round what an inner loop begins at.
-        begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
+        # But the first not asked for a tile ahead: Triton carries no value around that an inner loop begins at.
+        later = (index > gl.program_id(0)) if EARLY else True
+        begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s, later, begin_0, end_0, first_0)
         buffer = nth & 1
         mbarrier.wait(m.q_empty.index(buffer), ((nth >> 1) & 1) ^ 1)
         mbarrier.expect(m.q_full.index(buffer), Q_BYTES)

@@ -225,8 +225,8 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
 
 @gluon.jit
 def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
-    gdc_wait()
     num_tiles = gl.load(num_tiles_ptr)
     begin, end, first, head = first_item(tiles_ptr, num_tiles, s)
+    gdc_wait()
     if gl.program_id(0) < num_tiles * s.HEADS:
         _consume(m, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, head, s, C)

@@ -72,11 +72,12 @@ class Memory:
 
 
 @gluon.jit
-def work_item(index, tiles_ptr, num_tiles, s: Sizes):
+def work_item(index, tiles_ptr, num_tiles, s: Sizes, ask=True, begin=0, end=0, first=0):
     """The `index`-th piece of work as (first token of the frame, one past its last, first query, head).
 
     Tile by tile, all heads of each; or `TOGETHER` heads of every tile, then the next ones: CTAs at work together share
-    the keys of few heads, which stay in L2. With all heads the loads do not wait for `num_tiles`.
+    the keys of few heads, which stay in L2. With all heads the loads do not wait for `num_tiles`. Unless `ask`, the
+    tile is known: `begin`, `end` and `first`.
     """
     first_head = 0
     if s.TOGETHER < s.HEADS:
@@ -85,7 +86,9 @@ def work_item(index, tiles_ptr, num_tiles, s: Sizes):
         index -= first_head * num_tiles
     tile_ptr = tiles_ptr + 4 * (index // s.TOGETHER)
     head = first_head + index % s.TOGETHER
-    return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), head
+    begin = gl.load(tile_ptr, mask=ask, other=begin)
+    end = gl.load(tile_ptr + 1, mask=ask, other=end)
+    return begin, end, gl.load(tile_ptr + 2, mask=ask, other=first), head
 
 
 @gluon.jit

@@ -25,7 +25,8 @@ class HopperAttentionConfig:
             it is 0 or does not divide their number.
         late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
         max_programs: bound of the persistent grid.
-        overlap: begin before the previous launch has ended (programmatic dependent launch), see `OVERLAP`.
+        overlap: begin before the previous launch has ended (programmatic dependent launch), see `OVERLAP`. The previous
+            launch must not be what writes the tiles.
     """
 
     consumers: int

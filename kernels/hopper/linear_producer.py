@@ -58,11 +58,16 @@ def _producer(form, tail, split, ring, staging, boxes):
     num_m, first, step, tiles = _walk(form, tail.num_rows)
     k0, steps = _k_range(form)
     ahead = gl.minimum(steps, form.STAGES)
+    tile_m, tile_n = _tile_of(form, first, num_m)  # no tile where there are none, and then not asked for
+    row0 = tile_m * (form.BM * form.CONSUMERS)
+    col0 = tile_n * (form.BN1 + form.BN2)
     if tiles > 0:  # weights of the first stages, while the previous launch is still busy with x
-        tile_m, tile_n = _tile_of(form, first, num_m)
         for k in range(0, ahead):
-            _load_step(form, ring, boxes, k, 0, tile_n * (form.BN1 + form.BN2), k0 + k, False, True)
+            _load_step(form, ring, boxes, k, 0, col0, k0 + k, False, True)
     gdc_wait()
+    if tiles > 0:  # at once: everybody waits for it
+        for k in range(0, ahead):
+            _load_step(form, ring, boxes, k, row0, 0, k0 + k, True, False)
     for i in range(0, tiles):
         tile_m, tile_n = _tile_of(form, first + i * step, num_m)
         row0 = tile_m * (form.BM * form.CONSUMERS)
@@ -70,9 +75,7 @@ def _producer(form, tail, split, ring, staging, boxes):
         for k in range(0, steps):
             at = i * steps + k
             stage = at % form.STAGES
-            if at < ahead:
-                _load_step(form, ring, boxes, stage, row0, col0, k0 + k, True, False)
-            else:
+            if at >= ahead:
                 mbarrier.wait(ring.empty.index(stage), ((at // form.STAGES) & 1) ^ 1)
                 _load_step(form, ring, boxes, stage, row0, col0, k0 + k, True, True)
             if tail.HAS_RESIDUAL or tail.ROPE_COLS > 0:

@@ -66,6 +66,9 @@ class Cta:
             self.full[k].expect(1 + s.consumers)
             self.engine.load(self.w[k], ("w", 0, k), self.full[k])
             yield lambda: True
+        for k in range(ahead):
+            self._load_x(k, 0, k)
+            yield lambda: True
         for i in range(s.tiles):
             for k in range(s.steps):
                 at = i * s.steps + k
@@ -74,12 +77,15 @@ class Cta:
                     yield self.empty[stage].passed((at // s.stages & 1) ^ 1)
                     self.full[stage].expect(1 + s.consumers)
                     self.engine.load(self.w[stage], ("w", i, k), self.full[stage])
-                for c in range(s.consumers):
-                    self.engine.load(self.x[stage][c], ("x", i, k, c), self.full[stage])
+                    self._load_x(stage, i, k)
                 yield lambda: True
                 if s.brings and k == min(s.steps - 1, s.stages):
                     for c in range(s.consumers) if s.consumers > 1 else [i % 2]:
                         yield from self._bring(i, c)
+
+    def _load_x(self, stage: int, i: int, k: int) -> None:
+        for c in range(self.shape.consumers):
+            self.engine.load(self.x[stage][c], ("x", i, k, c), self.full[stage])
 
     def _phase(self, i: int) -> int:
         return (i if self.shape.consumers > 1 else i // 2) & 1
