@@ -13,7 +13,6 @@ from fusedvit.bench.readme_speed import explanation, speed_tables
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SPEED = "h200-bench.json"
-TRUST = "h200-graphs-trust.json"  # the checks of a whole run of bench.graphs, which takes longer than its costs
 FAMILIES, FAMILIES_CPU = "h200-families*.json", "cpu-families.json"  # of several runs the later by name counts
 BEGIN, END = "<!-- {}: written by bench/readme.py -->", "<!-- end of {} -->"
 
@@ -118,7 +117,7 @@ def figures() -> str:
     parity, graphs = _load("h200-parity.json"), _load("h200-graphs.json")
     held = parity["cost"]["weights"]["held_mib"]
     fp32 = max(parity["fp32_relative_error"].values())
-    trust, one = _load(TRUST), graphs["cost"]["workloads"]["1 x 448 px"]
+    one = graphs["cost"]["workloads"]["1 x 448 px"]
     largest = max(graphs["cost"]["stats"]["graphs"]["token_budgets"])
     lines = [
         *speed_lines(),
@@ -137,10 +136,9 @@ def figures() -> str:
         "",
         f"In fp32 the largest relative difference to Hugging Face is {fp32:.1e}.",
         "",
-        *trust_lines(trust["trust"]),
+        *trust_lines(graphs["trust"]),
         "",
-        f"From: {_origin('h200-parity.json', parity['passport'])}; {_origin('h200-graphs.json', graphs['passport'])};",
-        f"{_origin(TRUST, trust['passport'])} at {trust['passport']['commit'][:7]}.",
+        f"From: {_origin('h200-parity.json', parity['passport'])}; {_origin('h200-graphs.json', graphs['passport'])}.",
     ]
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ the table, so that a run that was cut goes on where it ended, and the table is w
 import contextlib
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -201,11 +202,14 @@ class Tuner:
     def _winner(
         self, measured: list[tuple[Candidate, list[float]]], own: Candidate, cases: Sequence[Case]
     ) -> tuple[Candidate, list[float]] | None:
-        """The fastest that is right; the heuristic's `own` unless another is faster by `MARGIN`."""
+        """The fastest that is right; the heuristic's `own` unless another is faster by `MARGIN`, and at a full budget
+        not slower by as much: a mean of few contents may hide what one of them loses, or a slow spell."""
 
         def rank(pair: tuple[Candidate, list[float]]) -> float:
-            against = statistics.mean(a / b for a, b in zip(pair[1], measured[0][1], strict=True))
-            return against * (1 - MARGIN) if pair[0] == own else against
+            full, *_ = ratios = [a / b for a, b in zip(pair[1], measured[0][1], strict=True)]
+            if pair[0] == own:
+                return 1 - MARGIN
+            return statistics.mean(ratios) if full <= 1 + MARGIN else math.inf
 
         for candidate, us in sorted(measured, key=rank):
             if all(case.check(candidate.config).passed for case in cases):

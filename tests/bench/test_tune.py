@@ -106,6 +106,18 @@ def test_a_pruned_or_wrong_candidate_is_never_taken(
     assert tuner(tune.Log(None, {})).run([question]) == []
 
 
+def test_what_is_slower_at_a_full_budget_is_not_taken(
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it gains on the budget's other contents."""
+    (question,) = [q for q in asked if q.task.name == "proj"]
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    for full, taken in ((10.1, True), (10.5, False)):
+        of_tile = {32: [10.0, 10.0], 64: [full, 5.0], 16: [20.0, 20.0]}
+        monkeypatch.setattr(tune, "time_candidates", lambda *a, of=of_tile: [of[c.block_m] for c in a[2]])
+        assert [e["config"]["block_m"] for e in tuner(tune.Log(None, {})).run([question])] == [64] * taken
+
+
 class Clock:
     """Stands for `time`: a second passes with every question or compilation that is told of."""
 
