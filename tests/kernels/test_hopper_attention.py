@@ -145,7 +145,9 @@ def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads
     tiles = [(10 * n, 10 * n + 9, 10 * n + 3) for n in range(7)]
     flat = [number for tile in tiles for number in (*tile, 0)]
     stand_in = types.SimpleNamespace(
-        static_range=range, where=lambda yes, a, b: a if yes else b, load=lambda pointer: flat[pointer]
+        static_range=range,
+        where=lambda yes, a, b: a if yes else b,
+        load=lambda pointer, mask, other: flat[pointer] if mask else other,
     )
     monkeypatch.setattr(attention_parts, "gl", stand_in)
     for count in range(1, 8):
@@ -153,6 +155,8 @@ def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads
         assert sorted(items) == sorted((*tile, head) for tile in tiles[:count] for head in range(heads))
         assert [item[3] // together for item in items] == sorted(item[3] // together for item in items)
         assert {item[3] for item in items[:together]} == set(range(together))
+        known = [attention_parts.work_item.fn(i, 0, count, sizes, False, 1, 2, 3) for i in range(count * heads)]
+        assert known == [(1, 2, 3, item[3]) for item in items], "a tile that is known is not read"
 
 
 def timings() -> Iterator[tuple[int, int, int, dict[HopperAttentionConfig, float]]]:
@@ -249,7 +253,8 @@ for found in (compile_or_fail(launch, 90) for launch in launches):
 
 
 def test_every_role_waits_for_the_previous_launch() -> None:
-    """Each consumer and the producer, once, whether a CTA has work or not; the next launch may begin at once."""
+    """Each consumer and the producer, once, whether a CTA has work or not; the next launch may begin at once. Before it
+    waits a role reads the count of tiles and its first one, three numbers, and nothing else: no q, k or v."""
     code = """
 import dataclasses
 from unittest import mock
@@ -270,7 +275,9 @@ ptx = checked.call_args.args[2].asm["ptx"]
 assert ptx.count("griddepcontrol.wait") == config.consumers + 1
 assert ptx.count("griddepcontrol.launch_dependents") == 1
 for role in ptx.split("griddepcontrol.wait")[:-1]:
-    assert "ld.global" not in role.rpartition("griddepcontrol.launch_dependents")[2].rpartition("barrier.sync")[2]
+    before = role.rpartition("griddepcontrol.launch_dependents")[2].rpartition("barrier.sync")[2]
+    assert before.count("ld.global.b32") == before.count("ld.global") == 4, before
+    assert "cp.async" not in before and "st.global" not in before, before
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,6 +12,7 @@ import torch
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.forms import Key
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, wrong_hopper_linear
 from fusedvit.kernels.tables import Table, TableError
 
 BF16 = torch.bfloat16
@@ -184,3 +185,19 @@ def test_a_shipped_table_is_looked_up_by_the_budget_alone(folders: tuple[Path, P
     table = tables.table_for(H200)
     found = {rows: table.find(replace(KEY, rows=rows), H200, BF16) for rows in (1024, 1280, 2048)}
     assert found == {1024: CONFIG, 1280: None, 2048: CONFIG}
+
+
+def test_shipped_tables_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the Triton and the sources that they were made with: each entry can be, and stands once."""
+    shipped = sorted(tables.SHIPPED.glob("*.json"))
+    assert [path.name for path in shipped] == [tables.file_name("NVIDIA H200")]
+    for path in shipped:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        passport = found["passport"]
+        monkeypatch.setattr(tables, "TRITON", passport["triton"])
+        monkeypatch.setattr(tables, "fingerprint", lambda form, p=passport: p["sources"][f"{form.op}/{form.name}"])
+        table = tables.read(path, passport["gpu"])
+        assert not table.stale and len(table.entries) == len(found["entries"]) > 500
+        for config in table.entries.values():
+            if isinstance(config, HopperLinearConfig):
+                assert wrong_hopper_linear(config, H200, BF16) == "", config
