@@ -72,11 +72,13 @@ lint: ruff mypy
 ruff: $(SETUP)
 	$(PY) -m ruff check .
 
-# mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package.
+# mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package, without
+# kernels/configs/, a folder of tables that it would take for a package in configs.py's place.
 # No cache: read back from one, packages without an __init__.py lose their modules.
 mypy: $(SETUP)
-	@rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedvit
-	@ln -s $(CURDIR)/fusedvit/* $(CURDIR)/kernels $(CURDIR)/graphs $(CURDIR)/bench $(TYPED)/fusedvit/
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedvit/kernels
+	@ln -s $(CURDIR)/fusedvit/* $(CURDIR)/graphs $(CURDIR)/bench $(TYPED)/fusedvit/
+	@ln -s $(filter-out %/configs,$(wildcard $(CURDIR)/kernels/*)) $(TYPED)/fusedvit/kernels/
 	MYPYPATH=$(TYPED) $(PY) -m mypy --cache-dir=/dev/null -p fusedvit
 
 test-cpu: $(SETUP)
