@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 
 from fusedvit.kernels.configs import Target
+from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.configs import OVERLAP
 
 CHUNK = 64  # columns that go through the epilogue at a time; K of a step
@@ -211,8 +212,10 @@ def supports(n: int, k: int, kind: str) -> bool:
 
 def _spills(config: HopperLinearConfig, kind: str) -> bool:
     """Whether ptxas runs out of registers in this epilogue."""
-    taps = "taps" in kind.split("+") and (config.rows > 64 or config.consumers == 3)
-    return taps or (config.rows > 64 and config.splits > 2)
+    parts, three = set(kind.split("+")), config.consumers == 3
+    taps = "taps" in parts and (config.rows > 64 or three)
+    residual = compat.NEEDS_MORE_REGISTERS and "residual" in parts and three and not config.x_in_registers
+    return taps or residual or (config.rows > 64 and config.splits > 2)
 
 
 def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperLinearConfig]:

@@ -81,6 +81,18 @@ def test_candidates_can_run(rows: int, shape: tuple[int, int, str]) -> None:
         assert config.splits == 1 or config.scratch_sizes(rows, n)[0] <= MAX_SUMS
 
 
+def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 x 64 x 128 with a residual: 4 bytes as compiled with 3.9, none with 3.7."""
+    offered = {}
+    for newer in (False, True):
+        monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
+        for kind in ("residual+stats", "norm+rope"):
+            found = hopper_linear_candidates(2048, 1152, 1152, H200, kind)
+            offered[newer, kind] = {(c.rows, c.cols, c.consumers) for c in found}
+    assert offered[False, "residual+stats"] - offered[True, "residual+stats"] == {(64, 128, 3)}
+    assert offered[False, "norm+rope"] == offered[True, "norm+rope"]
+
+
 @pytest.mark.parametrize(
     "n, k, kind, why",
     [
