@@ -151,12 +151,15 @@ class EncoderBuffers:
             apart=self.apart.part(tokens) if apart and self.apart is not None else None,
         )
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its name, those of the records within as "meta.tiles", "apart.stats"."""
+        records = {"meta": self.meta, "scratch": self.scratch, "apart": self.apart}
+        within = {f"{r}.{n}": t for r, record in records.items() if record is not None for n, t in vars(record).items()}
+        return {n: t for n, t in vars(self).items() if n not in records} | within
+
     def held_bytes(self) -> int:
-        """Bytes of all fields."""
-        fields = (self.pixels, self.grid, self.hidden, self.wide, self.context, self.stats, self.merged)
-        more = (self.rope_words, self.scratch.sums, self.scratch.counters)
-        apart = () if self.apart is None else vars(self.apart).values()
-        return sum(t.nbytes for t in (*fields, *more, *vars(self.meta).values(), *apart))
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors().values())
 
 
 def allocate(

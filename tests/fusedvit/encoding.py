@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from fusedvit import ops
+from fusedvit.aot import QWEN3_VL_8B
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import EncoderOutputs, encode
 from fusedvit.families.registry import family_of
 from fusedvit.folding import prepare
 from fusedvit.kernels.configs import Target
+from fusedvit.kernels.epilogue import Scratch
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.weights import EncoderWeights
 from tests.fusedvit.towers import Call, Grid, items_of, patches_of
@@ -79,6 +81,13 @@ class Encoder:
 
     def answer(self, grid: Grid, pixels: torch.Tensor) -> Outputs:
         return self.run(self.buffers(grid), grid, pixels)
+
+
+def every_buffer() -> EncoderBuffers:
+    """All that a tower of any family may have: windows, split products, rotary words, mergers beside the blocks."""
+    spec, cpu = replace(QWEN3_VL_8B, window=4), torch.device("cpu")
+    made = allocate(spec, Capacity(16, 2, 3, 4, 5, 6, 7), torch.float16, cpu, apart=(2, 16))
+    return replace(made, scratch=Scratch.zeros(8, 8, cpu), rope_words=torch.zeros(16, 4, dtype=torch.int32))
 
 
 def hugging_face(tower: Any, grid: Grid, pixels: torch.Tensor) -> Outputs:
