@@ -14,6 +14,7 @@ import torch
 
 from fusedvit.bench import towers
 from fusedvit.bench.passport import passport
+from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.timing import Contender, in_turns, spread
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.beside import SMS, on_sms
@@ -121,11 +122,9 @@ class Line:
         return self.manager.graph(self.budget).replay
 
     def load(self, seed: int) -> None:
-        """A random batch, everything else NaN."""
+        """A random batch, everything else poison."""
         part = self.program.buffers(self.budget)
-        apart = () if part.apart is None else vars(part.apart).values()
-        for buffer in (part.hidden, part.wide, part.context, part.stats, part.merged, *apart):
-            buffer.fill_(float("nan"))
+        poison_buffers(part)
         generator = torch.Generator(DEVICE).manual_seed(seed)
         part.pixels[: self.rows].normal_(generator=generator)
         self.program.load_grid(self.budget, tuple(self.grid))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.handle import FusedEncoder
 from fusedvit.items import Item
@@ -54,21 +55,8 @@ def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.
 
 
 def poison(handle: FusedEncoder) -> None:
-    """NaN into every static float buffer, garbage into the integers, NaN into free pool memory.
-
-    Not into the counters of split products, which every launch leaves as it found them, at zero.
-    """
-    whole = handle.graphs().program.whole()
-    apart = () if whole.apart is None else vars(whole.apart).values()
-    floats = (whole.pixels, whole.hidden, whole.wide, whole.context, whole.stats, whole.merged, whole.scratch.sums)
-    for t in (*floats, *apart):
-        t.fill_(float("nan"))
-    whole.meta.rope.fill_(float("nan"))
-    whole.meta.tap_weight.fill_(float("nan"))
-    meta = whole.meta
-    lists = (meta.tiles, meta.short_tiles, meta.cu_seqlens)
-    for ints in (meta.tap_index, *lists, meta.counts, whole.grid, whole.rope_words):
-        ints.random_(-(2**30), 2**30)
+    """Poison into the static buffers, and into free pool memory."""
+    poison_buffers(handle.graphs().program.whole())
     blocks = [torch.full((2**22,), float("nan"), device=DEVICE) for _ in range(8)]
     del blocks
 

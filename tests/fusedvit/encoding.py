@@ -8,6 +8,7 @@ import torch
 
 from fusedvit import ops
 from fusedvit.aot import QWEN3_VL_8B
+from fusedvit.bench.poison import poison_buffers
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import EncoderOutputs, encode
 from fusedvit.families.registry import family_of
@@ -35,8 +36,8 @@ class Encoder:
     def plan(self, tokens: int) -> EncoderPlan:
         return plan_for(self.spec, tokens, self.dtype, Target.of(self.device))
 
-    def buffers(self, grid: Grid, spare: Sequence[int] = (0, 0, 0, 0), fill: float | None = None) -> EncoderBuffers:
-        """Buffers for `grid` and `spare` more tokens, items, frames, tiles; floats filled with `fill`."""
+    def buffers(self, grid: Grid, spare: Sequence[int] = (0, 0, 0, 0), poisoned: bool = False) -> EncoderBuffers:
+        """Buffers for `grid` and `spare` more tokens, items, frames, tiles."""
         layout = self.plan(patches_of(grid) + spare[0]).layout(self.spec)
         exact = Capacity.of(items_of(grid), layout)
         more = {"tokens": spare[0], "items": spare[1], "frames": spare[2], "tiles": spare[3]}
@@ -46,13 +47,8 @@ class Encoder:
             more["short_tiles"] = spare[3]
         capacity = replace(exact, **{name: getattr(exact, name) + n for name, n in more.items()})
         made = allocate(self.spec, capacity, self.dtype, self.device)
-        if fill is not None:
-            floats = [made.pixels, made.hidden, made.wide, made.context, made.stats, made.merged, made.scratch.sums]
-            for tensor in [*floats, made.meta.rope, made.meta.tap_weight]:
-                tensor.fill_(fill)
-            for tensor in (*vars(made.meta).values(), made.rope_words):
-                if not tensor.is_floating_point():
-                    tensor.fill_(2**31 - 1)
+        if poisoned:
+            poison_buffers(made)
         return made
 
     def load(self, buffers: EncoderBuffers, grid: Grid, pixels: torch.Tensor) -> None:

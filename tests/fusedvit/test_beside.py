@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusedvit.aot import QWEN3_VL_8B
+from fusedvit.bench.poison import poison_buffers
 from fusedvit.beside import Beside
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import encode
@@ -72,16 +73,7 @@ def buffers_for(encoder: Encoder, grid: Grid, mergers: int) -> EncoderBuffers:
     layout = encoder.plan(patches_of(grid)).layout(encoder.spec)
     capacity = Capacity.of(items_of(grid), layout)
     made = allocate(encoder.spec, capacity, torch.float32, CPU, apart=(mergers, capacity.tokens))
-    for tensor in (
-        made.hidden,
-        made.wide,
-        made.context,
-        made.stats,
-        made.merged,
-        *vars(made.apart or made.meta).values(),
-    ):
-        if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
+    poison_buffers(made)
     return made
 
 

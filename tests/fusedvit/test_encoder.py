@@ -99,14 +99,14 @@ def test_buffers_of_a_budget_and_nan_in_their_rest(encoder: Encoder) -> None:
     pixels = pixels_for_spec(encoder, INTERPRETED)
     exact = encoder.answer(INTERPRETED, pixels)
     tokens = patches_of(INTERPRETED)
-    buffers = encoder.buffers(INTERPRETED, spare=(64 - tokens, 3, 5, 7), fill=float("nan"))
+    buffers = encoder.buffers(INTERPRETED, spare=(64 - tokens, 3, 5, 7), poisoned=True)
     assert_bitwise(encoder.run(buffers, INTERPRETED, pixels), exact)
 
 
 def test_buffers_serve_one_call_after_another(encoder: Encoder) -> None:
     """Nothing of one call is left in the next: equal totals with other boundaries, images for videos, h for w."""
     grids: list[Grid] = [[(1, 4, 6), (1, 2, 4)], [(2, 4, 4)], [(1, 6, 4), (1, 4, 2)], [(1, 2, 2)], [(4, 2, 4)]]
-    shared = encoder.buffers([(1, 2, 2)] * 8, spare=(0, 0, 0, 8), fill=float("nan"))
+    shared = encoder.buffers([(1, 2, 2)] * 8, spare=(0, 0, 0, 8), poisoned=True)
     for i, grid in enumerate(grids):
         pixels = pixels_for_spec(encoder, grid, seed=i)
         exact = encoder.answer(grid, pixels)

@@ -57,7 +57,7 @@ def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
 def test_buffers_of_a_budget_and_nan_in_their_rest(name: str, table: ops.Ops, device: torch.device) -> None:
     """Larger buffers, every spare row NaN or garbage; one call after another in the same ones."""
     encoder = Encoder(family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu"), table)
-    shared = encoder.buffers([(1, 2, 2)] * 12, spare=(64 - 48, 3, 5, 7), fill=float("nan"))
+    shared = encoder.buffers([(1, 2, 2)] * 12, spare=(64 - 48, 3, 5, 7), poisoned=True)
     for seed, grid in enumerate((GRID, [(1, 6, 8)], [(1, 8, 6)], [(1, 2, 2)])):
         pixels = torch.randn(patches_of(grid), encoder.spec.patch_width, generator=torch.Generator().manual_seed(seed))
         assert_bitwise(encoder.run(shared, grid, pixels), encoder.answer(grid, pixels))
@@ -78,7 +78,7 @@ def test_short_frames_in_a_launch_of_their_own(
     calls = [(grid, pixels_for(tower, grid)) for grid in grids]
     one_list = [encoder.answer(*call) for call in calls]
     monkeypatch.setattr(encoder, "plan", lambda tokens: halves)
-    shared = encoder.buffers([(1, 4, 4)] * 3 + [(1, 2, 4)] * 2, spare=(0, 3, 9, 7), fill=float("nan"))
+    shared = encoder.buffers([(1, 4, 4)] * 3 + [(1, 2, 4)] * 2, spare=(0, 3, 9, 7), poisoned=True)
     for call, want in zip(calls, one_list, strict=True):
         got = encoder.answer(*call)
         assert_same(got, want, limit=1e-5)  # other tiles, another order of sums
