@@ -16,7 +16,7 @@ from fusedvit.bench import towers
 from fusedvit.bench.passport import passport
 from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.timing import Contender, in_turns, spread
-from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.beside import SMS, on_sms
 from fusedvit.families.registry import family_of
 from fusedvit.folding import prepare
@@ -33,11 +33,8 @@ from fusedvit.spec import VisionSpec
 from fusedvit.weights import EncoderWeights
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-GRIDS: dict[str, Grid] = {
-    "224 px": [(1, 14, 14)],
-    "448 px": [(1, 28, 28)],
-    "8 frames of 224 px": [(4, 14, 14)],
-    "576 px": [(1, 36, 36)],
+FEW = ("1 x 224 px", "1 x 448 px", "video, 8 frames 224 px", "1 x 576 px")  # patches, so that mergers weigh
+GRIDS: dict[str, Grid] = {name: WORKLOADS[name] for name in FEW} | {
     "320 patches": [(1, 16, 20)],
     "512 patches": [(1, 16, 32)],
     "1024 patches": [(1, 32, 32)],
@@ -167,7 +164,7 @@ def _print(row: dict[str, Any]) -> None:
     what = f"{len(beside['mergers'])} on {beside['sms'] or 'all'}" if beside else "in line"
     verdict = "" if not row["wrong"] else f"  WRONG on {row['wrong']} of {BATCHES}"
     print(
-        f"{row['size']:20} {row['way']:24} {what:10} {row['ms']['median']:8.4f} ms {row['saved_us']:8.1f} us{verdict}"
+        f"{row['size']:24} {row['way']:24} {what:10} {row['ms']['median']:8.4f} ms {row['saved_us']:8.1f} us{verdict}"
     )
 
 

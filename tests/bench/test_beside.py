@@ -39,7 +39,7 @@ def test_it_measures_each_way(
 ) -> None:
     path = tmp_path / "beside.json"
     ways = ["in line", "planned", "24 SMs", "all SMs, equal"]
-    words = ["beside", "--json", str(path), "--size", "224 px", "--seconds", "0", "--way", *ways, "--commit", "abc"]
+    words = ["beside", "--json", str(path), "--size", "1 x 224 px", "--seconds", "0", "--way", *ways, "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", words)
     assert beside.main() == 0
     rows = json.loads(path.read_text())["rows"]
@@ -66,5 +66,5 @@ def test_it_sees_a_merger_that_has_not_run(on_cpu: None, monkeypatch: pytest.Mon
     spec = family.spec_from_config(tower.config)
     with torch.no_grad():
         weights = beside.prepare(spec, family.names, family.source(dict(tower.named_parameters())))
-    line = beside.Line(spec, weights, beside.WAYS["24 SMs"], beside.GRIDS["224 px"])
+    line = beside.Line(spec, weights, beside.WAYS["24 SMs"], beside.GRIDS["1 x 224 px"])
     assert line.wrong(line.capture()) == 1

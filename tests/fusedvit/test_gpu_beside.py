@@ -36,7 +36,7 @@ def tower() -> Tower:
 
 
 @pytest.mark.parametrize("way", ["planned", "all SMs, equal", "24 SMs"])
-@pytest.mark.parametrize("size", ["224 px", "8 frames of 224 px"])
+@pytest.mark.parametrize("size", ["1 x 224 px", "video, 8 frames 224 px"])
 def test_graphs_have_the_bits_of_launches_in_line(tower: Tower, way: str, size: str) -> None:
     line = Line(*tower, WAYS[way], beside.GRIDS[size])
     assert line.beside is not None, "nothing is tested in line"
@@ -45,7 +45,7 @@ def test_graphs_have_the_bits_of_launches_in_line(tower: Tower, way: str, size: 
 
 def test_eager_runs_have_the_same_bits(tower: Tower) -> None:
     """In buffers without room for mergers beside, where they run in line in place."""
-    line = Line(*tower, WAYS["planned"], beside.GRIDS["224 px"])
+    line = Line(*tower, WAYS["planned"], beside.GRIDS["1 x 224 px"])
     assert line.beside is not None, "nothing is tested in line"
     replay = line.capture()
     for seed in range(5):
