@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.kernels import forms
+from fusedvit.kernels import forms, tables
 from fusedvit.kernels.configs import Target
 from fusedvit.ops import ops_for
 from fusedvit.plan import plan_for
@@ -15,7 +15,8 @@ from fusedvit.spec import VisionSpec
 
 
 def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Sequence[int]) -> list[str]:
-    """The form of each operation at each budget of patch tokens, and the forms that `target` does without."""
+    """The form of each operation at each budget of patch tokens, and what `target` does without: forms, and tuning
+    tables or parts of them that do not hold here."""
     lines = []
     for tokens in budgets:
         by_form: dict[str, list[str]] = {}
@@ -23,7 +24,8 @@ def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Seque
             by_form.setdefault(form, []).append(op)
         chosen = "; ".join(f"{form}: {', '.join(ops)}" for form, ops in sorted(by_form.items()))
         lines.append(f"  per-op choice to {tokens} patch tokens: {chosen}")
-    return lines + [f"  without {f.op} in its {f.name} form: {why}" for f, why in forms.absences(target, dtype)]
+    lines += [f"  without {f.op} in its {f.name} form: {why}" for f, why in forms.absences(target, dtype)]
+    return lines + [f"  {why}; heuristics used instead" for why in tables.table_for(target).stale]
 
 
 def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, Any], reason: str | None) -> str:

@@ -6,7 +6,8 @@
 
 Shipped ones are in kernels/configs/; a user's own, in the cache directory, is put over the shipped one entry by entry.
 A table that is malformed, or was measured on another Triton, is left out with a warning; so is, by itself, every form
-whose sources have changed since. Sizes are looked up as they are: no entry, no answer.
+whose sources have changed since. That a shipped one is for another Triton is nobody's fault, and no warning. Sizes are
+looked up as they are: no entry, no answer.
 """
 
 import ast
@@ -17,7 +18,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,17 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """Configurations by what they were tuned for. `stale`: forms whose entries were left out, and why."""
+    """Configurations by what they were tuned for.
+
+    Attributes:
+        entries: what holds here.
+        stale: what was left out, and why: forms, or everything.
+        elsewhere: everything was, as it was made with another Triton.
+    """
 
     entries: Mapping[Key, Any] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
+    elsewhere: bool = False
 
     def over(self, other: "Table") -> "Table":
         """Both, this one first where they answer the same question."""
@@ -74,7 +82,7 @@ def user_folder() -> Path:
 
 def table_for(target: Target) -> Table:
     """The table of `target`'s GPU; an empty one where there is none. Read once a process, see `forget`."""
-    return _read_all(target.name, (user_folder(), SHIPPED)) if target.name else Table()
+    return _read_all(target.name, SHIPPED, user_folder()) if target.name else Table()
 
 
 def forget() -> None:
@@ -82,11 +90,14 @@ def forget() -> None:
     _read_all.cache_clear()
 
 
+_STALE = "tuning table %s: %s; heuristics used instead. `fusedvit tune` makes it anew"
+
+
 @lru_cache(maxsize=16)
-def _read_all(gpu: str, folders: tuple[Path, ...]) -> Table:
-    """Warned once each, as the answer is kept."""
+def _read_all(gpu: str, shipped: Path, own: Path) -> Table:
+    """Logged once each, as the answer is kept; what is stale says whose it is."""
     whole = Table()
-    for folder in reversed(folders):
+    for whose, folder in (("shipped", shipped), ("own", own)):
         path = folder / file_name(gpu)
         if not path.is_file():
             continue
@@ -95,14 +106,16 @@ def _read_all(gpu: str, folders: tuple[Path, ...]) -> Table:
         except (TableError, OSError) as error:
             logger.warning("tuning table left out, heuristics used instead: %s", error)
             continue
+        level = logging.INFO if table.elsewhere and folder == shipped else logging.WARNING
         for reason in table.stale:
-            logger.warning("tuning table %s: %s; heuristics used instead. `fusedvit tune` makes it anew", path, reason)
-        whole = table.over(whole)
+            logger.log(level, _STALE, path, reason)
+        signed = tuple(f"{whose} tuning table: {reason}" for reason in table.stale)
+        whole = replace(table, stale=signed).over(whole)
     return whole
 
 
 def read(path: Path, gpu: str) -> Table:
-    """The table at `path`, of which stale forms are left out.
+    """The table at `path`, of which stale forms are left out, or everything if it was made with another Triton.
 
     Raises:
         TableError: not a table, of another GPU, or an entry that cannot be.
@@ -118,7 +131,7 @@ def read(path: Path, gpu: str) -> Table:
         raise TableError(f"{path}: made on {found!r}, this is {gpu!r}")
     made_on = _member(passport, "triton", str, f"{path}: passport")
     if made_on != TRITON:
-        return Table({}, (f"made with Triton {made_on}, this is {TRITON}",))
+        return Table({}, (f"made with Triton {made_on}, this is {TRITON}",), elsewhere=True)
     sources = _member(passport, "sources", dict, f"{path}: passport")
     stale = {f"{f.op}/{f.name}" for f in FORMS if sources.get(f"{f.op}/{f.name}") != fingerprint(f)}
     entries, dropped = {}, set()
