@@ -1,7 +1,8 @@
 """`python -m fusedvit.bench.families`: one tower of every family against Hugging Face, on this machine's GPU.
 
 By the tolerance rule (fusedvit/tolerance.py) at whole towers in bf16, over images, a video, a mix and grids that no
-window fits; then wall time through graphs beside Hugging Face eager, in turns, behind that gate.
+window fits; then wall time through graphs beside Hugging Face eager, in turns of a few calls, behind that gate; the
+first call of a turn is a figure of its own ("first_ms", as in `tower_bench`).
 
 Of a file that is there already the other families stay: several runs make one document, each family with the passport
 of its own run. `--family` without a name and `--from` only put documents together.
@@ -20,7 +21,7 @@ import torch
 from fusedvit.bench import family_documents
 from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build, class_of
 from fusedvit.bench.passport import passport
-from fusedvit.bench.timing import Contender, in_turns, ratios, spread
+from fusedvit.bench.timing import Contender, first_ms, in_long_turns, ratios, spread
 from fusedvit.bench.towers import patch_width, twin, wider
 from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
@@ -64,12 +65,18 @@ def measure(name: str, geometry: Geometry, device: torch.device, seconds: float)
                 Contender(label, functools.partial(module, pixels, grid_thw=grid_thw))
                 for label, module in (("hf", tower), ("ours", ours))
             ]
-            times = in_turns(calls, device, seconds)
-            cost[workload] = {label: asdict(spread(values)) for label, values in times.items()}
-            cost[workload]["speedup"] = asdict(ratios(times["hf"], times["ours"]))
+            cost[workload] = cost_of(calls, device, seconds)
     found |= {"parity": parity, "cost": cost, "graphs": _replays(handle)}
     handle.release()
     return found
+
+
+def cost_of(calls: list[Contender], device: torch.device, seconds: float) -> dict[str, Any]:
+    """Times of "hf" and "ours", of each turn's median call, and their ratios turn by turn."""
+    turns = in_long_turns(calls, device, seconds)
+    found: dict[str, Any] = {name: asdict(spread(turn.ms)) for name, turn in turns.items()}
+    found["speedup"] = asdict(ratios(turns["hf"].ms, turns["ours"].ms))
+    return found | {"first_ms": first_ms(calls, turns), "calls_in_a_turn": turns["ours"].calls}
 
 
 def numbers_of(spec: VisionSpec) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def families() -> str:
     lines = [
         *_table(*family_table(found, documents[FAMILIES_CPU]["families"])),
         "",
-        *families_explained(),
+        *families_explained(found),
         "",
         f"From: {'; '.join(origins)}.",
         "",

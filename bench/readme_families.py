@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fusedvit.bench.readme_speed import turns_explained
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.families.unsupported import UNSUPPORTED
 
@@ -17,8 +18,9 @@ NOT_MEASURED = "not measured"
 ELSEWHERE = {"Qwen3-VL-8B": "see Measurements"}  # what other documents have
 
 
-def explanation() -> list[str]:
+def explanation(gpu: dict[str, Any]) -> list[str]:
     """What stands in the table of families."""
+    rows = [row for found in gpu.values() for row in found.get("cost", {}).values()]
     return [
         "Of every tower the whole forward pass is fused, from pixels to outputs: patch embedding, positions, rotary",
         "embedding, attention, MLPs and what is named above. Error: ours over Hugging Face's, the largest and the rms",
@@ -26,6 +28,7 @@ def explanation() -> list[str]:
         "GPU against fp32 at full depth, in fp32 on a CPU against fp64 at the depth given. Times: wall milliseconds of",
         "Hugging Face (`sdpa`, eager) → ours through graphs, in turns in one run, and the median of their ratios; 6272",
         "patches are 8 images. Random weights.",
+        *turns_explained(rows),
     ]
 
 
@@ -111,4 +114,5 @@ def _error(found: dict[str, Any], missing: str) -> str:
 def _time(cost: dict[str, Any] | None, missing: str) -> str:
     if cost is None:
         return missing
-    return f"{cost['hf']['median']:.1f} → {cost['ours']['median']:.1f} ({cost['speedup']['median']:.2f} x)"
+    first = f", first {cost['first_ms']['ours']['median']:.1f}" if cost.get("first_ms") else ""
+    return f"{cost['hf']['median']:.1f} → {cost['ours']['median']:.1f}{first} ({cost['speedup']['median']:.2f} x)"

@@ -1,5 +1,6 @@
 """The README's first table: whole towers against the peers, from one document of `fusedvit bench`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 Table = tuple[list[str], list[list[str]]]
@@ -21,20 +22,20 @@ def explanation(document: dict[str, Any]) -> list[str]:
         "the time of its replay alone, metadata and copies not counted. **Hugging Face**: `sdpa`, eager, wall time.",
         f"Floor: useful FLOPs at {ceilings['tflops']:.0f} TFLOP/s or weights at {ceilings['tbs']:.1f} TB/s.",
         "A contender whose answer breaks the tolerance rule gets no number.",
-        *_turns_explained(document),
+        *turns_explained(row for found in document["towers"].values() for row in found["workloads"].values()),
     ]
 
 
-def _turns_explained(document: dict[str, Any]) -> list[str]:
-    """How long turns are, of a document that says so."""
-    rows = [row for found in document["towers"].values() for row in found["workloads"].values()]
+def turns_explained(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """How long turns are, of those rows that say so."""
     counts = sorted({row["calls_in_a_turn"] for row in rows if "calls_in_a_turn" in row})
     if not counts:
         return []
     calls = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return [
         f"A turn is {calls} calls in a row, as many for every contender and the fewer the slower they are; its median",
-        "counts. **First**: ours as the first call of a turn, when the CPU's caches have lost its code to the others'.",
+        "counts. **First**: ours as the first call of a turn, when the CPU's caches have lost its code to the others';",
+        "where there is none, a turn is one call.",
     ]
 
 

@@ -2,8 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -62,6 +62,12 @@ def in_long_turns(contenders: Sequence[Contender], device: torch.device, seconds
         name: Turns(calls, [statistics.median(turn) for turn in turns], [turn[0] for turn in turns])
         for name, turns in rounds.items()
     }
+
+
+def first_ms(contenders: Sequence[Contender], turns: Mapping[str, Turns]) -> dict[str, Any]:
+    """What the first call of a turn takes, by contender with a clock on the wall; none where a turn is one call."""
+    timed = [c.name for c in contenders if c.clock == "wall" and turns[c.name].calls > 1]
+    return {name: asdict(spread(turns[name].first)) for name in timed}
 
 
 def _warm_up(contenders: Sequence[Contender], device: torch.device) -> float:

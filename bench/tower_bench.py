@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedvit.bench import engine_like, family_towers, peer_attention, roofline, split, towers
 from fusedvit.bench.families import rows_of
-from fusedvit.bench.timing import Contender, Turns, in_long_turns, ratios, spread
+from fusedvit.bench.timing import Contender, first_ms, in_long_turns, ratios, spread
 from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import peak_mib
@@ -169,7 +169,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         "floor_ms": floor,
         "parity": gates,
         "ms": {name: asdict(spread(values)) for name, values in times.items()},
-        "first_ms": _first_ms([c for c in passed if c.name in times], turns),
+        "first_ms": first_ms([c for c in passed if c.name in times], turns),
         "calls_in_a_turn": min((turn.calls for turn in turns.values()), default=0),
         "clock": {c.name: c.clock for c in calls},
         "failed": failed,
@@ -183,12 +183,6 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     if s.device.type == "cuda":
         found |= _on_gpu(s, options, grid, pixels, grid_thw)
     return found
-
-
-def _first_ms(contenders: list[Contender], turns: Mapping[str, Turns]) -> dict[str, Any]:
-    """What the first call of a turn takes, by contender with a clock on the wall; none where a turn is one call."""
-    timed = [c.name for c in contenders if c.clock == "wall" and turns[c.name].calls > 1]
-    return {name: asdict(spread(turns[name].first)) for name in timed}
 
 
 def _contenders(
