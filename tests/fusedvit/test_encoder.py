@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from fusedvit import ops
-from fusedvit.tolerance import compare
 from tests.fusedvit.encoding import Encoder, hugging_face
 from tests.fusedvit.towers import (
     GRIDS,
     KINDS,
     Grid,
     assert_bitwise,
+    assert_rule,
     assert_same,
     patches_of,
     pixels_for,
@@ -46,9 +46,7 @@ def test_torch_table_by_the_tolerance_rule(dtype: torch.dtype) -> None:
     pixels = pixels_for(tower, grid).to(dtype)
     ours, pt = Encoder(tower, ops.TORCH).answer(grid, pixels), hugging_face(tower, grid, pixels)
     ref = hugging_face(twin(tower, torch.float64), grid, pixels)
-    for name in ref:
-        verdict = compare(ours[name], ref[name], pt[name])
-        assert verdict.passed, f"{name}: {verdict.reason}"
+    assert_rule(ours, ref, pt)
 
 
 # On Triton: the interpreter where there is no GPU. It is slow, so that towers are shallow, and has no bf16.
@@ -76,9 +74,7 @@ def test_triton_table_in_fp16(size: dict[str, Any], device: torch.device) -> Non
     encoder = Encoder(tower, ops.TRITON)
     ours, pt = encoder.answer(INTERPRETED, pixels), hugging_face(tower, INTERPRETED, pixels)
     ref = hugging_face(twin(tower, torch.float32), INTERPRETED, pixels)
-    for name in ref:
-        verdict = compare(ours[name], ref[name], pt[name])
-        assert verdict.passed, f"{name}: {verdict.reason}"
+    assert_rule(ours, ref, pt)
     assert_bitwise(encoder.answer(INTERPRETED, pixels), ours)  # run to run the same bits
 
 
@@ -129,9 +125,7 @@ def test_a_channel_hundreds_of_times_the_rest(device: torch.device) -> None:
         ref = hugging_face(twin(tower, torch.float64), INTERPRETED, pixels)
         pt = hugging_face(tower, INTERPRETED, pixels)
         ours = Encoder(tower, table).answer(INTERPRETED, pixels)
-        for name in ref:
-            verdict = compare(ours[name], ref[name], pt[name])
-            assert verdict.passed, f"{table.name}, {name}: {verdict.reason}"
+        assert_rule(ours, ref, pt, table.name)
 
 
 def test_nothing_past_the_capacity_is_needed() -> None:

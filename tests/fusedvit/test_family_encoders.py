@@ -9,10 +9,9 @@ from fusedvit import ops, plan
 from fusedvit.buffers import Capacity
 from fusedvit.items import Item
 from fusedvit.kernels.metadata import Layout
-from fusedvit.tolerance import compare
 from tests.fusedvit.encoding import Encoder, hugging_face
 from tests.fusedvit.families import INSTALLED, family_tower
-from tests.fusedvit.towers import Grid, assert_bitwise, assert_same, patches_of, pixels_for, twin
+from tests.fusedvit.towers import Grid, assert_bitwise, assert_rule, assert_same, patches_of, pixels_for, twin
 from tests.kernels.metadata_cases import frames_of, tiles_of, windows_of
 
 # One class of each shape of encoder: what the others add is in their weights.
@@ -47,9 +46,7 @@ def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
     pixels = pixels_for(tower, GRID).half()
     ours, pt = Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels)
     ref = hugging_face(twin(tower, torch.float32), GRID, pixels)
-    for field in ref:
-        verdict = compare(ours[field], ref[field], pt[field])
-        assert verdict.passed, f"{field}: {verdict.reason}"
+    assert_rule(ours, ref, pt)
 
 
 @by_table

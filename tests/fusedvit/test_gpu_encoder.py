@@ -21,6 +21,7 @@ from tests.fusedvit.towers import (
     Grid,
     assert_bitwise,
     assert_different,
+    assert_rule,
     outputs_of,
     patches_of,
     prompt,
@@ -126,9 +127,7 @@ def test_smallest_and_odd_grids() -> None:
         call = Call.of(tower, grid)
         ours, pt = call.run(tower), call.run(original)
         ref = Call(call.pixels.double(), call.grid).run(wide)
-        for name in ref:
-            verdict = compare(ours[name], ref[name], pt[name])
-            assert verdict.passed, f"{grid} {name}: {verdict.reason}"
+        assert_rule(ours, ref, pt, str(grid))
 
 
 # cost

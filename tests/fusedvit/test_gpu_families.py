@@ -8,8 +8,7 @@ import torch
 import fusedvit
 from fusedvit.bench.families import rows_of
 from fusedvit.bench.family_towers import GEOMETRIES, build
-from fusedvit.tolerance import compare
-from tests.fusedvit.towers import Call, assert_bitwise, random_grid, without_tf32
+from tests.fusedvit.towers import Call, assert_bitwise, assert_rule, random_grid, without_tf32
 
 pytestmark = pytest.mark.gpu
 
@@ -34,9 +33,7 @@ def test_a_graph_gives_the_same_bits_and_keeps_the_rule(name: str) -> None:
         ref = Call(calls[0].pixels.float(), calls[0].grid).run(wide)
     fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True, graphs=False))
     eager = [call.run(tower) for call in calls]
-    for field, expected in ref.items():
-        verdict = compare(eager[0][field], expected, pt[field])
-        assert verdict.passed, f"{field}: {verdict.reason}"
+    assert_rule(eager[0], ref, pt)
     captured = fusedvit.FuseConfig(strict=True, token_budgets=(MOST // 4,), max_items=64, max_frames=64)
     handle = fusedvit.fuse(tower, captured)  # the same handle, which has counted the calls above
     before = handle.stats()["eager"]

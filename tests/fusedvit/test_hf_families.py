@@ -9,9 +9,8 @@ import torch
 import fusedvit
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.structure import shapes_of
-from fusedvit.tolerance import compare
 from tests.fusedvit.families import INSTALLED, TINY, class_of, family_tower
-from tests.fusedvit.towers import GRIDS, Call, Grid, assert_same, ran_fused, twin
+from tests.fusedvit.towers import GRIDS, Call, Grid, assert_rule, assert_same, ran_fused, twin
 
 STRICT = fusedvit.FuseConfig(strict=True)
 CLASSES = [name for family in FAMILIES for name in family.class_names]
@@ -70,10 +69,7 @@ def test_tolerance_rule(name: str, dtype: torch.dtype) -> None:
     ref = Call(call.pixels.double(), call.grid).run(twin(tower, torch.float64))
     fusedvit.fuse(tower, STRICT)
     ours = call.run(tower)
-    assert ours.keys() == ref.keys() == pt.keys()
-    for field in ref:
-        verdict = compare(ours[field], ref[field], pt[field])
-        assert verdict.passed, f"{field}: {verdict.reason}"
+    assert_rule(ours, ref, pt)
 
 
 @by_class

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.tolerance import compare
 from tests.fusedvit.towers import (
     DEEPSTACK_KINDS,
     GRIDS,
     KINDS,
     Call,
     assert_bitwise,
+    assert_rule,
     assert_same,
     outputs_of,
     patches_of,
@@ -53,10 +53,7 @@ def test_tolerance_rule(dtype: torch.dtype, grid: list[tuple[int, int, int]]) ->
     ref = Call(call.pixels.double(), call.grid).run(twin(tower, torch.float64))
     fusedvit.fuse(tower, STRICT)
     ours = call.run(tower)
-    assert ours.keys() == ref.keys() == pt.keys()
-    for name in ref:
-        verdict = compare(ours[name], ref[name], pt[name])
-        assert verdict.passed, f"{name}: {verdict.reason}"
+    assert_rule(ours, ref, pt)
 
 
 @pytest.mark.parametrize("size", [64, 72, 80, 128])

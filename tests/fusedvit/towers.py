@@ -13,6 +13,7 @@ from torch import nn
 
 from fusedvit.cli.weights import cast_parameters_, random_weights_
 from fusedvit.items import Item
+from fusedvit.tolerance import compare
 
 KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 DEEPSTACK_KINDS = KINDS[:2]
@@ -203,6 +204,16 @@ def assert_same(ours: Mapping[str, torch.Tensor], ref: Mapping[str, torch.Tensor
         assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device), name
         error = error_of(got, expected)
         assert error <= limit, f"{name}: relative error {error:.3g}, at most {limit:g}"
+
+
+def assert_rule(
+    ours: Mapping[str, torch.Tensor], ref: Mapping[str, torch.Tensor], pt: Mapping[str, torch.Tensor], what: str = ""
+) -> None:
+    """The tolerance rule for every field: `ours` against `ref`, with Hugging Face's answer `pt` as the yardstick."""
+    assert ours.keys() == ref.keys() == pt.keys()
+    for name in ref:
+        verdict = compare(ours[name], ref[name], pt[name])
+        assert verdict.passed, f"{what} {name}: {verdict.reason}"
 
 
 def assert_different(ours: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], limit: float = 1e-3) -> None:
