@@ -8,7 +8,6 @@ import argparse
 import functools
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +19,7 @@ from fusedvit.bench import towers
 from fusedvit.bench.passport import passport
 from fusedvit.bench.stages import lay_out, stages
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
-from fusedvit.cli.measure import gpu_launches, latency, peak_mib
+from fusedvit.cli.measure import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.config import FuseConfig
 from fusedvit.families.registry import family_of
 from fusedvit.folding import prepare
@@ -131,24 +130,10 @@ def cost() -> dict[str, dict[str, Any]]:
                 "best_ms": times[who].best,
                 "kernels": gpu_launches(call).kernels,
                 "peak_mib": peak_mib(call, DEVICE),
-                "host_syncs": host_syncs(call),
+                "host_syncs": len(synchronisations(call)),
             }
     rows["weights"] = {"held_mib": handle.stats()["weights_mib"]}
     return rows
-
-
-def host_syncs(call: Callable[[], Any]) -> int:
-    """How often one call makes the host wait, by torch's own debug mode."""
-    call()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
 
 def main() -> int:

@@ -2,13 +2,15 @@
 
 import gc
 import statistics
-import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedvit.bench.timing import Contender, in_turns
 
 Call = Callable[[], Any]
 NO_WORK = {  # operators that are dispatched and yet move no data
@@ -55,6 +57,19 @@ def gpu_launches(call: Call) -> Launches:
     return Launches(kernels, host)
 
 
+def synchronisations(call: Call) -> list[str]:
+    """Where one call waits for the GPU, as "file:line", by the warnings of torch's own debug mode. Needs a GPU."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
+
+
 def operators(call: Call) -> int:
     """Operators of one call that touch data (no views, no allocations): a CPU's stand-in for kernels."""
     call()
@@ -64,17 +79,8 @@ def operators(call: Call) -> int:
 
 
 def latency(calls: Mapping[str, Call], device: torch.device, seconds: float = 3.0) -> dict[str, Latency]:
-    """Time `calls` in turns, so that a slow spell of the machine meets all of them: 5 to 100 rounds in `seconds`."""
-    for call in calls.values():
-        for _ in range(2):
-            call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
-    for done in range(100):
-        if done >= 5 and time.perf_counter() > end:
-            break
-        for name, call in calls.items():
-            times[name].append(_milliseconds(call, device))
+    """Times `calls` in turns, as `bench.timing.in_turns`."""
+    times = in_turns([Contender(name, call) for name, call in calls.items()], device, seconds)
     return {name: Latency(statistics.median(t), min(t), len(t)) for name, t in times.items()}
 
 
@@ -100,13 +106,3 @@ class _OperatorCount(TorchDispatchMode):
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         self.count += not is_view and schema.name not in NO_WORK
         return func(*args, **(kwargs or {}))
-
-
-def _milliseconds(call: Call, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - start)

@@ -1,7 +1,6 @@
 """Towers of real width run eagerly on a GPU: accuracy, launches, synchronisations, memory, bits from run to run."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 import fusedvit
 from fusedvit import ops, reasons
-from fusedvit.cli.measure import gpu_launches, peak_mib
+from fusedvit.cli.measure import gpu_launches, peak_mib, synchronisations
 from fusedvit.cli.weights import cast_parameters_
 from fusedvit.tolerance import Comparison, compare, summarize
 from tests.fusedvit.encoding import Encoder
@@ -145,19 +144,6 @@ def test_launches() -> None:
         assert handle.stats()["original"] == {}
     assert counts[27] <= 170, counts
     assert counts[27] - counts[4] <= 6 * 23, counts
-
-
-def synchronisations(call: Callable[[], Any]) -> list[str]:
-    """What `call` did that waits for the GPU, by the warnings of torch's own debug mode."""
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
 
 
 def test_no_synchronisation_inside_the_encoder() -> None:
