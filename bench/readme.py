@@ -22,7 +22,7 @@ def _load(name: str) -> dict[str, Any]:
         return json.load(file)
 
 
-def _origin(name: str, passport: dict[str, str]) -> str:
+def _run(name: str, passport: dict[str, str]) -> str:
     gpu = passport["gpu"] if passport["gpu"] != "none" else "CPU"
     return (
         f"{gpu}, torch {passport['torch']}, Triton {passport['triton']}, "
@@ -31,11 +31,15 @@ def _origin(name: str, passport: dict[str, str]) -> str:
     )
 
 
+def _origin(name: str, passport: dict[str, str]) -> str:
+    return f"{_run(name, passport)} at {passport['commit'][:7]}"
+
+
 def _origins(name: str, document: dict[str, Any]) -> str:
     """Of a document of several runs: each machine and version once, and the commits."""
     passports = family_documents.passports([document])
     commits = dict.fromkeys(passport["commit"][:7] for passport in passports)
-    runs = dict.fromkeys(_origin(name, passport) for passport in passports)
+    runs = dict.fromkeys(_run(name, passport) for passport in passports)
     return f"{'; '.join(runs)} at {', '.join(commits)}"
 
 
@@ -115,10 +119,10 @@ def speed_lines() -> list[str]:
 def figures() -> str:
     """The README's section between the two marks."""
     parity, graphs = _load("h200-parity.json"), _load("h200-graphs.json")
-    held = parity["cost"]["weights"]["held_mib"]
+    stats = graphs["cost"]["stats"]
     fp32 = max(parity["fp32_relative_error"].values())
     one = graphs["cost"]["workloads"]["1 x 448 px"]
-    largest = max(graphs["cost"]["stats"]["graphs"]["token_budgets"])
+    largest = max(stats["graphs"]["token_budgets"])
     lines = [
         *speed_lines(),
         "Qwen3-VL-8B's tower (27 blocks, 1152 channels), bf16, random weights at realistic scale. Hugging Face runs",
@@ -126,7 +130,7 @@ def figures() -> str:
         "",
         *cost_table(parity, graphs),
         "",
-        f"Prepared copies of weights hold {held:.0f} MiB, graphs and their buffers "
+        f"Prepared copies of weights hold {stats['weights_mib']:.0f} MiB, graphs and their buffers "
         f"{one['held_mib']:.0f} MiB for budgets up to {largest} tokens.",
         "",
         "Error against fp32, ours over Hugging Face's in bf16 (1.00 = as exact; the rule allows 2.00 for the largest",

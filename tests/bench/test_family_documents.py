@@ -58,3 +58,7 @@ def test_the_readme_names_every_commit() -> None:
     name = "h200-families.json"
     said = readme._origins(name, readme._load(name))
     assert said.count(f"](bench/results/{name})") >= 1 and " at " in said
+    for name in ("h200-bench.json", "h200-parity.json", "h200-graphs.json"):
+        passport = readme._load(name)["passport"]
+        assert readme._origin(name, passport).endswith(f"`{passport['command']}` at {passport['commit'][:7]}")
+        assert readme._origin(name, passport) in readme.figures()
