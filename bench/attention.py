@@ -7,6 +7,7 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def main() -> None:
         peer_attention.load_fa3(args.fa3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = measure(tuple(args.head_dim), device, args.fa3 is not None, tuple(args.only), tuple(args.layout))
-    document = {"passport": passport("attention", args.json, args.commit), "rows": rows}
+    document = {"passport": passport("attention", sys.argv[1:], args.commit), "rows": rows}
     Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

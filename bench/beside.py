@@ -195,7 +195,7 @@ def main() -> int:
         for row in measured(of_size, args.seconds):
             found.append({"size": size} | row)
             _print(found[-1])
-    document: dict[str, Any] = {"passport": passport("beside", args.json, args.commit), "rows": found}
+    document: dict[str, Any] = {"passport": passport("beside", sys.argv[1:], args.commit), "rows": found}
     document |= {"compiled_s": compiled - begin, "took_s": time.perf_counter() - begin}
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(document, file, indent=1)

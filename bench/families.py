@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--from", dest="earlier", nargs="*", type=Path, default=[], help="documents to put in first")
     args = parser.parse_args(argv)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    path, made = Path(args.json), passport("families", args.json, args.commit)
+    path, made = Path(args.json), passport("families", ("--json", args.json), args.commit)
     begun = [{"passport": made, "families": {}}] if args.family else []
     document = family_documents.merged([*family_documents.load([path, *args.earlier]), *begun])
     for name in args.family:

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--family", nargs="*", default=list(GEOMETRIES), choices=list(GEOMETRIES))
     parser.add_argument("--depth", type=int, default=DEPTH, help="blocks, at most the checkpoint's; all of them: 99")
     args = parser.parse_args(argv)
-    document: dict[str, Any] = {"passport": passport("families_cpu", args.json, ""), "families": {}}
+    document: dict[str, Any] = {"passport": passport("families_cpu", ("--json", args.json), ""), "families": {}}
     for name in args.family:
         if class_of(GEOMETRIES[name]) is None:
             document["families"][name] = {"absent": "not in this version of transformers"}

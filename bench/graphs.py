@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the trust checks' repetitions")
     parser.add_argument("--only", choices=PARTS, help="one part of the report")
     args = parser.parse_args()
-    result: dict[str, Any] = {"passport": passport("graphs", args.json, args.commit)}
+    result: dict[str, Any] = {"passport": passport("graphs", sys.argv[1:], args.commit)}
     with torch.inference_mode():
         if args.only != "trust":
             result["cost"] = cost_report(args.only)

@@ -187,7 +187,7 @@ def _passport(command: str, given: dict[str, Any], commit: str = "") -> dict[str
             if one is None or one is False:
                 continue
             words += [option] if one is True else [option, shlex.quote(one.name if isinstance(one, Path) else str(one))]
-    return {"passport": passport("", "", commit) | {"command": " ".join(words)}}
+    return {"passport": passport("", (), commit) | {"command": " ".join(words)}}
 
 
 def _keep(head: dict[str, Any], path: Path | None, found: dict[str, Any]) -> None:

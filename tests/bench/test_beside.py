@@ -42,7 +42,12 @@ def test_it_measures_each_way(
     words = ["beside", "--json", str(path), "--size", "1 x 224 px", "--seconds", "0", "--way", *ways, "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", words)
     assert beside.main() == 0
-    rows = json.loads(path.read_text())["rows"]
+    document = json.loads(path.read_text())
+    rows, ran = document["rows"], document["passport"]
+    assert ran["commit"] == "abc" and ran["command"] == (
+        "python -m fusedvit.bench.beside --json beside.json --size '1 x 224 px' --seconds 0 "
+        "--way 'in line' planned '24 SMs' 'all SMs, equal'"
+    )
     assert [row["way"] for row in rows] == ways and all(row["wrong"] == 0 for row in rows)
     assert rows[0]["beside"] is None and rows[2]["beside"]["mergers"] == [0, 1, 2]
     assert rows[3]["beside"]["chain"] == []
