@@ -1,13 +1,18 @@
-"""`python -m fusedvit.bench.readme`: writes the README's figures from bench/results/, so that none is typed."""
+"""`python -m fusedvit.bench.readme`: writes the figures of README and docs/ from bench/results/, so that none is typed.
+
+Marks in a document name the sections that are written.
+"""
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fusedvit.bench import family_documents
 from fusedvit.bench.readme_families import explanation as families_explained
 from fusedvit.bench.readme_families import family_table, unsupported_table
+from fusedvit.bench.readme_kernels import attention_table, gemm_table
 from fusedvit.bench.readme_speed import explanation, speed_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,17 +27,22 @@ def _load(name: str) -> dict[str, Any]:
         return json.load(file)
 
 
-def _run(name: str, passport: dict[str, str]) -> str:
+def _run(name: str, passport: dict[str, str], root: str = "") -> str:
     gpu = passport["gpu"] if passport["gpu"] != "none" else "CPU"
     return (
         f"{gpu}, torch {passport['torch']}, Triton {passport['triton']}, "
         f"transformers {passport['transformers']}; "
-        f"[`bench/results/{name}`](bench/results/{name}), `{passport['command']}`"
+        f"[`bench/results/{name}`]({root}bench/results/{name}), `{passport['command']}`"
     )
 
 
-def _origin(name: str, passport: dict[str, str]) -> str:
-    return f"{_run(name, passport)} at {passport['commit'][:7]}"
+def _origin(name: str, passport: dict[str, str], root: str = "") -> str:
+    """Where a document's figures come from. `root`: the checkout's, from the folder of the text that says so."""
+    return f"{_run(name, passport, root)} {_commit(passport)}"
+
+
+def _commit(passport: dict[str, str]) -> str:
+    return "(commit not recorded)" if passport["commit"] == "unknown" else f"at {passport['commit'][:7]}"
 
 
 def _origins(name: str, document: dict[str, Any]) -> str:
@@ -167,18 +177,41 @@ def families() -> str:
     return "\n".join(lines)
 
 
-def rewritten(readme: str) -> str:
-    """`readme` with fresh figures."""
-    for name, section in (("families", families), ("figures", figures)):
+def gemms() -> str:
+    """Each operation of a tower alone."""
+    return _of_one_run("h200-kernels.json", gemm_table)
+
+
+def attention() -> str:
+    """Attention alone, at every width of heads."""
+    return _of_one_run("h200-attention.json", attention_table)
+
+
+def _of_one_run(name: str, table: Callable[[dict[str, Any]], tuple[list[str], list[list[str]]]]) -> str:
+    document = _load(name)
+    return "\n".join([*_table(*table(document)), "", f"From: {_origin(name, document['passport'], '../')}."])
+
+
+DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"families": families, "figures": figures},
+    "docs/hopper.md": {"gemms": gemms},
+    "docs/hopper-attention.md": {"attention": attention},
+}
+
+
+def rewritten(text: str, document: str) -> str:
+    """The `text` of one of `DOCUMENTS` with fresh figures."""
+    for name, section in DOCUMENTS[document].items():
         begin, end = BEGIN.format(name), END.format(name)
-        before, rest = readme.split(begin)
-        readme = f"{before}{begin}\n{section()}\n{end}{rest.split(end)[1]}"
-    return readme
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{section()}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main() -> int:
-    path = ROOT / "README.md"
-    path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(rewritten(path.read_text(encoding="utf-8"), name), encoding="utf-8")
     return 0
 
 

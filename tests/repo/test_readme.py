@@ -1,23 +1,30 @@
-"""The README's figures are those of bench/results/."""
+"""The figures of README and docs/ are those of bench/results/."""
 
 from pathlib import Path
 
-from fusedvit.bench.readme import rewritten
+import pytest
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+from fusedvit.bench.readme import DOCUMENTS, rewritten
 
-
-def test_figures_come_from_the_results() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert rewritten(text) == text, "run python -m fusedvit.bench.readme"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_typed_figure_is_noticed() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert rewritten(text.replace("| 1 x 448 px | 784 |", "| 1 x 448 px | 785 |")) == text
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_figures_come_from_the_results(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert rewritten(text, document) == text, "run python -m fusedvit.bench.readme"
 
 
-def test_a_typed_family_is_noticed() -> None:
-    text = README.read_text(encoding="utf-8")
-    typed = text.replace("`Glm4vVisionModel`", "`Glm4vTower`")
-    assert typed != text and rewritten(typed) == text
+@pytest.mark.parametrize(
+    "document, written, typed",
+    [
+        ("README.md", "| 1 x 448 px | 784 |", "| 1 x 448 px | 785 |"),
+        ("README.md", "`Glm4vVisionModel`", "`Glm4vTower`"),
+        ("docs/hopper.md", "| 784 | 1.11 |", "| 784 | 1.01 |"),
+        ("docs/hopper-attention.md", "| 72 | 66.9 (1.18) |", "| 72 | 66.9 (1.81) |"),
+    ],
+)
+def test_what_is_typed_is_noticed(document: str, written: str, typed: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    changed = text.replace(written, typed)
+    assert changed != text and rewritten(changed, document) == text

@@ -1,0 +1,37 @@
+"""The tables in docs/ of what ships: GEMMs beside cuBLAS, attention beside its peers."""
+
+from typing import Any
+
+Table = tuple[list[str], list[list[str]]]
+CUBLAS = "cuBLAS + bias"
+OPS = ("qkv", "proj", "fc1", "fc2", "patch", "merger_fc1", "merger_fc2")
+LAYOUTS = ("64 x 256", "16 x 1024", "1 x 1024", "1 x 784", "32 x 784", "1 x 1296", "1 x 4096", "1 x 16384")
+
+
+def gemm_table(document: dict[str, Any], merge_unit: int = 4) -> Table:
+    """Time over cuBLAS's with a bias alone, of the first tower of `fusedvit bench kernels`: operations by patch rows.
+
+    Args:
+        merge_unit: patch rows behind one row of a merger.
+    """
+    tower = document["rows"][0]["tower"]
+    found = {}
+    for row in document["rows"]:
+        if row["tower"] == tower and row["op"] in OPS:
+            rows = int(row["shape"].split(" x ")[0]) * (merge_unit if row["op"].startswith("merger") else 1)
+            found[rows, row["op"]] = f"{row['us'] / row['peers_us'][CUBLAS]:.2f}" if row["us"] else "wrong"
+    sizes = dict.fromkeys(rows for rows, _ in found)
+    return ["rows", *OPS], [[str(rows), *(found.get((rows, op), "–") for op in OPS)] for rows in sizes]
+
+
+def attention_table(document: dict[str, Any]) -> Table:
+    """Microseconds of what ships, and how many times as long the better peer takes: head widths by layouts."""
+    found = {(row["head_dim"], row["layout"]): row for row in document["rows"] if row["growth"] == 1.0}
+    widths = dict.fromkeys(width for width, _ in found)
+    return ["head_dim", *LAYOUTS], [[str(w), *(_attention(found.get((w, name))) for name in LAYOUTS)] for w in widths]
+
+
+def _attention(row: dict[str, Any] | None) -> str:
+    if row is None or "ships" not in row["us"]:
+        return "–" if row is None else "wrong"
+    return f"{row['us']['ships']:.1f}" + (f" ({row['ratio']:.2f})" if "ratio" in row else "")

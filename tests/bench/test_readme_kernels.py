@@ -1,0 +1,30 @@
+"""The tables in docs/ say what was measured, and what was not."""
+
+from typing import Any
+
+from fusedvit.bench.readme_kernels import CUBLAS, LAYOUTS, OPS, attention_table, gemm_table
+
+
+def gemm(op: str, rows: int, us: float | None, tower: str = "first") -> dict[str, Any]:
+    return {"tower": tower, "op": op, "shape": f"{rows} x 8 x 8", "us": us, "peers_us": {CUBLAS: 10.0}}
+
+
+def test_gemms_by_patch_rows() -> None:
+    rows = [gemm("qkv", 256, 12.0), gemm("merger_fc1", 64, 9.0), gemm("qkv", 784, None), gemm("attention", 4, 1.0)]
+    head, found = gemm_table({"rows": [*rows, gemm("qkv", 1296, 1.0, "second")]})
+    assert head == ["rows", *OPS] and all(len(row) == len(head) for row in found)
+    assert found[0] == ["256", "1.20", "–", "–", "–", "–", "0.90", "–"], "a merger has a quarter of the rows"
+    assert found[1] == ["784", "wrong", *["–"] * 6] and len(found) == 2
+
+
+def test_attention_by_layouts() -> None:
+    def row(layout: str, us: dict[str, float], **more: Any) -> dict[str, Any]:
+        return {"head_dim": 72, "layout": layout, "growth": 1.0, "us": us, **more}
+
+    rows = [row("64 x 256", {"ships": 10.04, "fa3": 12.0}, ratio=1.195), row("1 x 784", {"fa3": 12.0})]
+    rows += [row("1 x 4096", {"ships": 150.0}), row("1 x 1024", {"ships": 1.0}) | {"growth": 200.0}]
+    head, (found,) = attention_table({"rows": rows})
+    cells = dict(zip(head, found, strict=True))
+    assert cells.pop("head_dim") == "72" and list(cells) == list(LAYOUTS)
+    assert (cells["64 x 256"], cells["1 x 784"], cells["1 x 4096"]) == ("10.0 (1.20)", "wrong", "150.0")
+    assert cells["1 x 1024"] == "–", "keys that grow are another matter"
