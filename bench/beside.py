@@ -17,7 +17,7 @@ from fusedvit.bench.passport import passport
 from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.timing import Contender, in_turns, spread
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
-from fusedvit.beside import SMS, on_sms
+from fusedvit.beside import MERGER, SMS, on_sms, priced
 from fusedvit.families.registry import family_of
 from fusedvit.folding import prepare
 from fusedvit.graphs.branch import PRIORITY, CapturedBranch
@@ -64,14 +64,15 @@ class Way:
         """As `plan_for`, but for the mergers."""
         plan = plan_for(spec, rows, dtype, target)
         beside = plan.beside
+        chosen = priced(chosen_for(spec, rows, dtype, target), dtype, target)
         if self.sms is not None:
-            found = on_sms(spec, chosen_for(spec, rows, dtype, target), dtype, target, self.sms or SMS[0], True)
+            found = on_sms(spec, chosen, dtype, target, self.sms or SMS[0], True)
             beside = None if found is None else found[1]
         if beside is not None and self.mergers is not None:
             kept = [pair for pair in zip(beside.mergers, beside.blocks, strict=True) if pair[0] in self.mergers]
             beside = replace(beside, mergers=tuple(m for m, _ in kept), blocks=tuple(b for _, b in kept))
         if beside is not None and self.sms == 0:
-            fc1, fc2 = (replace(c, overlap=False, splits=1) for c in (plan.merger_fc1, plan.merger_fc2))
+            fc1, fc2 = (replace(chosen[name][1], overlap=False, splits=1) for name in MERGER)
             beside = replace(beside, sms=0, fc1=fc1, fc2=fc2)
         if beside is not None and (self.sms == 0 or self.tiles_stay):
             beside = replace(beside, chain=())

@@ -28,10 +28,14 @@ USUAL = range(256, 16384 + 1)  # budgets, patch tokens
 PLAIN_ROWS = 2048  # up to which plain Triton is timed where another form is the heuristics' choice: it takes 1.1 to 3 x
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
+LIBRARIES = tuple(form.name for form in forms.FORMS if form.library)
 
 # Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 1 s for plain Triton), of the
 # GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
-COMPILE_S = {forms.LINEAR: {PLAIN: 1.3, "hopper": 3.8}, forms.ATTENTION: {PLAIN: 2.0, "hopper": 5.5}}
+COMPILE_S = {
+    forms.LINEAR: {PLAIN: 1.3, "hopper": 3.8, **dict.fromkeys(LIBRARIES, 0.2)},
+    forms.ATTENTION: {PLAIN: 2.0, "hopper": 5.5},
+}
 START_S, QUESTION_S, CANDIDATE_S = 8.0, 0.05, 0.012
 OVER_FLOOR = 1.5  # what an operation takes of its floor
 
@@ -50,14 +54,16 @@ def in_waves(asked: Iterable[Question], flagships: Collection[VisionSpec]) -> li
 
 
 def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dtype, target: Target) -> list[Candidate]:
-    """Of `proposed`, the heuristic's choice first, what is worth timing; all where there is plain Triton alone."""
+    """Of `proposed`, the heuristic's choice first, what is worth timing; all where there is plain Triton alone. A
+    library has one answer, which no model knows: it is timed."""
     key, own = question.task.key, proposed[0]
-    others = [c for c in proposed[1:] if c.form != PLAIN]
+    libraries = [c for c in proposed if c.form in LIBRARIES]
+    others = [c for c in proposed[1:] if c.form not in (PLAIN, *LIBRARIES)]
     if not others:
         return list(proposed)
     predicted = _linear_us if key.op == forms.LINEAR else _attention_us
     best = BEST if key.rows <= USUAL.stop else BEST_OF_LONG
-    others = sorted(others, key=lambda candidate: predicted(candidate.config, key, target))[:best]
+    others = sorted(others, key=lambda candidate: predicted(candidate.config, key, target))[:best] + libraries
     if key.rows > PLAIN_ROWS and own.form != PLAIN:
         return list(dict.fromkeys([own, *others]))
     plain = forms.named(key.op, PLAIN)

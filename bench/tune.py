@@ -239,13 +239,13 @@ def passport(gpu: str) -> dict[str, Any]:
 
 
 def write(path: Path, gpu: str, entries: list[Entry], decided: Iterable[Key] = ()) -> None:
-    """The table, an entry a line; entries of an older table of the same sources stay where nothing was decided anew."""
+    """The table, an entry a line; entries of an older table stay where nothing was decided anew, those of forms whose
+    sources are the same."""
     made = passport(gpu)
     kept: dict[str, Entry] = {}
     if path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
-        if old["passport"]["sources"] == made["sources"] and old["passport"]["triton"] == made["triton"]:
-            kept = {_identity(entry): entry for entry in old["entries"]}
+        kept = {_identity(entry): entry for entry in _holding(old)}
     for key in decided:
         kept.pop(_identity(asdict(key)), None)
     kept |= {_identity(entry): entry for entry in entries}
@@ -256,6 +256,16 @@ def write(path: Path, gpu: str, entries: list[Entry], decided: Iterable[Key] = (
     whole.write_text(text, encoding="utf-8")
     whole.replace(path)  # a run that is cut here leaves the one before
     tables.forget()
+
+
+def _holding(document: dict[str, Any]) -> list[Entry]:
+    """A table's entries of forms that are still what they were."""
+    made = document["passport"]
+    if made["triton"] != tables.TRITON:
+        return []
+    known = {f"{form.op}/{form.name}" for form in FORMS}
+    hold = known.difference(*tables.stale_forms(made["sources"], made["torch"]))
+    return [entry for entry in document["entries"] if f"{entry['op']}/{entry['form']}" in hold]
 
 
 def _identity(entry: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fusedvit.kernels.configs import Target
+from fusedvit.kernels.cublaslt import CublasLtConfig
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import (
@@ -63,12 +64,25 @@ class Beside:
 
 def beside(spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target) -> Beside | None:
     """The mergers that are worth it; None for none. Known for Hopper's forms alone, whose times are."""
+    chosen = priced(chosen, dtype, target)
     attentions = {name: config for name, (_, config) in chosen.items() if "attention" in name}
     hopper = all(isinstance(chosen[name][1], HopperLinearConfig) for name in chosen if name not in attentions)
     hopper = hopper and all(isinstance(config, HopperAttentionConfig) for config in attentions.values())
     if not (spec.deepstack and hopper) or chosen["qkv"][0].rows > MOST_ROWS:
         return None
     return _best(spec, tuple(chosen.items()), dtype, target)
+
+
+def priced(chosen: Chosen, dtype: torch.dtype, target: Target) -> Chosen:
+    """`chosen` with Hopper's form in cuBLASLt's place, whose times nobody knows: it is taken where it is a little
+    faster. A merger beside the blocks runs in Hopper's form, which can be bounded."""
+
+    def one(key: Key, config: Any) -> Any:
+        if not isinstance(config, CublasLtConfig):
+            return config
+        return hopper_linear_config(key.rows, key.n, key.k, dtype, target, key.kind)
+
+    return {name: (key, one(key, config)) for name, (key, config) in chosen.items()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from fusedvit.beside import Beside, beside
 from fusedvit.kernels import forms, tables
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import Target, budget
-from fusedvit.kernels.forms import Key
+from fusedvit.kernels.forms import Form, Key
 from fusedvit.kernels.hopper.attention_choice import (
     ALL_FRAMES,
     LONG_FRAMES,
@@ -52,8 +52,16 @@ class EncoderPlan:
 
     def choices(self) -> dict[str, str]:
         """The form of each operation, by its name."""
+        return {name: form.name for name, form in self._forms().items()}
+
+    @property
+    def whole(self) -> bool:
+        """Whether bits depend on the rows of the buffers: then every run's are as many as the budget has."""
+        return any(form.library for form in self._forms().values())
+
+    def _forms(self) -> dict[str, Form]:
         configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("max_programs", "beside")}
-        return {name: forms.form_of(config).name for name, config in configs.items() if config is not None}
+        return {name: forms.form_of(config) for name, config in configs.items() if config is not None}
 
     def narrowed(self) -> "EncoderPlan":
         """The same for blocks that have a merger beside them."""

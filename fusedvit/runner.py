@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.manager import CAPTURE_FAILED, GraphManager
 from fusedvit.graphs.packing import Batch, Piece, Work, pack
 from fusedvit.items import Item
-from fusedvit.kernels.configs import Target
+from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.forms import FormFailed
 from fusedvit.ops import ops_for
 from fusedvit.plan import plan_for
@@ -78,7 +78,7 @@ class Tower:
     def plan_tokens(self, tokens: int) -> int:
         """The patch-token budget that `tokens` patch tokens fall into."""
         unit = self.spec.merge_unit
-        return next((b * unit for b in self.ladder if b * unit >= tokens), tokens)
+        return next((b * unit for b in self.ladder if b * unit >= tokens), budget(tokens))
 
 
 class _Run(NamedTuple):
@@ -224,7 +224,7 @@ class _Answer:
 
 
 def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
-    """The encoder on buffers of exactly the size of `items`."""
+    """The encoder on buffers of exactly the size of `items`; of their budget's where bits depend on that."""
     items = [item for item in items if item.tokens]
     if not items:
         return new_outputs(tower, 0)
@@ -237,13 +237,21 @@ def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Enco
 
 def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
     tokens = _tokens(items)
-    plan = plan_for(tower.spec, tower.plan_tokens(tokens), tower.dtype, Target.of(tower.device))
+    rows = tower.plan_tokens(tokens)
+    plan = plan_for(tower.spec, rows, tower.dtype, Target.of(tower.device))
     capacity = Capacity.of(items, plan.layout(tower.spec))
-    pixels = _aligned(pixels.to(tower.device, tower.dtype))
-    buffers = allocate(tower.spec, capacity, tower.dtype, tower.device, pixels)
+    if plan.whole:
+        buffers = allocate(tower.spec, replace(capacity, tokens=rows), tower.dtype, tower.device)
+        buffers.pixels[:tokens].copy_(pixels)
+    else:
+        pixels = _aligned(pixels.to(tower.device, tower.dtype))
+        buffers = allocate(tower.spec, capacity, tower.dtype, tower.device, pixels)
     _fill_grid(buffers.grid, items)
     with torch.no_grad():
         outputs = encode(tower.spec, tower.weights.get(), buffers, ops_for(tower.device), plan)
+    if plan.whole:
+        merged = outputs.merged[:, : tokens // tower.spec.merge_unit]
+        return EncoderOutputs(outputs.hidden[:tokens].clone(), merged.contiguous())
     return EncoderOutputs(outputs.hidden, outputs.merged.contiguous())
 
 

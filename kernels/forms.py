@@ -3,6 +3,7 @@
     LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
     HopperLinearConfig              "hopper": Gluon, on sm_90, in 16 bits
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
+    CublasLtConfig                  "cublaslt": cuBLASLt with a bias, in 16 bits; only where a tuning table says so
 
 A form that a device or this Triton lacks is never planned. One whose compilation fails at a first launch raises
 `FormFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
@@ -16,10 +17,11 @@ import torch
 from triton.errors import TritonError
 
 from fusedvit.kernels import attention as plain_attention
-from fusedvit.kernels import configs, metadata, row_stats
+from fusedvit.kernels import configs, cublaslt, metadata, row_stats
 from fusedvit.kernels import linear as plain_linear
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
+from fusedvit.kernels.cublaslt import CublasLtConfig
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper import configs as hopper_configs
@@ -81,7 +83,8 @@ class Form:
         name: as tables and reports write it.
         op: `LINEAR` or `ATTENTION`.
         config: its configurations' type, a flat frozen dataclass. A linear form's has `block_n`, the width of the row
-            statistics it writes; an attention form's has `block_m`, the queries of a tile of `Segments`.
+            statistics it writes if it writes any; an attention form's has `block_m`, the queries of a tile of
+            `Segments`.
         run: signature of `linear.linear` or `attention.attention`.
         absent: (target, dtype) -> why the form cannot run there, or "".
         wrong: (config, target, dtype) -> why the configuration cannot run there, or "".
@@ -90,6 +93,8 @@ class Form:
         candidates: the same arguments -> configurations worth timing, for the tuner; those that do not compile well are
             pruned by it.
         modules: whose sources decide what the form computes and how fast.
+        library: one of PyTorch's runs it: what was measured holds for its version, nothing is compiled, and the bits
+            depend on how many rows the buffers have.
     """
 
     name: str
@@ -101,6 +106,7 @@ class Form:
     heuristic: Callable[[Key, torch.dtype, Target, int], Any]
     candidates: Callable[[Key, torch.dtype, Target, int], list[Any]]
     modules: tuple[Any, ...]
+    library: bool = False
 
 
 def _never_absent(target: Target, dtype: torch.dtype) -> str:
@@ -139,6 +145,14 @@ def _hopper_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -
     return hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
 
 
+def _cublaslt_absent(target: Target, dtype: torch.dtype) -> str:
+    return "" if dtype in cublaslt.DTYPES else "bfloat16 and float16 only"
+
+
+def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[CublasLtConfig]:
+    return [CublasLtConfig()] if key.kind == "bias" else []
+
+
 def _hopper_forms() -> tuple[Form, ...]:
     if not compat.AVAILABLE:
         return ()
@@ -171,6 +185,18 @@ def _hopper_forms() -> tuple[Form, ...]:
 
 FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this order
     *_hopper_forms(),
+    Form(
+        name="cublaslt",
+        op=LINEAR,
+        config=CublasLtConfig,
+        run=cublaslt.linear,
+        absent=_cublaslt_absent,
+        wrong=lambda config, target, dtype: _cublaslt_absent(target, dtype),
+        heuristic=lambda key, dtype, target, widest: None,
+        candidates=_cublaslt_linears,
+        modules=(cublaslt,),
+        library=True,
+    ),
     Form(
         name="triton",
         op=LINEAR,

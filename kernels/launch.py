@@ -59,6 +59,11 @@ def compiling_only() -> Iterator[None]:
             _compiling_only.reset(token)
 
 
+def only_compiling() -> bool:
+    """Whether this is inside `compiling_only`: then whoever launches past `launch` does not."""
+    return _compiling_only.get()
+
+
 def launch(
     kernel: JITFunction,
     programs: int,
@@ -100,7 +105,7 @@ def launch(
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
     # Fused multiply-adds are asked for: versions of Triton differ in what they default to.
     named = constants | options | {"enable_fp_fusion": True}
-    if _compiling_only.get():
+    if only_compiling():
         kernel.warmup(*boxes, *pointers, *scalars, grid=(programs,), **named)
         return None
     found = kernel[(programs,)](*boxes, *pointers, *scalars, **named)

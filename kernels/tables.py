@@ -1,13 +1,13 @@
 """Tuning tables: what was measured to be fastest, one JSON file per GPU, never executed, only read.
 
-    {"passport": {"gpu": …, "triton": "3.6", "sources": {"linear/triton": hash, …}},
+    {"passport": {"gpu": …, "triton": "3.6", "torch": "2.11.0", "sources": {"linear/triton": hash, …}},
      "entries": [{"op": "linear", "kind": "norm+rope", "n": 3456, "k": 1152, "rows": 1024, "dtype": "bfloat16",
                   "form": "triton", "config": {…}, "us": 15.2}, …]}
 
 Shipped ones are in kernels/configs/; a user's own, in the cache directory, is put over the shipped one entry by entry.
 A table that is malformed, or was measured on another Triton, is left out with a warning; so is, by itself, every form
-whose sources have changed since. That a shipped one is for another Triton is nobody's fault, and no warning. Sizes are
-looked up as they are: no entry, no answer.
+whose sources have changed since, or that is a library's of another PyTorch. That a shipped one is for another Triton or
+PyTorch is nobody's fault, and no warning. Sizes are looked up as they are: no entry, no answer.
 """
 
 import ast
@@ -34,7 +34,14 @@ logger = logging.getLogger("fusedvit")
 
 SHIPPED = Path(__file__).resolve().parent / "configs"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-TRITON = ".".join(triton.__version__.split(".")[:2])
+
+
+def minor(version: str) -> str:
+    """The first two numbers: of "3.6.0" "3.6"."""
+    return ".".join(version.split(".")[:2])
+
+
+TRITON, TORCH = minor(triton.__version__), minor(torch.__version__)
 
 
 class TableError(ValueError):
@@ -48,7 +55,7 @@ class Table:
     Attributes:
         entries: what holds here.
         stale: what was left out, and why: forms, or everything.
-        elsewhere: everything was, as it was made with another Triton.
+        elsewhere: all of that, as it was made with another Triton, or another PyTorch's libraries.
     """
 
     entries: Mapping[Key, Any] = field(default_factory=dict)
@@ -133,15 +140,26 @@ def read(path: Path, gpu: str) -> Table:
     if made_on != TRITON:
         return Table({}, (f"made with Triton {made_on}, this is {TRITON}",), elsewhere=True)
     sources = _member(passport, "sources", dict, f"{path}: passport")
-    stale = {f"{f.op}/{f.name}" for f in FORMS if sources.get(f"{f.op}/{f.name}") != fingerprint(f)}
-    entries, dropped = {}, set()
+    changed, foreign = stale_forms(sources, str(passport.get("torch")))
+    entries, dropped = {}, set[str]()
     for i, entry in enumerate(_member(document, "entries", list, str(path))):
         key, config, form = _entry(entry, f"{path}: entry {i}")
-        if form in stale:
+        if form in changed | foreign:
             dropped.add(form)
         elif config is not None:
             entries[key] = config
-    return Table(entries, tuple(f"the sources of {form} have changed since" for form in sorted(dropped)))
+    reasons = {form: f"the sources of {form} have changed since" for form in changed}
+    reasons |= {form: f"{form} was measured with another PyTorch than {TORCH}" for form in foreign}
+    return Table(entries, tuple(reasons[form] for form in sorted(dropped)), bool(dropped) and dropped <= foreign)
+
+
+def stale_forms(sources: Mapping[str, Any], made_with: str) -> tuple[set[str], set[str]]:
+    """(Forms whose sources are no longer these, other forms that belong to libraries of another PyTorch than the one
+    that it was `made_with`), as "op/form"."""
+    names = {f"{form.op}/{form.name}": form for form in FORMS}
+    changed = {name for name, form in names.items() if sources.get(name) != fingerprint(form)}
+    foreign = {name for name, form in names.items() if form.library and minor(made_with) != TORCH}
+    return changed, foreign - changed
 
 
 def _entry(entry: Any, where: str) -> tuple[Key, Any | None, str]:

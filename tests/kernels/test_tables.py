@@ -218,7 +218,7 @@ def test_shipped_tables_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
         passport = found["passport"]
         monkeypatch.setattr(tables, "TRITON", passport["triton"])
-        monkeypatch.setattr(tables, "fingerprint", lambda form, p=passport: p["sources"][f"{form.op}/{form.name}"])
+        monkeypatch.setattr(tables, "fingerprint", lambda form, p=passport: p["sources"].get(f"{form.op}/{form.name}"))
         table = tables.read(path, passport["gpu"])
         assert not table.stale and len(table.entries) == len(found["entries"]) > 500
         for config in table.entries.values():
