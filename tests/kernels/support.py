@@ -35,6 +35,6 @@ def assert_within(ours: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor, what:
     return verdict
 
 
-def assert_rounded_once(ours: torch.Tensor, ref: torch.Tensor, what: str = "") -> None:
+def assert_rounded_once(ours: torch.Tensor, ref: torch.Tensor, what: str = "") -> Comparison:
     """The rule at its strictest: as close to `ref` as if `ref` itself had been rounded to `ours`'s dtype."""
-    assert_within(ours, ref, ref.to(ours.dtype), what)
+    return assert_within(ours, ref, ref.to(ours.dtype), what)
