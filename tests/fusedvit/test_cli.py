@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import fusedvit  # noqa: E402
 from fusedvit.cli import demo, documents, kernel_checks, names, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.encoding import kernel_calls  # noqa: E402
-from fusedvit.cli.measure import Launches, gpu_launches, latency, operators, peak_mib  # noqa: E402
+from fusedvit.cli.measure import Launches, gpu_launches, latency, operators, peak_mib, synchronisations  # noqa: E402
 from fusedvit.cli.weights import cast_parameters_, random_weights_  # noqa: E402
 
 RUNNER = CliRunner()
@@ -171,6 +172,21 @@ def test_operator_count_leaves_out_views_and_allocations() -> None:
     assert operators(lambda: x.view(24)[3:].detach()) == 0
     assert operators(lambda: torch.empty(3).add_(1)) == 1
     assert operators(lambda: torch.nn.functional.layer_norm(x, (6,)) + x) == 2
+
+
+def test_waits_are_told_by_torchs_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def call() -> None:
+        wait = "called a synchronizing CUDA operation"
+        for text in (wait, "something else", wait):
+            warnings.warn(text, stacklevel=1)
+
+    found = synchronisations(call)
+    assert len(found) == 2 and all(Path(where.split(":")[0]) == Path(__file__) for where in found)
+    assert modes == ["warn", "default"]
 
 
 @pytest.mark.gpu
