@@ -11,6 +11,7 @@ import torch
 
 from fusedvit import runner
 from fusedvit.aot import QWEN3_VL_8B
+from fusedvit.bench.poison import poison_buffers
 from fusedvit.beside import priced
 from fusedvit.graphs.budgets import check_limits
 from fusedvit.kernels import cublaslt
@@ -68,12 +69,11 @@ def eager(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
 
 
 def replayed(encoder: Encoder, watch: Watched, grid: Grid, pixels: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
-    """What the graph of `size` merged tokens runs, every buffer full of NaN."""
+    """What the graph of `size` merged tokens runs, every buffer poisoned."""
     program = EncoderProgram(encoder.spec, watch.ops, BF16, CPU, lambda: encoder.weights, planner=planned)
     program.allocate(check_limits(LADDER, 4, 8))
-    whole, tokens = program.whole(), patches_of(grid)
-    for t in (whole.pixels, whole.hidden, whole.wide, whole.context, whole.stats, whole.merged):
-        t.fill_(float("nan"))
+    tokens = patches_of(grid)
+    poison_buffers(program.whole())
     program.load_grid(size, tuple(grid))
     part = program.buffers(size)
     part.pixels[:tokens] = pixels
