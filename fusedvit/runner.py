@@ -239,8 +239,8 @@ def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Encode
     tokens = _tokens(items)
     rows = tower.plan_tokens(tokens)
     plan = plan_for(tower.spec, rows, tower.dtype, Target.of(tower.device))
-    capacity = Capacity.of(items, plan.layout(tower.spec))
-    if plan.whole:
+    capacity, whole = Capacity.of(items, plan.layout(tower.spec)), plan.whole
+    if whole:
         buffers = allocate(tower.spec, replace(capacity, tokens=rows), tower.dtype, tower.device)
         buffers.pixels[:tokens].copy_(pixels)
     else:
@@ -249,7 +249,7 @@ def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Encode
     _fill_grid(buffers.grid, items)
     with torch.no_grad():
         outputs = encode(tower.spec, tower.weights.get(), buffers, ops_for(tower.device), plan)
-    if plan.whole:
+    if whole:
         merged = outputs.merged[:, : tokens // tower.spec.merge_unit]
         return EncoderOutputs(outputs.hidden[:tokens].clone(), merged.contiguous())
     return EncoderOutputs(outputs.hidden, outputs.merged.contiguous())

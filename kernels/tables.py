@@ -141,15 +141,15 @@ def read(path: Path, gpu: str) -> Table:
         return Table({}, (f"made with Triton {made_on}, this is {TRITON}",), elsewhere=True)
     sources = _member(passport, "sources", dict, f"{path}: passport")
     changed, foreign = stale_forms(sources, str(passport.get("torch")))
+    reasons = {form: f"the sources of {form} have changed since" for form in changed}
+    reasons |= {form: f"{form} was measured with another PyTorch than {TORCH}" for form in foreign}
     entries, dropped = {}, set[str]()
     for i, entry in enumerate(_member(document, "entries", list, str(path))):
         key, config, form = _entry(entry, f"{path}: entry {i}")
-        if form in changed | foreign:
+        if form in reasons:
             dropped.add(form)
         elif config is not None:
             entries[key] = config
-    reasons = {form: f"the sources of {form} have changed since" for form in changed}
-    reasons |= {form: f"{form} was measured with another PyTorch than {TORCH}" for form in foreign}
     return Table(entries, tuple(reasons[form] for form in sorted(dropped)), bool(dropped) and dropped <= foreign)
 
 
