@@ -139,14 +139,16 @@ def _hopper_attention_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    if PING_PONG:  # barriers that nobody waits at must not be initialised: see `sass.overwritten_barriers`
-        for i in gl.static_range(CONSUMERS):
+    # In turns, as Triton has the CTA meet between two of one array. Those that nobody waits at must not be initialised:
+    # see `sass.overwritten_barriers`.
+    for i in gl.static_range(STAGES if STAGES > 3 else 3):
+        if i < STAGES:
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=CONSUMERS)
+        if i < 2:
+            mbarrier.init(q_full.index(i), count=1)
+            mbarrier.init(q_empty.index(i), count=CONSUMERS)
+        if i < CONSUMERS and PING_PONG:
             mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
     m = Memory(q, q_tail, k, k_tail, v, v_tail, q_full, q_empty, full, empty, turn)

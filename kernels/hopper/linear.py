@@ -26,7 +26,7 @@ from fusedvit.kernels.hopper.compat import TensorDescriptor, gl, gluon
 from fusedvit.kernels.hopper.linear_configs import CHUNK, HopperLinearConfig
 from fusedvit.kernels.hopper.linear_consumer import _consumer
 from fusedvit.kernels.hopper.linear_epilogue import Tail
-from fusedvit.kernels.hopper.linear_parts import Boxes, Form, Ring, Split, Staging
+from fusedvit.kernels.hopper.linear_parts import Boxes, Form, Ring, Split, Staging, _vector_width
 from fusedvit.kernels.hopper.linear_producer import _producer
 from fusedvit.kernels.launch import launch
 
@@ -99,22 +99,24 @@ def _hopper_linear_kernel(
         w2 = gl.allocate_shared_memory(dtype, [STAGES, BN2, 64], w2_desc.layout)
     OUT_COLS: gl.constexpr = 32 if ACT == "swiglu" else 64  # of a chunk of 64
     chunks = gl.allocate_shared_memory(dtype, [WARPGROUPS * CHUNKS, BM, OUT_COLS], out_desc.layout)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    vectors = gl.allocate_shared_memory(gl.float32, [2 * WARPGROUPS, _vector_width(BN1 + BN2)], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     staged = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
     unstaged = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], BARRIER)
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(WARPGROUPS):
-        mbarrier.init(unstaged.index(i), count=1)
-    # Barriers that nobody waits at must not be initialised: see `sass.overwritten_barriers`.
-    if HAS_RESIDUAL or ROPE_COLS > 0:
-        for i in gl.static_range(WARPGROUPS):
+    # In turns, as Triton has the CTA meet between two of one array. Those that nobody waits at must not be initialised:
+    # see `sass.overwritten_barriers`.
+    for i in gl.static_range(STAGES if STAGES > WARPGROUPS else WARPGROUPS):
+        if i < STAGES:
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=CONSUMERS)
+        if i < WARPGROUPS:
+            mbarrier.init(unstaged.index(i), count=1)
+        if i < WARPGROUPS and (HAS_RESIDUAL or ROPE_COLS > 0):
             mbarrier.init(staged.index(i), count=1)
-    if CONSUMERS == 1:
-        for i in gl.static_range(2):
+        if i < 2 and CONSUMERS == 1:
             mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
 
@@ -126,7 +128,7 @@ def _hopper_linear_kernel(
     )  # fmt: skip
     split = Split(partials_ptr, counters_ptr)
     ring = Ring(x, w1, w2, full, empty)
-    staging = Staging(chunks, staged, unstaged, turn)
+    staging = Staging(chunks, staged, unstaged, turn, vectors)
     boxes = Boxes(x_desc, w1_desc, w2_desc, out_desc, extra_desc)
     args = (form, tail, split, ring, staging, boxes)
     if CONSUMERS == 3:

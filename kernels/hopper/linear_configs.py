@@ -81,9 +81,12 @@ class HopperLinearConfig:
         return self.consumers * self.cols // CHUNK
 
     def shared_bytes(self) -> int:
-        """Shared memory in bytes for 16-bit operands: the ring, a staged output tile per consumer, barriers."""
+        """Shared memory in bytes for 16-bit operands: the ring; per consumer a staged output tile and two vectors of
+        fp32 as long as a tile's columns, to the next power of two; barriers."""
         ring = self.stages * (self.block_m + self.cols) * CHUNK
-        return 2 * (ring + self.warpgroups * self.rows * self.cols) + 8 * (2 * self.stages + 2 * self.warpgroups + 2)
+        vectors = 2 * 4 * (1 << (self.cols - 1).bit_length())
+        own = self.warpgroups * (2 * self.rows * self.cols + vectors)
+        return 2 * ring + own + 8 * (2 * self.stages + 2 * self.warpgroups + 2)
 
     def scratch_sizes(self, rows: int, n: int) -> tuple[int, int]:
         """Partial sums and counters that a split product of `rows` rows and `n` columns needs room for."""

@@ -13,13 +13,16 @@ from fusedvit.kernels.hopper.compat import async_store, gl, gluon
 from fusedvit.kernels.hopper.linear_epilogue import (
     _chan,
     _finish,
+    _keep_vectors,
     _load_vectors,
     _moments,
     _read_moments,
+    _rounded,
     _store_moments,
 )
-from fusedvit.kernels.hopper.linear_parts import _k_range, _owned, _tile_of, _walk
+from fusedvit.kernels.hopper.linear_parts import _k_range, _owned, _tile_of, _vector_width, _walk
 from fusedvit.kernels.hopper.linear_split import Exchange, _give, _meet, _take
+from fusedvit.kernels.hopper.records import reinterpret
 
 
 @gluon.jit
@@ -117,67 +120,82 @@ def _main_loop_from_registers(
 
 
 @gluon.jit
-def _chunks(form, acc1, acc2):
+def _chunks(form, acc1, acc2, L: gl.constexpr):
     """A tile's columns, 64 at a time."""
     if form.BN1 == 256:
         left, right = _halves(acc1, form.BM, 256)
-        a, b = _halves(left, form.BM, 128)
-        c, d = _halves(right, form.BM, 128)
-        return a, b, c, d
+        return _pair(left, form.BM, L) + _pair(right, form.BM, L)
     elif form.BN1 == 128:
-        a, b = _halves(acc1, form.BM, 128)
-        return a, b, acc2
+        if form.BN2 > 0:
+            return _pair(acc1, form.BM, L) + (acc2,)
+        else:
+            return _pair(acc1, form.BM, L)
     else:
-        return acc1, acc2
+        return (acc1,)
 
 
 @gluon.jit
-def _end_chunk(
-    form, tail, staging, boxes, x, vectors, mean, rstd, rows, row0, col0, phase, slot: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    """From a chunk's sums to its way out. Returns the rounded values as fp32."""
-    L: gl.constexpr = x.type.layout
-    chunk = staging.chunks.index(slot)
+def _pair(acc, BM: gl.constexpr, L: gl.constexpr):
+    a, b = _halves(acc, BM, 128)
+    return gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(b, L, assert_trivial=True)
+
+
+@gluon.jit
+def _next(chunks):
+    """The first chunk, and those behind it, one place nearer."""
+    return chunks[0], chunks[1:] + (chunks[len(chunks) - 1],)
+
+
+@gluon.jit
+def _staged(tail, staging, phase, C: gl.constexpr):
+    """Waits for what the producer brings for a tile's end."""
     if tail.HAS_RESIDUAL or tail.ROPE_COLS > 0:
         mbarrier.wait(staging.full.index(C), phase)
-    x = _finish(x, tail, vectors, mean, rstd, chunk, rows, col0, form.BM, L, boxes.out.dtype)
-    y = x.to(boxes.out.dtype)
+
+
+@gluon.jit
+def _vectors(form, staging, j, C: gl.constexpr, L: gl.constexpr):
+    """(bias, colsum) of chunk j; what the tail has none of is anything."""
+    LINES: gl.constexpr = _vector_width(form.BN1 + form.BN2) // 64
+    WARPGROUPS: gl.constexpr = 2 if form.CONSUMERS == 1 else form.CONSUMERS
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lines = reinterpret(staging.vectors, gl.float32, [2 * WARPGROUPS * LINES, 64], LINE)
+    return lines.index(2 * C * LINES + j).load(L), lines.index((2 * C + 1) * LINES + j).load(L)
+
+
+@gluon.jit
+def _end_chunk(form, tail, staging, boxes, x, mean, rstd, rows, row0, col0, j, C: gl.constexpr):
+    """From chunk j's sums to its way out. Returns the rounded values as fp32."""
+    L: gl.constexpr = x.type.layout
+    CHUNKS: gl.constexpr = (form.BN1 + form.BN2) // 64
+    chunk = staging.chunks.index(C * CHUNKS + j)
+    bias, colsum = _vectors(form, staging, j, C, gl.SliceLayout(0, L))
+    x = _finish(x, tail, (bias, colsum), mean, rstd, chunk, rows, col0 + j * 64, form.BM, L, boxes.out.dtype)
+    y = _rounded(x, boxes.out.dtype) if tail.OUT_WIDTH > 0 else x.to(boxes.out.dtype)
     chunk.store(y)
     fence_async_shared()
     FACTORS: gl.constexpr = 2 if tail.ACT == "swiglu" else 1  # columns of the product to one of the output
-    async_store(boxes.out, [row0, col0 // FACTORS], chunk)
+    async_store(boxes.out, [row0, (col0 + j * 64) // FACTORS], chunk)
     return y.to(gl.float32)
-
-
-@gluon.constexpr_function
-def _early(form):
-    """Whether registers allow to ask for a chunk's vectors a chunk ahead, the first one's before the main loop."""
-    return form.CONSUMERS < 3 and form.SPLITS == 1 and form.BM * (form.BN1 + form.BN2) <= 128 * 128
 
 
 @gluon.jit
 def _end_tile(
-    form, tail, staging, boxes, chunks, vectors, mean, rstd, row0, col0, phase, C: gl.constexpr, L: gl.constexpr
+    form, tail, staging, boxes, chunks, mean, rstd, row0, col0, phase, C: gl.constexpr, L: gl.constexpr
 ):  # fmt: skip
+    """Chunk by chunk, by the same code, as every launch of a tower finds instruction caches full of the others'."""
     CHUNKS: gl.constexpr = (form.BN1 + form.BN2) // 64
-    EARLY: gl.constexpr = _early(form)
     rows = row0.to(gl.int64) + gl.arange(0, form.BM, gl.SliceLayout(1, L))
     near = gl.minimum(rows, tail.num_rows - 1)
     out_mean = gl.zeros([form.BM], gl.float32, gl.SliceLayout(1, L))
     out_m2 = out_mean
-    for j in gl.static_range(CHUNKS):
-        if not EARLY:
-            vectors = _load_vectors(tail, col0 + j * 64, L)
-        after = _load_vectors(tail, col0 + j * 64 + 64, L) if EARLY and j + 1 < CHUNKS else vectors
-        if col0 + j * 64 < form.N:
-            x = gl.convert_layout(chunks[j], L, assert_trivial=True)
-            y = _end_chunk(
-                form, tail, staging, boxes, x, vectors, mean, rstd, near, row0, col0 + j * 64, phase, C * CHUNKS + j, C
-            )
-            if tail.OUT_WIDTH > 0:
-                chunk_mean, chunk_m2 = _moments(y)
-                _, out_mean, out_m2 = _chan(64.0 * j, out_mean, out_m2, 64, chunk_mean, chunk_m2)
-        vectors = after
+    _staged(tail, staging, phase, C)
+    for j in range(0, gl.minimum(CHUNKS, (form.N - col0 + 63) // 64)):
+        x, chunks = _next(chunks)
+        y = _end_chunk(form, tail, staging, boxes, x, mean, rstd, near, row0, col0, j, C)
+        if tail.OUT_WIDTH > 0:
+            chunk_mean, chunk_m2 = _moments(y)
+            _, out_mean, out_m2 = _chan(j * 64.0, out_mean, out_m2, 64, chunk_mean, chunk_m2)
     if tail.OUT_WIDTH > 0:
         _store_moments(out_mean, out_m2, tail, rows, rows < tail.num_rows, col0 // tail.OUT_WIDTH)
 
@@ -197,18 +215,15 @@ def _end_split(
     )  # fmt: skip
     for j in gl.static_range(CHUNKS):
         if not _owned(form, AT * CHUNKS + j):
-            _give(exchange, gl.convert_layout(chunks[j], L, assert_trivial=True), AT * CHUNKS + j, form.BM, L)
+            _give(exchange, chunks[j], AT * CHUNKS + j, form.BM, L)
     _meet(exchange)
     rows = row0.to(gl.int64) + gl.arange(0, form.BM, gl.SliceLayout(1, L))
     near = gl.minimum(rows, tail.num_rows - 1)
+    _staged(tail, staging, 0, C)
     for j in gl.static_range(CHUNKS):
         if _owned(form, AT * CHUNKS + j) & (col0 + j * 64 < form.N):
-            x = gl.convert_layout(chunks[j], L, assert_trivial=True)
-            x = _take(exchange, x, AT * CHUNKS + j, form.BM, L)
-            vectors = _load_vectors(tail, col0 + j * 64, L)
-            y = _end_chunk(
-                form, tail, staging, boxes, x, vectors, mean, rstd, near, row0, col0 + j * 64, 0, C * CHUNKS + j, C
-            )
+            x = _take(exchange, chunks[j], AT * CHUNKS + j, form.BM, L)
+            y = _end_chunk(form, tail, staging, boxes, x, mean, rstd, near, row0, col0, j, C)
             if tail.OUT_WIDTH > 0:
                 chunk_mean, chunk_m2 = _moments(y)
                 _store_moments(chunk_mean, chunk_m2, tail, rows, rows < tail.num_rows, col0 // 64 + j)
@@ -232,15 +247,16 @@ def _consumer(form, tail, split, ring, staging, boxes, C: gl.constexpr):
         if tail.IN_PARTS > 0:  # before the main loop, which hides their latency
             rows = row0.to(gl.int64) + gl.arange(0, form.BM, gl.SliceLayout(1, L))
             mean, rstd = _read_moments(tail, gl.minimum(rows, tail.num_rows - 1), form.BM, gl.SliceLayout(1, L))
-        vectors = _load_vectors(tail, col0, L) if _early(form) else (mean, rstd)
+        vectors = _load_vectors(tail, col0, _vector_width(form.BN1 + form.BN2))
         phase = (i // 2 if PING_PONG else i) & 1
         if form.X_IN_REGISTERS:
             acc1, acc2 = _main_loop_from_registers(form, ring, staging, i * steps, steps, C, L1, L)
         else:
             acc1, acc2 = _main_loop(form, ring, staging, i * steps, steps, phase, C, L1, L)
-        chunks = _chunks(form, acc1, acc2)
+        chunks = _chunks(form, acc1, acc2, L)
+        _keep_vectors(tail, staging.vectors, 2 * C, vectors)
         if form.SPLITS == 1:
-            _end_tile(form, tail, staging, boxes, chunks, vectors, mean, rstd, row0, col0, phase, C, L)
+            _end_tile(form, tail, staging, boxes, chunks, mean, rstd, row0, col0, phase, C, L)
         else:
             _end_split(form, tail, split, staging, boxes, chunks, mean, rstd, row0, col0, C, L)
     tma.store_wait(0)

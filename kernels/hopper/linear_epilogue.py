@@ -92,23 +92,29 @@ def _read_moments(tail, rows, BM: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _load_columns(ptr, tail, col0, L: gl.constexpr):
-    """64 columns of a vector; past the last anything at all, but never from beyond its end."""
-    cols = gl.arange(0, 64, gl.SliceLayout(0, L))
-    if tail.N % 64 == 0:
-        v = gl.load(ptr + gl.minimum(col0, tail.N - 64) + cols)
-    else:
-        v = gl.load(ptr + col0 + cols, mask=cols < tail.N - col0, other=0.0)
-    return v
+def _load_columns(ptr, tail, col0, COUNT: gl.constexpr):
+    """COUNT columns of a vector as fp32, spread over a warpgroup; 0 past the last."""
+    cols = col0 + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(ptr + cols, mask=cols < tail.N, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def _load_vectors(tail, col0, L: gl.constexpr):
-    """(bias, colsum) of a chunk, asked for early: their latency is a chunk's work."""
-    none = gl.zeros([64], gl.float32, gl.SliceLayout(0, L))
-    bias = _load_columns(tail.bias_ptr, tail, col0, L) if tail.HAS_BIAS else none
-    colsum = _load_columns(tail.colsum_ptr, tail, col0, L) if tail.IN_PARTS > 0 and tail.CENTRED else none
+def _load_vectors(tail, col0, COUNT: gl.constexpr):
+    """(bias, colsum) of a tile, asked for before the main loop, which hides their latency."""
+    none = gl.zeros([COUNT], gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
+    bias = _load_columns(tail.bias_ptr, tail, col0, COUNT) if tail.HAS_BIAS else none
+    colsum = _load_columns(tail.colsum_ptr, tail, col0, COUNT) if tail.IN_PARTS > 0 and tail.CENTRED else none
     return bias, colsum
+
+
+@gluon.jit
+def _keep_vectors(tail, places, first: gl.constexpr, vectors):
+    """Into shared memory, for every chunk: a load from farther away would be waited for at the chunk's next fence."""
+    bias, colsum = vectors
+    if tail.HAS_BIAS:
+        places.index(first).store(bias)
+    if tail.IN_PARTS > 0 and tail.CENTRED:
+        places.index(first + 1).store(colsum)
 
 
 @gluon.jit
@@ -218,7 +224,7 @@ def _finish(x, tail, vectors, mean, rstd, chunk, rows, col0, BM: gl.constexpr, L
             x = x - gl.expand_dims(mean, 1) * gl.expand_dims(colsum, 0)
         x = x * gl.expand_dims(rstd, 1)
     if tail.HAS_BIAS:
-        x = x + gl.expand_dims(bias.to(gl.float32), 0)
+        x = x + gl.expand_dims(bias, 0)
     if tail.TAPS > 0:
         x = _add_taps(x, tail, rows, col0, L)
     if tail.ROPE_COLS > 0:
@@ -231,6 +237,18 @@ def _finish(x, tail, vectors, mean, rstd, chunk, rows, col0, BM: gl.constexpr, L
         if tail.HAS_RESIDUAL:
             x = x + chunk.load(L).to(gl.float32)
         return x
+
+
+@gluon.jit
+def _rounded(x, dtype: gl.constexpr):
+    """`x.to(dtype)`, two at a time: what is read as fp32 again LLVM rounds one by one, by a unit an eighth as fast."""
+    if dtype == gl.bfloat16:
+        PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        y = gl.inline_asm_elementwise(PAIR, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        PAIR: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        y = gl.inline_asm_elementwise(PAIR, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+    return y
 
 
 @gluon.jit

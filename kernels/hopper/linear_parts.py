@@ -42,6 +42,7 @@ class Staging:
     full: gl.shared_memory_descriptor  # that has landed, a barrier per consumer
     empty: gl.shared_memory_descriptor  # the previous tile has left
     turn: gl.shared_memory_descriptor
+    vectors: gl.shared_memory_descriptor  # [2 * warpgroups, columns] fp32: bias, then column sums of a tile
 
 
 @record
@@ -51,6 +52,12 @@ class Boxes:
     w2: tma.tensor_descriptor  # [N, K], BN2 rows at a time
     out: tma.tensor_descriptor  # [T, N]
     extra: tma.tensor_descriptor  # residual [T, N] or rotary words [T, W]
+
+
+@gluon.constexpr_function
+def _vector_width(cols):
+    """Columns that a tile's vectors have room for: a power of two, as they are loaded at once."""
+    return 64 << (cols // 64 - 1).bit_length()
 
 
 @record

@@ -141,9 +141,10 @@ class Cta:
         self.empty[stage].arrive()
 
     def _end_tile(self, i: int, c: int, place: int) -> Iterator[object]:
+        if self.shape.brings:
+            yield self.staged[c].passed(self._phase(i))
         for j, chunk in enumerate(self.staging[c]):
             if self.shape.brings:
-                yield self.staged[c].passed(self._phase(i))
                 chunk.begin_read(("extra", i, j))
                 yield lambda: True
                 chunk.end_read()
