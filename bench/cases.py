@@ -1,6 +1,6 @@
 """One operation alone, ready to run in any form: random data of the right shapes, its answer, its peers and its cost.
 
-Weights come in several sets, together larger than L2, and are used in rotation: in a tower every layer's are cold.
+Weights and biases come in several sets, together larger than L2, used in rotation: in a tower every layer's are cold.
 """
 
 import functools
@@ -94,7 +94,7 @@ def linear_case(
         ref = linear_ref.linear(x, weights[0], count, wide, e, config)
         return compare(out, ref, _as_torch_rounds(x, weights[0], count, e, config, ref.to(dtype)))
 
-    peers = {"cuBLAS + bias": functools.partial(_product, x, weights, common["bias"].to(dtype))}
+    peers = {"cuBLAS + bias": functools.partial(_product, x, weights, [bias.to(dtype) for bias in common["bias"]])}
     cost = linear_cost(rows, n, k, extra_values=rows * n if parts & {"residual", "taps"} else 0)
     return Case(run, check, sets, cost, peers, count.fill_)
 
@@ -104,7 +104,7 @@ def _epilogue(
 ) -> Epilogue:
     """Of the i-th set of weights, in what `_inputs` gave."""
     return Epilogue(
-        common["bias"],
+        common["bias"][i],
         NormFold(common["stats"], common["colsum"][i], spec.norm_eps) if parts & {"norm", "rms"} else None,
         activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
         limit=spec.glu_limit if "swiglu" in parts else 0.0,
@@ -113,8 +113,8 @@ def _epilogue(
     )
 
 
-def _product(x: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor, i: int) -> torch.Tensor:
-    return F.linear(x, weights[i], bias)
+def _product(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], i: int) -> torch.Tensor:
+    return F.linear(x, weights[i], biases[i])
 
 
 def rotated_sets(weight_bytes: int, rows: int, device: torch.device) -> int:
@@ -131,7 +131,8 @@ def _inputs(
     rows, device, dtype = x.shape[0], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
     folded = bool(parts & {"norm", "rms"})
-    found["bias"] = _random(n, dtype=torch.float32 if folded else dtype, device=device, scale=0.05)
+    kept = torch.float32 if folded else dtype
+    found["bias"] = [_random(n, dtype=kept, device=device, scale=0.05) for _ in weights]
     found["moments"] = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
     if folded:
