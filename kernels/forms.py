@@ -150,7 +150,7 @@ def _cublaslt_absent(target: Target, dtype: torch.dtype) -> str:
 
 
 def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[CublasLtConfig]:
-    return [CublasLtConfig()] if key.kind == "bias" else []
+    return [CublasLtConfig()] if key.kind == "bias" and key.k % cublaslt.MULTIPLE == 0 else []
 
 
 def _hopper_forms() -> tuple[Form, ...]:

@@ -20,7 +20,6 @@ LAYERS = {
     "merger fc2": Layer(253, 4608, 4096),
     "merger fc2, few rows": Layer(49, 4608, 4096),  # where K is likely to be split
     "no bias": Layer(253, 4608, 4096, bias=False),
-    "rows no multiple of 16 bytes": Layer(1021, 3420, 1280),
     "rows a line apart": Layer(1021, 4304, 1152),
     "one row": Layer(1, 1152, 4096),
     "rows of out apart": Layer(253, 1152, 1100),
