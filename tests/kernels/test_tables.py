@@ -211,13 +211,14 @@ def test_a_shipped_table_is_looked_up_by_the_budget_alone(folders: tuple[Path, P
 
 
 def test_shipped_tables_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the Triton and the sources that they were made with: each entry can be, and stands once."""
+    """By the Triton, the PyTorch and the sources that they were made with: each entry can be, and stands once."""
     shipped = sorted(tables.SHIPPED.glob("*.json"))
     assert [path.name for path in shipped] == [tables.file_name("NVIDIA H200")]
     for path in shipped:
         found = json.loads(path.read_text(encoding="utf-8"))
         passport = found["passport"]
         monkeypatch.setattr(tables, "TRITON", passport["triton"])
+        monkeypatch.setattr(tables, "TORCH", tables.minor(passport["torch"]))
         monkeypatch.setattr(tables, "fingerprint", lambda form, p=passport: p["sources"].get(f"{form.op}/{form.name}"))
         table = tables.read(path, passport["gpu"])
         assert not table.stale and len(table.entries) == len(found["entries"]) > 500
