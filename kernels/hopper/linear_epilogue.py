@@ -246,7 +246,7 @@ def _rounded(x, dtype: gl.constexpr):
         PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         y = gl.inline_asm_elementwise(PAIR, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
-        PAIR: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        PAIR: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"  # type: ignore[no-redef]  # the other branch's is gone
         y = gl.inline_asm_elementwise(PAIR, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
     return y
 
