@@ -1,5 +1,5 @@
-"""`python -m fusedvit.bench.beside`: deepstack mergers in line and beside the blocks, in several ways, by one replay of
-the whole tower. Every graph must give the bits that its own launches give in line. Needs a GPU.
+"""`python -m fusedvit.bench.beside`: deepstack mergers in line, beside the blocks and beside the last one, in several
+ways, by a replay of the whole tower. Every graph must give the bits that its own launches give in line. Needs a GPU.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from fusedvit.graphs.manager import GraphManager
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.ops import TRITON
+from fusedvit.paired import paired
 from fusedvit.plan import EncoderPlan, chosen_for, plan_for
 from fusedvit.program import EncoderProgram
 from fusedvit.spec import VisionSpec
@@ -53,12 +54,14 @@ class Way:
         mergers: which of them; None for those that are planned.
         priorities: of the mergers and of the blocks.
         tiles_stay: blocks beside a merger run as all others do.
+        paired: the last merger that is in line then may run beside the tower's last one.
     """
 
     sms: int | None = None
     mergers: tuple[int, ...] | None = None
     priorities: tuple[int, int] = HIGH
     tiles_stay: bool = False
+    paired: bool = True
 
     def plan(self, spec: VisionSpec, rows: int, dtype: torch.dtype, target: Target) -> EncoderPlan:
         """As `plan_for`, but for the mergers."""
@@ -76,20 +79,24 @@ class Way:
             beside = replace(beside, sms=0, fc1=fc1, fc2=fc2)
         if beside is not None and (self.sms == 0 or self.tiles_stay):
             beside = replace(beside, chain=())
-        return replace(plan, beside=beside if beside is not None and beside.mergers else None)
+        beside = beside if beside is not None and beside.mergers else None
+        pair = paired(spec, chosen, dtype, target, beside) if self.paired else None
+        return replace(plan, beside=beside, paired=pair)
 
 
 ALL = (0, 1, 2)
 WAYS = {
-    "in line": Way(mergers=()),
+    "in line": Way(mergers=(), paired=False),
     "planned": Way(),
+    "planned, last in line": Way(paired=False),
+    "last paired": Way(mergers=()),
     "planned, equal": Way(priorities=(0, 0)),
     "planned, after blocks": Way(priorities=LOW),
     "planned, tiles stay": Way(tiles_stay=True),
     "all SMs, after blocks": Way(0, ALL, LOW),
     "all SMs, equal": Way(0, ALL, (0, 0)),
-    "6 SMs, first two": Way(6, (0, 1)),
-    "6 SMs, tiles stay": Way(6, (0, 1), tiles_stay=True),
+    "6 SMs, first two": Way(6, (0, 1), paired=False),
+    "6 SMs, tiles stay": Way(6, (0, 1), tiles_stay=True, paired=False),
     "24 SMs": Way(24, ALL),
 }
 
@@ -104,7 +111,7 @@ class Line:
         self.program = EncoderProgram(spec, TRITON, DTYPE, DEVICE, lambda: weights, branch, way.plan)
         self.manager = GraphManager(check_limits((merged,), 8, 64), self.program, CudaCapture(DEVICE, blocks))
         self.budget, self.grid, self.rows = merged, grid, tokens(grid)
-        self.beside = way.plan(spec, merged * spec.merge_unit, DTYPE, Target.of(DEVICE)).beside
+        self.plan = way.plan(spec, merged * spec.merge_unit, DTYPE, Target.of(DEVICE))
 
     def compile(self) -> None:
         """Under `compiling_only`."""
@@ -154,19 +161,20 @@ def measured(lines: dict[str, Line], seconds: float) -> Iterator[dict[str, Any]]
     first = spread(next(iter(times.values()))).median
     for name, line in lines.items():
         found = spread(times[name])
-        beside = None if line.beside is None else asdict(line.beside)
+        apart = {"beside": line.plan.beside, "paired": line.plan.paired}
+        planned = {key: None if value is None else asdict(value) for key, value in apart.items()}
         saved = 1e3 * (first - found.median)
-        yield {"way": name, "wrong": wrong[name], "ms": asdict(found), "saved_us": saved, "beside": beside}
+        yield {"way": name, "wrong": wrong[name], "ms": asdict(found), "saved_us": saved} | planned
         line.manager.release()
 
 
 def _print(row: dict[str, Any]) -> None:
-    beside = row["beside"]
-    what = f"{len(beside['mergers'])} on {beside['sms'] or 'all'}" if beside else "in line"
+    beside, pair = row["beside"], row["paired"]
+    what = [f"{len(beside['mergers'])} on {beside['sms'] or 'all'}"] if beside else []
+    what += [f"{pair['merger']} with the last"] if pair else []
     verdict = "" if not row["wrong"] else f"  WRONG on {row['wrong']} of {BATCHES}"
-    print(
-        f"{row['size']:24} {row['way']:24} {what:10} {row['ms']['median']:8.4f} ms {row['saved_us']:8.1f} us{verdict}"
-    )
+    where, ms = ", ".join(what) or "in line", row["ms"]["median"]
+    print(f"{row['size']:24} {row['way']:24} {where:26} {ms:8.4f} ms {row['saved_us']:8.1f} us{verdict}")
 
 
 def main() -> int:

@@ -78,10 +78,15 @@ def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPl
     """One block of each kind, and one deepstack merger of each, stand for all."""
     if spec.window:
         return replace(spec, depth=2, full_attention=(1,)), plan
-    if plan.beside is None:
-        return replace(spec, depth=1, deepstack=spec.deepstack[:1] and (0,)), plan
-    beside = replace(plan.beside, mergers=(0,), blocks=(1,))
-    return replace(spec, depth=2, deepstack=(0, 1)), replace(plan, beside=beside)
+    beside, paired = plan.beside, plan.paired
+    hidden, in_line = beside is not None, len(spec.deepstack) > len(plan.apart)
+    mergers = hidden + in_line + (paired is not None)
+    if beside is not None:
+        beside = replace(beside, mergers=(0,), blocks=(1,))
+    if paired is not None:
+        paired = replace(paired, merger=mergers - 1)
+    shallow = replace(spec, depth=max(1 + hidden, mergers), deepstack=tuple(range(mergers)))
+    return shallow, replace(plan, beside=beside, paired=paired)
 
 
 def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:

@@ -52,6 +52,7 @@ class Beside:
         chain: (operation, configuration) that these blocks run with instead of the plan's.
         fc1, fc2: configurations of a merger's layers. Neither begins early, as what comes before on their stream may be
             another merger; neither is split, as there is one scratch, which the blocks use at the same time.
+        late_us: how long after the last block the last of them is reckoned to end.
     """
 
     mergers: tuple[int, ...]
@@ -60,6 +61,7 @@ class Beside:
     chain: tuple[tuple[str, Any], ...]
     fc1: Any
     fc2: Any
+    late_us: float = 0.0
 
 
 def beside(spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target) -> Beside | None:
@@ -98,15 +100,17 @@ def on_sms(
     spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target, sms: int, all_of_them: bool = False
 ) -> tuple[float, Beside] | None:
     """(Gain in us, mergers on so many SMs): those that gain, or every one; None where no configuration fits."""
-    fc1, fc2 = (_fastest(chosen[name][0], dtype, replace(target, num_sms=sms)) for name in MERGER)
+    fc1, fc2 = (fastest(chosen[name][0], dtype, replace(target, num_sms=sms)) for name in MERGER)
     if fc1 is None or fc2 is None:
         return None
+    fc1, fc2 = replace(fc1, overlap=False), replace(fc2, overlap=False)
     chain = _chain(chosen, dtype, target, target.num_sms - sms)
-    block_us, merger_us = (sum(_us(*chosen[name]) for name in names) for names in (LINEARS, MERGER))
+    block_us, merger_us = (sum(mean_us(*chosen[name]) for name in names) for names in (LINEARS, MERGER))
     attention_us = ATTENTION_SHARE * block_us
-    slower_us = sum(_us(chosen[name][0], chain[name]) for name in LINEARS) - block_us
+    slower_us = sum(mean_us(chosen[name][0], chain[name]) for name in LINEARS) - block_us
     slower_us += attention_us * (_rounds(*chosen["attention"], target.num_sms - sms, target) - 1)
-    own_us, block_us = _us(chosen["merger_fc1"][0], fc1) + _us(chosen["merger_fc2"][0], fc2), block_us + attention_us
+    own_us = mean_us(chosen["merger_fc1"][0], fc1) + mean_us(chosen["merger_fc2"][0], fc2)
+    block_us += attention_us
     total, busy_until, mergers = 0.0, 0.0, {}
     for merger, block in sorted(enumerate(spec.deepstack), key=lambda pair: pair[1]):
         begin, left = (block + 1) * block_us, spec.depth - block - 1
@@ -116,14 +120,15 @@ def on_sms(
         if left and (all_of_them or gain > LEAST_GAIN * merger_us):
             mergers[merger] = blocks
             total, busy_until = total + gain, ends
-    return total, Beside(tuple(mergers), tuple(mergers.values()), sms, tuple(chain.items()), fc1, fc2)
+    late_us = max(0.0, busy_until - spec.depth * block_us)
+    return total, Beside(tuple(mergers), tuple(mergers.values()), sms, tuple(chain.items()), fc1, fc2, late_us)
 
 
-def _fastest(key: Key, dtype: torch.dtype, target: Target) -> HopperLinearConfig | None:
-    """In one part, without an early begin; None where nothing fits."""
+def fastest(key: Key, dtype: torch.dtype, target: Target) -> HopperLinearConfig | None:
+    """In one part; None where nothing fits."""
     found = hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
-    whole = [replace(c, overlap=False) for c in found if c.splits == 1 and not wrong_hopper_linear(c, target, dtype)]
-    return min(whole, key=lambda config: _us(key, config), default=None)
+    whole = [c for c in found if c.splits == 1 and not wrong_hopper_linear(c, target, dtype)]
+    return min(whole, key=lambda config: mean_us(key, config), default=None)
 
 
 def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, sms: int) -> dict[str, Any]:
@@ -135,11 +140,11 @@ def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, sms: int) -> dict
             found[name] = narrowed
         if name in LINEARS:
             other = hopper_linear_config(key.rows, key.n, key.k, dtype, replace(target, num_sms=sms), key.kind)
-            found[name] = other if other is not None and _us(key, other) < _us(key, narrowed) else narrowed
+            found[name] = other if other is not None and mean_us(key, other) < mean_us(key, narrowed) else narrowed
     return found
 
 
-def _us(key: Key, config: HopperLinearConfig) -> float:
+def mean_us(key: Key, config: HopperLinearConfig) -> float:
     """As the configuration was chosen by: the mean over what a budget may hold."""
     times = [hopper_linear_us(config, int(share * key.rows), key.n, key.k, key.kind) for share in CONTENTS]
     return sum(times) / len(times)

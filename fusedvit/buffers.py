@@ -71,7 +71,7 @@ def rows_over(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Apart:
-    """What deepstack mergers beside the blocks have to themselves.
+    """What deepstack mergers beside the blocks, or beside the last merger, have to themselves.
 
     Attributes:
         hidden: `[mergers, tokens, hidden]`, the residual stream as each reads it.
@@ -104,7 +104,7 @@ class EncoderBuffers:
             merger's, or the downsampling convolution's.
         rope_words: `[tokens, words]` int32, see `kernels.rope_words`; no words where no form reads them.
         scratch: where the parts of split products meet; no room where no form splits any.
-        apart: for mergers beside the blocks; without it they run in line.
+        apart: for mergers beside the blocks or the last one; without it they run in line.
     """
 
     pixels: torch.Tensor
@@ -174,7 +174,7 @@ def allocate(
 
     Args:
         pixels: serves as the input as it is, if given.
-        apart: so many mergers beside the blocks, of so many tokens at most.
+        apart: so many mergers beside the blocks or the last one, of so many tokens at most.
     """
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 

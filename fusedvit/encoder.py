@@ -4,6 +4,7 @@ Safe to capture: nothing here reads from the device, and no shape depends on con
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,7 +75,7 @@ class _Run:
         """Where the residual stream goes, its statistics in parts of `width` channels.
 
         Args:
-            block: whose end it is, if it is one's: a merger beside the following blocks reads it in a place of its own.
+            block: whose end it is, if it is one's: a merger beside what follows reads it in a place of its own.
         """
         hidden, stats = self.buffers.hidden, self.buffers.stats
         place = self.place(block)
@@ -84,12 +85,12 @@ class _Run:
         return _Stream(hidden, RowStats.over(stats, hidden.shape[0], hidden.shape[1], width))
 
     def place(self, block: int | None) -> tuple[Apart, int] | None:
-        """The memory of mergers beside the blocks, and which part of it that after `block` has, if it is one."""
-        apart, beside = self.buffers.apart, self.plan.beside
-        if apart is None or beside is None or block not in self.spec.deepstack:
+        """The memory of mergers beside others, and which part of it that after `block` has, if it is one."""
+        apart, mergers = self.buffers.apart, self.plan.apart
+        if apart is None or block not in self.spec.deepstack:
             return None
         merger = self.spec.deepstack.index(block)
-        return (apart, beside.mergers.index(merger)) if merger in beside.mergers else None
+        return (apart, mergers.index(merger)) if merger in mergers else None
 
     def fold(self, stats: RowStats, linear: LinearWeights) -> NormFold:
         return NormFold(stats, linear.colsum, self.spec.norm_eps)
@@ -134,33 +135,42 @@ def encode(
         buffers: inputs filled; every other field is overwritten.
         ops: what to run on.
         plan: launch configurations; statistics are written in their tile widths.
-        branch: where mergers of `plan.beside` are launched, if `buffers` has room for them; else they are in line.
+        branch: where mergers of `plan.beside` and `plan.paired` are launched, if `buffers` has room for them; else they
+            are in line.
     """
     run = _Run(spec, weights, buffers, ops, plan)
     meta = ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     if isinstance(plan.qkv, HopperLinearConfig) and not spec.qk_norm:
         ops.rope_words(meta.rope, meta.count(TOKENS), buffers.rope_words)
     try:
-        _blocks(run, branch if buffers.apart is not None else SERIAL)
+        for merger in _blocks(run, branch if buffers.apart is not None else SERIAL):
+            branch.fork(merger)
         _tail(run)
     finally:
         branch.join()
     return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
-def _blocks(run: _Run, branch: Branch) -> None:
-    """Patches, blocks and deepstack mergers; blocks that have one beside them run with fewer programs."""
+def _blocks(run: _Run, branch: Branch) -> list[Callable[[], None]]:
+    """Patches, blocks and deepstack mergers; blocks that have one beside them run with fewer programs.
+
+    Returns those mergers' launches that are left for the tail.
+    """
+    delayed: list[Callable[[], None]] = []
     stream, narrowed, until = _patch_embed(run), replace(run, plan=run.plan.narrowed()), 0
     for i, block in enumerate(run.weights.blocks):
         stream = _block(narrowed if i < until else run, i, block, stream)
         if i in run.spec.deepstack:
-            index, beside = run.spec.deepstack.index(i), run.plan.beside
+            index, beside, paired = run.spec.deepstack.index(i), run.plan.beside, run.plan.paired
             merger = functools.partial(_deepstack, run, i, stream)
             if beside is not None and index in beside.mergers:
                 branch.fork(merger)
                 until = max(until, i + 1 + beside.blocks[beside.mergers.index(index)])
+            elif paired is not None and index == paired.merger and run.buffers.apart is not None:
+                delayed.append(merger)
             else:
                 merger()
+    return delayed
 
 
 def _tail(run: _Run) -> None:
@@ -236,15 +246,14 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
 
 def _deepstack(run: _Run, block: int, x: _Stream) -> None:
     """A deepstack merger: it normalises after the tokens are put side by side, so that its norm folds too."""
-    b, spec, plan = run.buffers, run.spec, run.plan
+    b, spec = run.buffers, run.spec
     index, place = spec.deepstack.index(block), run.place(block)
     w = run.weights.deepstack[index]
     norm = run.fold(x.stats.merged(spec.merge_unit), w.fc1)
     merged = x.hidden.view(-1, spec.merged_size)
     inner = b.wide if place is None else place[0].inner
-    if plan.beside is not None and index in plan.beside.mergers:  # also in line, for the same bits
-        plan = replace(plan, merger_fc1=plan.beside.fc1, merger_fc2=plan.beside.fc2)
-    _merger_mlp(replace(run, plan=plan), w, merged, norm, inner, b.merged[1 + index])
+    run = replace(run, plan=run.plan.of_deepstack(index))  # also in line, for the same bits
+    _merger_mlp(run, w, merged, norm, inner, b.merged[1 + index])
 
 
 def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
@@ -257,6 +266,7 @@ def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
 
 def _merger(run: _Run, w: MergerWeights) -> None:
     assert w.norm is not None, "the merger's norm is not folded"
+    run = replace(run, plan=run.plan.of_last())  # also without one beside it, for the same bits
     _merger_mlp(run, w, _normalised(run, w.norm), None, run.buffers.wide, run.buffers.merged[0])
 
 

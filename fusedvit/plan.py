@@ -23,6 +23,7 @@ from fusedvit.kernels.hopper.attention_choice import (
 )
 from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
 from fusedvit.kernels.tables import Table
+from fusedvit.paired import Paired, paired
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import pitch_of
 
@@ -32,7 +33,8 @@ class EncoderPlan:
     """One configuration per operation, whose type says its form; equal for every call of one token budget.
 
     Where there is a `short_attention`, it is that of frames of at most `short_frame` tokens, which have a list of tiles
-    of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks.
+    of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks, and
+    `paired` which beside the last merger; `merger_fc1` and `merger_fc2` are those of mergers that run alone.
     """
 
     patch: Any
@@ -49,6 +51,26 @@ class EncoderPlan:
     merger_proj: Any = None
     short_attention: Any = None
     beside: Beside | None = None
+    paired: Paired | None = None
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Deepstack mergers that read the residual stream when it has gone on: in the order of their places."""
+        hidden = () if self.beside is None else self.beside.mergers
+        return hidden if self.paired is None else (*hidden, self.paired.merger)
+
+    def of_deepstack(self, merger: int) -> "EncoderPlan":
+        """The same for one of the deepstack mergers."""
+        found = self.beside if self.beside is not None and merger in self.beside.mergers else self.paired
+        if found is None or merger not in self.apart:
+            return self
+        return replace(self, merger_fc1=found.fc1, merger_fc2=found.fc2)
+
+    def of_last(self) -> "EncoderPlan":
+        """The same for the last merger."""
+        if self.paired is None:
+            return self
+        return replace(self, merger_fc1=self.paired.last_fc1, merger_fc2=self.paired.last_fc2)
 
     def choices(self) -> dict[str, str]:
         """The form of each operation, by its name."""
@@ -60,7 +82,8 @@ class EncoderPlan:
         return any(form.library for form in self._forms().values())
 
     def _forms(self) -> dict[str, Form]:
-        configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("max_programs", "beside")}
+        others = ("max_programs", "beside", "paired")
+        configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         return {name: forms.form_of(config) for name, config in configs.items() if config is not None}
 
     def narrowed(self) -> "EncoderPlan":
@@ -174,7 +197,9 @@ def plan_for(
     configs = {name: config for name, (_, config) in chosen.items()}
     if configs.get("short_attention") == configs["attention"]:
         del configs["short_attention"]  # one list will do
-    return EncoderPlan(**configs, max_programs=4 * target.num_sms, beside=beside(spec, chosen, dtype, target))
+    hidden = beside(spec, chosen, dtype, target)
+    pair = paired(spec, chosen, dtype, target, hidden)
+    return EncoderPlan(**configs, max_programs=4 * target.num_sms, beside=hidden, paired=pair)
 
 
 def chosen_for(

@@ -69,7 +69,7 @@ class EncoderProgram:
         self._plans = plans
         self._max_frames = limits.max_frames
         unit = self._spec.merge_unit
-        self._parts = {b: self._whole.part(c, unit, plans[b].beside is not None) for b, c in capacities.items()}
+        self._parts = {b: self._whole.part(c, unit, bool(plans[b].apart)) for b, c in capacities.items()}
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
         target, unit = Target.of(self._device), self._spec.merge_unit
@@ -185,8 +185,8 @@ def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:
 
 
 def _room_apart(plans: dict[int, EncoderPlan]) -> tuple[int, int]:
-    """Mergers beside the blocks and tokens, at most, in plans by their tokens."""
-    some = [(len(plan.beside.mergers), tokens) for tokens, plan in plans.items() if plan.beside is not None]
+    """Mergers beside the blocks or the last one and tokens, at most, in plans by their tokens."""
+    some = [(len(plan.apart), tokens) for tokens, plan in plans.items() if plan.apart]
     return max((mergers for mergers, _ in some), default=0), max((tokens for _, tokens in some), default=0)
 
 
