@@ -66,7 +66,7 @@ Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}
 
 
-def _meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
+def meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
     """Weights of the right shapes and no content."""
     family = family_of(class_name)
     assert family is not None, f"{class_name} is of no family"
@@ -95,7 +95,7 @@ def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: i
     side = spec.merge_size
     items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
     buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, torch.device("meta"))
-    weights = _meta_weights(class_name, spec, dtype)
+    weights = meta_weights(class_name, spec, dtype)
     return record(lambda: encode(spec, weights, buffers, TRITON, plan))
 
 

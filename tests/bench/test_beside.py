@@ -2,15 +2,19 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fusedvit.aot import QWEN3_VL_8B
 from fusedvit.bench import beside, towers
 from fusedvit.graphs.branch import Serial
+from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 from fusedvit.ops import TORCH
+from fusedvit.plan import plan_for
 from tests.graphs.stand_in import CpuCapture
 
 GEOMETRY = {
@@ -38,7 +42,7 @@ def test_it_measures_each_way(
     on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "beside.json"
-    ways = ["in line", "planned", "24 SMs", "all SMs, equal"]
+    ways = ["in line", "planned", "24 SMs", "all SMs, equal", "last paired"]
     words = ["beside", "--json", str(path), "--size", "1 x 224 px", "--seconds", "0", "--way", *ways, "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", words)
     assert beside.main() == 0
@@ -46,12 +50,27 @@ def test_it_measures_each_way(
     rows, ran = document["rows"], document["passport"]
     assert ran["commit"] == "abc" and ran["command"] == (
         "python -m fusedvit.bench.beside --json beside.json --size '1 x 224 px' --seconds 0 "
-        "--way 'in line' planned '24 SMs' 'all SMs, equal'"
+        "--way 'in line' planned '24 SMs' 'all SMs, equal' 'last paired'"
     )
     assert [row["way"] for row in rows] == ways and all(row["wrong"] == 0 for row in rows)
     assert rows[0]["beside"] is None and rows[2]["beside"]["mergers"] == [0, 1, 2]
-    assert rows[3]["beside"]["chain"] == []
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["wrong"] == 0
+    assert rows[3]["beside"]["chain"] == [] and rows[3]["paired"] is None
+    said = capsys.readouterr().out.splitlines()
+    assert json.loads(said[-1])["wrong"] == 0
+    assert rows[4]["beside"] is None and rows[4]["paired"]["merger"] == 2
+    assert "3 on 24  " in said[2] and "2 with the last" in said[4]
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+@pytest.mark.parametrize("rows", [896, 1408])
+def test_ways_differ_in_what_their_names_say(on_cpu: None, rows: int) -> None:
+    target = Target(name="NVIDIA H200")
+    usual = plan_for(QWEN3_VL_8B, rows, beside.DTYPE, target)
+    plans = {name: way.plan(QWEN3_VL_8B, rows, beside.DTYPE, target) for name, way in beside.WAYS.items()}
+    assert usual.paired is not None and plans["planned"] == usual
+    assert plans["planned, last in line"] == replace(usual, paired=None)
+    assert plans["last paired"] == replace(usual, beside=None)
+    assert plans["in line"] == replace(usual, beside=None, paired=None)
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)

@@ -1,67 +1,42 @@
-"""Deepstack mergers beside the blocks: which, on what memory, and that their place in time changes nothing."""
+"""Deepstack mergers beside the blocks: which, on what memory, and that their place in time changes nothing. The latter
+also of one beside the last merger.
+"""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from fusedvit.aot import QWEN3_VL_8B
-from fusedvit.bench.poison import poison_buffers
-from fusedvit.beside import Beside
-from fusedvit.buffers import Capacity, EncoderBuffers, allocate
-from fusedvit.encoder import encode
-from fusedvit.graphs.branch import Branch, Serial
+from fusedvit.buffers import EncoderBuffers
+from fusedvit.graphs.branch import Serial
 from fusedvit.graphs.budgets import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch
-from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.configs import Target
-from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import compat
-from fusedvit.kernels.tables import Table
-from fusedvit.ops import TORCH, Ops
+from fusedvit.ops import TORCH
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.program import EncoderProgram
-from fusedvit.spec import VisionSpec
+from tests.fusedvit.branches import A100, H200, Late, Watch, beside_of, buffers_for, outputs, planned
 from tests.fusedvit.encoding import Encoder, Outputs
-from tests.fusedvit.towers import GRIDS, Grid, assert_bitwise, items_of, patches_of, pixels_for, vision_tower
+from tests.fusedvit.towers import GRIDS, Grid, assert_bitwise, patches_of, pixels_for, vision_tower
 from tests.graphs.stand_in import CpuCapture
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
-H200, A100 = Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
+CPU = torch.device("cpu")
 DEEPSTACK = [3, 0, 2, 4]  # of five blocks, not in their order; after the last one nothing is left to be beside of
+Apart = tuple[tuple[int, ...], int | None]  # mergers beside the blocks, and the one beside the last
+APART: dict[str, Apart] = {
+    "all": ((1, 2, 0), None),
+    "one": ((2,), None),
+    "all, one at the end": ((1, 2), 0),
+    "one at the end": ((), 2),
+}
 
 
-@dataclass
-class Late:
-    """Keeps forks for later: until the join, or until `at_most` wait."""
-
-    at_most: int = 99
-    waiting: list[Callable[[], None]] = field(default_factory=list)
-    forks: int = 0
-
-    def fork(self, launches: Callable[[], None]) -> None:
-        self.forks += 1
-        self.waiting.append(launches)
-        while len(self.waiting) > self.at_most:
-            self.waiting.pop(0)()
-
-    def join(self) -> None:
-        while self.waiting:
-            self.waiting.pop(0)()
-
-
-def beside_of(plan: EncoderPlan, mergers: tuple[int, ...]) -> EncoderPlan:
-    """`plan` with these mergers beside two blocks each, which other configurations run then."""
-    narrow = replace(plan.fc2, max_programs=1, block_n=32)
-    made = Beside(mergers, (2,) * len(mergers), 4, (("fc2", narrow),), plan.merger_fc1, plan.merger_fc2)
-    return replace(plan, beside=made)
-
-
-def planner(mergers: tuple[int, ...]) -> Callable[..., EncoderPlan]:
-    return lambda spec, tokens, dtype, target: beside_of(plan_for(spec, tokens, dtype, target), mergers)
+def planner(apart: Apart) -> Callable[..., EncoderPlan]:
+    return lambda spec, tokens, dtype, target: beside_of(plan_for(spec, tokens, dtype, target), *apart)
 
 
 @pytest.fixture(scope="module")
@@ -69,33 +44,19 @@ def encoder() -> Encoder:
     return Encoder(vision_tower(depth=5, deepstack_visual_indexes=DEEPSTACK), TORCH)
 
 
-def buffers_for(encoder: Encoder, grid: Grid, mergers: int) -> EncoderBuffers:
-    layout = encoder.plan(patches_of(grid)).layout(encoder.spec)
-    capacity = Capacity.of(items_of(grid), layout)
-    made = allocate(encoder.spec, capacity, torch.float32, CPU, apart=(mergers, capacity.tokens))
-    poison_buffers(made)
-    return made
-
-
-def outputs(encoder: Encoder, buffers: EncoderBuffers, plan: EncoderPlan, branch: Branch, ops: Ops = TORCH) -> Outputs:
-    with torch.no_grad():
-        made = encode(encoder.spec, encoder.weights, buffers, ops, plan, branch)
-    return {"hidden": made.hidden.clone(), "merged": made.merged.clone()}
-
-
 @pytest.mark.parametrize("grid", [GRIDS["mix"], GRIDS["one row"]], ids=["mix", "one row"])
-@pytest.mark.parametrize("mergers", [(1, 2, 0), (2,)], ids=["all", "one"])
-def test_when_a_merger_runs_changes_no_bit(encoder: Encoder, mergers: tuple[int, ...], grid: Grid) -> None:
+@pytest.mark.parametrize("name", APART)
+def test_when_a_merger_runs_changes_no_bit(encoder: Encoder, name: str, grid: Grid) -> None:
     """At once, one fork behind, or at the very end: all between these is what a GPU may do. And in line."""
-    plan = beside_of(encoder.plan(patches_of(grid)), mergers)
+    plan = beside_of(encoder.plan(patches_of(grid)), *APART[name])
     pixels = pixels_for(vision_tower(), grid)
     answers = []
     for branch in (Serial(), Late(1), Late()):
-        for room in (len(mergers), 0):  # without memory of their own they are in line, whatever the branch
+        for room in (len(plan.apart), 0):  # without memory of their own they are in line, whatever the branch
             buffers = buffers_for(encoder, grid, room)
             encoder.load(buffers, grid, pixels)
             answers.append(outputs(encoder, buffers, plan, branch))
-        assert isinstance(branch, Serial) or branch.forks == len(mergers)
+        assert isinstance(branch, Serial) or branch.forks == len(plan.apart)
     assert all(bool(answer["merged"].isfinite().all()) for answer in answers)
     for answer in answers[1:]:
         assert_bitwise(answer, answers[0])
@@ -103,99 +64,42 @@ def test_when_a_merger_runs_changes_no_bit(encoder: Encoder, mergers: tuple[int,
 
 # memory
 
-Span = tuple[int, int]
 
-
-def span(t: torch.Tensor) -> Span:
-    """Addresses from its first to past its last element."""
-    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
-
-def touched(name: str, given: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(What an operation of these arguments reads, what it writes) of a run's buffers."""
-    if name == "linear":
-        x, _, count, out, e = given[:5]
-        assert isinstance(e, Epilogue)
-        own = [] if e.scratch is None else [e.scratch.sums, e.scratch.counters]
-        read = [x, count, *([] if e.residual is None else [e.residual])]
-        read += [] if e.norm is None or e.norm.stats is None else [e.norm.stats.partials]
-        return [*read, *own], [out, *([] if e.stats is None else [e.stats.partials]), *own]
-    if name == "layer_norm":
-        return [given[0], given[3]], [given[4]]
-    if name == "attention":
-        assert isinstance(given[1], Segments)
-        return [given[0], given[1].tiles, given[1].num_tiles], [given[2]]
-    assert name == "vision_metadata", f"{name} is not known here"
-    return [given[0]], list(vars(given[2]).values())
-
-
-class Watch:
-    """Notes what each operation touches, and which operations are beside each other."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[list[Span], list[Span]]] = []  # of forks, until the join
-        self.forking = False
-        self.conflicts: list[str] = []
-        names = [f.name for f in fields(Ops) if f.name != "name"]
-        self.ops = Ops("watched", *(self._noted(name, getattr(TORCH, name)) for name in names))
-
-    def _noted(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            reads, writes = ([span(t) for t in tensors if t.numel()] for tensors in touched(name, given))
-            if self.forking:
-                self.open.append((reads, writes))
-            else:
-                self.conflicts += [name for theirs in self.open if _meet(theirs, (reads, writes))]
-            return run(*given)
-
-        return call
-
-    def fork(self, launches: Callable[[], None]) -> None:
-        self.forking = True
-        launches()
-        self.forking = False
-
-    def join(self) -> None:
-        self.open.clear()
-
-
-def _meet(a: tuple[list[Span], list[Span]], b: tuple[list[Span], list[Span]]) -> bool:
-    """Whether one writes what the other reads or writes."""
-    pairs = [(w, t) for w in a[1] for t in (*b[0], *b[1])] + [(w, t) for w in b[1] for t in (*a[0], *a[1])]
-    return any(w[0] < t[1] and t[0] < w[1] for w, t in pairs)
-
-
-def watched(encoder: Encoder, spoil: Callable[[EncoderBuffers], EncoderBuffers]) -> list[str]:
-    grid, mergers = GRIDS["mix"], (1, 2, 0)
-    buffers, watch = spoil(buffers_for(encoder, grid, len(mergers))), Watch()
+def watched(encoder: Encoder, apart: Apart, spoil: Callable[[EncoderBuffers], EncoderBuffers]) -> list[str]:
+    grid = GRIDS["mix"]
+    plan = beside_of(encoder.plan(patches_of(grid)), *apart)
+    buffers, watch = spoil(buffers_for(encoder, grid, len(plan.apart))), Watch()
     encoder.load(buffers, grid, pixels_for(vision_tower(), grid))
-    outputs(encoder, buffers, beside_of(encoder.plan(patches_of(grid)), mergers), watch, watch.ops)
+    outputs(encoder, buffers, plan, watch, watch.ops)
     assert not watch.open, "joined"
     return watch.conflicts
 
 
-def test_what_is_concurrent_shares_no_memory(encoder: Encoder) -> None:
-    assert watched(encoder, lambda buffers: buffers) == []
+@pytest.mark.parametrize("name", APART)
+def test_what_is_concurrent_shares_no_memory(encoder: Encoder, name: str) -> None:
+    assert watched(encoder, APART[name], lambda buffers: buffers) == []
 
 
-@pytest.mark.parametrize("name", ["hidden", "stats", "inner"])
-def test_shared_memory_would_be_seen(encoder: Encoder, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "apart"), [("hidden", "all"), ("stats", "all"), ("inner", "all"), ("inner", "one at the end")]
+)
+def test_shared_memory_would_be_seen(encoder: Encoder, name: str, apart: str) -> None:
     def spoil(b: EncoderBuffers) -> EncoderBuffers:
         assert b.apart is not None
         common = {"hidden": b.hidden.expand(3, *b.hidden.shape), "stats": b.stats.expand(3, -1), "inner": b.wide}
         return replace(b, apart=replace(b.apart, **{name: common[name]}))
 
-    assert watched(encoder, spoil) != []
+    assert watched(encoder, APART[apart], spoil) != []
 
 
 # in a graph
 
 
-def test_graphs_of_several_budgets_in_the_same_buffers(encoder: Encoder) -> None:
+@pytest.mark.parametrize("name", ["all", "all, one at the end"])
+def test_graphs_of_several_budgets_in_the_same_buffers(encoder: Encoder, name: str) -> None:
     """On the stand-in for capture; whose replays come late, as on a GPU, and are none the worse for it."""
     branch, spec = Late(), encoder.spec
-    programs = [EncoderProgram(spec, TORCH, torch.float32, CPU, lambda: encoder.weights, branch, planner((1, 2, 0)))]
+    programs = [EncoderProgram(spec, TORCH, torch.float32, CPU, lambda: encoder.weights, branch, planner(APART[name]))]
     programs.append(EncoderProgram(spec, TORCH, torch.float32, CPU, lambda: encoder.weights))
     managers = [GraphManager(check_limits((4, 16, 64), 4, 8), program, CpuCapture()) for program in programs]
     grids: list[Grid] = [[(1, 8, 8)], [(1, 2, 2)], [(3, 4, 6)], [(1, 4, 4)], [(1, 16, 16)], [(1, 2, 4)]]
@@ -232,16 +136,6 @@ def assert_close(a: Outputs, b: Outputs) -> None:
 # what is planned
 
 
-def planned(rows: int, spec: VisionSpec = QWEN3_VL_8B, dtype: torch.dtype = BF16, target: Target = H200) -> EncoderPlan:
-    return plan_for(spec, rows, dtype, target, Table())
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans as on a Hopper GPU; the interpreter, which runs no Gluon, is not asked."""
-    monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
-
-
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 @pytest.mark.parametrize("rows", [256, 768, 896, 1024])
 def test_small_budgets_of_a_deepstack_tower_have_mergers_beside(rows: int, on_hopper: None) -> None:
@@ -276,4 +170,4 @@ def test_small_budgets_of_a_deepstack_tower_have_mergers_beside(rows: int, on_ho
 )
 def test_else_all_are_in_line(other: dict[str, Any], on_hopper: None) -> None:
     plan = planned(**({"rows": 256} | other))
-    assert plan.beside is None and plan.narrowed() is plan
+    assert plan.beside is None and plan.paired is None and plan.apart == () and plan.narrowed() is plan

@@ -121,12 +121,14 @@ H200 = Target(name="NVIDIA H200")
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
-def test_mergers_beside_the_blocks_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Hopper's form: the last merger alone is the library's then, and those that are in line."""
+@pytest.mark.parametrize("rows", [256, 896])
+def test_mergers_beside_others_stay_there(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Hopper's form: a last merger alone is the library's then, and those that are in line."""
     monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
-    key = next(task.key for task in tasks(QWEN3_VL_8B, 256, BF16) if task.name == "merger_fc2")
+    key = next(task.key for task in tasks(QWEN3_VL_8B, rows, BF16) if task.name == "merger_fc2")
     table = Table({key: LIBRARY})
-    ours, usual = (plan_for(QWEN3_VL_8B, 256, BF16, H200, t) for t in (table, Table()))
+    ours, usual = (plan_for(QWEN3_VL_8B, rows, BF16, H200, t) for t in (table, Table()))
     assert ours.merger_fc2 == LIBRARY and ours.beside == usual.beside is not None
-    chosen = [chosen_for(QWEN3_VL_8B, 256, BF16, H200, t) for t in (table, Table())]
+    assert ours.paired == usual.paired and (usual.paired is None) == (rows == 256)
+    chosen = [chosen_for(QWEN3_VL_8B, rows, BF16, H200, t) for t in (table, Table())]
     assert priced(chosen[0], BF16, H200) == chosen[1] == priced(chosen[1], BF16, H200)

@@ -1,4 +1,4 @@
-"""Deepstack mergers beside the blocks, on a GPU: the bits of launches in line, whatever the buffers held."""
+"""Deepstack mergers beside the blocks or the last one, on a GPU: the bits of launches in line, whatever was in memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,18 +35,19 @@ def tower() -> Tower:
         return spec, prepare(spec, family.names, family.source(dict(module.named_parameters())))
 
 
-@pytest.mark.parametrize("way", ["planned", "all SMs, equal", "24 SMs"])
+@pytest.mark.parametrize("way", ["planned", "all SMs, equal", "24 SMs", "last paired"])
 @pytest.mark.parametrize("size", ["1 x 224 px", "video, 8 frames 224 px"])
 def test_graphs_have_the_bits_of_launches_in_line(tower: Tower, way: str, size: str) -> None:
     line = Line(*tower, WAYS[way], beside.GRIDS[size])
-    assert line.beside is not None, "nothing is tested in line"
+    assert line.plan.apart, "nothing is tested in line"
     assert line.wrong(line.capture(), BATCHES) == 0
 
 
-def test_eager_runs_have_the_same_bits(tower: Tower) -> None:
+@pytest.mark.parametrize(("way", "size"), [("planned", "1 x 224 px"), ("last paired", "1 x 576 px")])
+def test_eager_runs_have_the_same_bits(tower: Tower, way: str, size: str) -> None:
     """In buffers without room for mergers beside, where they run in line in place."""
-    line = Line(*tower, WAYS["planned"], beside.GRIDS["1 x 224 px"])
-    assert line.beside is not None, "nothing is tested in line"
+    line = Line(*tower, WAYS[way], beside.GRIDS[size])
+    assert line.plan.apart, "nothing is tested in line"
     replay = line.capture()
     for seed in range(5):
         line.load(seed)

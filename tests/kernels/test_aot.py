@@ -35,6 +35,13 @@ def test_command_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Non
     assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr
 
 
+def test_what_is_compiled_is_what_whole_towers_launch() -> None:
+    """Wherever their deepstack mergers run. Lines are rows, what is not compiled, what is not launched."""
+    done = run(str(Path(__file__).with_name("aot_launches.py")))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["256 0 0", "896 0 0", "1408 0 0", "4096 0 0"]
+
+
 @pytest.fixture(scope="module")
 def probes() -> dict[str, str]:
     """What the checks say of each probe, by its name; empty where they are content."""
