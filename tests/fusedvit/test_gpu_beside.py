@@ -1,4 +1,4 @@
-"""Deepstack mergers beside the blocks or the last one, on a GPU: the bits of launches in line, whatever was in memory."""
+"""Deepstack mergers beside the blocks or the last merger, on a GPU: the bits of launches in line on any memory."""
 
 from dataclasses import replace
 from typing import Any
