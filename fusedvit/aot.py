@@ -66,7 +66,7 @@ Matrix = tuple[list[int], list[str], list[str], list[int] | None]
 SMS = {80: 108, 90: 132, 100: 148}
 
 
-def meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
+def _meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
     """Weights of the right shapes and no content."""
     family = family_of(class_name)
     assert family is not None, f"{class_name} is of no family"
@@ -91,11 +91,18 @@ def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPl
 
 def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
     """What one call of `tokens` patch tokens launches, each distinct kernel once."""
-    spec, plan = _shallow(spec, plan_for(spec, tokens, dtype, target))
+    return recorded(class_name, *_shallow(spec, plan_for(spec, tokens, dtype, target)), dtype, tokens)
+
+
+def recorded(
+    class_name: str, spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: int, apart: int = 0
+) -> list[Launch]:
+    """What `plan` launches on `tokens` patch tokens, with room for `apart` mergers beside others; the rest in line."""
     side = spec.merge_size
     items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
-    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, torch.device("meta"))
-    weights = meta_weights(class_name, spec, dtype)
+    capacity = Capacity.of(items, plan.layout(spec))
+    buffers = allocate(spec, capacity, dtype, torch.device("meta"), apart=(apart, tokens))
+    weights = _meta_weights(class_name, spec, dtype)
     return record(lambda: encode(spec, weights, buffers, TRITON, plan))
 
 

@@ -100,12 +100,25 @@ def touched(name: str, given: Sequence[Any]) -> tuple[list[torch.Tensor], list[t
     return [given[0]], list(vars(given[2]).values())
 
 
-class Watch:
+class Forks:
+    """Launches forks at once, and knows while it does."""
+
+    forking = False
+
+    def fork(self, launches: Callable[[], None]) -> None:
+        self.forking = True
+        launches()
+        self.forking = False
+
+    def join(self) -> None:
+        assert not self.forking
+
+
+class Watch(Forks):
     """Notes what each operation touches, and which operations are beside each other."""
 
     def __init__(self) -> None:
         self.open: list[tuple[list[Span], list[Span]]] = []  # of forks, until the join
-        self.forking = False
         self.conflicts: list[str] = []
         names = [f.name for f in fields(Ops) if f.name != "name"]
         self.ops = Ops("watched", *(self._noted(name, getattr(TORCH, name)) for name in names))
@@ -121,12 +134,8 @@ class Watch:
 
         return call
 
-    def fork(self, launches: Callable[[], None]) -> None:
-        self.forking = True
-        launches()
-        self.forking = False
-
     def join(self) -> None:
+        super().join()
         self.open.clear()
 
 

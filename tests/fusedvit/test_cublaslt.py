@@ -122,9 +122,8 @@ H200 = Target(name="NVIDIA H200")
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 @pytest.mark.parametrize("rows", [256, 896])
-def test_mergers_beside_others_stay_there(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mergers_beside_others_stay_there(rows: int, on_hopper: None) -> None:
     """In Hopper's form: a last merger alone is the library's then, and those that are in line."""
-    monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
     key = next(task.key for task in tasks(QWEN3_VL_8B, rows, BF16) if task.name == "merger_fc2")
     table = Table({key: LIBRARY})
     ours, usual = (plan_for(QWEN3_VL_8B, rows, BF16, H200, t) for t in (table, Table()))

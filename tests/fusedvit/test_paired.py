@@ -1,6 +1,5 @@
 """A deepstack merger beside the tower's last one: which, and what is launched for it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from fusedvit.kernels.tables import Table
 from fusedvit.ops import TORCH, Ops
 from fusedvit.paired import paired
 from fusedvit.plan import chosen_for
-from tests.fusedvit.branches import A100, BF16, H200, beside_of, buffers_for, outputs, planned
+from tests.fusedvit.branches import A100, BF16, H200, Forks, beside_of, buffers_for, outputs, planned
 from tests.fusedvit.encoding import Encoder
 from tests.fusedvit.towers import GRIDS, assert_bitwise, patches_of, pixels_for, vision_tower
 
@@ -79,25 +78,16 @@ def test_one_that_would_wait_for_others_is_not(on_hopper: None) -> None:
 # what is launched
 
 
-class Noted:
+class Noted(Forks):
     """Notes each launch of a linear layer: whether forked, what it reads and its configuration; and each fork."""
 
     def __init__(self) -> None:
-        self.forking = False
         self.launches: list[tuple[bool, torch.Tensor, Any]] = []
         self.ops: Ops = replace(TORCH, linear=self._linear)
 
     def _linear(self, *given: Any) -> Any:
         self.launches.append((self.forking, given[0], given[5]))
         return TORCH.linear(*given)
-
-    def fork(self, launches: Callable[[], None]) -> None:
-        self.forking = True
-        launches()
-        self.forking = False
-
-    def join(self) -> None:
-        assert not self.forking
 
 
 def test_it_is_forked_at_the_tail_and_reads_what_its_block_wrote(encoder: Encoder) -> None:

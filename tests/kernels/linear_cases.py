@@ -248,6 +248,12 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
     )
 
 
+def apart(t: torch.Tensor, pitch: int) -> torch.Tensor:
+    """`t` with rows `pitch` columns apart, NaN between them."""
+    wide = torch.full((t.shape[0], pitch), NAN, dtype=t.dtype, device=t.device)[:, : t.shape[1]]
+    return wide.copy_(t)
+
+
 def _prepared(layer: Layer, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(weight, bias, colsum) with the norm folded in and rotary pairs made neighbours."""
     weight, bias = t.weight, t.bias

@@ -23,7 +23,7 @@ from fusedvit.kernels.row_stats import RowStats
 from fusedvit.kernels.tables import Table
 from fusedvit.plan import plan_for, tasks
 from fusedvit.report import choices
-from tests.kernels.linear_cases import Layer, fused, tensors
+from tests.kernels.linear_cases import Layer, apart, fused, tensors
 from tests.kernels.support import NAN, assert_rounded_once, count, random
 
 CPU = torch.device("cpu")
@@ -40,10 +40,12 @@ LAYERS = {
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_within_the_rule(name: str, dtype: torch.dtype) -> None:
-    """Rows after those that count are NaN."""
+    """x and weight are views, columns and rows between and after them NaN."""
     layer = LAYERS[name]
     t = tensors(layer, dtype, CPU)
-    arguments = fused(layer, t, layer.rows + 5)
+    given = fused(layer, t, layer.rows + 5)
+    arguments = replace(given, x=apart(given.x, layer.k + 8), weight=apart(given.weight, layer.k + 8))
+    assert arguments.x.stride(0) > layer.k
     out, _ = arguments.run(linear, CONFIG)
     twin, _ = fused(layer, t, wide=torch.float64).run(linear_ref, CONFIG)
     assert_rounded_once(out[: layer.rows], twin, "against the twin:")

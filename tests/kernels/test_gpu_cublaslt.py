@@ -9,7 +9,7 @@ import torch
 from fusedvit.graphs.capture import CudaCapture
 from fusedvit.kernels.cublaslt import CublasLtConfig, linear
 from fusedvit.kernels.reference.linear import linear as linear_ref
-from tests.kernels.linear_cases import Fused, Layer, fused, tensors
+from tests.kernels.linear_cases import Fused, Layer, apart, fused, tensors
 from tests.kernels.support import NAN, assert_rounded_once
 
 pytestmark = pytest.mark.gpu
@@ -25,12 +25,6 @@ LAYERS = {
     "rows of out apart": Layer(253, 1152, 1100),
 }
 CASES = [(name, BF16) for name in LAYERS] + [("merger fc2", FP16), ("merger fc2, few rows", FP16)]
-
-
-def apart(t: torch.Tensor, pitch: int) -> torch.Tensor:
-    """`t` with rows `pitch` columns apart, NaN between them."""
-    wide = torch.full((t.shape[0], pitch), NAN, dtype=t.dtype, device=t.device)[:, : t.shape[1]]
-    return wide.copy_(t)
 
 
 def made(name: str, dtype: torch.dtype, device: torch.device, wide: torch.dtype | None = None) -> Fused:
