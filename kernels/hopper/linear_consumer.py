@@ -201,6 +201,31 @@ def _end_tile(
 
 
 @gluon.jit
+def _select(chunks, j):
+    """Chunk j: registers have no index."""
+    x = chunks[0]
+    for i in gl.static_range(1, len(chunks)):
+        x = gl.where(j == i, chunks[i], x)
+    return x
+
+
+@gluon.jit
+def _end_shared(
+    form, tail, exchange, staging, boxes, x, mean, rstd, row0, col0, j, C: gl.constexpr, L: gl.constexpr
+):  # fmt: skip
+    """Ends chunk j, whose other parts other programs have."""
+    AT: gl.constexpr = 0 if form.CONSUMERS == 1 else C
+    CHUNKS: gl.constexpr = (form.BN1 + form.BN2) // 64
+    rows = row0.to(gl.int64) + gl.arange(0, form.BM, gl.SliceLayout(1, L))
+    near = gl.minimum(rows, tail.num_rows - 1)
+    x = _take(exchange, x, AT * CHUNKS + j, form.BM)
+    y = _end_chunk(form, tail, staging, boxes, x, mean, rstd, near, row0, col0, j, C)
+    if tail.OUT_WIDTH > 0:
+        chunk_mean, chunk_m2 = _moments(y)
+        _store_moments(chunk_mean, chunk_m2, tail, rows, rows < tail.num_rows, col0 // 64 + j)
+
+
+@gluon.jit
 def _end_split(
     form, tail, split, staging, boxes, chunks, mean, rstd, row0, col0, C: gl.constexpr, L: gl.constexpr
 ):  # fmt: skip
@@ -215,18 +240,19 @@ def _end_split(
     )  # fmt: skip
     for j in gl.static_range(CHUNKS):
         if not _owned(form, AT * CHUNKS + j):
-            _give(exchange, chunks[j], AT * CHUNKS + j, form.BM, L)
+            _give(exchange, chunks[j], AT * CHUNKS + j, form.BM)
     _meet(exchange)
-    rows = row0.to(gl.int64) + gl.arange(0, form.BM, gl.SliceLayout(1, L))
-    near = gl.minimum(rows, tail.num_rows - 1)
     _staged(tail, staging, 0, C)
-    for j in gl.static_range(CHUNKS):
-        if _owned(form, AT * CHUNKS + j) & (col0 + j * 64 < form.N):
-            x = _take(exchange, chunks[j], AT * CHUNKS + j, form.BM, L)
-            y = _end_chunk(form, tail, staging, boxes, x, mean, rstd, near, row0, col0, j, C)
-            if tail.OUT_WIDTH > 0:
-                chunk_mean, chunk_m2 = _moments(y)
-                _store_moments(chunk_mean, chunk_m2, tail, rows, rows < tail.num_rows, col0 // 64 + j)
+    first = (part + AT * CHUNKS * (form.SPLITS - 1)) % form.SPLITS  # the first of its own
+    past = gl.minimum(CHUNKS, (form.N - col0 + 63) // 64)
+    if form.SPLITS >= CHUNKS:  # one at most, so that the others' registers are free
+        if first < past:
+            x = _select(chunks, first)
+            _end_shared(form, tail, exchange, staging, boxes, x, mean, rstd, row0, col0, first, C, L)
+    else:
+        for j in range(first, past, form.SPLITS):
+            x = _select(chunks, j)
+            _end_shared(form, tail, exchange, staging, boxes, x, mean, rstd, row0, col0, j, C, L)
 
 
 @gluon.jit

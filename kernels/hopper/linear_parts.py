@@ -62,7 +62,7 @@ def _vector_width(cols):
 
 @record
 class Split:
-    partials_ptr: gl.tensor  # [programs, cells, BM, 64] fp32
+    partials_ptr: gl.tensor  # [programs, cells, BM * 64] fp32
     counters_ptr: gl.tensor  # [tiles, consumers] int32, those of SPLITS
 
 
@@ -96,6 +96,6 @@ def _k_range(form):
 
 
 @gluon.jit
-def _owned(form, cell: gl.constexpr):
+def _owned(form, cell):
     """Whether this program ends a cell."""
-    return gl.program_id(0) % form.SPLITS == _owner(cell, form.CONSUMERS * (form.BN1 + form.BN2) // 64, form.SPLITS)
+    return gl.program_id(0) % form.SPLITS == _owner(cell, form.SPLITS)

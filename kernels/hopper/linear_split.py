@@ -1,6 +1,6 @@
 """The parts of a split product meet: each CTA of a tile ends some of its chunks and gives away what it has of the rest.
 
-    partials: [CTA, chunk, BM, 64] fp32    sums of chunks that another CTA ends
+    partials: [CTA, chunk, BM * 64] fp32   sums of chunks that another CTA ends, in the order that threads hold them
     counters: [tile, consumer] int32       how many CTAs have ever written theirs, launch after launch
 
 A tile's CTAs are neighbours, and CTAs start in order: of all that wait for one that has not started, at most one tile's
@@ -17,7 +17,7 @@ from fusedvit.kernels.hopper.records import record
 class Exchange:
     """Where a consumer of a split product meets its peers."""
 
-    partials_ptr: gl.tensor  # [programs, CELLS, BM, 64] fp32
+    partials_ptr: gl.tensor  # [programs, CELLS, BM * 64] fp32
     counter_ptr: gl.tensor  # this tile's and consumer's
     first: gl.tensor  # the tile's first program
     split: gl.tensor  # which part this program has
@@ -32,23 +32,36 @@ def _whole(splits):
 
 
 @gluon.jit
-def _owner(cell: gl.constexpr, CELLS: gl.constexpr, SPLITS: gl.constexpr):
-    """The part that ends a cell: they share the cells out evenly, or one each where parts are more."""
-    return cell * (CELLS if CELLS < SPLITS else SPLITS) // CELLS
+def _owner(cell: gl.constexpr, SPLITS: gl.constexpr):
+    """The part that ends a cell: in turns, so that each consumer of each part ends as many, give or take one."""
+    return cell % SPLITS
 
 
 @gluon.jit
-def _cell_ptrs(exchange, split, cell: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
+def _as_held(x, BM: gl.constexpr):
+    """[BM, 64] in a product's layout -> [BM * 64], four values of a thread in a row, then its neighbour's."""
+    return x.reshape([BM // 64, 4, 2, 8, 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape([BM * 64])
+
+
+@gluon.jit
+def _as_product(x, BM: gl.constexpr, L: gl.constexpr):
+    """The reverse of `_as_held`."""
+    x = x.reshape([BM // 64, 8, 4, 8, 4, 2, 2]).permute([0, 2, 5, 3, 1, 4, 6]).reshape([BM, 64])
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.jit
+def _cell_ptrs(exchange, split, cell, BM: gl.constexpr, H: gl.constexpr):
     base = exchange.partials_ptr + ((exchange.first + split).to(gl.int64) * exchange.CELLS + cell) * (BM * 64)
-    rows = gl.arange(0, BM, gl.SliceLayout(1, L)).to(gl.int64)
-    cols = gl.arange(0, 64, gl.SliceLayout(0, L))
-    return base + gl.expand_dims(rows * 64, 1) + gl.expand_dims(cols, 0)
+    return base + gl.arange(0, BM * 64, H)
 
 
 @gluon.jit
-def _give(exchange, x, cell: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
+def _give(exchange, x, cell: gl.constexpr, BM: gl.constexpr):
     """Leaves this program's part of a cell to whoever ends it."""
-    gl.store(_cell_ptrs(exchange, exchange.split, cell, BM, L), x, cache_modifier=".cg")
+    x = _as_held(x, BM)
+    H: gl.constexpr = x.type.layout
+    gl.store(_cell_ptrs(exchange, exchange.split, cell, BM, H), x, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -65,20 +78,25 @@ def _meet(exchange):
 
 
 @gluon.jit
-def _add_part(exchange, total, x, s, cell: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
-    ptrs = _cell_ptrs(exchange, s, cell, BM, L)
-    theirs = gl.load(ptrs, mask=s != exchange.split, other=0.0, cache_modifier=".cg")
-    return total + gl.where(exchange.split == s, x, theirs)
+def _part_of(exchange, s, cell, BM: gl.constexpr, H: gl.constexpr):
+    return gl.load(_cell_ptrs(exchange, s, cell, BM, H), cache_modifier=".cg")
 
 
 @gluon.jit
-def _take(exchange, x, cell: gl.constexpr, BM: gl.constexpr, L: gl.constexpr):
-    """The whole sum of a cell, part by part."""
-    total = gl.zeros([BM, 64], gl.float32, L)
-    if exchange.SPLITS <= 3 and BM * exchange.CELLS <= 384:  # asked for all at once, where registers allow
-        for s in gl.static_range(exchange.SPLITS):
-            total = _add_part(exchange, total, x, s, cell, BM, L)
+def _take(exchange, x, cell, BM: gl.constexpr):
+    """The whole sum of a cell: of two or three parts all that is missing is asked for at once."""
+    L: gl.constexpr = x.type.layout
+    x = _as_held(x, BM)
+    H: gl.constexpr = x.type.layout
+    mine = exchange.split
+    if exchange.SPLITS == 2:
+        total = x + _part_of(exchange, 1 - mine, cell, BM, H)  # in either order
+    elif exchange.SPLITS == 3:
+        first = _part_of(exchange, gl.where(mine == 0, 1, 0), cell, BM, H)
+        last = _part_of(exchange, gl.where(mine == 2, 1, 2), cell, BM, H)
+        total = (first + gl.where(mine == 2, last, x)) + gl.where(mine == 2, x, last)
     else:
+        total = gl.zeros([BM * 64], gl.float32, H)
         for s in range(exchange.SPLITS):
-            total = _add_part(exchange, total, x, s, cell, BM, L)
-    return total
+            total += gl.where(mine == s, x, _part_of(exchange, s, cell, BM, H))
+    return _as_product(total, BM, L)
