@@ -149,7 +149,7 @@ def _tile(config: HopperLinearConfig) -> tuple[int, int, int]:
 
 
 _COSTS = {_tile(config): costs for config, *costs in _MEASURED}
-_LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 0.1  # what it costs parts to meet, and each [64, 64] that a part gives away
+_LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.5  # what it costs parts to meet, and each [64, 64] that a part gives away
 # Of each [64, 64] of a tile: erf where nothing hides it, position taps in every round, as memory is what they wait for.
 _ERF_US, _TAPS_US = 1.15, 1.15
 # Bytes/us, of weights, or of the share of x, residual and output that nothing hides; us from asking for a step's
@@ -223,7 +223,7 @@ def _spills(config: HopperLinearConfig, kind: str) -> bool:
 def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperLinearConfig]:
     """`_MEASURED` for this device, and some in parts of a long K where all of them run at once."""
     found = [replace(config, max_programs=target.num_sms) for config, *_ in _MEASURED]
-    for config in tuple(found) if k >= _LONG_K else ():
+    for config in [c for c in found if c.consumers < 3] if k >= _LONG_K else []:  # three have no registers for it
         tiles = -(-rows // config.block_m) * -(-n // config.cols)
         room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * config.block_m * config.cols))
         found += [replace(config, splits=s) for s in SPLITS[1:] if room // 2 < s <= room]
