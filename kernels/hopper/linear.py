@@ -26,7 +26,7 @@ from fusedvit.kernels.hopper.compat import TensorDescriptor, gl, gluon
 from fusedvit.kernels.hopper.linear_configs import CHUNK, HopperLinearConfig
 from fusedvit.kernels.hopper.linear_consumer import _consumer
 from fusedvit.kernels.hopper.linear_epilogue import Tail
-from fusedvit.kernels.hopper.linear_parts import Boxes, Form, Ring, Split, Staging, _vector_width
+from fusedvit.kernels.hopper.linear_parts import VECTOR, Boxes, Form, Ring, Split, Staging, _vector_width, _warpgroups
 from fusedvit.kernels.hopper.linear_producer import _producer
 from fusedvit.kernels.launch import launch
 
@@ -88,7 +88,7 @@ def _hopper_linear_kernel(
     X_IN_REGISTERS: gl.constexpr,
 ):
     num_rows = gl.load(num_rows_ptr)  # first, as all tiles hang on it
-    WARPGROUPS: gl.constexpr = 2 if CONSUMERS == 1 else CONSUMERS
+    WARPGROUPS: gl.constexpr = _warpgroups(CONSUMERS)
     CHUNKS: gl.constexpr = (BN1 + BN2) // 64
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = x_desc.dtype
@@ -99,7 +99,6 @@ def _hopper_linear_kernel(
         w2 = gl.allocate_shared_memory(dtype, [STAGES, BN2, 64], w2_desc.layout)
     OUT_COLS: gl.constexpr = 32 if ACT == "swiglu" else 64  # of a chunk of 64
     chunks = gl.allocate_shared_memory(dtype, [WARPGROUPS * CHUNKS, BM, OUT_COLS], out_desc.layout)
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     vectors = gl.allocate_shared_memory(gl.float32, [2 * WARPGROUPS, _vector_width(BN1 + BN2)], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

@@ -82,9 +82,9 @@ class HopperLinearConfig:
 
     def shared_bytes(self) -> int:
         """Shared memory in bytes for 16-bit operands: the ring; per consumer a staged output tile and two vectors of
-        fp32 as long as a tile's columns, to the next power of two; barriers."""
+        fp32; barriers."""
         ring = self.stages * (self.block_m + self.cols) * CHUNK
-        vectors = 2 * 4 * (1 << (self.cols - 1).bit_length())
+        vectors = 2 * 4 * vector_width(self.cols)
         own = self.warpgroups * (2 * self.rows * self.cols + vectors)
         return 2 * ring + own + 8 * (2 * self.stages + 2 * self.warpgroups + 2)
 
@@ -110,6 +110,11 @@ class HopperLinearConfig:
     def options(self) -> dict[str, int]:
         """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
         return {"num_warps": 4, "maxnreg": 128 if self.consumers == 3 else 168, "launch_pdl": self.overlap}
+
+
+def vector_width(cols: int) -> int:
+    """Columns that a tile's vectors have room for: a power of two, as they are loaded at once."""
+    return 1 << (cols - 1).bit_length()
 
 
 def wrong_hopper_linear(config: HopperLinearConfig, target: Target, dtype: torch.dtype) -> str:
@@ -149,7 +154,7 @@ def _tile(config: HopperLinearConfig) -> tuple[int, int, int]:
 
 
 _COSTS = {_tile(config): costs for config, *costs in _MEASURED}
-_LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.5  # what it costs parts to meet, and each [64, 64] that a part gives away
+_LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.0  # what it costs parts to meet, and each [64, 64] that a part gives away
 # Of each [64, 64] of a tile: erf where nothing hides it, position taps in every round, as memory is what they wait for.
 _ERF_US, _TAPS_US = 1.15, 1.15
 # Bytes/us, of weights, or of the share of x, residual and output that nothing hides; us from asking for a step's

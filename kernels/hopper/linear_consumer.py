@@ -20,7 +20,7 @@ from fusedvit.kernels.hopper.linear_epilogue import (
     _rounded,
     _store_moments,
 )
-from fusedvit.kernels.hopper.linear_parts import _k_range, _owned, _tile_of, _vector_width, _walk
+from fusedvit.kernels.hopper.linear_parts import VECTOR, _k_range, _owned, _tile_of, _vector_width, _walk, _warpgroups
 from fusedvit.kernels.hopper.linear_split import Exchange, _give, _meet, _take
 from fusedvit.kernels.hopper.records import reinterpret
 
@@ -157,9 +157,7 @@ def _staged(tail, staging, phase, C: gl.constexpr):
 def _vectors(form, staging, j, C: gl.constexpr, L: gl.constexpr):
     """(bias, colsum) of chunk j; what the tail has none of is anything."""
     LINES: gl.constexpr = _vector_width(form.BN1 + form.BN2) // 64
-    WARPGROUPS: gl.constexpr = 2 if form.CONSUMERS == 1 else form.CONSUMERS
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lines = reinterpret(staging.vectors, gl.float32, [2 * WARPGROUPS * LINES, 64], LINE)
+    lines = reinterpret(staging.vectors, gl.float32, [2 * _warpgroups(form.CONSUMERS) * LINES, 64], VECTOR)
     return lines.index(2 * C * LINES + j).load(L), lines.index((2 * C + 1) * LINES + j).load(L)
 
 

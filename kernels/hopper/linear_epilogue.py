@@ -9,6 +9,8 @@ import triton.language as tl
 from fusedvit.kernels.hopper.compat import gl, gluon
 from fusedvit.kernels.hopper.records import record, reinterpret
 
+SPREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a value a thread of a warpgroup
+
 
 @record
 class Tail:
@@ -94,14 +96,14 @@ def _read_moments(tail, rows, BM: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def _load_columns(ptr, tail, col0, COUNT: gl.constexpr):
     """COUNT columns of a vector as fp32, spread over a warpgroup; 0 past the last."""
-    cols = col0 + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [4], [0]))
+    cols = col0 + gl.arange(0, COUNT, SPREAD)
     return gl.load(ptr + cols, mask=cols < tail.N, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def _load_vectors(tail, col0, COUNT: gl.constexpr):
     """(bias, colsum) of a tile, asked for before the main loop, which hides their latency."""
-    none = gl.zeros([COUNT], gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
+    none = gl.zeros([COUNT], gl.float32, SPREAD)
     bias = _load_columns(tail.bias_ptr, tail, col0, COUNT) if tail.HAS_BIAS else none
     colsum = _load_columns(tail.colsum_ptr, tail, col0, COUNT) if tail.IN_PARTS > 0 and tail.CENTRED else none
     return bias, colsum

@@ -3,6 +3,7 @@
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedvit.kernels.hopper.compat import gl, gluon
+from fusedvit.kernels.hopper.linear_configs import vector_width
 from fusedvit.kernels.hopper.linear_split import _owner
 from fusedvit.kernels.hopper.records import record
 
@@ -54,10 +55,14 @@ class Boxes:
     extra: tma.tensor_descriptor  # residual [T, N] or rotary words [T, W]
 
 
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # as values follow one another
+_vector_width = gluon.constexpr_function(vector_width)
+
+
 @gluon.constexpr_function
-def _vector_width(cols):
-    """Columns that a tile's vectors have room for: a power of two, as they are loaded at once."""
-    return 64 << (cols // 64 - 1).bit_length()
+def _warpgroups(consumers):
+    """Consumer warpgroups of a CTA."""
+    return max(2, consumers)
 
 
 @record

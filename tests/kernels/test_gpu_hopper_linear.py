@@ -52,6 +52,14 @@ CASES = {
     "fc2 in two": (Layer(250, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=2)),
     "fc2 in three": (Layer(190, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=3)),
     "fc2 in eight": (Layer(61, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=8)),
+    "fc2 of two in three": (
+        Layer(490, 4304, 1152, residual=True, stats=True),
+        HopperLinearConfig(64, 128, 2, 5, splits=3),
+    ),
+    "fc2 of two in two, 192 columns": (
+        Layer(400, 4304, 1152, residual=True, stats=True),
+        HopperLinearConfig(64, 192, 2, 4, splits=2),
+    ),
     "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
     "merger fc1 in three": (
         Layer(190, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"),
@@ -63,9 +71,9 @@ CASES = {
 }
 SHIPS = (  # as heuristics choose
     "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
-    "patch embed", "deepstack fc1", "fc2 in three", "merger fc1 in three", "merger fc1",
+    "patch embed", "deepstack fc1", "fc2 in three", "merger fc1 in three", "merger fc1", "fc2 of two in three",
 )  # fmt: skip
-QUICK = (*SHIPS, "merger fc2 in two", "merger fc2 in four", "fc1 of Qwen2-VL")
+QUICK = (*SHIPS, "merger fc2 in two", "merger fc2 in four", "fc2 of two in two, 192 columns", "fc1 of Qwen2-VL")
 NAMES = [
     pytest.param(name, id=f"quick, ships: {name}" if name in SHIPS else f"quick: {name}" if name in QUICK else name)
     for name in CASES
