@@ -243,13 +243,10 @@ def _end_split(
     _staged(tail, staging, 0, C)
     first = (part + AT * CHUNKS * (form.SPLITS - 1)) % form.SPLITS  # the first of its own
     past = gl.minimum(CHUNKS, (form.N - col0 + 63) // 64)
-    if form.SPLITS >= CHUNKS:  # one at most, so that the others' registers are free
-        if first < past:
-            x = _select(chunks, first)
-            _end_shared(form, tail, exchange, staging, boxes, x, mean, rstd, row0, col0, first, C, L)
-    else:
-        for j in range(first, past, form.SPLITS):
-            x = _select(chunks, j)
+    for i in gl.static_range(0, CHUNKS, form.SPLITS):  # one of so many; of those before it registers are free
+        j = first + i
+        if j < past:
+            x = _select(chunks[i : i + form.SPLITS], first)
             _end_shared(form, tail, exchange, staging, boxes, x, mean, rstd, row0, col0, j, C, L)
 
 

@@ -79,7 +79,9 @@ def _meet(exchange):
 
 @gluon.jit
 def _part_of(exchange, s, cell, BM: gl.constexpr, H: gl.constexpr):
-    return gl.load(_cell_ptrs(exchange, s, cell, BM, H), cache_modifier=".cg")
+    """Another program's part of a cell; 0 of this one's."""
+    ptrs = _cell_ptrs(exchange, s, cell, BM, H)
+    return gl.load(ptrs, mask=s != exchange.split, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
