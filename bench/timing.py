@@ -85,7 +85,7 @@ def _rounds(
         if done >= LEAST_ROUNDS and time.perf_counter() > end:
             break
         for contender in contenders:
-            clock = _gpu_ms if contender.clock == "gpu" and device.type == "cuda" else _wall_ms
+            clock = gpu_ms if contender.clock == "gpu" and device.type == "cuda" else _wall_ms
             times[contender.name].append([clock(contender.run, device) for _ in range(calls)])
     return times
 
@@ -112,7 +112,8 @@ def _wall_ms(run: Callable[[], Any], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def _gpu_ms(run: Callable[[], Any], device: torch.device) -> float:
+def gpu_ms(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of one call between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()

@@ -144,10 +144,8 @@ def _grid(name: str, grid: Grid) -> Grid:
 
 def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:
     """One workload: parity, times, ratios, floor, memory, split."""
-    generator = torch.Generator(s.device).manual_seed(tokens(grid))
-    pixels = torch.randn(tokens(grid), towers.patch_width(s.tower), device=s.device, generator=generator)
-    pixels, grid_thw = pixels.to(options.dtype), torch.tensor(grid, device=s.device)
-    calls, engines, failed = _contenders(s, options, workload, grid, pixels, grid_thw)
+    pixels, grid_thw = inputs(s, options, grid)
+    calls, engines, failed = contenders(s, options, workload, grid, pixels, grid_thw)
     answers = {c.name: _answer(c, engines) for c in calls if c.name not in ("hf", ALONE)}
     assert s.handle.stats()["fused"], s.handle.report()
     pt = outputs_of(s.tower(pixels, grid_thw=grid_thw))
@@ -185,7 +183,14 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     return found
 
 
-def _contenders(
+def inputs(s: Setting, options: Options, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels `[tokens, patch_width]` and the grid, on the device; the same at every call."""
+    generator = torch.Generator(s.device).manual_seed(tokens(grid))
+    pixels = torch.randn(tokens(grid), towers.patch_width(s.tower), device=s.device, generator=generator)
+    return pixels.to(options.dtype), torch.tensor(grid, device=s.device)
+
+
+def contenders(
     s: Setting, options: Options, workload: str, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor
 ) -> tuple[list[Contender], dict[str, engine_like.EngineLike], dict[str, str]]:
     """Everything that runs this workload, the engine-like ones by name, and why any of these cannot."""

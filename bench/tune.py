@@ -50,14 +50,18 @@ class Log:
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Reads what an earlier run of the same sources on the same GPU left; anything else begins anew."""
+        """Reads what an earlier run of the same sources on the same GPU left; anything else begins anew.
+
+        What passed its check is checked again, side by side, if it is still to be timed: another machine has it not
+        compiled, and would compile it when its turn comes, one by one.
+        """
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0] if self.path.exists() else ""
         records = [json.loads(line) for line in whole.splitlines()]  # a last line without an end was cut
         if records and records[0] == self.stamp:
-            self.found = {record["of"]: record for record in records[1:]}
+            self.found = {record["of"]: record for record in records[1:] if record.get("problem") != ""}
         lines = [self.stamp, *self.found.values()]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 

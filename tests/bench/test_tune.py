@@ -159,6 +159,28 @@ def test_a_run_that_was_cut_goes_on(
     assert len(measured) == 12, "another GPU's log is not gone on with"
 
 
+def test_what_is_still_to_be_timed_is_compiled_again_side_by_side(
+    asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
+) -> None:
+    """As another machine has nothing compiled; but not what failed, nor what is decided."""
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    monkeypatch.setattr(tune, "PRUNING", 1.0)
+    times(monkeypatch, lambda config: float(config.block_m))
+    linears = [q for q in asked if q.task.key.op == "linear"]
+    pruned: list[list[tuple[str, int]]] = []
+
+    def prune(pairs: list[tuple[questions.Question, questions.Candidate]]) -> Any:
+        pruned.append([(question.task.name, candidate.config.block_m) for question, candidate in pairs])
+        return ((i, "spills" if c.config.block_m == 64 else "") for i, (_, c) in enumerate(pairs))
+
+    path, stamp = tmp_path / "log.jsonl", {"gpu": "CPU"}
+    tuner(tune.Log(path, stamp), prune, step=clock.step, deadline=6.5).run(linears)
+    tuner(tune.Log(path, stamp), prune).run(linears)
+    first, second = (question.task.name for question in linears)
+    assert sorted(pruned[0]) == sorted((name, m) for name in (first, second) for m in (16, 32, 64))
+    assert sorted(pruned[1]) == [(second, 16), (second, 32)]
+
+
 def test_short_of_time_what_was_checked_is_timed(
     asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
