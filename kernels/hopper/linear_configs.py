@@ -154,7 +154,9 @@ def _tile(config: HopperLinearConfig) -> tuple[int, int, int]:
 
 
 _COSTS = {_tile(config): costs for config, *costs in _MEASURED}
-_LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.0  # what it costs parts to meet, and each [64, 64] that a part gives away
+# What it costs parts to meet, and each [64, 64] that a part gives away: this by towers of 196 to 1296 rows since sums
+# travel in the order that threads hold them, not by the fit, which gave 1.5 before.
+_LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.0
 # Of each [64, 64] of a tile: erf where nothing hides it, position taps in every round, as memory is what they wait for.
 _ERF_US, _TAPS_US = 1.15, 1.15
 # Bytes/us, of weights, or of the share of x, residual and output that nothing hides; us from asking for a step's
