@@ -19,6 +19,7 @@ from fusedvit.bench import graph_trust as trust
 from fusedvit.bench import overhead, towers
 from fusedvit.bench.parity import build, pixels_for
 from fusedvit.bench.passport import passport
+from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.handle import FusedEncoder
@@ -66,21 +67,9 @@ def graph_us(handle: FusedEncoder, budget: int, grid: Grid, rounds: int = 15) ->
     program.buffers(budget).pixels[: tokens(grid)].copy_(pixels_for(grid, torch.bfloat16))
     program.load_grid(budget, tuple(grid))
     graph = manager.graph(budget)
-    return 1e3 * _event_ms(graph.replay, rounds)
-
-
-def _event_ms(run: Callable[[], None], rounds: int) -> float:
     for _ in range(3):
-        run()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        graph.replay()
+    return 1e3 * statistics.median(gpu_ms(graph.replay, DEVICE) for _ in range(rounds))
 
 
 def wall_ms(call: Callable[[], Any], rounds: int = 30) -> float:

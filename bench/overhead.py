@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fusedvit import guess, handle
+from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import Grid
 from fusedvit.handle import FusedEncoder
 
@@ -27,6 +28,7 @@ CASES: dict[str, Grid] = {
     "32 x 128 px": [(1, 8, 8)] * 32,
 }
 PLACES = ("cpu", "cuda")
+DEVICE = torch.device("cuda")
 MORE = "1 x 448 px"  # the case that is timed in other ways, too
 ROUNDS, COLD_ROUNDS = 60, 20
 
@@ -93,14 +95,10 @@ def in_turns(
         call()
         torch.cuda.synchronize()
         wall = time.perf_counter_ns() - begun
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        replay()
-        end.record()
-        torch.cuda.synchronize()
+        graph = 1e3 * gpu_ms(replay, DEVICE)
         if i >= 5:  # the first ones warm up
             walls.append(wall / 1e3)
-            graphs.append(1e3 * begin.elapsed_time(end))
+            graphs.append(graph)
     return statistics.median(walls) - statistics.median(graphs)
 
 

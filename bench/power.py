@@ -75,19 +75,26 @@ def bursts_ms(replay: Callable[[], Any], device: torch.device) -> float:
 
 def sustained(replay: Callable[[], Any], device: torch.device, seconds: float) -> tuple[float, Drawn]:
     """(Milliseconds of a replay, what was drawn) while nothing else runs for so long."""
-    index = torch.cuda.get_device_properties(device).uuid
-    asked = ["nvidia-smi", f"--id=GPU-{index}", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    uuid = torch.cuda.get_device_properties(device).uuid
+    asked = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     with subprocess.Popen([*asked, f"-lms={EVERY_MS}"], stdout=subprocess.PIPE, text=True) as sampling:
-        begun, count = time.perf_counter(), 0
-        while time.perf_counter() - begun < seconds:
-            for _ in range(AT_ONCE):
-                replay()
-            torch.cuda.synchronize(device)
-            count += AT_ONCE
-        took = time.perf_counter() - begun
-        sampling.terminate()
+        try:
+            ms = _without_a_pause(replay, device, seconds)
+        finally:  # it never ends by itself, and is waited for
+            sampling.terminate()
         lines = sampling.communicate()[0].splitlines()
-    return 1e3 * took / count, drawn(lines)
+    return ms, drawn(lines)
+
+
+def _without_a_pause(replay: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Milliseconds of a replay, over so many seconds of them."""
+    begun, count = time.perf_counter(), 0
+    while time.perf_counter() - begun < seconds:
+        for _ in range(AT_ONCE):
+            replay()
+        torch.cuda.synchronize(device)
+        count += AT_ONCE
+    return 1e3 * (time.perf_counter() - begun) / count
 
 
 def rows(options: tower_bench.Options, device: torch.device) -> list[dict[str, Any]]:
@@ -113,10 +120,11 @@ def main() -> int:
     parser.add_argument("--json", metavar="PATH", type=Path, required=True)
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     parser.add_argument("--tower", default="Qwen3-VL-8B")
+    parser.add_argument("--fa3", type=Path, help="vLLM's FA3 library, or that with xz")
     parser.add_argument("--seconds", type=float, default=2.0, help="of replays without a pause, each")
     args = parser.parse_args()
     workloads = {name: WORKLOADS[name] for name in NAMES}
-    options = tower_bench.Options((args.tower,), workloads, seconds=args.seconds, split=False, short=True)
+    options = tower_bench.Options((args.tower,), workloads, fa3=args.fa3, seconds=args.seconds, split=False, short=True)
     with torch.inference_mode():
         found = rows(options, torch.device("cuda"))
     document = {"passport": passport("power", sys.argv[1:], args.commit), "rows": found}

@@ -85,8 +85,6 @@ def measure(
     Args:
         keep: is given the document as far as it is after every workload, so that a run that is cut leaves something.
     """
-    if options.fa3 is not None:
-        peer_attention.load_fa3(options.fa3)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32
     found: dict[str, Any] = {}
     document = {"towers": found, "ceilings": {"tflops": roofline.PEAK_TFLOPS, "tbs": roofline.PEAK_TBS}}
@@ -113,6 +111,9 @@ def measure(
 
 
 def set_up(name: str, options: Options, device: torch.device) -> Setting:
+    """The tower, compiled and captured, and what its peers need."""
+    if options.fa3 is not None:
+        peer_attention.load_fa3(options.fa3)
     with torch.inference_mode(False):
         tower, wide = _build(name, options.dtype, device)
         ours = towers.twin(tower)
