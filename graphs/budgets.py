@@ -65,7 +65,7 @@ def infer_limits(
     *,
     smallest: int,
     largest: int,
-    dense: tuple[int, int],
+    dense: range,
     bytes_per_token: int,
     fixed_bytes: int,
     free_bytes: int,
@@ -78,14 +78,13 @@ def infer_limits(
 
     token_budgets: what the user gave, else `largest`, halved until the buffers take at most `share` of free memory, but
     with room for `smallest` and for the user's `max_items` even if memory does not hold that; in either case with four
-    sizes an octave, 4, 5, 6 and 7 times powers of two, from `smallest` on below the last, and those halfway between
-    two of them that lie in `dense`.
+    sizes an octave, 4, 5, 6 and 7 times powers of two, and those of `dense`, from `smallest` on below the last.
     max_items: 64, or what the largest budget or the user's `max_frames` holds if that is less.
     max_frames: four per item and at least 256, or what the largest budget holds if that is less.
 
     Args:
         smallest, largest: ends of the ladder, in tokens.
-        dense: between which tokens there are eight sizes an octave: where kernels' tiles differ between such sizes.
+        dense: sizes in tokens where kernels' tiles differ between closer ones than four an octave.
         bytes_per_token: what the static buffers grow by with each token of the largest budget.
         fixed_bytes: what does not grow with tokens.
         free_bytes: free device memory.
@@ -121,16 +120,17 @@ def _halve_to(held: int, top: int, floor: int) -> int:
     return top
 
 
-def _filled(budgets: tuple[int, ...], smallest: int, dense: tuple[int, int]) -> tuple[int, ...]:
-    """`budgets`, and between `smallest` and the last four sizes an octave, in `dense` eight."""
-    return tuple(sorted({*budgets, *_sizes(smallest, budgets[-1], dense)}))
+def _filled(budgets: tuple[int, ...], smallest: int, dense: range) -> tuple[int, ...]:
+    """`budgets`, and between `smallest` and the last four sizes an octave and those of `dense`."""
+    end = budgets[-1]
+    return tuple(sorted({*budgets, *_sizes(smallest, end), *(size for size in dense if smallest < size < end)}))
 
 
-def _sizes(smallest: int, end: int, dense: tuple[int, int]) -> Iterator[int]:
+def _sizes(smallest: int, end: int) -> Iterator[int]:
     size = smallest
     while size < end:
         yield size
-        step = 1 << max(0, size.bit_length() - (4 if dense[0] <= size < dense[1] else 3))
+        step = 1 << max(0, size.bit_length() - 3)
         size = (size // step + 1) * step
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 
 KIB = 1024
-DENSE = (1024, 2048)  # rows between which there are eight budgets instead of four
+DENSE = range(512, 2048, 64)  # budgets where four an octave are too few
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ class AttentionConfig:
 def budget(rows: int, smallest: int = 64) -> int:
     """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`.
 
-    Tiles that fit 784 rows in one wave need not fit 1024: a wider class would choose for the larger count. In the
-    octave `DENSE`, where launches are of one to three waves, budgets are eight.
+    Tiles that fit 784 rows in one wave need not fit 1024: a wider class would choose for the larger count. In `DENSE`,
+    where launches are of one to three waves, budgets are whole 64s, as tiles are: 1296 rows are seven tiles of 192.
     """
     step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
-    if DENSE[0] < rows <= DENSE[1]:
-        step //= 2
+    if DENSE.start < rows <= DENSE.stop:
+        step = DENSE.step
     return max(smallest, -(-rows // step) * step)
 
 

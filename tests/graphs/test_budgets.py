@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from fusedvit.graphs.budgets import Limits, check_limits, infer_limits
 
 GIB = 2**30
-DENSE = (288, 352, 416, 480)  # halfway between two of four sizes an octave
-TO_16K = tuple(sorted((*(n << i for i in range(4, 12) for n in (4, 5, 6, 7)), *DENSE, 16384)))
-ROOMY = {"smallest": 64, "largest": 16384, "dense": (256, 512)}
+DENSE = range(128, 512, 16)
+TO_16K = tuple(sorted({*(n << i for i in range(4, 12) for n in (4, 5, 6, 7)), *DENSE, 16384}))
+ROOMY = {"smallest": 64, "largest": 16384, "dense": DENSE}
 ROOMY |= {"bytes_per_token": 2**17, "fixed_bytes": 2**24, "free_bytes": 100 * GIB}
 
 
@@ -77,20 +77,21 @@ def test_ladder_ends_at_what_memory_holds(free_gib, largest):
     [
         (64, 64, (64,)),
         (64, 100, (64, 80, 96, 100)),
-        (49, 200, (49, 56, 64, 80, 96, 112, 128, 160, 192, 200)),
+        (49, 200, (49, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 200)),
         (1, 12, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)),
         (3, 5, (3, 4, 5)),
-        (224, 640, (224, 256, 288, 320, 352, 384, 416, 448, 480, 512, 640)),
+        (224, 640, (*range(224, 512, 16), 512, 640)),
+        (448, 1100, (448, 464, 480, 496, 512, 640, 768, 896, 1024, 1100)),
     ],
 )
-def test_four_sizes_an_octave_lie_between_the_ends(smallest, largest, budgets):
+def test_four_sizes_an_octave_and_the_dense_ones_lie_between_the_ends(smallest, largest, budgets):
     assert infer_limits(**ROOMY | {"smallest": smallest, "largest": largest}).token_budgets == budgets
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"token_budgets": [100, 300]}, Limits((64, 80, 96, 100, 112, 128, 160, 192, 224, 256, 288, 300), 64, 256)),
+        ({"token_budgets": [100, 300]}, Limits((64, 80, 96, 100, 112, *range(128, 300, 16), 300), 64, 256)),
         ({"token_budgets": (16,)}, Limits((16,), 16, 16)),
         ({"token_budgets": (64,)}, Limits((64,), 64, 64)),
         ({"token_budgets": (16, 64)}, Limits((16, 64), 64, 64)),
@@ -126,7 +127,7 @@ def test_inference_names_what_is_wrong(given, error, message):
 @given(
     smallest=st.integers(1, 300),
     factor=st.integers(1, 4000),
-    dense=st.tuples(st.integers(1, 3000), st.integers(1, 3000)),
+    dense=st.builds(range, st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 300)),
     free=st.integers(0, 2**38),
     bytes_per_token=st.integers(1, 2**20),
     share=st.floats(0.01, 1),

@@ -23,14 +23,14 @@ widths = st.sampled_from([16, 1024, 1152, 1280, 3456, 4304, 5120, 16384])
 
 
 @pytest.mark.parametrize(
-    "rows, expected", [(0, 64), (1, 64), (64, 64), (65, 80), (784, 896), (1024, 1024), (2049, 2560), (65536, 65536)]
+    "rows, expected", [(0, 64), (1, 64), (64, 64), (65, 80), (449, 512), (512, 512), (2049, 2560), (65536, 65536)]
 )
 def test_budget_is_the_next_of_four_an_octave(rows: int, expected: int) -> None:
     assert budget(rows) == expected
 
 
-@pytest.mark.parametrize("rows, expected", [(1025, 1152), (1296, 1408), (1409, 1536), (1921, 2048), (2048, 2048)])
-def test_budget_is_the_next_of_eight_from_1024_to_2048(rows: int, expected: int) -> None:
+@pytest.mark.parametrize("rows, expected", [(513, 576), (784, 832), (1024, 1024), (1296, 1344), (1985, 2048)])
+def test_budget_is_the_next_64_from_512_to_2048(rows: int, expected: int) -> None:
     assert budget(rows) == expected
 
 
