@@ -13,7 +13,7 @@ from fusedvit.bench import family_documents
 from fusedvit.bench.readme_families import explanation as families_explained
 from fusedvit.bench.readme_families import family_table, unsupported_table
 from fusedvit.bench.readme_kernels import attention_table, gemm_table
-from fusedvit.bench.readme_speed import explanation, speed_tables
+from fusedvit.bench.readme_speed import Table, explanation, speed_tables, sweep_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -120,10 +120,18 @@ def speed_lines() -> list[str]:
     if not (RESULTS / SPEED).exists():
         return []
     document = _load(SPEED)
-    lines = [*explanation(document), ""]
-    for tower, (head, rows) in speed_tables(document).items():
-        lines += [f"{tower}'s tower:", "", *_table(head, rows), ""]
+    lines = [*explanation(document), "", *_by_tower(speed_tables(document))]
     return [*lines, f"From: {_origin(SPEED, document['passport'])}.", ""]
+
+
+def sweep() -> str:
+    """Single images of many sizes and videos of many lengths."""
+    document = _load(SPEED)
+    return "\n".join([*_by_tower(sweep_tables(document)), f"From: {_origin(SPEED, document['passport'], '../')}."])
+
+
+def _by_tower(tables: dict[str, Table]) -> list[str]:
+    return [line for tower, table in tables.items() for line in (f"{tower}'s tower:", "", *_table(*table), "")]
 
 
 def figures() -> str:
@@ -195,6 +203,7 @@ def _of_one_run(name: str, table: Callable[[dict[str, Any]], tuple[list[str], li
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"families": families, "figures": figures},
     "docs/hopper.md": {"gemms": gemms},
+    "docs/speed.md": {"sweep": sweep},
     "docs/hopper-attention.md": {"attention": attention},
 }
 

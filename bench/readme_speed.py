@@ -1,14 +1,30 @@
-"""The README's first table: whole towers against the peers, from one document of `fusedvit bench`."""
+"""The README's first table, whole towers against the peers, and the sweep's, from one document of `fusedvit bench`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from fusedvit.bench import workloads
 
 Table = tuple[list[str], list[list[str]]]
 
 
 def speed_tables(document: dict[str, Any]) -> dict[str, Table]:
-    """(head, rows) by tower: the nine workloads and the sweep, in the document's order."""
-    return {name: (_head(found), _rows(found)) for name, found in document["towers"].items()}
+    """(head, rows) by tower: what is none of the sweep, in the document's order."""
+    return _tables(document, lambda workload: workload not in workloads.sweep())
+
+
+def sweep_tables(document: dict[str, Any]) -> dict[str, Table]:
+    """The same of the sweep."""
+    return _tables(document, lambda workload: workload in workloads.sweep())
+
+
+def _tables(document: dict[str, Any], wanted: Callable[[str], bool]) -> dict[str, Table]:
+    tables = {}
+    for name, found in document["towers"].items():
+        chosen = {"workloads": {workload: row for workload, row in found["workloads"].items() if wanted(workload)}}
+        if chosen["workloads"]:
+            tables[name] = _head(chosen), _rows(chosen)
+    return tables
 
 
 def explanation(document: dict[str, Any]) -> list[str]:

@@ -130,6 +130,14 @@ def test_the_readmes_tables_name_ours_and_the_peers(document: dict[str, Any]) ->
     assert "A turn is 3 calls in a row" in said and "**First**" in said
 
 
+def test_the_sweep_has_tables_of_its_own(document: dict[str, Any]) -> None:
+    (row, *_) = document["towers"]["tiny"]["workloads"].values()
+    both = {"towers": {"tiny": {"workloads": {"one": row, "image 56 px": row}}, "other": {"workloads": {"one": row}}}}
+    found = readme_speed.speed_tables(both), readme_speed.sweep_tables(both)
+    names = [{tower: [line[0] for line in lines] for tower, (_, lines) in tables.items()} for tables in found]
+    assert names == [{"tiny": ["one"], "other": ["one"]}, {"tiny": ["image 56 px"]}]
+
+
 def test_a_document_without_first_calls_is_still_read(document: dict[str, Any]) -> None:
     old = copy.deepcopy(document) | {"ceilings": {"tflops": 1.0, "tbs": 1.0}}
     for row in old["towers"]["tiny"]["workloads"].values():

@@ -36,7 +36,7 @@ from tests.fusedvit.towers import (
 pytestmark = pytest.mark.gpu
 
 STRICT = fusedvit.FuseConfig(strict=True, graphs=False)
-LEAST, MOST = 897, 1024  # patch tokens: one budget, hence one set of kernels to compile
+LEAST, MOST = 961, 1024  # patch tokens: one budget, hence one set of kernels to compile
 QWEN3_VL_8B = {
     "hidden_size": 1152,
     "num_heads": 16,
@@ -383,4 +383,4 @@ def test_generate(kind: str) -> None:
 
 def test_random_grids_fill_their_budget() -> None:
     sizes = [patches_of(random_grid(seed, LEAST, MOST)) for seed in range(50)]
-    assert all(LEAST <= size <= MOST for size in sizes) and len(set(sizes)) > 20
+    assert all(LEAST <= size <= MOST for size in sizes) and len(set(sizes)) > 10

@@ -22,6 +22,7 @@ def test_figures_come_from_the_results(document: str) -> None:
         ("README.md", r"\| 1 x 448 px \| ", "784"),
         ("README.md", "", "`Glm4vVisionModel`"),
         ("docs/hopper.md", r"<!-- gemms: .*?\| 784 \| ", r"\d\.\d\d"),
+        ("docs/speed.md", r"\| image 448 px \| ", "784"),
         ("docs/hopper-attention.md", r"<!-- attention: .*?\| 72 \| ", r"[\d.]+ \(\d\.\d\d\)"),
     ],
 )
