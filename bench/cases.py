@@ -17,9 +17,9 @@ from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels import forms
 from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
 from fusedvit.kernels.hopper.attention_choice import short_frame
-from fusedvit.kernels.hopper.linear_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference.rope_words import rope_words

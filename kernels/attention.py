@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.configs import AttentionConfig
+from fusedvit.kernels.configs import AttentionConfig, early
 from fusedvit.kernels.descriptor import box
 from fusedvit.kernels.launch import launch
 
@@ -91,8 +92,12 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     COPY_ENGINE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     COLS: tl.constexpr = 3 * HEADS * HEAD_DIM
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     num_tiles = tl.load(num_tiles_ptr)
     for work in tl.range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0), num_stages=1):
         head = work // num_tiles  # neighbours in time share a head's keys, which stay in L2
@@ -194,6 +199,7 @@ def attention(
     if programs == 0:
         return out
 
+    overlap = config.overlap and not triton.knobs.runtime.interpret
     constants = {
         "SCALE": head_dim**-0.5 * 1.4426950408889634,
         "HEADS": heads,
@@ -204,6 +210,7 @@ def attention(
         "BLOCK_N": config.block_n,
         "NUM_STAGES": config.num_stages,
         "COPY_ENGINE": config.copy_engine,
+        "OVERLAP": overlap,
     }
     boxes = tuple(
         box(qkv, rows, cols, config.copy_engine) if cols else None
@@ -211,5 +218,5 @@ def attention(
         for cols in (head, tail)
     )
     pointers = (out, segments.tiles, segments.num_tiles)
-    launch(_attention_kernel, programs, boxes, pointers, constants, {"num_warps": config.num_warps})
+    launch(_attention_kernel, programs, boxes, pointers, constants, {"num_warps": config.num_warps} | early(overlap))
     return out

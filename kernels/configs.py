@@ -13,6 +13,9 @@ import triton
 
 KIB = 1024
 DENSE = range(512, 2048, 64)  # budgets where four an octave are too few
+OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: longer ones gain nothing
+MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
+MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS  # what the encoder has room for
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ def note_failure(form: str, reason: str) -> None:
 class LinearConfig:
     """Tile shape and schedule of `kernels.linear`.
 
-    `max_programs` bounds the persistent grid; `copy_engine` says that the device copies boxes by itself (sm_90 on).
+    `max_programs` bounds the persistent grid; `copy_engine` says that the device copies boxes by itself (sm_90 on);
+    `splits` are parts of K that a tile's product is cut into, each a program's; `overlap` begins the launch before the
+    previous one has ended (programmatic dependent launch, sm_90 on).
     """
 
     block_m: int
@@ -73,6 +78,17 @@ class LinearConfig:
     group_m: int = 8
     flatten: bool = False
     copy_engine: bool = True
+    splits: int = 1
+    overlap: bool = False
+
+    def tiles(self, rows: int, n: int) -> int:
+        """Tiles of an output of `rows` rows and `n` columns."""
+        return -(-rows // self.block_m) * -(-n // self.block_n)
+
+    def scratch_sizes(self, rows: int, n: int) -> tuple[int, int]:
+        """Partial sums and counters that a split product of `rows` rows and `n` columns needs room for."""
+        tiles = self.tiles(rows, n)
+        return tiles * self.splits * self.block_m * self.block_n, tiles
 
     def constants(self) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
@@ -82,11 +98,13 @@ class LinearConfig:
             "BLOCK_K": self.block_k,
             "GROUP_M": self.group_m,
             "FLATTEN": self.flatten,
+            "SPLITS": self.splits,
+            "OVERLAP": self.overlap,
         }
 
     def options(self) -> dict[str, int]:
         """Launch options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | early(self.overlap)
 
     def shared_bytes(self, itemsize: int) -> int:
         """Upper estimate of the shared memory in bytes: the operand ring and one staged output tile."""
@@ -98,7 +116,8 @@ class LinearConfig:
 class AttentionConfig:
     """Tile shape of `kernels.attention`: `block_m` queries against `block_n` keys a step.
 
-    `max_head` is the widest product over a head's channels; a wider head is cut in two (see `attention.split_head`).
+    `max_head` is the widest product over a head's channels; a wider head is cut in two (see `attention.split_head`);
+    `overlap` as in `LinearConfig`.
     """
 
     block_m: int
@@ -108,6 +127,12 @@ class AttentionConfig:
     max_programs: int = 264
     max_head: int = 256
     copy_engine: bool = True
+    overlap: bool = False
+
+
+def early(overlap: bool) -> dict[str, int]:
+    """The launch option for `overlap`; Triton's interpreter knows no such option."""
+    return {"launch_pdl": True} if overlap else {}
 
 
 def budget(rows: int, smallest: int = 64) -> int:
@@ -138,6 +163,8 @@ _TILES = (
     (LinearConfig(128, 256, 64, 8, 3), 1, 1.00),
 )
 _LONG_K, _LONG_K_LOSS = 2048, 0.87
+_SPLITS = (2, 3, 4, 5, 6, 7, 8)
+_MEETING, _PART = 7.5e6, 126  # multiply-adds of an SM while the parts of a tile meet, 2 us, and for each sum of a part
 
 
 def linear_config(
@@ -167,31 +194,53 @@ def linear_config(
             continue
         if ctas > 1 and k > _LONG_K:
             rate *= _LONG_K_LOSS
-        tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(n, config.block_n)
-        time = triton.cdiv(tiles, target.num_sms) * config.block_m * config.block_n / rate
-        if time < least:
-            best, least = config, time
-    return best
+        for split in (config, *_split(config, rows, n, k, target)):
+            size, waves = (
+                split.block_m * split.block_n,
+                triton.cdiv(split.tiles(rows, n) * split.splits, target.num_sms),
+            )
+            meeting = (_MEETING + _PART * size * split.splits) / k if split.splits > 1 else 0.0
+            time = waves * size / rate / split.splits + meeting
+            if time < least:
+                best, least = split, time
+    return replace(best, overlap=_overlaps(rows, target))
 
 
-def linear_candidates(dtype: torch.dtype, target: Target, *, max_block_n: int = 256) -> list[LinearConfig]:
-    """Tiles worth timing, as narrow ones as share an SM included."""
+def _split(config: LinearConfig, rows: int, n: int, k: int, target: Target) -> list[LinearConfig]:
+    """`config` in parts of a long K, as many as fill the device at once, or about half of that."""
+    if k < _LONG_K:
+        return []
+    tiles = config.tiles(rows, n)
+    room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * config.block_m * config.block_n))
+    return [replace(config, splits=s) for s in _SPLITS if room // 2 < s <= room]
+
+
+def _overlaps(rows: int, target: Target) -> bool:
+    return target.capability >= 90 and rows <= OVERLAP_ROWS
+
+
+def linear_candidates(
+    rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, max_block_n: int = 256
+) -> list[LinearConfig]:
+    """Tiles worth timing for a `[rows, k] x [n, k]` product, as narrow ones as share an SM and parts of K included."""
     shapes = (
         (64, 64, 64, 4, 4, 2), (64, 64, 128, 4, 3, 2), (64, 128, 64, 4, 4, 2), (128, 64, 64, 4, 4, 2),
         (128, 128, 64, 8, 3, 2), (128, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1),
     )  # fmt: skip
     found = []
-    for m, n, k, warps, stages, ctas in shapes:
-        config = LinearConfig(m, n, k, warps, stages, ctas * target.num_sms, copy_engine=target.has_copy_engine)
-        if n <= max_block_n and not wrong_linear(config, target, dtype):
-            found.append(config)
+    for bm, bn, bk, warps, stages, ctas in shapes:
+        config = LinearConfig(bm, bn, bk, warps, stages, ctas * target.num_sms, copy_engine=target.has_copy_engine)
+        config = replace(config, overlap=_overlaps(rows, target))
+        if bn <= max_block_n and not wrong_linear(config, target, dtype):
+            found += [config, *_split(config, rows, n, k, target)]
     return found
 
 
-def attention_candidates(dtype: torch.dtype, target: Target) -> list[AttentionConfig]:
-    """Tiles worth timing; those that ptxas serialises or that spill at a head's width fall out when compiled."""
+def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[AttentionConfig]:
+    """Tiles worth timing over `rows` tokens; those that ptxas serialises or that spill fall out when compiled."""
     shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
-    found = [AttentionConfig(*s[:4], s[4] * target.num_sms, copy_engine=target.has_copy_engine) for s in shapes]
+    more = {"copy_engine": target.has_copy_engine, "overlap": _overlaps(rows, target)}
+    found = [AttentionConfig(*s[:4], s[4] * target.num_sms, **more) for s in shapes]
     return [config for config in found if not wrong_attention(config, target, dtype)]
 
 
@@ -209,8 +258,12 @@ def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> st
         return f"tile sides must be powers of two from 16 on, 32 for block_n; got {sides}"
     if config.num_warps not in (1, 2, 4, 8, 16) or min(config.num_stages, config.max_programs, config.group_m) < 1:
         return f"num_warps, num_stages, max_programs or group_m out of range: {config}"
+    if config.splits not in (1, *_SPLITS):
+        return f"splits must be 1 to {_SPLITS[-1]}, got {config.splits}"
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
+    if config.overlap and target.capability < 90:
+        return f"no launch begins early on sm_{target.capability}"
     if config.shared_bytes(dtype.itemsize) > target.max_shared:
         return f"{config.shared_bytes(dtype.itemsize)} bytes of shared memory, limit {target.max_shared}"
     return ""
@@ -225,6 +278,8 @@ def wrong_attention(config: AttentionConfig, target: Target, dtype: torch.dtype)
         return f"num_warps, num_stages or max_programs out of range: {config}"
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
+    if config.overlap and target.capability < 90:
+        return f"no launch begins early on sm_{target.capability}"
     return ""
 
 
@@ -237,7 +292,9 @@ def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, t
         wide = head_dim > 80
         return AttentionConfig(128 if wide else 64, 64, 8 if wide else 4, 2, max_programs=2 * sms, copy_engine=False)
     if target.capability >= 100:
-        return AttentionConfig(64, 64, 8, 2, max_programs=2 * sms)
-    if head_dim > 80:  # 128 queries make ptxas serialise the products (C7515)
-        return AttentionConfig(64, 64, 4, 2, max_programs=2 * sms)
-    return AttentionConfig(64, 64, 4, 3, max_programs=3 * sms)
+        found = AttentionConfig(64, 64, 8, 2, max_programs=2 * sms)
+    elif head_dim > 80:  # 128 queries make ptxas serialise the products (C7515)
+        found = AttentionConfig(64, 64, 4, 2, max_programs=2 * sms)
+    else:
+        found = AttentionConfig(64, 64, 4, 3, max_programs=3 * sms)
+    return replace(found, overlap=_overlaps(rows, target))

@@ -32,7 +32,7 @@ class Rope:
         table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         cols: columns to rotate: q and k.
         head_dim: columns of a head.
-        words: `[T, W]` int32, the same in the form that Hopper's copy engine brings (see rope_words.py).
+        words: `[T, W]` int32, the same in 16 bits each (see rope_words.py), for operands of 16 bits; W may be 0.
     """
 
     table: torch.Tensor | None = None
@@ -58,11 +58,12 @@ class Taps:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where the parts of a split product meet (see hopper/linear_split.py). One launch at a time may use it.
+    """Where the parts of a split product meet (see both linear_split.py). One launch at a time may use it.
 
     Attributes:
         sums: flat fp32.
-        counters: `[4, tiles]` int32, zeros at first: a row for each power of two of parts. They count for ever.
+        counters: `[4, tiles]` int32, zeros at first. The first row is plain Triton's, which leaves zeros; the others
+            are Hopper's, one for each power of two of parts, and count for ever.
     """
 
     sums: torch.Tensor

@@ -19,6 +19,8 @@ from triton.errors import TritonError
 from fusedvit.kernels import attention as plain_attention
 from fusedvit.kernels import configs, cublaslt, metadata, row_stats
 from fusedvit.kernels import linear as plain_linear
+from fusedvit.kernels import linear_epilogue as plain_epilogue
+from fusedvit.kernels import linear_split as plain_split
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.cublaslt import CublasLtConfig
@@ -118,11 +120,11 @@ def _plain_linear(key: Key, dtype: torch.dtype, target: Target, widest: int) -> 
 
 
 def _plain_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[LinearConfig]:
-    return configs.linear_candidates(dtype, target, max_block_n=widest)
+    return configs.linear_candidates(key.rows, key.n, key.k, dtype, target, max_block_n=widest)
 
 
 def _plain_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[AttentionConfig]:
-    return configs.attention_candidates(dtype, target)
+    return configs.attention_candidates(key.rows, dtype, target)
 
 
 def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) -> AttentionConfig:
@@ -206,7 +208,7 @@ FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this
         wrong=configs.wrong_linear,
         heuristic=_plain_linear,
         candidates=_plain_linears,
-        modules=(plain_linear, row_stats),
+        modules=(plain_linear, plain_epilogue, plain_split, row_stats),
     ),
     Form(
         name="triton",

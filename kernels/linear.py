@@ -13,17 +13,24 @@
 
 The row count is read from device memory: CTAs loop over the tiles that hold rows and exit, so that a captured launch
 costs what its content costs. Rows past the count are neither read by nor written for another row.
+
+Split: a tile's product is cut into parts of K, each a program's, which meet before the epilogue (linear_split.py).
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.descriptor import box
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.launch import launch
+from fusedvit.kernels.linear_epilogue import _activate, _add_taps, _gate_pairs, _rotate_pairs
+from fusedvit.kernels.linear_split import _meet, meeting
 from fusedvit.kernels.row_stats import _merge_moments, _merge_squares, _store_moments
 
 
@@ -37,59 +44,16 @@ def _tile_of(t, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _activate(x, ACT: tl.constexpr):
-    """The activation on fp32 values. gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))."""
-    if ACT == "gelu_tanh":
-        return x / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
-    elif ACT == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACT == "quick_gelu":
-        return x / (1.0 + tl.exp2(-2.45546696 * x))
-    else:
-        return x
-
-
-@triton.jit
-def _gate_pairs(acc, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] of (gate, up) pairs -> silu(gate) up, [BLOCK_M, BLOCK_N / 2]."""
-    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
-    if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
-
-
-@triton.jit
-def _rotate_pairs(
-    acc,  # [BLOCK_M, BLOCK_N] fp32
-    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32: cos, sin
-    rows,  # [BLOCK_M] int64
-    mask_m,
-    col0,
-    ROPE_COLS: tl.constexpr,  # q and k columns; the rest (v) is left alone
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    a, b = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
-    pair = col0 // 2 + tl.arange(0, BLOCK_N // 2)
-    ptrs = rope_ptr + rows[:, None] * HEAD_DIM + (pair % (HEAD_DIM // 2))[None, :]
-    mask = mask_m[:, None] & (pair < ROPE_COLS // 2)[None, :]
-    cos = tl.load(ptrs, mask=mask, other=1.0)
-    sin = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
-    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK_M, BLOCK_N))
-
-
-@triton.jit
-def _add_taps(
-    acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N: tl.constexpr, TAPS: tl.constexpr
-):
-    for i in tl.static_range(TAPS):
-        index = tl.load(tap_index_ptr + rows * TAPS + i, mask=mask_m, other=0).to(tl.int64)  # [BLOCK_M]
-        weight = tl.load(tap_weight_ptr + rows * TAPS + i, mask=mask_m, other=0.0)
-        mask = mask_m[:, None] & mask_n[None, :]
-        row = tl.load(table_ptr + index[:, None] * N + cols[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
-        acc += weight[:, None] * row.to(tl.float32)
+def _product(x_desc, w_desc, row0, col0, k0, k1, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """x w of a tile, over K from k0 to k1."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(k0, k1, BLOCK_K):
+        x = x_desc.load([row0, k])
+        w = w_desc.load([col0, k])
+        if x_desc.dtype == tl.float32:  # summed block by block: one running sum over K loses a quarter more
+            acc = tl.fma(tl.dot(x, w.T, input_precision="ieee"), 1.0, acc)
+        else:
+            acc = tl.dot(x, w.T, acc)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
     return acc
 
 
@@ -102,11 +66,13 @@ def _linear_kernel(
     bias_ptr,  # [N] or None
     colsum_ptr,  # [N] fp32; None for an RMSNorm
     stats_in_ptr,  # [T, IN_PARTS, 2] fp32 or None
-    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32 or None
+    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32, or [T, WORDS] int32, or None
     table_ptr,  # [positions, N] or None
     tap_index_ptr,  # [T, TAPS] int32
     tap_weight_ptr,  # [T, TAPS] fp32
     stats_out_ptr,  # [T, ceil(N / BLOCK_N), 2] fp32 or None
+    sums_ptr,  # [tiles, SPLITS, BLOCK_M, BLOCK_N] fp32; None for a product in one part, as the next
+    counters_ptr,  # [tiles] int32: how many parts have been left there; 0 before and after
     num_rows_ptr,  # [1] int32: the true T
     N: tl.constexpr,
     K: tl.constexpr,
@@ -116,6 +82,7 @@ def _linear_kernel(
     IN_LENGTH: tl.constexpr,
     ROPE_COLS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WORDS: tl.constexpr,
     TAPS: tl.constexpr,
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -128,9 +95,15 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    NUM_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     FACTORS: tl.constexpr = 2 if ACT == "swiglu" else 1  # columns of the product to one of the output
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     num_rows = tl.load(num_rows_ptr)
     if X_PITCH > 0:
         x_desc = tl.make_tensor_descriptor(x_desc, [num_rows, K], [X_PITCH, 1], [BLOCK_M, BLOCK_K])
@@ -143,7 +116,9 @@ def _linear_kernel(
                 residual_desc, [num_rows, N], [RESIDUAL_PITCH, 1], [BLOCK_M, BLOCK_N]
             )
     num_m = tl.cdiv(num_rows, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), num_m * NUM_N, tl.num_programs(0), flatten=FLATTEN):
+    for item in tl.range(tl.program_id(0), num_m * NUM_N * SPLITS, tl.num_programs(0), flatten=FLATTEN):
+        tile = item // SPLITS
+        part = item % SPLITS
         tile_m, tile_n = _tile_of(tile, num_m, NUM_N, GROUP_M)
         row0 = tile_m * BLOCK_M
         col0 = tile_n * BLOCK_N
@@ -151,45 +126,47 @@ def _linear_kernel(
         mask_m = rows < num_rows
         cols = col0 + tl.arange(0, BLOCK_N)
         mask_n = cols < N
-        if stats_in_ptr is not None:  # before the K loop, which hides their latency
+        if stats_in_ptr is not None:  # before the K loop, which hides their latency; bias and column sums likewise
             if colsum_ptr is not None:
                 mean, rstd = _merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+                colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
             else:
                 rstd = _merge_squares(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
-
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in tl.range(0, K, BLOCK_K):
-            x = x_desc.load([row0, k])
-            w = w_desc.load([col0, k])
-            if x_desc.dtype == tl.float32:  # summed block by block: one running sum over K loses a quarter more
-                acc = tl.fma(tl.dot(x, w.T, input_precision="ieee"), 1.0, acc)
-            else:
-                acc = tl.dot(x, w.T, acc)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
-
-        if stats_in_ptr is not None:
-            if colsum_ptr is not None:
-                colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
-                acc = acc - mean[:, None] * colsum[None, :]
-            acc = rstd[:, None] * acc
         if bias_ptr is not None:
-            acc += tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-        if table_ptr is not None:
-            acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
-        if rope_ptr is not None:
-            if col0 < ROPE_COLS:
-                acc = _rotate_pairs(acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, BLOCK_M, BLOCK_N)
-        if ACT == "swiglu":
-            acc = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
-        else:
-            acc = _activate(acc, ACT)
-        if residual_desc is not None:
-            acc += residual_desc.load([row0, col0]).to(tl.float32)
+            bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
 
-        out = acc.to(out_desc.dtype)
-        out_desc.store([row0, col0 // FACTORS], out)
-        if stats_out_ptr is not None:
-            size = tl.minimum(N - col0, BLOCK_N)
-            _store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
+        k0 = part * NUM_K // SPLITS * BLOCK_K
+        k1 = tl.minimum((part + 1) * NUM_K // SPLITS * BLOCK_K, K)
+        acc = _product(x_desc, w_desc, row0, col0, k0, k1, BLOCK_M, BLOCK_N, BLOCK_K)
+        whole = True
+        if SPLITS > 1:
+            acc, whole = _meet(acc, sums_ptr, counters_ptr, tile, part, SPLITS, BLOCK_M, BLOCK_N)
+        if whole:
+            if stats_in_ptr is not None:
+                if colsum_ptr is not None:
+                    acc = acc - mean[:, None] * colsum[None, :]
+                acc = rstd[:, None] * acc
+            if bias_ptr is not None:
+                acc += bias[None, :]
+            if table_ptr is not None:
+                acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
+            if rope_ptr is not None:
+                if col0 < ROPE_COLS:
+                    acc = _rotate_pairs(
+                        acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, WORDS, BLOCK_M, BLOCK_N
+                    )  # fmt: skip
+            if ACT == "swiglu":
+                acc = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
+            else:
+                acc = _activate(acc, ACT)
+            if residual_desc is not None:
+                acc += residual_desc.load([row0, col0]).to(tl.float32)
+
+            out = acc.to(out_desc.dtype)
+            out_desc.store([row0, col0 // FACTORS], out)
+            if stats_out_ptr is not None:
+                size = tl.minimum(N - col0, BLOCK_N)
+                _store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
 
 
 _NO_NORM, _NO_ROPE, _NO_TAPS = NormFold(), Rope(), Taps()
@@ -211,38 +188,50 @@ def linear(
         weight: `[N, K]`, same dtype, rows a multiple of 16 bytes apart.
         num_rows: `[1]` int32 on the device, the true row count (at most T).
         out: `[T, N]`, of swiglu `[T, N / 2]`; may be the residual itself.
-        epilogue: what follows the product.
+        epilogue: what follows the product; a split one needs its `scratch`.
         config: tile and schedule.
+
+    Raises:
+        ValueError: too little scratch.
     """
     (rows, k), n, e = x.shape, weight.shape[0], epilogue
     wide = n // 2 if e.gated else n
     assert weight.shape[1] == k and out.shape == (rows, wide), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
     assert e.stats is None or e.stats.width == config.block_n, "row statistics are one part per tile column"
-    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
+    tiles = config.tiles(rows, n)
     if tiles == 0:
         return out
+    if triton.knobs.runtime.interpret:  # nothing to overlap, and no word for it
+        config = replace(config, overlap=False)
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
+    words = rope.words if x.element_size() == 2 and rope.words is not None and rope.words.shape[1] else None
     launch(
         _linear_kernel,
-        min(tiles, config.max_programs),
+        min(tiles * config.splits, config.max_programs),
         _boxes(x, weight, out, e, config),
-        (
-            e.bias,
-            norm.colsum,
-            None if norm.stats is None else norm.stats.partials,
-            rope.table,
-            taps.table,
-            taps.index,
-            taps.weight,
-            None if e.stats is None else e.stats.partials,
-            num_rows,
-        ),
-        _constants(n, k, e, norm, rope, taps)
+        (*_pointers(e, norm, rope, taps, words), *meeting(e.scratch, rows, n, config), num_rows),
+        _constants(n, k, e, norm, rope, taps, words)
         | _pitches(x, weight, out, e.residual, config.copy_engine)
         | config.constants(),
         config.options(),
     )
     return out
+
+
+def _pointers(
+    e: Epilogue, norm: NormFold, rope: Rope, taps: Taps, words: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """What follows the product reads and writes, in the kernel's order."""
+    return (
+        e.bias,
+        norm.colsum,
+        None if norm.stats is None else norm.stats.partials,
+        rope.table if words is None else words,
+        taps.table,
+        taps.index,
+        taps.weight,
+        None if e.stats is None else e.stats.partials,
+    )
 
 
 def _boxes(
@@ -266,7 +255,9 @@ def _pitches(
     return dict(zip(_NO_PITCHES, pitches, strict=True))
 
 
-def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> dict[str, int | float | str]:
+def _constants(
+    n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps, words: torch.Tensor | None
+) -> dict[str, int | float | str]:
     """The compile-time arguments that come from shapes and the epilogue."""
     stats = norm.stats
     return {
@@ -278,6 +269,7 @@ def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Ta
         "IN_LENGTH": 1 if stats is None else stats.length,
         "ROPE_COLS": rope.cols,
         "HEAD_DIM": rope.head_dim,
+        "WORDS": 0 if words is None else words.shape[1],
         "TAPS": 0 if taps.index is None else taps.index.shape[1],
         "ACT": e.activation,
         "LIMIT": e.limit,

@@ -69,7 +69,7 @@ def short_frame(head_dim: int) -> int:
 def contents(rows: int, kind: str, head_dim: int) -> list[tuple[int, int]]:
     """(frames, tokens of each) that a budget of `rows` is judged by: one picture, several, a video's frames.
 
-    Each fills more than four fifths, as less falls into the budget below. Frames of `kind` only.
+    Each fills more than four fifths: nearly what falls into it, and of several lengths. Frames of `kind` only.
     """
     if kind == WINDOWS:
         return [(max(1, rows // WINDOW), WINDOW)]

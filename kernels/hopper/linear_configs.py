@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from fusedvit.kernels.configs import Target
+from fusedvit.kernels.configs import MAX_PARTS, MAX_SUMS, OVERLAP_ROWS, Target
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.configs import OVERLAP
 
@@ -19,10 +19,8 @@ PROVEN = (
     "norm+quick_gelu",
 )  # fmt: skip
 # What begins early, with `OVERLAP`: not the first layer, before which the count is written; nothing of long launches.
-OVERLAPPING, OVERLAP_ROWS = {"norm", "rms", "residual"}, 2048
+OVERLAPPING = {"norm", "rms", "residual"}
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner does
-MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
-MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class Fused:
 
 def scratch_for(config: Any, rows: int, n: int, device: torch.device) -> Scratch | None:
     """What a configuration that splits its product needs beside its arguments."""
-    if not isinstance(config, HopperLinearConfig) or config.splits == 1:
+    if not isinstance(config, LinearConfig | HopperLinearConfig) or config.splits == 1:
         return None
     scratch = Scratch.zeros(*config.scratch_sizes(rows, n), device)
     scratch.sums.fill_(NAN)

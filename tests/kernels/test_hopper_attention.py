@@ -205,10 +205,10 @@ def test_one_wave_is_better_than_two(usable: None) -> None:
 
 
 @pytest.mark.parametrize("rows", [64, 896, 1024, 6144, 16384])
-def test_contents_are_of_their_budget(rows: int) -> None:
+def test_contents_nearly_fill_their_budget(rows: int) -> None:
     everything = contents(rows, "", 72)
     assert (1, rows) in everything
-    assert all(budget(frames * length) == rows for frames, length in everything)
+    assert all(0.8 * rows < frames * length <= rows for frames, length in everything) and len(everything) > (rows > 64)
     assert contents(rows, "short", 72) + contents(rows, "long", 72) == sorted(everything, key=lambda c: c[1] > 512)
     assert contents(rows, "window", 72) == [(rows // 64, 64)]
 

@@ -1,16 +1,17 @@
 """The linear kernel and its torch twin against plain PyTorch: every epilogue alone and as combined."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from fusedvit.kernels.configs import LinearConfig
-from fusedvit.kernels.epilogue import Epilogue
+from fusedvit.kernels.epilogue import Epilogue, Scratch
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments, store_moments
-from tests.kernels.linear_cases import EPS, Fused, Layer, Tensors, fused, plain, tensors
+from tests.kernels.linear_cases import EPS, Fused, Layer, Tensors, fused, plain, scratch_for, tensors
 from tests.kernels.support import NAN, assert_rounded_once, assert_within, count, padded, random
 
 CONFIG = LinearConfig(16, 32, 16, 4, 2, max_programs=3)  # fewer programs than tiles: the persistent loop turns
@@ -114,6 +115,45 @@ def test_no_rows_write_nothing(device: torch.device) -> None:
     before = out.clone()
     linear(x, weight, count(0, device), out, Epilogue(), CONFIG)
     assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])  # of 5 or 10 steps; parts may be empty
+@pytest.mark.parametrize("name", ["qkv", "proj, fc2", "patch embed", "deepstack fc1", "rms, gate and up"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_split_product_is_within_the_rule(name: str, dtype: torch.dtype, splits: int, device: torch.device) -> None:
+    layer, config = CASES[name], dataclasses.replace(CONFIG, splits=splits)
+    t, arguments = made(name, dtype, device, layer.rows + 20)
+    scratch = scratch_for(config, layer.rows + 20, layer.n, device)
+    assert scratch is not None
+    ours, stats = arguments.run(linear, config, scratch)
+    assert_within(ours[: layer.rows], plain(layer, t, torch.float64), plain(layer, t, dtype))
+    assert not scratch.counters.any(), "the next launch counts from 0"
+    again, more = arguments.run(linear, config, scratch)
+    assert torch.equal(again[: layer.rows], ours[: layer.rows])
+    assert stats is None or torch.equal(stats.partials[: layer.rows], more.partials[: layer.rows])
+
+
+def test_a_split_product_without_scratch_is_refused(device: torch.device) -> None:
+    _, arguments = made("fc1", torch.float16, device)
+    config = dataclasses.replace(CONFIG, splits=2)
+    for scratch in (Scratch.zeros(0, 0, device), Scratch.zeros(10**6, 1, device)):
+        with pytest.raises(ValueError, match="takes scratch for 4096 sums and 4 counters, got"):
+            arguments.run(linear, config, scratch)
+
+
+def test_rotary_words_turn_as_the_table_does(device: torch.device) -> None:
+    """In 16 bits the kernel reads the words where there are any."""
+    _, arguments = made("rope, v inside a tile", torch.float16, device)
+    rope = arguments.epilogue.rope
+    assert rope is not None and rope.table is not None
+
+    def run(**changes: Any) -> torch.Tensor:
+        epilogue = dataclasses.replace(arguments.epilogue, rope=dataclasses.replace(rope, **changes))
+        return dataclasses.replace(arguments, epilogue=epilogue).run(linear, CONFIG)[0]
+
+    words, table = run(table=rope.table * NAN), run(words=None)
+    torch.testing.assert_close(words, table, rtol=2e-3, atol=2e-3)
+    assert torch.equal(words[:, rope.cols :], table[:, rope.cols :]), "v is left alone"
 
 
 @pytest.mark.parametrize("group_m", [1, 8])
