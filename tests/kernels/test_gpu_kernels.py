@@ -39,6 +39,7 @@ LAYERS = {  # Qwen3-VL-8B's tower, then what others have that it has not
     "proj": Layer(ROWS, 1152, 1152, residual=True, stats=True),
     "fc1": Layer(ROWS, 1152, 4304, norm=True, part=128, activation="gelu_tanh"),
     "fc2": Layer(ROWS, 4304, 1152, residual=True, stats=True),
+    "fc2 in parts": Layer(MERGED, 4304, 1152, residual=True, stats=True),
     "merger fc1": Layer(MERGED, 4608, 4608, activation="gelu"),
     "deepstack fc1": Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"),
     "merger fc2": Layer(MERGED, 4608, 4096),
@@ -48,7 +49,7 @@ LAYERS = {  # Qwen3-VL-8B's tower, then what others have that it has not
     "rows no multiple of 16 bytes": Layer(ROWS, 3420, 1280),
     "few rows": Layer(5, 1152, 4304, norm=True, part=64, activation="quick_gelu"),
 }
-IN_FP16_TOO = ("patch embed", "qkv", "fc1", "fc2")
+IN_FP16_TOO = ("patch embed", "qkv", "fc1", "fc2", "fc2 in parts")
 LINEAR_CASES = [(name, BF16) for name in LAYERS] + [(name, d) for d in (FP16, FP32) for name in IN_FP16_TOO]
 
 
