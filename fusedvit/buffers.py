@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.items import Item
-from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS
+from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS, Target
 from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.hopper.configs import absent
 from fusedvit.kernels.metadata import Layout, Metadata
 from fusedvit.kernels.rope_words import width
 from fusedvit.spec import VisionSpec
@@ -176,7 +177,7 @@ def allocate(
     """
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
-    halves = dtype.itemsize == 2  # in 32 bits no product is split, and rotary words are too coarse
+    hopper, halves = not absent(Target.of(device), dtype), dtype.itemsize == 2  # in 32 bits no product is split
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -200,7 +201,7 @@ def allocate(
         context=empty(tokens, spec.hidden_size),
         stats=torch.empty(_stats_size(spec, tokens), dtype=torch.float32, device=device),
         merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
-        rope_words=torch.empty(tokens, halves * width(spec.head_dim), dtype=torch.int32, device=device),
+        rope_words=torch.empty(tokens, hopper * width(spec.head_dim), dtype=torch.int32, device=device),
         scratch=Scratch.zeros(halves * MAX_SUMS, halves * MAX_COUNTERS, device),
         apart=_allocate_apart(spec, *apart, dtype, device) if all(apart) else None,
     )

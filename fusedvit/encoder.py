@@ -14,6 +14,7 @@ from fusedvit.buffers import Apart, EncoderBuffers, rows_over
 from fusedvit.graphs.branch import Branch, Serial
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.layer_norm import NOTHING, After
 from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
 from fusedvit.kernels.row_stats import RowStats
@@ -139,7 +140,7 @@ def encode(
     """
     run = _Run(spec, weights, buffers, ops, plan)
     meta = ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
-    if buffers.rope_words.shape[1] and not spec.qk_norm:
+    if isinstance(plan.qkv, HopperLinearConfig) and not spec.qk_norm:
         ops.rope_words(meta.rope, meta.count(TOKENS), buffers.rope_words)
     try:
         for merger in _blocks(run, branch if buffers.apart is not None else SERIAL):

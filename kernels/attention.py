@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.configs import AttentionConfig, early
+from fusedvit.kernels.configs import AttentionConfig
 from fusedvit.kernels.descriptor import box
 from fusedvit.kernels.launch import launch
 
@@ -218,5 +218,6 @@ def attention(
         for cols in (head, tail)
     )
     pointers = (out, segments.tiles, segments.num_tiles)
-    launch(_attention_kernel, programs, boxes, pointers, constants, {"num_warps": config.num_warps} | early(overlap))
+    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if overlap else {})
+    launch(_attention_kernel, programs, boxes, pointers, constants, options)
     return out

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 KIB = 1024
 DENSE = range(512, 2048, 64)  # budgets where four an octave are too few
@@ -104,7 +103,8 @@ class LinearConfig:
 
     def options(self) -> dict[str, int]:
         """Launch options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | early(self.overlap)
+        early = {"launch_pdl": True} if self.overlap else {}  # Triton's interpreter knows no such option
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | early
 
     def shared_bytes(self, itemsize: int) -> int:
         """Upper estimate of the shared memory in bytes: the operand ring and one staged output tile."""
@@ -128,11 +128,6 @@ class AttentionConfig:
     max_head: int = 256
     copy_engine: bool = True
     overlap: bool = False
-
-
-def early(overlap: bool) -> dict[str, int]:
-    """The launch option for `overlap`; Triton's interpreter knows no such option."""
-    return {"launch_pdl": True} if overlap else {}
 
 
 def budget(rows: int, smallest: int = 64) -> int:
@@ -177,7 +172,6 @@ def linear_config(
         n: output features.
         k: input features.
         dtype: operand dtype; fp32 runs on FMA units and wants small tiles.
-        target: the device.
         max_block_n: the widest tile whose epilogue does not spill: 256 columns, 128 under one that needs many registers
             (rotary, statistics, erf), 64 under position taps.
     """
@@ -195,15 +189,12 @@ def linear_config(
         if ctas > 1 and k > _LONG_K:
             rate *= _LONG_K_LOSS
         for split in (config, *_split(config, rows, n, k, target)):
-            size, waves = (
-                split.block_m * split.block_n,
-                triton.cdiv(split.tiles(rows, n) * split.splits, target.num_sms),
-            )
-            meeting = (_MEETING + _PART * size * split.splits) / k if split.splits > 1 else 0.0
-            time = waves * size / rate / split.splits + meeting
+            size, parts = split.block_m * split.block_n, split.splits
+            meeting = (_MEETING + _PART * size * parts) / k if parts > 1 else 0.0
+            time = -(-split.tiles(rows, n) * parts // target.num_sms) * size / rate / parts + meeting
             if time < least:
                 best, least = split, time
-    return replace(best, overlap=_overlaps(rows, target))
+    return _scheduled(best, rows, target)
 
 
 def _split(config: LinearConfig, rows: int, n: int, k: int, target: Target) -> list[LinearConfig]:
@@ -213,6 +204,12 @@ def _split(config: LinearConfig, rows: int, n: int, k: int, target: Target) -> l
     tiles = config.tiles(rows, n)
     room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * config.block_m * config.block_n))
     return [replace(config, splits=s) for s in _SPLITS if room // 2 < s <= room]
+
+
+def _scheduled(config: LinearConfig, rows: int, target: Target) -> LinearConfig:
+    """`config`, begun early where a program has an SM to itself. Those that share one would be put two by two onto the
+    first SMs that are free: 64 x 128 was 8 to 14 % slower so on an H200, 128 x 128 up to 11 % faster."""
+    return replace(config, overlap=_overlaps(rows, target) and config.max_programs <= target.num_sms)
 
 
 def _overlaps(rows: int, target: Target) -> bool:
@@ -230,7 +227,7 @@ def linear_candidates(
     found = []
     for bm, bn, bk, warps, stages, ctas in shapes:
         config = LinearConfig(bm, bn, bk, warps, stages, ctas * target.num_sms, copy_engine=target.has_copy_engine)
-        config = replace(config, overlap=_overlaps(rows, target))
+        config = _scheduled(config, rows, target)
         if bn <= max_block_n and not wrong_linear(config, target, dtype):
             found += [config, *_split(config, rows, n, k, target)]
     return found

@@ -32,7 +32,7 @@ class Rope:
         table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         cols: columns to rotate: q and k.
         head_dim: columns of a head.
-        words: `[T, W]` int32, the same in 16 bits each (see rope_words.py), for operands of 16 bits; W may be 0.
+        words: `[T, W]` int32, the same in the form that Hopper's copy engine brings (see rope_words.py).
     """
 
     table: torch.Tensor | None = None

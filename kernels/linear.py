@@ -66,7 +66,7 @@ def _linear_kernel(
     bias_ptr,  # [N] or None
     colsum_ptr,  # [N] fp32; None for an RMSNorm
     stats_in_ptr,  # [T, IN_PARTS, 2] fp32 or None
-    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32, or [T, WORDS] int32, or None
+    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32 or None
     table_ptr,  # [positions, N] or None
     tap_index_ptr,  # [T, TAPS] int32
     tap_weight_ptr,  # [T, TAPS] fp32
@@ -82,7 +82,6 @@ def _linear_kernel(
     IN_LENGTH: tl.constexpr,
     ROPE_COLS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    WORDS: tl.constexpr,
     TAPS: tl.constexpr,
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -152,9 +151,7 @@ def _linear_kernel(
                 acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
             if rope_ptr is not None:
                 if col0 < ROPE_COLS:
-                    acc = _rotate_pairs(
-                        acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, WORDS, BLOCK_M, BLOCK_N
-                    )  # fmt: skip
+                    acc = _rotate_pairs(acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, BLOCK_M, BLOCK_N)
             if ACT == "swiglu":
                 acc = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
             else:
@@ -204,13 +201,12 @@ def linear(
     if triton.knobs.runtime.interpret:  # nothing to overlap, and no word for it
         config = replace(config, overlap=False)
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
-    words = rope.words if x.element_size() == 2 and rope.words is not None and rope.words.shape[1] else None
     launch(
         _linear_kernel,
         min(tiles * config.splits, config.max_programs),
         _boxes(x, weight, out, e, config),
-        (*_pointers(e, norm, rope, taps, words), *meeting(e.scratch, rows, n, config), num_rows),
-        _constants(n, k, e, norm, rope, taps, words)
+        (*_pointers(e, norm, rope, taps), *meeting(e.scratch, rows, n, config), num_rows),
+        _constants(n, k, e, norm, rope, taps)
         | _pitches(x, weight, out, e.residual, config.copy_engine)
         | config.constants(),
         config.options(),
@@ -218,15 +214,13 @@ def linear(
     return out
 
 
-def _pointers(
-    e: Epilogue, norm: NormFold, rope: Rope, taps: Taps, words: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
+def _pointers(e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> tuple[torch.Tensor | None, ...]:
     """What follows the product reads and writes, in the kernel's order."""
     return (
         e.bias,
         norm.colsum,
         None if norm.stats is None else norm.stats.partials,
-        rope.table if words is None else words,
+        rope.table,
         taps.table,
         taps.index,
         taps.weight,
@@ -255,9 +249,7 @@ def _pitches(
     return dict(zip(_NO_PITCHES, pitches, strict=True))
 
 
-def _constants(
-    n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps, words: torch.Tensor | None
-) -> dict[str, int | float | str]:
+def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> dict[str, int | float | str]:
     """The compile-time arguments that come from shapes and the epilogue."""
     stats = norm.stats
     return {
@@ -269,7 +261,6 @@ def _constants(
         "IN_LENGTH": 1 if stats is None else stats.length,
         "ROPE_COLS": rope.cols,
         "HEAD_DIM": rope.head_dim,
-        "WORDS": 0 if words is None else words.shape[1],
         "TAPS": 0 if taps.index is None else taps.index.shape[1],
         "ACT": e.activation,
         "LIMIT": e.limit,

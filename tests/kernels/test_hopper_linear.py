@@ -240,13 +240,16 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
         assert not any(isinstance(getattr(plan, name), HopperLinearConfig) for name in plan.choices())
 
 
-def test_what_split_products_and_rotary_words_take_is_held_in_16_bits_only_and_counted() -> None:
+def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_counted(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, capacity = replace(QWEN3_VL_8B, depth=1, deepstack=()), Capacity(64, 1, 1, 1)
-    words, sums, counters = 64 * width(72), MAX_SUMS, 4 * MAX_COUNTERS
-    for dtype, share in ((BF16, 4), (FP32, 0)):
+    words, scratch = 64 * width(72) * compat.AVAILABLE, MAX_SUMS + 4 * MAX_COUNTERS
+    for target, dtype, held in ((H200, BF16, words + scratch), (A100, BF16, scratch), (H200, FP32, 0)):
+        monkeypatch.setattr(Target, "of", lambda device, target=target: target)
         made = allocate(spec, capacity, dtype, CPU)
         without = replace(made, rope_words=made.rope_words[:0], scratch=Scratch.zeros(0, 0, CPU))
-        assert made.held_bytes() - without.held_bytes() == share * (words + sums + counters)
+        assert made.held_bytes() - without.held_bytes() == 4 * held
 
 
 COMPILED = """

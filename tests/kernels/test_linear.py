@@ -1,7 +1,6 @@
 """The linear kernel and its torch twin against plain PyTorch: every epilogue alone and as combined."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -139,21 +138,6 @@ def test_a_split_product_without_scratch_is_refused(device: torch.device) -> Non
     for scratch in (Scratch.zeros(0, 0, device), Scratch.zeros(10**6, 1, device)):
         with pytest.raises(ValueError, match="takes scratch for 4096 sums and 4 counters, got"):
             arguments.run(linear, config, scratch)
-
-
-def test_rotary_words_turn_as_the_table_does(device: torch.device) -> None:
-    """In 16 bits the kernel reads the words where there are any."""
-    _, arguments = made("rope, v inside a tile", torch.float16, device)
-    rope = arguments.epilogue.rope
-    assert rope is not None and rope.table is not None
-
-    def run(**changes: Any) -> torch.Tensor:
-        epilogue = dataclasses.replace(arguments.epilogue, rope=dataclasses.replace(rope, **changes))
-        return dataclasses.replace(arguments, epilogue=epilogue).run(linear, CONFIG)[0]
-
-    words, table = run(table=rope.table * NAN), run(words=None)
-    torch.testing.assert_close(words, table, rtol=2e-3, atol=2e-3)
-    assert torch.equal(words[:, rope.cols :], table[:, rope.cols :]), "v is left alone"
 
 
 @pytest.mark.parametrize("group_m", [1, 8])
