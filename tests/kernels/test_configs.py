@@ -1,12 +1,27 @@
 """The heuristics: pure, alike within a budget, and never outside what the kernels and the devices can take."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedvit.buffers import NARROWEST_TILE
-from fusedvit.kernels.configs import LinearConfig, Target, attention_config, budget, fit_shared, ladder, linear_config
+from fusedvit.kernels.configs import (
+    MAX_COUNTERS,
+    MAX_SUMS,
+    LinearConfig,
+    Target,
+    attention_config,
+    budget,
+    fit_shared,
+    ladder,
+    linear_candidates,
+    linear_config,
+    wrong_attention,
+    wrong_linear,
+)
 
 KIB = 1024
 TARGETS = {  # as torch reports them
@@ -50,6 +65,43 @@ def test_linear_config_fits(rows: int, n: int, k: int, dtype: torch.dtype, targe
     assert config.max_programs >= target.num_sms and config.num_stages >= 2
     assert config.block_n <= widest
     assert config.copy_engine == (target.capability >= 90)
+    assert not wrong_linear(config, target, dtype)
+    assert_in_parts_as_room_allows(config, rows, n, target)
+
+
+def assert_in_parts_as_room_allows(config: LinearConfig, rows: int, n: int, target: Target) -> None:
+    if config.splits > 1:
+        sums, counters = config.scratch_sizes(rows, n)
+        assert sums <= MAX_SUMS and counters <= MAX_COUNTERS, "the encoder's scratch has no room"
+        assert config.tiles(rows, n) * config.splits <= target.num_sms, "they run at once"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 200_000).map(budget), widths, widths, targets)
+def test_linear_candidates_fit(rows: int, n: int, k: int, target: Target) -> None:
+    found = linear_candidates(rows, n, k, torch.bfloat16, target)
+    assert len(set(found)) == len(found) > 0
+    for config in found:
+        assert not wrong_linear(config, target, torch.bfloat16)
+        assert_in_parts_as_room_allows(config, rows, n, target)
+
+
+def test_few_rows_of_a_long_product_are_cut_in_parts() -> None:
+    """fc2 of Qwen3-VL-8B: 256 rows are 36 tiles of 64 x 128 for 132 SMs; 4096 rows fill them."""
+    splits = {rows: linear_config(rows, 1152, 4352, torch.bfloat16, TARGETS["H200"]).splits for rows in (256, 4096)}
+    assert splits[256] > 1 == splits[4096]
+    assert linear_config(256, 1152, 1152, torch.bfloat16, TARGETS["H200"]).splits == 1, "a short one is not worth it"
+    assert linear_config(256, 1152, 4352, torch.float32, TARGETS["H200"]).splits == 1, "there is no scratch in fp32"
+
+
+def test_what_cannot_be_is_named() -> None:
+    config, target = LinearConfig(64, 64, 64, 4, 4, copy_engine=False), TARGETS["A100"]
+    assert wrong_linear(config, target, torch.bfloat16) == ""
+    assert wrong_linear(replace(config, splits=9), target, torch.bfloat16) == "splits must be 1 to 8, got 9"
+    early = replace(config, overlap=True)
+    assert wrong_linear(early, target, torch.bfloat16) == "no launch begins early on sm_80"
+    attention = replace(attention_config(256, 16, 72, torch.bfloat16, target), overlap=True)
+    assert wrong_attention(attention, target, torch.bfloat16) == "no launch begins early on sm_80"
 
 
 @settings(max_examples=200, deadline=None)
