@@ -132,7 +132,8 @@ def _linear_kernel(
             else:
                 rstd = _merge_squares(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+            if table_ptr is None:  # taps leave it no registers
+                bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
 
         k0 = part * NUM_K // SPLITS * BLOCK_K
         k1 = tl.minimum((part + 1) * NUM_K // SPLITS * BLOCK_K, K)
@@ -146,6 +147,8 @@ def _linear_kernel(
                     acc = acc - mean[:, None] * colsum[None, :]
                 acc = rstd[:, None] * acc
             if bias_ptr is not None:
+                if table_ptr is not None:
+                    bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
                 acc += bias[None, :]
             if table_ptr is not None:
                 acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
@@ -153,13 +156,13 @@ def _linear_kernel(
                 if col0 < ROPE_COLS:
                     acc = _rotate_pairs(acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, BLOCK_M, BLOCK_N)
             if ACT == "swiglu":
-                acc = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
+                y = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
             else:
-                acc = _activate(acc, ACT)
+                y = _activate(acc, ACT)
             if residual_desc is not None:
-                acc += residual_desc.load([row0, col0]).to(tl.float32)
+                y += residual_desc.load([row0, col0]).to(tl.float32)
 
-            out = acc.to(out_desc.dtype)
+            out = y.to(out_desc.dtype)
             out_desc.store([row0, col0 // FACTORS], out)
             if stats_out_ptr is not None:
                 size = tl.minimum(N - col0, BLOCK_N)
