@@ -1,6 +1,6 @@
 """The README's first table, whole towers against the peers, and the sweep's, from one document of `fusedvit bench`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from fusedvit.bench import workloads
@@ -10,20 +10,20 @@ Table = tuple[list[str], list[list[str]]]
 
 def speed_tables(document: dict[str, Any]) -> dict[str, Table]:
     """(head, rows) by tower: what is none of the sweep, in the document's order."""
-    return _tables(document, lambda workload: workload not in workloads.sweep())
+    return _tables(document, swept=False)
 
 
 def sweep_tables(document: dict[str, Any]) -> dict[str, Table]:
     """The same of the sweep."""
-    return _tables(document, lambda workload: workload in workloads.sweep())
+    return _tables(document, swept=True)
 
 
-def _tables(document: dict[str, Any], wanted: Callable[[str], bool]) -> dict[str, Table]:
-    tables = {}
+def _tables(document: dict[str, Any], swept: bool) -> dict[str, Table]:
+    tables, sweep = {}, workloads.sweep()
     for name, found in document["towers"].items():
-        chosen = {"workloads": {workload: row for workload, row in found["workloads"].items() if wanted(workload)}}
-        if chosen["workloads"]:
-            tables[name] = _head(chosen), _rows(chosen)
+        rows = {workload: row for workload, row in found["workloads"].items() if (workload in sweep) == swept}
+        if rows:
+            tables[name] = _head({"workloads": rows}), _rows({"workloads": rows})
     return tables
 
 

@@ -13,6 +13,7 @@ import torch
 KIB = 1024
 DENSE = range(512, 2048, 64)  # budgets where four an octave are too few
 OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: longer ones gain nothing
+SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS  # what the encoder has room for
 
@@ -158,7 +159,6 @@ _TILES = (
     (LinearConfig(128, 256, 64, 8, 3), 1, 1.00),
 )
 _LONG_K, _LONG_K_LOSS = 2048, 0.87
-_SPLITS = (2, 3, 4, 5, 6, 7, 8)
 _MEETING, _PART = 7.5e6, 126  # multiply-adds of an SM while the parts of a tile meet, 2 us, and for each sum of a part
 
 
@@ -198,12 +198,15 @@ def linear_config(
 
 
 def _split(config: LinearConfig, rows: int, n: int, k: int, target: Target) -> list[LinearConfig]:
-    """`config` in parts of a long K, as many as fill the device at once, or about half of that."""
-    if k < _LONG_K:
-        return []
-    tiles = config.tiles(rows, n)
-    room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * config.block_m * config.block_n))
-    return [replace(config, splits=s) for s in _SPLITS if room // 2 < s <= room]
+    """`config` in parts of a long K."""
+    counts = parts_at_once(config.tiles(rows, n), config.block_m * config.block_n, target) if k >= _LONG_K else []
+    return [replace(config, splits=count) for count in counts]
+
+
+def parts_at_once(tiles: int, size: int, target: Target) -> list[int]:
+    """Parts for each of so many tiles of `size` sums: as fill `target` and the encoder's scratch, down to half of it."""
+    room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * size))
+    return [count for count in SPLITS[1:] if room // 2 < count <= room]
 
 
 def _scheduled(config: LinearConfig, rows: int, target: Target) -> LinearConfig:
@@ -255,8 +258,8 @@ def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> st
         return f"tile sides must be powers of two from 16 on, 32 for block_n; got {sides}"
     if config.num_warps not in (1, 2, 4, 8, 16) or min(config.num_stages, config.max_programs, config.group_m) < 1:
         return f"num_warps, num_stages, max_programs or group_m out of range: {config}"
-    if config.splits not in (1, *_SPLITS):
-        return f"splits must be 1 to {_SPLITS[-1]}, got {config.splits}"
+    if config.splits not in SPLITS:
+        return f"splits must be 1 to {SPLITS[-1]}, got {config.splits}"
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
     if config.overlap and target.capability < 90:

@@ -5,12 +5,12 @@ from functools import lru_cache
 
 import torch
 
-from fusedvit.kernels.configs import MAX_PARTS, MAX_SUMS, OVERLAP_ROWS, Target
+from fusedvit.kernels.configs import OVERLAP_ROWS, SPLITS, Target, parts_at_once
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.configs import OVERLAP
 
 CHUNK = 64  # columns that go through the epilogue at a time; K of a step
-ROWS, COLS, CONSUMERS, SPLITS = (64, 128), (64, 128, 192, 256), (1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8)
+ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
 KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu", "swiglu"}
 # Epilogues that have run on an H200 and were right, in bf16 and fp16. With any other the tuner may choose this form, as
 # it compares each candidate with the twin; the heuristic leaves it to plain Triton.
@@ -230,8 +230,8 @@ def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperLinearC
     found = [replace(config, max_programs=target.num_sms) for config, *_ in _MEASURED]
     for config in [c for c in found if c.consumers < 3] if k >= _LONG_K else []:  # three have no registers for it
         tiles = -(-rows // config.block_m) * -(-n // config.cols)
-        room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * config.block_m * config.cols))
-        found += [replace(config, splits=s) for s in SPLITS[1:] if room // 2 < s <= room]
+        counts = parts_at_once(tiles, config.block_m * config.cols, target)
+        found += [replace(config, splits=count) for count in counts]
     return found
 
 
