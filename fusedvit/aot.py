@@ -9,9 +9,9 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -62,8 +62,27 @@ FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels a
     **dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096)),
 }
 ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same
-Matrix = tuple[list[int], list[str], list[str], list[int] | None]
+SIZES = {  # of a layer: kernels that differ in nothing else are alike in what a compiler makes of them
+    "N", "K", "EPS", "IN_PARTS", "IN_WIDTH", "IN_LENGTH", "ROPE_COLS",
+    "X_PITCH", "W_PITCH", "OUT_PITCH", "RESIDUAL_PITCH",
+}  # fmt: skip
 SMS = {80: 108, 90: 132, 100: 148}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What to compile.
+
+    Attributes:
+        budgets: of patch tokens; None for those that a tower's kernels differ in.
+        alike: the first alone of those that `kind_of` does not tell apart.
+    """
+
+    arches: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    towers: tuple[str, ...]
+    budgets: tuple[int, ...] | None
+    alike: bool = False
 
 
 def _meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
@@ -127,25 +146,33 @@ def _launches_beside() -> list[Launch]:
     return record(launches)
 
 
-def _jobs(
-    arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int] | None
-) -> Iterator[tuple[Launch, int]]:
-    """Without budgets, those that a tower's kernels differ in."""
-    for arch in arches:
+@lru_cache(maxsize=1)  # once per process: it takes as long as some compilations
+def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
+    """Each distinct kernel of a matrix once, with its architecture."""
+    jobs: list[tuple[Launch, int]] = []
+    for arch in matrix.arches:
         target = Target(arch, SMS[arch], MAX_SHARED[arch])
         launches = dict.fromkeys(_launches_beside())
-        for tower in towers:
-            for dtype in dtypes:
-                few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
-                for tokens in budgets or few:
-                    launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
-        yield from ((launch, arch) for launch in launches)
+        for tower, dtype in itertools.product(matrix.towers, matrix.dtypes):
+            few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
+            for tokens in matrix.budgets or few:
+                launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
+        if matrix.alike:
+            launches = dict.fromkeys({kind_of(launch): launch for launch in reversed(launches)}.values())
+        jobs += [(launch, arch) for launch in launches]
+    return jobs
 
 
-def _compile(job: tuple[int, Matrix]) -> Compiled:
+def kind_of(launch: Launch) -> tuple[object, ...]:
+    """A launch without its layer's sizes (only whether there are any), its 16-bit type either."""
+    constants = tuple((name, bool(value) if name in SIZES else value) for name, value in launch.constants)
+    signature = tuple((name, kind.replace("bf16", "fp16")) for name, kind in launch.signature)
+    return launch.kernel, signature, constants, launch.aligned, launch.options
+
+
+def _compile(index: int, matrix: Matrix) -> Compiled:
     """One job by its number: launches hold kernels, which do not travel between processes."""
-    index, matrix = job
-    return compile_or_fail(*_matrix(matrix)[index])
+    return compile_or_fail(*jobs_of(matrix)[index])
 
 
 def compile_or_fail(launch: Launch, arch: int) -> Compiled:
@@ -157,24 +184,13 @@ def compile_or_fail(launch: Launch, arch: int) -> Compiled:
         return Compiled(launch.describe(), arch, 0, 0, 0, (said[:500],))
 
 
-_MATRIX: dict[str, list[tuple[Launch, int]]] = {}
-
-
-def _matrix(matrix: Matrix) -> list[tuple[Launch, int]]:
-    """The jobs of a matrix, listed once per process."""
-    return _MATRIX.setdefault(repr(matrix), list(_jobs(*matrix)))
-
-
-def compile_all(
-    arches: list[int], dtypes: list[str], towers: list[str], budgets: list[int] | None, jobs: int = 1
-) -> list[Compiled]:
-    """Compiles the whole matrix in `jobs` processes."""
-    matrix = (arches, dtypes, towers, budgets)
-    todo = [(i, matrix) for i in range(len(_matrix(matrix)))]
-    if jobs == 1:
-        return [_compile(job) for job in todo]
-    with ProcessPoolExecutor(jobs) as pool:
-        return list(pool.map(_compile, todo, chunksize=4))
+def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
+    """Compiles the whole matrix in so many processes."""
+    jobs = jobs_of(matrix)
+    if processes == 1:
+        return [compile_or_fail(*job) for job in jobs]
+    with ProcessPoolExecutor(processes) as pool:
+        return list(pool.map(partial(_compile, matrix=matrix), range(len(jobs)), chunksize=4))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,12 +200,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="*", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(TOWERS))
     parser.add_argument("--budget", type=int, nargs="*", help="patch tokens; all that matter if left out")
+    parser.add_argument("--alike", action="store_true", help="one of those that differ in sizes or bf16/fp16 alone")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", metavar="PATH", help="write every result here ('-' for standard output)")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
-    results = compile_all(args.arch, args.dtype, args.tower, args.budget, args.jobs)
+    budgets = None if args.budget is None else tuple(args.budget)
+    matrix = Matrix(tuple(args.arch), tuple(args.dtype), tuple(args.tower), budgets, args.alike)
+    results = compile_all(matrix, args.jobs)
     bad = [r for r in results if r.problems]
     for r in bad:
         print(f"FAIL sm_{r.capability} {r.launch}: {'; '.join(r.problems)}", file=sys.stderr)

@@ -23,6 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.sass import disassemble, exposed_exponentials, overwritten_barriers, rewritten_descriptors
 
+MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
+HARMLESS_SPILL = 16  # bytes a thread, where ptxas had registers to spare
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -136,9 +138,9 @@ def compile_in_place(run: Callable[[], object], capability: int, known: dict[Lau
 def compile_launch(launch: Launch, capability: int) -> Compiled:
     """Compiles one launch for `capability` (80, 90, 100 …) and checks it.
 
-    Problems are: register spills, ptxas warnings C75xx (serialised wgmma), shared memory over the device's limit,
-    row offsets of 32 bits, 16-bit matrix products without the device's own instructions for products and copies, and
-    hazards in the machine code (see sass.py).
+    Problems are: register spills (see `_shortage`), ptxas warnings C75xx (serialised wgmma), shared memory over the
+    device's limit, row offsets of 32 bits, 16-bit matrix products without the device's own instructions for products
+    and copies, and hazards in the machine code (see sass.py).
     """
     names = [name for name, _ in launch.signature]
     gluon = launch.kernel.is_gluon()
@@ -161,7 +163,7 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=0)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
     shared = int(built.metadata.shared)
-    problems = _problems(capability, said, spills, shared)
+    problems = _problems(capability, said, _shortage(spills, registers, gluon, dict(launch.options)), shared)
     if _wants_tensor_cores(launch):
         problems += [f"expected {name} in the code" for name in _EXPECTED.get(capability, ()) if name not in ptx]
     problems += narrow_row_offsets(built.asm["ttgir" if gluon else "ttir"])
@@ -171,6 +173,16 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
         if gluon and "attention" in launch.name:
             problems += exposed_exponentials(sass)
     return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
+
+
+def _shortage(spills: int, registers: int, gluon: bool, options: dict[str, int]) -> int:
+    """Bytes of `spills` that tell of a shortage of registers, and not of ptxas's own choice.
+
+    With registers to spare ptxas puts a word or two aside where that lets another block onto the SM: 4 or 8 bytes at
+    80 or 128 registers, on sm_80 and sm_100. Gluon's partitions have shares that the number it prints does not show.
+    """
+    most = min(options.get("maxnreg") or MAX_REGISTERS, REGISTERS_OF_SM // (32 * options.get("num_warps", 4)))
+    return spills if gluon or registers >= most or spills > HARMLESS_SPILL else 0
 
 
 @contextlib.contextmanager

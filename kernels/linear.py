@@ -58,6 +58,33 @@ def _product(x_desc, w_desc, row0, col0, k0, k1, BLOCK_M: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
+def _norm_and_bias(
+    stats_in_ptr,
+    colsum_ptr,
+    bias_ptr,
+    rows,
+    mask_m,
+    cols,
+    mask_n,
+    EPS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    IN_WIDTH: tl.constexpr,
+    IN_LENGTH: tl.constexpr,
+):
+    """(mean, rstd) of a tile's rows and (colsum, bias) of its columns; a number in place of what there is none of."""
+    mean, rstd, colsum, bias = 0.0, 1.0, 0.0, 0.0
+    if stats_in_ptr is not None:
+        if colsum_ptr is not None:
+            mean, rstd = _merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+            colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
+        else:
+            rstd = _merge_squares(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+    return mean, rstd, colsum, bias
+
+
+@triton.jit
 def _linear_kernel(
     x_desc,  # [T, K]; each a descriptor, or a pointer where its pitch is given
     w_desc,  # [N, K]
@@ -100,6 +127,7 @@ def _linear_kernel(
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     FACTORS: tl.constexpr = 2 if ACT == "swiglu" else 1  # columns of the product to one of the output
+    EARLY: tl.constexpr = SPLITS == 1 and table_ptr is None  # parts that meet, and taps, have no registers for it
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -125,15 +153,10 @@ def _linear_kernel(
         mask_m = rows < num_rows
         cols = col0 + tl.arange(0, BLOCK_N)
         mask_n = cols < N
-        if stats_in_ptr is not None:  # before the K loop, which hides their latency; bias and column sums likewise
-            if colsum_ptr is not None:
-                mean, rstd = _merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
-                colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
-            else:
-                rstd = _merge_squares(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
-        if bias_ptr is not None:
-            if table_ptr is None:  # taps leave it no registers
-                bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+        if EARLY:  # the K loop hides their latency
+            mean, rstd, colsum, bias = _norm_and_bias(
+                stats_in_ptr, colsum_ptr, bias_ptr, rows, mask_m, cols, mask_n, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH
+            )
 
         k0 = part * NUM_K // SPLITS * BLOCK_K
         k1 = tl.minimum((part + 1) * NUM_K // SPLITS * BLOCK_K, K)
@@ -142,13 +165,15 @@ def _linear_kernel(
         if SPLITS > 1:
             acc, whole = _meet(acc, sums_ptr, counters_ptr, tile, part, SPLITS, BLOCK_M, BLOCK_N)
         if whole:
+            if not EARLY:
+                mean, rstd, colsum, bias = _norm_and_bias(
+                    stats_in_ptr, colsum_ptr, bias_ptr, rows, mask_m, cols, mask_n, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH
+                )
             if stats_in_ptr is not None:
                 if colsum_ptr is not None:
                     acc = acc - mean[:, None] * colsum[None, :]
                 acc = rstd[:, None] * acc
             if bias_ptr is not None:
-                if table_ptr is not None:
-                    bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
                 acc += bias[None, :]
             if table_ptr is not None:
                 acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)

@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fusedvit.kernels.aot import MAX_SHARED, _problems, narrow_row_offsets
+from fusedvit import aot
+from fusedvit.kernels.aot import MAX_SHARED, Launch, _problems, _shortage, narrow_row_offsets
+from fusedvit.kernels.linear import _linear_kernel
 from fusedvit.kernels.sass import exposed_exponentials, overwritten_barriers, rewritten_descriptors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +30,42 @@ def test_command_passes_on_what_ships() -> None:
     done = run("-m", "fusedvit.aot", "--arch", "90", "--dtype", "bf16", "--tower", "hd72", "--budget", "64")
     assert done.returncode == 0, done.stderr
     assert "kernels compiled, 0 failed" in done.stderr
+
+
+def _launch(n: int, splits: int, dtype: str, eps: float = 1e-6) -> Launch:
+    constants = (("N", n), ("EPS", eps), ("SPLITS", splits))
+    return Launch(_linear_kernel, (("x_desc", f"tensordesc<{dtype}[64,64]>"),), constants, (), (("num_warps", 4),))
+
+
+def test_alike_are_sizes_and_16_bit_types_alone() -> None:
+    one = aot.kind_of(_launch(1152, 2, "bf16"))
+    assert one == aot.kind_of(_launch(4304, 2, "fp16"))
+    others = [_launch(1152, 3, "bf16"), _launch(1152, 2, "fp32"), _launch(1152, 2, "bf16", 0.0)]
+    assert one not in [aot.kind_of(other) for other in others]
+    assert {"N", "EPS"} < aot.SIZES <= set(_linear_kernel.arg_names)
+
+
+def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [_launch(64, 2, "bf16"), _launch(64, 2, "fp16"), _launch(64, 3, "bf16"), _launch(128, 3, "bf16")]
+    monkeypatch.setattr(aot, "_launches_beside", lambda: [])
+    monkeypatch.setattr(aot, "launches_of", lambda *_: every)
+    matrix = aot.Matrix((80, 90), ("bf16",), ("hd72",), (64,))
+    jobs_of = aot.jobs_of.__wrapped__  # past what other tests have listed
+    assert jobs_of(matrix) == [(launch, arch) for arch in (80, 90) for launch in every]
+    assert set(jobs_of(replace(matrix, alike=True))) == {(every[i], arch) for arch in (80, 90) for i in (0, 2)}
+
+
+def test_a_matrix_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each process: listed for each of its jobs it took three times as long as compiling them."""
+    listed = []
+    monkeypatch.setattr(aot, "_launches_beside", lambda: listed.append(1) or [])
+    monkeypatch.setattr(aot, "launches_of", lambda *_: [_launch(64, 2, "bf16"), _launch(64, 3, "bf16")])
+    monkeypatch.setattr(aot, "compile_or_fail", lambda launch, arch: (launch, arch))
+    matrix = aot.Matrix((90,), ("bf16",), ("hd72",), (64,))
+    aot.jobs_of.cache_clear()
+    assert [aot._compile(i, matrix) for i in (0, 1)] == aot.compile_all(matrix)
+    aot.jobs_of.cache_clear()
+    assert listed == [1]
 
 
 def test_command_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +125,24 @@ def test_problems_are_told_apart() -> None:
     assert _problems(80, quiet, 24, 0) == ["24 bytes of spill stores"]
     serialised = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
     assert len(_problems(90, serialised * 2 + quiet, 0, 0)) == 1
+
+
+@pytest.mark.parametrize(
+    "spills, registers, gluon, options, shortage",
+    [
+        (8, 128, False, {"num_warps": 4}, 0),
+        (20, 128, False, {"num_warps": 4}, 20),
+        (8, 255, False, {"num_warps": 8}, 8),
+        (8, 128, False, {"num_warps": 16}, 8),
+        (8, 96, False, {"num_warps": 4, "maxnreg": 96}, 8),
+        (4, 168, True, {"num_warps": 4}, 4),
+        (0, 255, False, {}, 0),
+    ],
+)
+def test_spills_with_registers_to_spare(
+    spills: int, registers: int, gluon: bool, options: dict[str, int], shortage: int
+) -> None:
+    assert _shortage(spills, registers, gluon, options) == shortage
 
 
 PRODUCT = "        /*5ef0*/                   HGMMA.64x16x16.F32.BF16 R56, R112, gdesc[UR4].tnspB, R56 ;\n"
