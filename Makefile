@@ -97,8 +97,8 @@ aot: $(SETUP)
 	$(PY) -m fusedvit.aot --arch 90 --dtype bf16 --tower hd72 hd64 --budget 256 4096 --alike --jobs $(JOBS)
 
 # Every kernel, configuration and architecture: in all sizes on the oldest Triton of our range, which the tables were
-# made with; on the installed one and the newest release one of those that are alike. All of them on each took a machine
-# of two cores an hour and more. MATRIX="--arch 90 --dtype bf16" narrows it.
+# made with; on the installed one and the newest release one of those that are alike, half as many.
+# MATRIX="--arch 90 --dtype bf16" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
 	echo "kernels on the installed Triton"; \

@@ -20,10 +20,10 @@ def sweep_tables(document: dict[str, Any]) -> dict[str, Table]:
 
 def _tables(document: dict[str, Any], swept: bool) -> dict[str, Table]:
     tables, sweep = {}, workloads.sweep()
-    for name, found in document["towers"].items():
-        rows = {workload: row for workload, row in found["workloads"].items() if (workload in sweep) == swept}
-        if rows:
-            tables[name] = _head({"workloads": rows}), _rows({"workloads": rows})
+    for tower, found in document["towers"].items():
+        chosen = {"workloads": {name: row for name, row in found["workloads"].items() if (name in sweep) == swept}}
+        if chosen["workloads"]:
+            tables[tower] = _head(chosen), _rows(chosen)
     return tables
 
 

@@ -157,9 +157,8 @@ def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
             few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
             for tokens in matrix.budgets or few:
                 launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
-        if matrix.alike:
-            launches = dict.fromkeys({kind_of(launch): launch for launch in reversed(launches)}.values())
-        jobs += [(launch, arch) for launch in launches]
+        first = {kind_of(launch): launch for launch in reversed(launches)}
+        jobs += [(launch, arch) for launch in (first.values() if matrix.alike else launches)]
     return jobs
 
 

@@ -204,7 +204,7 @@ def _split(config: LinearConfig, rows: int, n: int, k: int, target: Target) -> l
 
 
 def parts_at_once(tiles: int, size: int, target: Target) -> list[int]:
-    """Parts for each of so many tiles of `size` sums: as fill `target` and the encoder's scratch, or half of it up."""
+    """Parts that each of so many tiles of `size` sums may be cut into: the most there is room for, and down to half."""
     room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * size))
     return [count for count in SPLITS[1:] if room // 2 < count <= room]
 

@@ -86,9 +86,13 @@ class HopperLinearConfig:
         own = self.warpgroups * (2 * self.rows * self.cols + vectors)
         return 2 * ring + own + 8 * (2 * self.stages + 2 * self.warpgroups + 2)
 
+    def tiles(self, rows: int, n: int) -> int:
+        """Tiles of an output of `rows` rows and `n` columns."""
+        return -(-rows // self.block_m) * -(-n // self.cols)
+
     def scratch_sizes(self, rows: int, n: int) -> tuple[int, int]:
         """Partial sums and counters that a split product of `rows` rows and `n` columns needs room for."""
-        tiles = -(-rows // self.block_m) * -(-n // self.cols)
+        tiles = self.tiles(rows, n)
         return tiles * self.splits * self.block_m * self.cols, tiles * self.consumers
 
     def constants(self) -> dict[str, int | bool]:
@@ -196,7 +200,7 @@ def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinear
 def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str = "") -> float:
     """What a `[rows, k] x [n, k]` product takes by the costs of its parts, in us; inf for a tile without any."""
     step_us, round_us, launch_us = _COSTS.get(_tile(config), (float("inf"),) * 3)
-    tiles, epilogue = -(-max(1, rows) // config.block_m) * -(-n // config.cols), set(kind.split("+"))
+    tiles, epilogue = config.tiles(max(1, rows), n), set(kind.split("+"))
     rounds = -(-tiles * config.splits // config.max_programs)
     steps = rounds * -(-k // CHUNK) / config.splits
     main = max(steps * max(step_us, _LATENCY_US / (config.stages - 1)), 2 * n * k / _MEMORY)
@@ -229,8 +233,7 @@ def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperLinearC
     """`_MEASURED` for this device, and some in parts of a long K where all of them run at once."""
     found = [replace(config, max_programs=target.num_sms) for config, *_ in _MEASURED]
     for config in [c for c in found if c.consumers < 3] if k >= _LONG_K else []:  # three have no registers for it
-        tiles = -(-rows // config.block_m) * -(-n // config.cols)
-        counts = parts_at_once(tiles, config.block_m * config.cols, target)
+        counts = parts_at_once(config.tiles(rows, n), config.block_m * config.cols, target)
         found += [replace(config, splits=count) for count in counts]
     return found
 
