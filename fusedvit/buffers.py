@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.items import Item
-from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS, Target
+from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.epilogue import Scratch
-from fusedvit.kernels.hopper.configs import absent
 from fusedvit.kernels.metadata import Layout, Metadata
 from fusedvit.kernels.rope_words import width
 from fusedvit.spec import VisionSpec
@@ -101,7 +100,8 @@ class EncoderBuffers:
         stats: flat fp32, partial row moments.
         merged: `[spec.merged_outputs, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
             merger's, or the downsampling convolution's.
-        rope_words: `[tokens, words]` int32, see `kernels.rope_words`; no words where no form reads them.
+        rope_words: `[tokens, words]` int32, see `kernels.rope_words`; no words in 32 bits, and where nothing is turned
+            by a product.
         scratch: where the parts of split products meet; no room where no form splits any.
         apart: for mergers beside the blocks or the last one; without it they run in line.
     """
@@ -177,7 +177,9 @@ def allocate(
     """
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
-    hopper, halves = not absent(Target.of(device), dtype), dtype.itemsize == 2  # in 32 bits no product is split
+    halves = dtype.itemsize == 2  # in 32 bits no product is split, and factors are not rounded
+
+    words = 0 if spec.qk_norm or not halves else width(spec.head_dim)
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -201,7 +203,7 @@ def allocate(
         context=empty(tokens, spec.hidden_size),
         stats=torch.empty(_stats_size(spec, tokens), dtype=torch.float32, device=device),
         merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
-        rope_words=torch.empty(tokens, hopper * width(spec.head_dim), dtype=torch.int32, device=device),
+        rope_words=torch.empty(tokens, words, dtype=torch.int32, device=device),
         scratch=Scratch.zeros(halves * MAX_SUMS, halves * MAX_COUNTERS, device),
         apart=_allocate_apart(spec, *apart, dtype, device) if all(apart) else None,
     )

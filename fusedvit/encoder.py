@@ -14,7 +14,6 @@ from fusedvit.buffers import Apart, EncoderBuffers, rows_over
 from fusedvit.graphs.branch import Branch, Serial
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.layer_norm import NOTHING, After
 from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
 from fusedvit.kernels.row_stats import RowStats
@@ -100,7 +99,7 @@ class _Run:
     ) -> None:
         """The norm of the first `count(which)` rows of x into `out`."""
         count = self.buffers.meta.count(which)
-        self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.max_programs, after)
+        self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.rows, after)
 
     def segments(self, block: int) -> tuple[tuple[Segments, Any], ...]:
         """What `block` attends within, and the configuration, of each launch of its attention."""
@@ -140,7 +139,7 @@ def encode(
     """
     run = _Run(spec, weights, buffers, ops, plan)
     meta = ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
-    if isinstance(plan.qkv, HopperLinearConfig) and not spec.qk_norm:
+    if buffers.rope_words.shape[1]:
         ops.rope_words(meta.rope, meta.count(TOKENS), buffers.rope_words)
     try:
         for merger in _blocks(run, branch if buffers.apart is not None else SERIAL):
@@ -191,7 +190,7 @@ def _patch_embed(run: _Run) -> _Stream:
     tokens, pixels = b.meta.count(TOKENS), b.pixels
     if run.spec.window:
         pixels = b.rows_of_wide(*b.pixels.shape)
-        run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
+        run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.rows)
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
         stream = run.stream(config.block_n)
@@ -234,13 +233,13 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
-    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.rope_words) if w.qk_norm is None else None
+    words = b.rope_words if b.rope_words.shape[1] else None
+    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, words) if w.qk_norm is None else None
     fold = run.fold(x.stats, w.qkv)
     epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
     run.ops.linear(x.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
     if w.qk_norm is not None:
-        heads, programs = spec.num_heads, run.plan.max_programs
-        run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
+        run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, spec.num_heads, spec.norm_eps, run.plan.rows)
     return qkv
 
 

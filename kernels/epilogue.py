@@ -32,13 +32,19 @@ class Rope:
         table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         cols: columns to rotate: q and k.
         head_dim: columns of a head.
-        words: `[T, W]` int32, the same in the form that Hopper's copy engine brings (see rope_words.py).
+        words: `[T, W]` int32, the same in 16 bits each, for operands of 16 bits (see rope_words.py).
     """
 
     table: torch.Tensor | None = None
     cols: int = 0
     head_dim: int = 2
     words: torch.Tensor | None = None
+
+    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, int]:
+        """What operands of `dtype` are turned by, and its words a row: the table, and 0, if more than 16 bits count."""
+        if self.words is None or dtype.itemsize > 2:
+            return self.table, 0
+        return self.words, self.words.shape[1]
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _linear_kernel(
     bias_ptr,  # [N] or None
     colsum_ptr,  # [N] fp32; None for an RMSNorm
     stats_in_ptr,  # [T, IN_PARTS, 2] fp32 or None
-    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32 or None
+    rope_ptr,  # [T, ROPE_WORDS] int32, or [T, 2, HEAD_DIM / 2] fp32, or None
     table_ptr,  # [positions, N] or None
     tap_index_ptr,  # [T, TAPS] int32
     tap_weight_ptr,  # [T, TAPS] fp32
@@ -112,6 +112,7 @@ def _linear_kernel(
     TAPS: tl.constexpr,
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
+    ROPE_WORDS: tl.constexpr,
     X_PITCH: tl.constexpr,
     W_PITCH: tl.constexpr,
     OUT_PITCH: tl.constexpr,
@@ -179,7 +180,9 @@ def _linear_kernel(
                 acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
             if rope_ptr is not None:
                 if col0 < ROPE_COLS:
-                    acc = _rotate_pairs(acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, BLOCK_M, BLOCK_N)
+                    acc = _rotate_pairs(
+                        acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, ROPE_WORDS, BLOCK_M, BLOCK_N
+                    )
             if ACT == "swiglu":
                 y = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
             else:
@@ -229,12 +232,14 @@ def linear(
     if triton.knobs.runtime.interpret:  # nothing to overlap, and no word for it
         config = replace(config, overlap=False)
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
+    factors, words = rope.factors(x.dtype)
     launch(
         _linear_kernel,
         min(tiles * config.splits, config.max_programs),
         _boxes(x, weight, out, e, config),
-        (*_pointers(e, norm, rope, taps), *meeting(e.scratch, rows, n, config), num_rows),
+        (*_pointers(e, norm, factors, taps), *meeting(e.scratch, rows, n, config), num_rows),
         _constants(n, k, e, norm, rope, taps)
+        | {"ROPE_WORDS": words}
         | _pitches(x, weight, out, e.residual, config.copy_engine)
         | config.constants(),
         config.options(),
@@ -242,13 +247,13 @@ def linear(
     return out
 
 
-def _pointers(e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> tuple[torch.Tensor | None, ...]:
+def _pointers(e: Epilogue, norm: NormFold, rope: torch.Tensor | None, taps: Taps) -> tuple[torch.Tensor | None, ...]:
     """What follows the product reads and writes, in the kernel's order."""
     return (
         e.bias,
         norm.colsum,
         None if norm.stats is None else norm.stats.partials,
-        rope.table,
+        rope,
         taps.table,
         taps.index,
         taps.weight,

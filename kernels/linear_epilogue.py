@@ -28,25 +28,40 @@ def _gate_pairs(acc, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
+def _unpack(word):
+    """(cos, sin) from the halves u of a word: u / 32768 - 1, exact in fp32. As the mantissa of 2^23, u makes 2^23 + u
+    without the unit that makes integers floats, a quarter as wide as others: by that one words were 5 % slower."""
+    cos = ((word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+    sin = (((word >> 16) & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+    return cos * (1.0 / 32768) - 257.0, sin * (1.0 / 32768) - 257.0
+
+
+@triton.jit
 def _rotate_pairs(
     acc,  # [BLOCK_M, BLOCK_N] fp32
-    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32: cos, sin
+    rope_ptr,  # [T, WORDS] int32: cos and sin of a pair (see rope_words.py); or [T, 2, HEAD_DIM / 2] fp32
     rows,  # [BLOCK_M] int64
     mask_m,
     col0,
     ROPE_COLS: tl.constexpr,  # q and k columns; the rest (v) is left alone
     HEAD_DIM: tl.constexpr,
+    WORDS: tl.constexpr,  # 0: factors in fp32
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     a, b = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
     pair = col0 // 2 + tl.arange(0, BLOCK_N // 2)
-    # Both from a word of 16 bits each, as the form for Hopper reads them, was 5 % slower on an H200: integers are made
-    # floats by a unit a quarter as wide.
-    ptrs = rope_ptr + rows[:, None] * HEAD_DIM + (pair % (HEAD_DIM // 2))[None, :]
-    mask = mask_m[:, None] & (pair < ROPE_COLS // 2)[None, :]
-    cos = tl.load(ptrs, mask=mask, other=1.0)
-    sin = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+    turned = (pair < ROPE_COLS // 2)[None, :]
+    mask = mask_m[:, None] & turned
+    if WORDS > 0:
+        word = tl.load(rope_ptr + rows[:, None] * WORDS + (pair % (HEAD_DIM // 2))[None, :], mask=mask, other=0)
+        cos, sin = _unpack(word)
+        if ROPE_COLS % BLOCK_N != 0:
+            cos, sin = tl.where(turned, cos, 1.0), tl.where(turned, sin, 0.0)
+    else:
+        ptrs = rope_ptr + rows[:, None] * HEAD_DIM + (pair % (HEAD_DIM // 2))[None, :]
+        cos = tl.load(ptrs, mask=mask, other=1.0)
+        sin = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
     return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK_M, BLOCK_N))
 
 

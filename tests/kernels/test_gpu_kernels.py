@@ -11,12 +11,15 @@ from fusedvit.kernels.attention import attention
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target, attention_config, budget, linear_config
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.fingerprint import Watched, fingerprint
+from fusedvit.kernels.gather import gather_rows
+from fusedvit.kernels.head_norm import head_norm_rope
 from fusedvit.kernels.layer_norm import layer_norm
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.metadata import vision_metadata
 from fusedvit.kernels.reference.fingerprint import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
+from fusedvit.kernels.rows import RowsConfig
 from fusedvit.tolerance import summarize
 from tests.kernels import attention_cases, linear_cases
 from tests.kernels.attention_cases import packed, segments, with_room
@@ -47,15 +50,17 @@ LAYERS = {  # Qwen3-VL-8B's tower, then what others have that it has not
     "qkv, heads of 80": Layer(ROWS, 1280, 3840, norm=True, part=64, heads=16),
     "massive channels": Layer(ROWS, 1152, 3456, norm=True, part=128, heads=16, massive=True),  # qkv's kernel
     "rows no multiple of 16 bytes": Layer(ROWS, 3420, 1280),
+    "swiglu": Layer(ROWS, 1280, 6848, norm=True, rms=True, part=128, activation="swiglu"),
+    "swiglu, clamped, a narrow tile more": Layer(MERGED, 1152, 2640, activation="swiglu", limit=0.7),
     "few rows": Layer(5, 1152, 4304, norm=True, part=64, activation="quick_gelu"),
 }
-IN_FP16_TOO = ("patch embed", "qkv", "fc1", "fc2", "fc2 in parts")
+IN_FP16_TOO = ("patch embed", "qkv", "fc1", "fc2", "fc2 in parts", "swiglu")
 LINEAR_CASES = [(name, BF16) for name in LAYERS] + [(name, d) for d in (FP16, FP32) for name in IN_FP16_TOO]
 
 
 def config_for(layer: Layer, dtype: torch.dtype, device: torch.device) -> LinearConfig:
     """What the encoder's plan would choose."""
-    widest = 64 if layer.taps else 128 if layer.heads or layer.stats or layer.activation == "gelu" else 256
+    widest = 64 if layer.taps else 128 if layer.heads or layer.stats or layer.activation in ("gelu", "swiglu") else 256
     return linear_config(budget(layer.rows), layer.n, layer.k, dtype, Target.of(device), max_block_n=widest)
 
 
@@ -171,9 +176,32 @@ def test_layer_norm_is_within_the_rule(dtype: torch.dtype, device: torch.device)
     x[:, 300], x[:, 700] = 200.0, -2000.0
     x, weight = x.to(dtype), (1 + random(1152, seed=1, scale=0.2, device=device)).to(dtype)
     bias = random(1152, seed=2, device=device).to(dtype)
-    out = layer_norm(with_room(x, 50), weight, bias, count(ROWS, device), with_room(x, 50), 1e-6, 132)
+    out = layer_norm(with_room(x, 50), weight, bias, count(ROWS, device), with_room(x, 50), 1e-6, RowsConfig(132))
     ref = torch.nn.functional.layer_norm(x.double(), (1152,), weight.double(), bias.double(), 1e-6)
     assert_within(out[:ROWS], ref, torch.nn.functional.layer_norm(x, (1152,), weight, bias, 1e-6))
+
+
+def test_launches_over_rows_wait_for_the_last_one(device: torch.device) -> None:
+    """A chain in which each reads what the last has written, begun early: the bits of one that is not, every time."""
+    if Target.of(device).capability < 90:
+        pytest.skip("no launch begins early here")
+    x, weight = random(ROWS, 1280, device=device).to(BF16), (1 + random(1280, seed=1, device=device)).to(BF16)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).int().to(device)
+    angle, rows = random(ROWS, 32, seed=2, device=device), count(ROWS, device)
+    rope, heads = torch.stack([angle.cos(), angle.sin()], 1), torch.ones(2, 64, device=device, dtype=BF16)
+
+    def chain(config: RowsConfig) -> torch.Tensor:
+        here, there = x.clone(), torch.empty_like(x)
+        for _ in range(40):
+            layer_norm(here, weight, None, rows, there, 1e-6, config)
+            gather_rows(there, order, rows, here, 1, config)
+            head_norm_rope(here[:, :960], heads, rope, rows, 5, 1e-6, config)
+        return here
+
+    want = chain(RowsConfig(528))
+    assert want.isfinite().all()
+    for _ in range(REPEATS):
+        assert torch.equal(chain(RowsConfig(528, overlap=True)), want)
 
 
 def test_metadata_is_its_twin(device: torch.device) -> None:

@@ -244,10 +244,13 @@ def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_cou
     on_hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, capacity = replace(QWEN3_VL_8B, depth=1, deepstack=()), Capacity(64, 1, 1, 1)
-    words, scratch = 64 * width(72) * compat.AVAILABLE, MAX_SUMS + 4 * MAX_COUNTERS
-    for target, dtype, held in ((H200, BF16, words + scratch), (A100, BF16, scratch), (H200, FP32, 0)):
-        monkeypatch.setattr(Target, "of", lambda device, target=target: target)
-        made = allocate(spec, capacity, dtype, CPU)
+    words, scratch = 64 * width(72), MAX_SUMS + 4 * MAX_COUNTERS
+    for tower, dtype, held in (
+        (spec, BF16, words + scratch),
+        (replace(spec, qk_norm=True), BF16, scratch),
+        (spec, FP32, 0),
+    ):
+        made = allocate(tower, capacity, dtype, CPU)
         without = replace(made, rope_words=made.rope_words[:0], scratch=Scratch.zeros(0, 0, CPU))
         assert made.held_bytes() - without.held_bytes() == 4 * held
 
