@@ -154,7 +154,7 @@ def _mergers(s: Setting, hf: Any, hf32: Any, hidden: torch.Tensor) -> Iterator[S
     assert isinstance(w, MergerWeights) and w.norm is not None, "Qwen3-VL's merger, whose norm is not folded"
     normed = torch.empty_like(hidden)
     tokens = s.buffers.meta.count(TOKENS)
-    s.ops.layer_norm(hidden, w.norm.weight, w.norm.bias, tokens, normed, s.spec.norm_eps, s.plan.rows)
+    s.ops.layer_norm(hidden, w.norm.weight, w.norm.bias, tokens, normed, s.spec.norm_eps, s.plan.max_programs)
     yield Stage("merger norm", normed, hf.merger.norm(hidden), hf32.merger.norm(hidden.float()))
     for i, w in enumerate(s.weights.deepstack[:1]):
         fold = NormFold(_stats(s, hidden).merged(s.spec.merge_unit), w.fc1.colsum, s.spec.norm_eps)

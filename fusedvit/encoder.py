@@ -99,7 +99,7 @@ class _Run:
     ) -> None:
         """The norm of the first `count(which)` rows of x into `out`."""
         count = self.buffers.meta.count(which)
-        self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.rows, after)
+        self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.max_programs, after)
 
     def segments(self, block: int) -> tuple[tuple[Segments, Any], ...]:
         """What `block` attends within, and the configuration, of each launch of its attention."""
@@ -190,7 +190,7 @@ def _patch_embed(run: _Run) -> _Stream:
     tokens, pixels = b.meta.count(TOKENS), b.pixels
     if run.spec.window:
         pixels = b.rows_of_wide(*b.pixels.shape)
-        run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.rows)
+        run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
         stream = run.stream(config.block_n)
@@ -239,7 +239,8 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
     epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
     run.ops.linear(x.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
     if w.qk_norm is not None:
-        run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, spec.num_heads, spec.norm_eps, run.plan.rows)
+        heads, programs = spec.num_heads, run.plan.max_programs
+        run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
     return qkv
 
 

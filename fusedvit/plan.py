@@ -22,7 +22,6 @@ from fusedvit.kernels.hopper.attention_choice import (
     short_frame,
 )
 from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
-from fusedvit.kernels.rows import RowsConfig, rows_config
 from fusedvit.kernels.tables import Table
 from fusedvit.paired import Paired, paired
 from fusedvit.spec import VisionSpec
@@ -32,8 +31,6 @@ from fusedvit.weights import pitch_of
 @dataclass(frozen=True)
 class EncoderPlan:
     """One configuration per operation, whose type says its form; equal for every call of one token budget.
-
-    `rows` is that of norms, and of rows put in another order.
 
     Where there is a `short_attention`, it is that of frames of at most `short_frame` tokens, which have a list of tiles
     of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks, and
@@ -46,7 +43,7 @@ class EncoderPlan:
     proj: Any
     fc1: Any
     fc2: Any
-    rows: RowsConfig
+    max_programs: int
     merger_fc1: Any = None
     merger_fc2: Any = None
     window_attention: Any = None
@@ -85,7 +82,7 @@ class EncoderPlan:
         return any(form.library for form in self._forms().values())
 
     def _forms(self) -> dict[str, Form]:
-        others = ("rows", "beside", "paired")
+        others = ("max_programs", "beside", "paired")
         configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         return {name: forms.form_of(config) for name, config in configs.items() if config is not None}
 
@@ -202,7 +199,7 @@ def plan_for(
         del configs["short_attention"]  # one list will do
     hidden = beside(spec, chosen, dtype, target)
     pair = paired(spec, chosen, dtype, target, hidden)
-    return EncoderPlan(**configs, rows=rows_config(tokens, target), beside=hidden, paired=pair)
+    return EncoderPlan(**configs, max_programs=4 * target.num_sms, beside=hidden, paired=pair)
 
 
 def chosen_for(

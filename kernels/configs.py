@@ -212,10 +212,10 @@ def parts_at_once(tiles: int, size: int, target: Target) -> list[int]:
 def _scheduled(config: LinearConfig, rows: int, target: Target) -> LinearConfig:
     """`config`, begun early where a program has an SM to itself. Those that share one would be put two by two onto the
     first SMs that are free: 64 x 128 was 8 to 14 % slower so on an H200, 128 x 128 up to 11 % faster."""
-    return replace(config, overlap=overlaps(rows, target) and config.max_programs <= target.num_sms)
+    return replace(config, overlap=_overlaps(rows, target) and config.max_programs <= target.num_sms)
 
 
-def overlaps(rows: int, target: Target) -> bool:
+def _overlaps(rows: int, target: Target) -> bool:
     return target.capability >= 90 and rows <= OVERLAP_ROWS
 
 
@@ -239,7 +239,7 @@ def linear_candidates(
 def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[AttentionConfig]:
     """Tiles worth timing over `rows` tokens; those that ptxas serialises or that spill fall out when compiled."""
     shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
-    more = {"copy_engine": target.has_copy_engine, "overlap": overlaps(rows, target)}
+    more = {"copy_engine": target.has_copy_engine, "overlap": _overlaps(rows, target)}
     found = [AttentionConfig(*s[:4], s[4] * target.num_sms, **more) for s in shapes]
     return [config for config in found if not wrong_attention(config, target, dtype)]
 
@@ -297,4 +297,4 @@ def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, t
         found = AttentionConfig(64, 64, 4, 2, max_programs=2 * sms)
     else:
         found = AttentionConfig(64, 64, 4, 3, max_programs=3 * sms)
-    return replace(found, overlap=overlaps(rows, target))
+    return replace(found, overlap=_overlaps(rows, target))

@@ -7,8 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.rows import RowsConfig, _begin
-
 
 @triton.jit
 def _gather_rows_kernel(
@@ -22,9 +20,7 @@ def _gather_rows_kernel(
     OUT_PITCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    _begin(OVERLAP)
     num_rows = tl.load(num_rows_ptr)
     cols = tl.arange(0, BLOCK_N)
     for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
@@ -37,18 +33,18 @@ def _gather_rows_kernel(
 
 
 def gather_rows(
-    x: torch.Tensor, order: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, unit: int, config: RowsConfig
+    x: torch.Tensor, order: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, unit: int, max_programs: int
 ) -> torch.Tensor:
     """Fills the first `num_rows` rows of `out` `[T, N]` from `x` `[T, N]`.
 
     Args:
         order: `[T / unit]` int32, the group of x that each group of `unit` rows of `out` is.
         num_rows: `[1]` int32 on the device, a multiple of `unit`.
-        config: of the launch.
+        max_programs: bound of the persistent grid.
     """
     assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, "x and out must be rows of one shape"
     block_m = 4
-    programs = min(config.max_programs, triton.cdiv(x.shape[0], block_m))
+    programs = min(max_programs, triton.cdiv(x.shape[0], block_m))
     if programs:
         _gather_rows_kernel[(programs,)](
             x,
@@ -62,6 +58,5 @@ def gather_rows(
             BLOCK_M=block_m,
             BLOCK_N=triton.next_power_of_2(x.shape[1]),
             num_warps=4,
-            **config.options(),
         )
     return out

@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.rows import RowsConfig, _begin
-
 
 @triton.jit
 def _head_norm_rope_kernel(
@@ -25,10 +23,8 @@ def _head_norm_rope_kernel(
     PITCH: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
-    _begin(OVERLAP)
     num_rows = tl.load(num_rows_ptr)
     p = tl.arange(0, PAIRS)
     mask_p = (p < HALF)[None, :]
@@ -60,7 +56,7 @@ def head_norm_rope(
     num_rows: torch.Tensor,
     heads: int,
     eps: float,
-    config: RowsConfig,
+    max_programs: int,
 ) -> torch.Tensor:
     """Normalises and turns q and k of the first `num_rows` rows of `qkv` `[T, 3 * heads * head_dim]`, in place.
 
@@ -69,12 +65,12 @@ def head_norm_rope(
         rope: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         num_rows: `[1]` int32 on the device.
         heads: of q, and of k.
-        config: of the launch.
+        max_programs: bound of the persistent grid.
     """
     head_dim = weight.shape[1]
     assert qkv.stride(1) == 1 and qkv.shape[1] == 3 * heads * head_dim, f"qkv {qkv.shape}, {heads} heads of {head_dim}"
     block = 32
-    programs = min(config.max_programs, triton.cdiv(qkv.shape[0] * 2 * heads, block))
+    programs = min(max_programs, triton.cdiv(qkv.shape[0] * 2 * heads, block))
     if programs:
         _head_norm_rope_kernel[(programs,)](
             qkv,
@@ -89,6 +85,5 @@ def head_norm_rope(
             PAIRS=triton.next_power_of_2(head_dim // 2),
             num_warps=4,
             enable_fp_fusion=True,
-            **config.options(),
         )
     return qkv

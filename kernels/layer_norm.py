@@ -19,7 +19,6 @@ import triton.language as tl
 from fusedvit.kernels.epilogue import Taps
 from fusedvit.kernels.linear import _activate, _add_taps
 from fusedvit.kernels.row_stats import RowStats, _store_moments
-from fusedvit.kernels.rows import RowsConfig, _begin
 
 _NO_TAPS = Taps()
 
@@ -73,9 +72,7 @@ def _layer_norm_kernel(
     OUT_PITCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    _begin(OVERLAP)
     num_rows = tl.load(num_rows_ptr)
     cols = tl.arange(0, BLOCK_N)
     mask_n = cols < N
@@ -113,7 +110,7 @@ def layer_norm(
     num_rows: torch.Tensor,
     out: torch.Tensor,
     eps: float,
-    config: RowsConfig,
+    max_programs: int,
     after: After = NOTHING,
 ) -> torch.Tensor:
     """Normalises the first `num_rows` rows of `x` `[T, N]` into `out` `[T, N]`, `x` itself or, with `order`, another.
@@ -122,14 +119,15 @@ def layer_norm(
         weight: `[N]`.
         bias: `[N]`; None makes it an RMSNorm.
         num_rows: `[1]` int32 on the device.
-        config: of the launch.
+        max_programs: bound of the persistent grid.
         after: what follows.
     """
     (rows, n), taps = x.shape, after.taps or _NO_TAPS
     assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, "x and out must be rows of one shape"
     assert after.stats is None or after.stats.width >= n, "statistics of whole rows are one part"
     block_m = 4 if n <= 2048 else 2
-    if programs := min(config.max_programs, triton.cdiv(rows, block_m)):
+    programs = min(max_programs, triton.cdiv(rows, block_m))
+    if programs:
         _layer_norm_kernel[(programs,)](
             x,
             weight,
@@ -152,6 +150,5 @@ def layer_norm(
             BLOCK_N=triton.next_power_of_2(n),
             num_warps=8,
             enable_fp_fusion=True,
-            **config.options(),
         )
     return out

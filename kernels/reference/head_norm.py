@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from fusedvit.kernels.rows import RowsConfig
-
 
 def head_norm_rope(
     qkv: torch.Tensor,
@@ -14,9 +12,9 @@ def head_norm_rope(
     num_rows: torch.Tensor,
     heads: int,
     eps: float,
-    config: RowsConfig,
+    max_programs: int,
 ) -> torch.Tensor:
-    """See `fusedvit.kernels.head_norm.head_norm_rope`. `config` is not used."""
+    """See `fusedvit.kernels.head_norm.head_norm_rope`. `max_programs` is not used."""
     rows, d = int(num_rows), weight.shape[1]
     wide = qkv.dtype if qkv.dtype == torch.float64 else torch.float32
     cos, sin = rope[:rows].to(wide).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 
 from fusedvit.kernels.layer_norm import NOTHING, After
 from fusedvit.kernels.reference.linear import add_taps, store_moments
-from fusedvit.kernels.rows import RowsConfig
 
 
 def layer_norm(
@@ -15,10 +14,10 @@ def layer_norm(
     num_rows: torch.Tensor,
     out: torch.Tensor,
     eps: float,
-    config: RowsConfig,
+    max_programs: int,
     after: After = NOTHING,
 ) -> torch.Tensor:
-    """See `fusedvit.kernels.layer_norm.layer_norm`. `config` is not used."""
+    """See `fusedvit.kernels.layer_norm.layer_norm`. `max_programs` is not used."""
     rows, shape = int(num_rows), (x.shape[1],)
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     y = x[:rows].to(wide)

@@ -1,13 +1,11 @@
 """The heuristics: pure, alike within a budget, and never outside what the kernels and the devices can take."""
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton import knobs
 
 from fusedvit.buffers import NARROWEST_TILE
 from fusedvit.kernels.configs import (
@@ -24,7 +22,6 @@ from fusedvit.kernels.configs import (
     wrong_attention,
     wrong_linear,
 )
-from fusedvit.kernels.rows import RowsConfig, rows_config
 
 KIB = 1024
 TARGETS = {  # as torch reports them
@@ -129,14 +126,3 @@ def test_fit_shared_drops_stages_before_it_gives_up() -> None:
 
 def test_target_of_no_gpu_is_the_default() -> None:
     assert Target.of(torch.device("cpu")) == Target()
-
-
-@pytest.mark.parametrize("rows, name, early", [(2048, "H200", True), (2049, "H200", False), (2048, "A100", False)])
-def test_kernels_over_rows_begin_early_where_products_do(rows: int, name: str, early: bool) -> None:
-    target = TARGETS[name]
-    config = rows_config(rows, target)
-    assert config == RowsConfig(4 * target.num_sms, early)
-    with mock.patch.object(knobs.runtime, "interpret", False):
-        assert config.options() == ({"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False})
-    with mock.patch.object(knobs.runtime, "interpret", True):
-        assert config.options() == {"OVERLAP": False}

@@ -7,7 +7,6 @@ import torch
 
 from fusedvit.kernels.gather import gather_rows
 from fusedvit.kernels.reference.gather import gather_rows as gather_rows_ref
-from fusedvit.kernels.rows import RowsConfig
 from tests.kernels.support import NAN, count, padded, random
 
 OPS = {"kernel": gather_rows, "twin": gather_rows_ref}
@@ -25,7 +24,7 @@ def test_gather(
     order = torch.randperm(groups, generator=torch.Generator().manual_seed(groups)).int().to(device)
     poisoned = torch.cat([order, order.new_full((2,), 2**30)])
     out = padded(x[:0], rows + 2 * unit)
-    op(padded(x, rows + 2 * unit), poisoned, count(rows, device), out, unit, RowsConfig(2))
+    op(padded(x, rows + 2 * unit), poisoned, count(rows, device), out, unit, 2)
     expected = x.view(groups, unit, n)[order.long()].reshape(rows, n)
     assert torch.equal(out[:rows], expected) and out[rows:].isnan().all()
 
@@ -33,4 +32,4 @@ def test_gather(
 def test_other_shapes_are_refused(device: torch.device) -> None:
     x = torch.full((4, 8), NAN, device=device)
     with pytest.raises(AssertionError, match="rows of one shape"):
-        gather_rows(x, torch.zeros(1, dtype=torch.int32), count(4, x.device), x[:, :4], 4, RowsConfig(1))
+        gather_rows(x, torch.zeros(1, dtype=torch.int32), count(4, x.device), x[:, :4], 4, 1)

@@ -11,15 +11,12 @@ from fusedvit.kernels.attention import attention
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target, attention_config, budget, linear_config
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.fingerprint import Watched, fingerprint
-from fusedvit.kernels.gather import gather_rows
-from fusedvit.kernels.head_norm import head_norm_rope
 from fusedvit.kernels.layer_norm import layer_norm
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.metadata import vision_metadata
 from fusedvit.kernels.reference.fingerprint import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
-from fusedvit.kernels.rows import RowsConfig
 from fusedvit.tolerance import summarize
 from tests.kernels import attention_cases, linear_cases
 from tests.kernels.attention_cases import packed, segments, with_room
@@ -176,32 +173,9 @@ def test_layer_norm_is_within_the_rule(dtype: torch.dtype, device: torch.device)
     x[:, 300], x[:, 700] = 200.0, -2000.0
     x, weight = x.to(dtype), (1 + random(1152, seed=1, scale=0.2, device=device)).to(dtype)
     bias = random(1152, seed=2, device=device).to(dtype)
-    out = layer_norm(with_room(x, 50), weight, bias, count(ROWS, device), with_room(x, 50), 1e-6, RowsConfig(132))
+    out = layer_norm(with_room(x, 50), weight, bias, count(ROWS, device), with_room(x, 50), 1e-6, 132)
     ref = torch.nn.functional.layer_norm(x.double(), (1152,), weight.double(), bias.double(), 1e-6)
     assert_within(out[:ROWS], ref, torch.nn.functional.layer_norm(x, (1152,), weight, bias, 1e-6))
-
-
-def test_launches_over_rows_wait_for_the_last_one(device: torch.device) -> None:
-    """A chain in which each reads what the last has written, begun early: the bits of one that is not, every time."""
-    if Target.of(device).capability < 90:
-        pytest.skip("no launch begins early here")
-    x, weight = random(ROWS, 1280, device=device).to(BF16), (1 + random(1280, seed=1, device=device)).to(BF16)
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).int().to(device)
-    angle, rows = random(ROWS, 32, seed=2, device=device), count(ROWS, device)
-    rope, heads = torch.stack([angle.cos(), angle.sin()], 1), torch.ones(2, 64, device=device, dtype=BF16)
-
-    def chain(config: RowsConfig) -> torch.Tensor:
-        here, there = x.clone(), torch.empty_like(x)
-        for _ in range(40):
-            layer_norm(here, weight, None, rows, there, 1e-6, config)
-            gather_rows(there, order, rows, here, 1, config)
-            head_norm_rope(here[:, :960], heads, rope, rows, 5, 1e-6, config)
-        return here
-
-    want = chain(RowsConfig(528))
-    assert want.isfinite().all()
-    for _ in range(REPEATS):
-        assert torch.equal(chain(RowsConfig(528, overlap=True)), want)
 
 
 def test_metadata_is_its_twin(device: torch.device) -> None:

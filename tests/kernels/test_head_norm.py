@@ -7,7 +7,6 @@ import torch
 
 from fusedvit.kernels.head_norm import head_norm_rope
 from fusedvit.kernels.reference.head_norm import head_norm_rope as head_norm_rope_ref
-from fusedvit.kernels.rows import RowsConfig
 from tests.kernels.support import NAN, assert_within, count, random
 
 OPS = {"kernel": head_norm_rope, "twin": head_norm_rope_ref}
@@ -36,7 +35,7 @@ def test_head_norm_rope(
     angle = random(rows + 3, d // 2, seed=2, scale=3.0, device=device)
     rope = torch.stack([angle.cos(), angle.sin()], 1)
     q, k, v = (part.clone() for part in qkv[:rows].view(rows, 3, heads, d).unbind(1))
-    out = op(qkv, weight, rope, count(rows, device), heads, EPS, RowsConfig(2))
+    out = op(qkv, weight, rope, count(rows, device), heads, EPS, 2)
     assert out is qkv and out[rows:].isnan().all()
     ours = out[:rows].view(rows, 3, heads, d).unbind(1)
     for got, x, w in zip(ours, (q, k), weight, strict=False):
@@ -47,5 +46,4 @@ def test_head_norm_rope(
 
 def test_other_widths_are_refused(device: torch.device) -> None:
     with pytest.raises(AssertionError, match="2 heads of 24"):
-        rope = torch.zeros(4, 2, 12)
-        head_norm_rope(torch.zeros(4, 100), torch.zeros(2, 24), rope, count(4, device), 2, EPS, RowsConfig(1))
+        head_norm_rope(torch.zeros(4, 100), torch.zeros(2, 24), torch.zeros(4, 2, 12), count(4, device), 2, EPS, 1)

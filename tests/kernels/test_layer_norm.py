@@ -11,7 +11,6 @@ from fusedvit.kernels.layer_norm import After, layer_norm
 from fusedvit.kernels.reference.layer_norm import layer_norm as layer_norm_ref
 from fusedvit.kernels.reference.linear import moments
 from fusedvit.kernels.row_stats import RowStats
-from fusedvit.kernels.rows import RowsConfig
 from tests.kernels.support import NAN, assert_within, count, random
 
 OPS = {"kernel": layer_norm, "twin": layer_norm_ref}
@@ -23,7 +22,7 @@ def normalise(
 ) -> torch.Tensor:
     """`op` on fewer programs than there are blocks of rows."""
     padded = torch.cat([x, x.new_full((capacity - len(x), x.shape[1]), NAN)])
-    return op(padded, weight, bias, count(rows, x.device), torch.full_like(padded, NAN), EPS, RowsConfig(2))
+    return op(padded, weight, bias, count(rows, x.device), torch.full_like(padded, NAN), EPS, 2)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
@@ -62,7 +61,7 @@ def test_a_constant_row_is_the_bias(device: torch.device) -> None:
 def test_other_layouts_are_refused(device: torch.device) -> None:
     x = torch.zeros(4, 16, device=device)[:, ::2]
     with pytest.raises(AssertionError, match="rows of one shape"):
-        layer_norm(x, x[0], x[0], count(4, x.device), x, EPS, RowsConfig(1))
+        layer_norm(x, x[0], x[0], count(4, x.device), x, EPS, 1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,7 @@ def test_is_rms_norm(
         x[:, n // 3] += 200.0
     x, weight = x.to(dtype), weight.to(dtype)
     out = torch.full((rows + 5, n), NAN, dtype=dtype, device=device)
-    op(torch.cat([x, out[rows:]]), weight, None, count(rows, device), out, EPS, RowsConfig(2))
+    op(torch.cat([x, out[rows:]]), weight, None, count(rows, device), out, EPS, 2)
     assert out[rows:].isnan().all(), "rows past the count were written"
     assert_within(out[:rows], rms_norm(x.double(), weight.double()), rms_norm(x, weight))
 
@@ -99,7 +98,7 @@ def test_what_follows(op: Callable[..., torch.Tensor], device: torch.device) -> 
     expected = F.gelu(F.layer_norm(x, (n,), weight, bias, EPS)) + (table[index.long()] * tap[:, :, None]).sum(1)
     out = x.clone()
     after = After("gelu", Taps(table, index, tap), stats)
-    op(out, weight, bias, count(rows, device), out, EPS, RowsConfig(2), after)
+    op(out, weight, bias, count(rows, device), out, EPS, 2, after)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     mean, rstd = moments(stats, rows, EPS)
     torch.testing.assert_close(mean[:, 0], out.double().mean(1), rtol=1e-5, atol=1e-6)
@@ -114,7 +113,7 @@ def test_groups_of_rows_go_where_they_belong(op: Callable[..., torch.Tensor], un
     order = torch.tensor([3, 0, 4, 1, 2, 2**30], dtype=torch.int32, device=device)
     out = torch.full((6 * unit, n), NAN, device=device)
     padded = torch.cat([x, out[:unit]])
-    op(padded, weight, None, count(groups * unit, device), out, EPS, RowsConfig(2), After(order=order, unit=unit))
+    op(padded, weight, None, count(groups * unit, device), out, EPS, 2, After(order=order, unit=unit))
     there = out[: groups * unit].view(groups, unit, n)[order[:groups].long()].reshape(-1, n)
     torch.testing.assert_close(there, rms_norm(x, weight), rtol=1e-5, atol=1e-6)
     assert out[groups * unit :].isnan().all()
