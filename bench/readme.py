@@ -12,7 +12,7 @@ from typing import Any
 from fusedvit.bench import family_documents
 from fusedvit.bench.readme_families import explanation as families_explained
 from fusedvit.bench.readme_families import family_table, unsupported_table
-from fusedvit.bench.readme_kernels import attention_table, gemm_table
+from fusedvit.bench.readme_kernels import attention_table, gemm_table, loops_table, meetings_table
 from fusedvit.bench.readme_speed import Table, explanation, speed_tables, sweep_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,19 +190,25 @@ def gemms() -> str:
     return _of_one_run("h200-kernels.json", gemm_table)
 
 
+def loops() -> str:
+    """What bounds a GEMM's main loop, and the meeting of its parts."""
+    return _of_one_run("h200-main-loops.json", loops_table, meetings_table)
+
+
 def attention() -> str:
     """Attention alone, at every width of heads."""
     return _of_one_run("h200-attention.json", attention_table)
 
 
-def _of_one_run(name: str, table: Callable[[dict[str, Any]], tuple[list[str], list[list[str]]]]) -> str:
+def _of_one_run(name: str, *tables: Callable[[dict[str, Any]], Table]) -> str:
     document = _load(name)
-    return "\n".join([*_table(*table(document)), "", f"From: {_origin(name, document['passport'], '../')}."])
+    lines = [line for table in tables for line in (*_table(*table(document)), "")]
+    return "\n".join([*lines, f"From: {_origin(name, document['passport'], '../')}."])
 
 
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"families": families, "figures": figures},
-    "docs/hopper.md": {"gemms": gemms},
+    "docs/hopper.md": {"gemms": gemms, "loops": loops},
     "docs/speed.md": {"sweep": sweep},
     "docs/hopper-attention.md": {"attention": attention},
 }

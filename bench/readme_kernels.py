@@ -5,6 +5,20 @@ from typing import Any
 Table = tuple[list[str], list[list[str]]]
 CUBLAS = "cuBLAS + bias"
 OPS = ("qkv", "proj", "fc1", "fc2", "patch", "merger_fc1", "merger_fc2")
+LOOPS = (  # (label, cluster, what is left, unit, format)
+    ("products alone", "none", "products", "clocks_of_a_step", ".0f"),
+    ("loads alone", "none", "loads", "clocks_of_a_step", ".0f"),
+    ("both", "none", "both", "clocks_of_a_step", ".0f"),
+    ("both, us", "none", "both", "us_of_a_step", ".3f"),
+    ("loads alone, weights shared by two", "weights shared", "loads", "clocks_of_a_step", ".0f"),
+    ("both, weights shared by two", "weights shared", "both", "clocks_of_a_step", ".0f"),
+    ("both, x shared by two", "x shared", "both", "clocks_of_a_step", ".0f"),
+)
+MEETINGS = {
+    "fence": "through L2, by a fence and a counter",
+    "poll": "through L2, by polling the data",
+    "dsmem": "in a cluster, by `st.async`",
+}
 LAYOUTS = ("64 x 256", "16 x 1024", "1 x 1024", "1 x 784", "32 x 784", "1 x 1296", "1 x 4096", "1 x 16384")
 
 
@@ -22,6 +36,25 @@ def gemm_table(document: dict[str, Any], merge_unit: int = 4) -> Table:
             found[rows, row["op"]] = f"{row['us'] / row['peers_us'][CUBLAS]:.2f}" if row["us"] else "wrong"
     sizes = dict.fromkeys(rows for rows, _ in found)
     return ["rows", *OPS], [[str(rows), *(found.get((rows, op), "–") for op in OPS)] for rows in sizes]
+
+
+def loops_table(document: dict[str, Any]) -> Table:
+    """A step of K of main loops alone: what is left of them, in clocks or us, by tiles."""
+    found = {(row["cluster"], row["does"], row["tile"]): row for row in document["rows"]}
+    tiles = list(dict.fromkeys(tile for _, _, tile in found))
+    lines = [
+        [label, *(f"{found[cluster, does, tile][unit]:{form}}" for tile in tiles)]
+        for label, cluster, does, unit, form in LOOPS
+    ]
+    return ["a step of K", *tiles], lines
+
+
+def meetings_table(document: dict[str, Any]) -> Table:
+    """Clocks until the parts of a product have met: ways by how much a CTA gives away."""
+    found = {(row["parts"], row["kib_of_a_cta"], row["how"]): row["median_clocks"] for row in document["meetings"]}
+    sizes = list(dict.fromkeys((parts, kib) for parts, kib, _ in found))
+    head = ["clocks, the median CTA", *(f"{parts} parts, {kib} KiB" for parts, kib in sizes)]
+    return head, [[label, *(f"{found[(*size, how)]:.0f}" for size in sizes)] for how, label in MEETINGS.items()]
 
 
 def attention_table(document: dict[str, Any]) -> Table:

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from fusedvit.bench.readme_kernels import CUBLAS, LAYOUTS, OPS, attention_table, gemm_table
+from fusedvit.bench.readme_kernels import (
+    CUBLAS,
+    LAYOUTS,
+    OPS,
+    attention_table,
+    gemm_table,
+    loops_table,
+    meetings_table,
+)
 
 
 def gemm(op: str, rows: int, us: float | None, tower: str = "first") -> dict[str, Any]:
@@ -28,3 +36,25 @@ def test_attention_by_layouts() -> None:
     assert cells.pop("head_dim") == "72" and list(cells) == list(LAYOUTS)
     assert (cells["64 x 256"], cells["1 x 784"], cells["1 x 4096"]) == ("10.0 (1.20)", "wrong", "150.0")
     assert cells["1 x 1024"] == "–", "keys that grow are another matter"
+
+
+def test_main_loops_by_tiles() -> None:
+    def row(cluster: str, does: str, clocks: float) -> dict[str, Any]:
+        return {"tile": "64 x 64", "cluster": cluster, "does": does, "clocks_of_a_step": clocks, "us_of_a_step": 0.1437}
+
+    rows = [row("none", does, clocks) for does, clocks in (("products", 129.6), ("loads", 213.2), ("both", 254.0))]
+    rows += [row(cluster, does, 400.0) for cluster in ("weights shared", "x shared") for does in ("loads", "both")]
+    head, found = loops_table({"rows": rows})
+    assert head == ["a step of K", "64 x 64"]
+    assert [line[1] for line in found] == ["130", "213", "254", "0.144", "400", "400", "400"]
+
+
+def test_meetings_by_size() -> None:
+    rows = [
+        {"parts": parts, "kib_of_a_cta": 32, "how": how, "median_clocks": 100.0 * parts + i}
+        for parts in (2, 3)
+        for i, how in enumerate(("fence", "poll", "dsmem"))
+    ]
+    head, found = meetings_table({"meetings": rows})
+    assert head[1:] == ["2 parts, 32 KiB", "3 parts, 32 KiB"]
+    assert [line[1:] for line in found] == [["200", "300"], ["201", "301"], ["202", "302"]]
