@@ -54,7 +54,8 @@ def meetings_table(document: dict[str, Any]) -> Table:
     found = {(row["parts"], row["kib_of_a_cta"], row["how"]): row["median_clocks"] for row in document["meetings"]}
     sizes = list(dict.fromkeys((parts, kib) for parts, kib, _ in found))
     head = ["clocks, the median CTA", *(f"{parts} parts, {kib} KiB" for parts, kib in sizes)]
-    return head, [[label, *(f"{found[(*size, how)]:.0f}" for size in sizes)] for how, label in MEETINGS.items()]
+    lines = [[label, *(f"{found[parts, kib, how]:.0f}" for parts, kib in sizes)] for how, label in MEETINGS.items()]
+    return head, lines
 
 
 def attention_table(document: dict[str, Any]) -> Table:
