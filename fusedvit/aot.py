@@ -157,8 +157,8 @@ def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
             few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
             for tokens in matrix.budgets or few:
                 launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
-        first = {kind_of(launch): launch for launch in reversed(launches)}
-        jobs += [(launch, arch) for launch in (first.values() if matrix.alike else launches)]
+        chosen = {kind_of(launch): launch for launch in reversed(launches)}.values() if matrix.alike else launches
+        jobs += [(launch, arch) for launch in chosen]
     return jobs
 
 

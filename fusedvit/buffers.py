@@ -178,7 +178,6 @@ def allocate(
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
     halves = dtype.itemsize == 2  # in 32 bits no product is split, and factors are not rounded
-
     words = 0 if spec.qk_norm or not halves else width(spec.head_dim)
 
     def empty(*shape: int) -> torch.Tensor:

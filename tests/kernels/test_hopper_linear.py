@@ -240,9 +240,7 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
         assert not any(isinstance(getattr(plan, name), HopperLinearConfig) for name in plan.choices())
 
 
-def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_counted(
-    on_hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_counted() -> None:
     spec, capacity = replace(QWEN3_VL_8B, depth=1, deepstack=()), Capacity(64, 1, 1, 1)
     words, scratch = 64 * width(72), MAX_SUMS + 4 * MAX_COUNTERS
     for tower, dtype, held in (
