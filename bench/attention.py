@@ -26,11 +26,11 @@ from fusedvit.kernels.hopper.attention_choice import (
     ALL_FRAMES,
     LONG_FRAMES,
     SHORT_FRAMES,
-    TWO_LISTS,
     WINDOW,
     WINDOWS,
     hopper_attention_config,
     schedules,
+    two_lists,
 )
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.launch import compiling_only
@@ -57,7 +57,8 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
     of short ones), the same begun when the last launch has ended, plain Triton, the form's other schedules."""
     rows, sms = budget(sum(lengths)), target.num_sms
     plain = attention_config(rows, HEADS, head_dim, dtype, target)
-    kinds = (LONG_FRAMES, SHORT_FRAMES) if rows >= TWO_LISTS else (WINDOWS if max(lengths) == WINDOW else ALL_FRAMES,)
+    kinds = (LONG_FRAMES, SHORT_FRAMES) if two_lists(rows, head_dim) else (ALL_FRAMES,)
+    kinds = (WINDOWS,) if max(lengths) == WINDOW else kinds
     shipped = [hopper_attention_config(rows, HEADS, head_dim, dtype, target, kind) for kind in kinds]
     found: dict[str, Any] = {"ships": plain, "triton": plain}
     if None not in shipped:
@@ -75,7 +76,7 @@ def _one_or_both(configs: tuple[Any, ...]) -> Any:
 
 def _schedules(head_dim: int, longest: int) -> dict[str, HopperAttentionConfig]:
     if head_dim == 128:
-        return {"2 x 64 early": hopper.WIDE, "2 x 64": replace(hopper.WIDE, late=True)}
+        return {"1 x 64": hopper.SMALL_WIDE, "2 x 64": hopper.WIDE, "in turns": replace(hopper.WIDE, ping_pong=True)}
     found = {"2 x 64": hopper.SHORT, "2 x 128": hopper.MIDDLE, "3 x 64": schedules(head_dim)[-1]}
     if longest <= 1024:
         found["1 x 64"] = hopper.TINY

@@ -19,7 +19,7 @@ from fusedvit.kernels import forms
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
-from fusedvit.kernels.hopper.attention_choice import short_frame
+from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference.rope_words import rope_words
@@ -33,6 +33,7 @@ from fusedvit.weights import row_pitch
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
 MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
+GRAPH_MS, MOST_CALLS = 0.3, 10  # of attention: a graph of one short launch is timed with its own start, 10 us
 MOST_TOKENS = 2**31 - 1  # of a sequence
 STATS_WIDTH = 128  # of the statistics that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
@@ -44,7 +45,7 @@ class Case:
     """`run(config, i)` launches with the i-th set of weights, `check(config)` runs once and compares with the twin.
 
     Attributes:
-        sets: how many sets of weights there are.
+        sets: how many sets of weights there are, or, of what has none, launches that are timed together.
         fill: (rows) -> how much content the next runs have; None where the content is fixed.
         peers: what others have for it, by name; `peer(i)`.
     """
@@ -194,7 +195,7 @@ def attention_case(
     segments_for = functools.cache(functools.partial(_segments, cu, lengths))
 
     def run(config: Any, i: int) -> torch.Tensor:
-        for each, above, up_to in _launches(config, short_frame(head_dim)):
+        for each, above, up_to in _launches(config, SHORT_FRAME):
             ops_for(device).attention(qkv, segments_for(each.block_m, above, up_to), out, heads, head_dim, each)
         return out
 
@@ -215,7 +216,8 @@ def attention_case(
 
     attends = peer_attention.available(frames, fa3)
     peers = {name: (lambda i, attend=attend: attend(q, k, v)) for name, attend in attends.items()}
-    return Case(run, check, 1, attention_cost(list(lengths), heads, head_dim), peers)
+    cost = attention_cost(list(lengths), heads, head_dim)
+    return Case(run, check, max(1, min(MOST_CALLS, round(GRAPH_MS / cost.floor_ms))), cost, peers)
 
 
 def _launches(config: Any, short: int) -> tuple[tuple[Any, int, int], ...]:

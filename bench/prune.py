@@ -61,7 +61,8 @@ def problem_of(
             if compiled.problems:
                 return "; ".join(compiled.problems)
     with contextlib.nullcontext() if turn is None else _in_turn(turn):
-        return case.check(candidate.config).reason
+        said = case.check(candidate.config).reason
+        return said and small_case(question, dtype, device).check(candidate.config).reason  # see `tune._right`
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def compilation(question: Question, candidate: Candidate) -> str:
 
 def layouts(key: Key) -> list[tuple[int, ...]]:
     """Lengths of the sequences that attention is judged by."""
-    return [(length,) * frames for frames, length in contents(key.rows, key.kind, key.k)]
+    return [(length,) * frames for frames, length in contents(key.rows, key.kind)]
 
 
 def cases_of(question: Question, dtype: torch.dtype, device: torch.device) -> list[Case]:

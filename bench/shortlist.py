@@ -76,7 +76,7 @@ def _attention_us(config: HopperAttentionConfig, key: Key, target: Target) -> fl
     """What the heuristic's cost model says, over the contents that it judges by; 0 of a head that it does not know."""
     if key.k not in attention_choice.COSTS.get((config.consumers, config.block_n), {}):
         return 0.0
-    held = attention_choice.contents(key.rows, key.kind, key.k)
+    held = attention_choice.contents(key.rows, key.kind)
     return sum(attention_choice.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
 
 

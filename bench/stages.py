@@ -15,6 +15,7 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope
 from fusedvit.kernels.metadata import MERGED, TOKENS
 from fusedvit.kernels.reference.linear import store_moments
+from fusedvit.kernels.reference.metadata import vision_metadata
 from fusedvit.kernels.row_stats import RowStats
 from fusedvit.ops import Ops
 from fusedvit.plan import EncoderPlan, plan_for
@@ -46,11 +47,15 @@ class Setting:
 def lay_out(
     spec: VisionSpec, weights: EncoderWeights, ops: Ops, grid: list[tuple[int, int, int]], pixels: torch.Tensor
 ) -> Setting:
-    """Runs the encoder once, so that metadata is there; its other buffers are then free to use."""
+    """Runs the encoder once, so that metadata is there; its other buffers are then free to use.
+
+    The twin's first, for the rotary table that Hugging Face's side reads: the kernel writes words alone.
+    """
     items = [Item(*row) for row in grid]
     plan = plan_for(spec, pixels.shape[0], pixels.dtype, Target.of(pixels.device))
     buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), pixels.dtype, pixels.device, pixels)
     buffers.grid.copy_(torch.tensor(grid))
+    vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     encode(spec, weights, buffers, ops, plan)
     return Setting(spec, weights, buffers, plan, ops)
 
@@ -87,7 +92,7 @@ def _qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     w, d = s.weights.blocks[layer].qkv, s.spec.head_dim
     fold = NormFold(_stats(s, hidden), w.colsum, s.spec.norm_eps)
-    rope = Rope(s.buffers.meta.rope, 2 * s.spec.hidden_size, d, s.buffers.rope_words)
+    rope = Rope(s.buffers.meta.rope, 2 * s.spec.hidden_size, d, s.buffers.meta.rope_words)
     out = hidden.new_empty(hidden.shape[0], 3 * s.spec.hidden_size)
     s.ops.linear(hidden, w.weight, s.buffers.meta.count(TOKENS), out, Epilogue(w.bias, fold, rope=rope), s.plan.qkv)
     q, k, v = rearrange(out, "t (three h d) -> three t h d", three=3, d=d)
@@ -112,7 +117,7 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 def _attention(s: Setting, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     packed = qkv.flatten(1).contiguous()
     out = packed.new_empty(packed.shape[0], s.spec.hidden_size)
-    for segments, config in s.plan.frames(s.buffers.meta, s.spec.head_dim):
+    for segments, config in s.plan.frames(s.buffers.meta):
         s.ops.attention(packed, segments, out, s.spec.num_heads, s.spec.head_dim, config)
     bounds = s.buffers.meta.cu_seqlens.tolist()
     return out, _hf_attention(qkv, bounds), _hf_attention(qkv.float(), bounds)

@@ -199,12 +199,17 @@ class Tuner:
                 self.log.add(compilation(question, candidate), problem=us)
             else:
                 measured.append((candidate, us))
-        won = self._winner(measured, proposed[0], cases)
+        again = functools.partial(cases_of, question, self.dtype, self.device)
+        won = self._winner(measured, proposed[0], cases, again)
         tried = {"tried": len(measured), "unchecked": problems.count(None)}
         self.log.add(question.describe(), entry=_entry(question, won, measured, proposed[0]), **tried)
 
     def _winner(
-        self, measured: list[tuple[Candidate, list[float]]], own: Candidate, cases: Sequence[Case]
+        self,
+        measured: list[tuple[Candidate, list[float]]],
+        own: Candidate,
+        cases: Sequence[Case],
+        again: Callable[[], Sequence[Case]],
     ) -> tuple[Candidate, list[float]] | None:
         """The fastest that is right; the heuristic's `own` unless another is faster by `MARGIN`, and at a full budget
         not slower by as much: a mean of few contents may hide what one of them loses, or a slow spell."""
@@ -216,9 +221,15 @@ class Tuner:
             return statistics.mean(ratios) if full <= 1 + MARGIN else math.inf
 
         for candidate, us in sorted(measured, key=rank):
-            if all(case.check(candidate.config).passed for case in cases):
+            if _right(candidate.config, cases) or _right(candidate.config, again()):
                 return candidate, us
         return None
+
+
+def _right(config: Any, cases: Sequence[Case]) -> bool:
+    """By the tolerance rule. Of random data one set in hundreds is beyond its maximum by chance, for attention with a
+    fixed offset (docs/hopper-attention.md): wrong is who is wrong twice, on other data."""
+    return all(case.check(config).passed for case in cases)
 
 
 def _entry(

@@ -100,8 +100,6 @@ class EncoderBuffers:
         stats: flat fp32, partial row moments.
         merged: `[spec.merged_outputs, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
             merger's, or the downsampling convolution's.
-        rope_words: `[tokens, words]` int32, see `kernels.rope_words`; no words in 32 bits, and where nothing is turned
-            by a product.
         scratch: where the parts of split products meet; no room where no form splits any.
         apart: for mergers beside the blocks or the last one; without it they run in line.
     """
@@ -114,7 +112,6 @@ class EncoderBuffers:
     context: torch.Tensor
     stats: torch.Tensor
     merged: torch.Tensor
-    rope_words: torch.Tensor
     scratch: Scratch
     apart: Apart | None = None
 
@@ -131,6 +128,7 @@ class EncoderBuffers:
             meta=Metadata(
                 counts=meta.counts,
                 rope=meta.rope[:tokens],
+                rope_words=meta.rope_words[:tokens],
                 tap_index=meta.tap_index[:tokens],
                 tap_weight=meta.tap_weight[:tokens],
                 cu_seqlens=meta.cu_seqlens[: capacity.frames + 1],
@@ -145,7 +143,6 @@ class EncoderBuffers:
             context=self.context[:tokens],
             stats=self.stats,
             merged=self.merged[:, : tokens // merge_unit],
-            rope_words=self.rope_words[:tokens],
             scratch=self.scratch,
             apart=self.apart.part(tokens) if apart and self.apart is not None else None,
         )
@@ -177,8 +174,7 @@ def allocate(
     """
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
-    halves = dtype.itemsize == 2  # in 32 bits no product is split, and factors are not rounded
-    words = 0 if spec.qk_norm or not halves else width(spec.head_dim)
+    halves = dtype.itemsize == 2  # in 32 bits no product is split
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -196,13 +192,12 @@ def allocate(
     return EncoderBuffers(
         pixels=aligned(tokens, spec.patch_width) if pixels is None else pixels,
         grid=torch.zeros(capacity.items, 3, dtype=torch.int32, device=device),
-        meta=_allocate_meta(spec, capacity, device),
+        meta=_allocate_meta(spec, capacity, dtype, device),
         hidden=empty(tokens, spec.hidden_size),
         wide=empty(widest),
         context=empty(tokens, spec.hidden_size),
         stats=torch.empty(_stats_size(spec, tokens), dtype=torch.float32, device=device),
         merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
-        rope_words=torch.empty(tokens, words, dtype=torch.int32, device=device),
         scratch=Scratch.zeros(halves * MAX_SUMS, halves * MAX_COUNTERS, device),
         apart=_allocate_apart(spec, *apart, dtype, device) if all(apart) else None,
     )
@@ -221,12 +216,15 @@ def _allocate_apart(spec: VisionSpec, mergers: int, tokens: int, dtype: torch.dt
     )
 
 
-def _allocate_meta(spec: VisionSpec, capacity: Capacity, device: torch.device) -> Metadata:
+def _allocate_meta(spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> Metadata:
     taps = spec.position_taps if spec.position_side else 0
+    # none in 32 bits, where factors are not rounded, and none where it is not a product that turns
+    words = width(spec.head_dim) if dtype.itemsize == 2 and not spec.qk_norm else 0
     ordered, windows = (capacity.tokens // spec.merge_unit, capacity.windows + 1) if spec.window else (0, 0)
     return Metadata(
         counts=torch.zeros(7, 4, dtype=torch.int32, device=device),
         rope=torch.empty(capacity.tokens, 2, spec.head_dim // 2, dtype=torch.float32, device=device),
+        rope_words=torch.empty(capacity.tokens, words, dtype=torch.int32, device=device),
         tap_index=torch.empty(capacity.tokens, taps, dtype=torch.int32, device=device),
         tap_weight=torch.empty(capacity.tokens, taps, dtype=torch.float32, device=device),
         cu_seqlens=torch.empty(capacity.frames + 1, dtype=torch.int32, device=device),

@@ -105,7 +105,7 @@ class _Run:
         """What `block` attends within, and the configuration, of each launch of its attention."""
         meta, config = self.buffers.meta, self.plan.window_attention
         if not self.spec.is_windowed(block):
-            return self.plan.frames(meta, self.spec.head_dim)
+            return self.plan.frames(meta)
         tiles = meta.window_tiles, meta.count(WINDOW_TILES)
         return ((Segments(meta.window_cu_seqlens, *tiles, config.block_m), config),)
 
@@ -138,9 +138,7 @@ def encode(
             are in line.
     """
     run = _Run(spec, weights, buffers, ops, plan)
-    meta = ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
-    if buffers.rope_words.shape[1]:
-        ops.rope_words(meta.rope, meta.count(TOKENS), buffers.rope_words)
+    ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     try:
         for merger in _blocks(run, branch if buffers.apart is not None else SERIAL):
             branch.fork(merger)
@@ -233,7 +231,7 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
-    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.rope_words) if w.qk_norm is None else None
+    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.rope_words) if w.qk_norm is None else None
     fold = run.fold(x.stats, w.qkv)
     epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
     run.ops.linear(x.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedvit.kernels import admit, fingerprint, forms, gather, hand_over, head_norm, layer_norm, metadata, rope_words
+from fusedvit.kernels import admit, fingerprint, forms, gather, hand_over, head_norm, layer_norm, metadata
 from fusedvit.kernels.reference import admit as admit_ref
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
@@ -15,7 +15,6 @@ from fusedvit.kernels.reference import head_norm as head_norm_ref
 from fusedvit.kernels.reference import layer_norm as layer_norm_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference import metadata as metadata_ref
-from fusedvit.kernels.reference import rope_words as rope_words_ref
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Ops:
 
     name: str
     vision_metadata: Callable[..., metadata.Metadata]
-    rope_words: Callable[..., torch.Tensor]
     linear: Callable[..., torch.Tensor]
     attention: Callable[..., torch.Tensor]
     layer_norm: Callable[..., torch.Tensor]
@@ -41,7 +39,6 @@ class Ops:
 TRITON = Ops(
     "triton",
     metadata.vision_metadata,
-    rope_words.rope_words,
     forms.linear,
     forms.attention,
     layer_norm.layer_norm,
@@ -54,7 +51,6 @@ TRITON = Ops(
 TORCH = Ops(
     "torch",
     metadata_ref.vision_metadata,
-    rope_words_ref.rope_words,
     linear_ref.linear,
     attention_ref.attention,
     layer_norm_ref.layer_norm,

@@ -16,10 +16,10 @@ from fusedvit.kernels.forms import Form, Key
 from fusedvit.kernels.hopper.attention_choice import (
     ALL_FRAMES,
     LONG_FRAMES,
+    SHORT_FRAME,
     SHORT_FRAMES,
-    TWO_LISTS,
     WINDOWS,
-    short_frame,
+    two_lists,
 )
 from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
 from fusedvit.kernels.tables import Table
@@ -32,7 +32,7 @@ from fusedvit.weights import pitch_of
 class EncoderPlan:
     """One configuration per operation, whose type says its form; equal for every call of one token budget.
 
-    Where there is a `short_attention`, it is that of frames of at most `short_frame` tokens, which have a list of tiles
+    Where there is a `short_attention`, it is that of frames of at most `SHORT_FRAME` tokens, which have a list of tiles
     of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks, and
     `paired` which beside the last merger; `merger_fc1` and `merger_fc2` are those of mergers that run alone.
     """
@@ -100,19 +100,18 @@ class EncoderPlan:
             taps=spec.position_taps if spec.position_side else 0,
             window=spec.window * spec.merge_size,
             window_block_m=self.window_attention.block_m if spec.window else 0,
-            short=short_frame(spec.head_dim) if self.short_attention else 0,
+            short=SHORT_FRAME if self.short_attention else 0,
             short_block_m=self.short_attention.block_m if self.short_attention else 0,
         )
 
-    def frames(self, meta: Metadata, head_dim: int) -> tuple[tuple[Segments, Any], ...]:
+    def frames(self, meta: Metadata) -> tuple[tuple[Segments, Any], ...]:
         """(Frames and their tiles, configuration) of each launch of attention over whole frames, long ones first."""
         config, short = self.attention, self.short_attention
         tiles = meta.cu_seqlens, meta.tiles, meta.count(TILES), config.block_m
         if short is None:
             return ((Segments(*tiles), config),)
         few = meta.cu_seqlens, meta.short_tiles, meta.count(SHORT_TILES), short.block_m
-        limit = short_frame(head_dim)
-        return (Segments(*tiles, above=limit), config), (Segments(*few, up_to=limit), short)
+        return (Segments(*tiles, above=SHORT_FRAME), config), (Segments(*few, up_to=SHORT_FRAME), short)
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
     inner, factors = pitch_of(spec.intermediate_size, dtype), 2 if spec.gated else 1
     widest = 128 if spec.activation in ("gelu", "swiglu") else 256
     frames: tuple[Task, ...] = (attention("attention", ALL_FRAMES),)
-    if rows >= TWO_LISTS:
+    if two_lists(rows, spec.head_dim):
         frames = attention("attention", LONG_FRAMES), attention("short_attention", SHORT_FRAMES)
     blocks: tuple[Task, ...] = (
         linear("patch", "bias" if spec.patch_norm else f"{taps}stats", c, spec.patch_width, 64 if taps else 128),
@@ -180,9 +179,7 @@ def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str,
 def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int) -> Task:
     """That of frames of `length` tokens in a budget for `rows`."""
     found = {task.name: task for task in tasks(spec, rows, dtype)}
-    return found[
-        "short_attention" if length <= short_frame(spec.head_dim) and "short_attention" in found else "attention"
-    ]
+    return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
 
 
 def plan_for(

@@ -1,6 +1,6 @@
 """Everything the encoder needs to know about a batch, from grid_thw, in one launch on the device.
 
-    tokens  : rotary cos and sin of (row, col), and the position table's taps and weights    one row a token
+    tokens  : rotary words or cos and sin of (row, col), the position table's taps, weights  one row a token
     order   : where a token's pixels are, in towers with attention windows                   one entry a merged token
     frames  : cu_seqlens                                                                     one entry a frame
     tiles   : attention's query tiles                                                        one row a tile
@@ -19,12 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedvit.kernels.divide import _divide
 from fusedvit.kernels.locate import _locate
-from fusedvit.kernels.positions import _store_bicubic, _store_bilinear, _store_rope
+from fusedvit.kernels.positions import _frequencies, _store_bicubic, _store_bilinear, _store_rope
+from fusedvit.kernels.rope_words import width
 from fusedvit.kernels.windows import _span, _window_of_token, _window_tile, _window_tiles, _windows
 
 TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
-BLOCK = 32  # code is unrolled over it: with 128 it was 13,000 instructions, most of 47 us spent fetching them
+BLOCK = 32  # one a lane: code is unrolled over more, and most of the time is spent fetching it
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ class Metadata:
         counts: `[7, 4]` int32; column 0 holds tokens, merged tokens, frames, tiles, windows, their tiles and tiles of
             short frames (rows 16 bytes apart, so that a pointer to any of them is equally aligned). Without windows
             theirs are undefined, without a list of short frames its.
-        rope: `[tokens, 2, head_dim / 2]` fp32, cos and sin. Past the count: undefined, never read.
+        rope: `[tokens, 2, head_dim / 2]` fp32, cos and sin; the kernel leaves it alone where there are words. Past the
+            count: undefined, never read.
+        rope_words: `[tokens, words]` int32, the same as words (see rope_words.py); no words where nobody reads them.
+            Past the count: undefined, never read.
         tap_index: `[tokens, taps]` int32 rows of the position table. Past the count: undefined, never read.
         tap_weight: `[tokens, taps]` fp32. Past the count: undefined, never read.
         cu_seqlens: `[frames + 1]` int32. Past the count: the total, so that it is monotone.
@@ -76,6 +81,7 @@ class Metadata:
 
     counts: torch.Tensor
     rope: torch.Tensor
+    rope_words: torch.Tensor
     tap_index: torch.Tensor
     tap_weight: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -92,49 +98,44 @@ class Metadata:
 
 @triton.jit
 def _store_tokens(
-    offs, grid_ptr, num_items, counts_ptr, rope_ptr, index_ptr, weight_ptr, order_ptr, inv_freq_ptr,
-    MERGE: tl.constexpr, HEAD_DIM: tl.constexpr, FREQS: tl.constexpr, SIDE: tl.constexpr, TAPS: tl.constexpr,
-    WINDOW: tl.constexpr, ITEMS: tl.constexpr,
+    offs, grid_ptr, num_items, counts_ptr, rope_ptr, words_ptr, index_ptr, weight_ptr, order_ptr, inv_freq_ptr,
+    num_pairs, MERGE: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr, TAPS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    within, first, height, width, total, _ = _locate(offs, grid_ptr, num_items, 0, 1, WINDOW, ITEMS)
+    inv_freq = _frequencies(inv_freq_ptr, 0, PAIRS)  # on its way while the item is looked up
+    within, first, height, width, total, _ = _locate(offs, grid_ptr, num_items, 0, 1, WINDOW)
     mask = offs < total
     h = tl.maximum(height, MERGE)
     w = tl.maximum(width, MERGE)
-    begin = first + within // (h * w) * (h * w)
-    within = within % (h * w)
+    frame, inside = _divide(within, h * w)
     if WINDOW > 0:
-        row, col = _window_of_token(within, h, w, WINDOW, MERGE)
+        row, col = _window_of_token(inside, h, w, WINDOW, MERGE)
         unit: tl.constexpr = MERGE * MERGE
-        there = begin // unit + row // MERGE * (w // MERGE) + col // MERGE
+        there = (first + frame * (h * w)) // unit + row // MERGE * (w // MERGE) + col // MERGE
         tl.store(order_ptr + offs // unit, there, mask=mask & (offs % unit == 0))
     else:
-        block = within // (MERGE * MERGE)
-        row = block // (w // MERGE) * MERGE + within // MERGE % MERGE
-        col = block % (w // MERGE) * MERGE + within % MERGE
-    _store_rope(rope_ptr, inv_freq_ptr, offs, row, col, mask, HEAD_DIM, FREQS)
+        block_row, block_col = _divide(inside // (MERGE * MERGE), w // MERGE)
+        row = block_row * MERGE + inside // MERGE % MERGE
+        col = block_col * MERGE + inside % MERGE
     if TAPS == 4:
         _store_bilinear(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
     if TAPS == 16:
         _store_bicubic(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
+    _store_rope(rope_ptr, words_ptr, inv_freq_ptr, inv_freq, offs, row, col, mask, num_pairs, PAIRS, WORDS)
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, total)
         tl.store(counts_ptr + 4, total // (MERGE * MERGE))
 
 
 @triton.jit
-def _store_segments(
-    first_program, offs, grid_ptr, num_items, count_ptr, cu_ptr, num_cu, WINDOW: tl.constexpr, ITEMS: tl.constexpr
-):
+def _store_segments(first_program, offs, grid_ptr, num_items, count_ptr, cu_ptr, num_cu, WINDOW: tl.constexpr):
     """cu_seqlens of frames, or with WINDOW of windows."""
-    within, first, height, width, total, tokens = _locate(
-        offs, grid_ptr, num_items, 4 if WINDOW > 0 else 2, 1, WINDOW, ITEMS
-    )
+    within, first, height, width, total, tokens = _locate(offs, grid_ptr, num_items, 4 if WINDOW > 0 else 2, 1, WINDOW)
     if WINDOW > 0:
-        per_frame = tl.maximum(_windows(height, width, WINDOW), 1)
-        across = tl.maximum((width + WINDOW - 1) // WINDOW, 1)
-        window = within % per_frame
-        start, _ = _span(window // across, window % across, height, width, WINDOW)
-        begin = first + within // per_frame * height * width + start
+        frame, window = _divide(within, tl.maximum(_windows(height, width, WINDOW), 1))
+        window_row, window_col = _divide(window, tl.maximum((width + WINDOW - 1) // WINDOW, 1))
+        start, _ = _span(window_row, window_col, height, width, WINDOW)
+        begin = first + frame * height * width + start
     else:
         begin = first + within * height * width
     tl.store(cu_ptr + offs, tl.where(offs < total, begin, tokens), mask=offs < num_cu)
@@ -145,22 +146,21 @@ def _store_segments(
 @triton.jit
 def _store_tiles(
     first_program, offs, grid_ptr, num_items, count_ptr, tiles_ptr, num_tiles,
-    BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr, ITEMS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
     ABOVE: tl.constexpr = 0, UP_TO: tl.constexpr = 0,
 ):  # fmt: skip
     """Query tiles of frames, or with WINDOW of windows."""
     within, first, height, width, total, _ = _locate(
-        offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, BLOCK_Q, WINDOW, ITEMS, ABOVE, UP_TO
+        offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, BLOCK_Q, WINDOW, ABOVE, UP_TO
     )
     if WINDOW > 0:
-        per_frame = tl.maximum(_window_tiles(height, width, WINDOW, BLOCK_Q), 1)
-        start, size, tile = _window_tile(within % per_frame, height, width, WINDOW, BLOCK_Q)
-        begin = first + within // per_frame * height * width + start
+        frame, tile = _divide(within, tl.maximum(_window_tiles(height, width, WINDOW, BLOCK_Q), 1))
+        start, size, tile = _window_tile(tile, height, width, WINDOW, BLOCK_Q)
+        begin = first + frame * height * width + start
     else:
         size = height * width
-        per_frame = tl.maximum((size + BLOCK_Q - 1) // BLOCK_Q, 1)
-        begin = first + within // per_frame * size
-        tile = within % per_frame
+        frame, tile = _divide(within, tl.maximum((size + BLOCK_Q - 1) // BLOCK_Q, 1))
+        begin = first + frame * size
     real = offs < total
     ptrs = tiles_ptr + 4 * offs
     mask = offs < num_tiles
@@ -175,12 +175,13 @@ def _store_tiles(
 ENDS, SIZES = ("a1", "a2", "a3", "a4", "a5"), ("num_cu", "num_tiles", "num_short", "num_windows", "num_wtiles")
 
 
-@triton.jit(do_not_specialize=["num_items", *ENDS, *SIZES])
+@triton.jit(do_not_specialize=["num_items", "num_pairs", *ENDS, *SIZES])
 def _metadata_kernel(
     grid_ptr,  # [items, 3] int32, (t, h, w)
-    inv_freq_ptr,  # [HEAD_DIM / 4] fp32
+    inv_freq_ptr,  # [PAIRS / 2] fp32
     counts_ptr,  # [7, 4] int32
-    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32
+    rope_ptr,  # [T, 2, PAIRS] fp32
+    words_ptr,  # [T, WORDS] int32
     index_ptr,  # [T, TAPS] int32
     weight_ptr,  # [T, TAPS] fp32
     cu_ptr,  # [num_cu] int32
@@ -190,6 +191,7 @@ def _metadata_kernel(
     window_cu_ptr,  # [num_windows] int32
     window_tiles_ptr,  # [num_wtiles, 4] int32
     num_items,
+    num_pairs,  # PAIRS, but not known to the compiler, which would unroll a loop over them
     a1,  # programs up to here do tokens, then to a2 frames, to a3 tiles, to a4 short ones, to a5 windows, then theirs
     a2,
     a3,
@@ -201,8 +203,8 @@ def _metadata_kernel(
     num_windows,
     num_wtiles,
     MERGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    FREQS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WORDS: tl.constexpr,
     SIDE: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -211,35 +213,32 @@ def _metadata_kernel(
     SHORT: tl.constexpr,
     SHORT_Q: tl.constexpr,
     BLOCK: tl.constexpr,
-    ITEMS: tl.constexpr,
 ):
     pid = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     if pid < a1:
         _store_tokens(
-            pid * BLOCK + lane, grid_ptr, num_items, counts_ptr, rope_ptr, index_ptr, weight_ptr, order_ptr,
-            inv_freq_ptr, MERGE, HEAD_DIM, FREQS, SIDE, TAPS, WINDOW, ITEMS,
+            pid * BLOCK + lane, grid_ptr, num_items, counts_ptr, rope_ptr, words_ptr, index_ptr, weight_ptr,
+            order_ptr, inv_freq_ptr, num_pairs, MERGE, PAIRS, WORDS, SIDE, TAPS, WINDOW,
         )  # fmt: skip
     elif pid < a2:
-        _store_segments(a1, (pid - a1) * BLOCK + lane, grid_ptr, num_items, counts_ptr + 8, cu_ptr, num_cu, 0, ITEMS)
+        _store_segments(a1, (pid - a1) * BLOCK + lane, grid_ptr, num_items, counts_ptr + 8, cu_ptr, num_cu, 0)
     elif pid < a3:
         offs = (pid - a2) * BLOCK + lane
-        _store_tiles(a2, offs, grid_ptr, num_items, counts_ptr + 12, tiles_ptr, num_tiles, BLOCK_Q, 0, ITEMS, SHORT)
+        _store_tiles(a2, offs, grid_ptr, num_items, counts_ptr + 12, tiles_ptr, num_tiles, BLOCK_Q, 0, SHORT)
     elif pid < a4:
         if SHORT > 0:
             offs = (pid - a3) * BLOCK + lane
             _store_tiles(
-                a3, offs, grid_ptr, num_items, counts_ptr + 24, short_tiles_ptr, num_short, SHORT_Q, 0, ITEMS, 0, SHORT
+                a3, offs, grid_ptr, num_items, counts_ptr + 24, short_tiles_ptr, num_short, SHORT_Q, 0, 0, SHORT
             )
     elif WINDOW > 0:
         if pid < a5:
             offs = (pid - a4) * BLOCK + lane
-            _store_segments(a4, offs, grid_ptr, num_items, counts_ptr + 16, window_cu_ptr, num_windows, WINDOW, ITEMS)
+            _store_segments(a4, offs, grid_ptr, num_items, counts_ptr + 16, window_cu_ptr, num_windows, WINDOW)
         else:
             offs = (pid - a5) * BLOCK + lane
-            _store_tiles(
-                a5, offs, grid_ptr, num_items, counts_ptr + 20, window_tiles_ptr, num_wtiles, WINDOW_Q, WINDOW, ITEMS
-            )
+            _store_tiles(a5, offs, grid_ptr, num_items, counts_ptr + 20, window_tiles_ptr, num_wtiles, WINDOW_Q, WINDOW)
 
 
 def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, layout: Layout) -> Metadata:
@@ -250,16 +249,18 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         inv_freq: `[head_dim / 4]` fp32.
         layout: of the tower and its attention tiles.
     """
+    pairs, words = layout.head_dim // 2, out.rope_words.shape[1]
+    assert words in (0, width(layout.head_dim)), f"rotary words {words} a token for heads of {layout.head_dim}"
     lists = (out.rope, out.cu_seqlens, out.tiles, out.short_tiles, out.window_cu_seqlens, out.window_tiles)
     wanted = (True, True, True, layout.short > 0, layout.window > 0, layout.window > 0)
     sizes = [t.shape[0] if here else 0 for t, here in zip(lists, wanted, strict=True)]
-    programs = (max(int(here), triton.cdiv(size, BLOCK)) for size, here in zip(sizes, wanted, strict=True))
-    ends = tuple(accumulate(programs))
+    ends = tuple(accumulate(max(int(here), triton.cdiv(n, BLOCK)) for n, here in zip(sizes, wanted, strict=True)))
     _metadata_kernel[(ends[-1],)](
         grid,
         inv_freq,
         out.counts,
         out.rope,
+        out.rope_words,
         out.tap_index,
         out.tap_weight,
         out.cu_seqlens,
@@ -269,11 +270,12 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         out.window_cu_seqlens,
         out.window_tiles,
         grid.shape[0],
+        pairs,
         *ends[:5],
         *sizes[1:],
         MERGE=layout.merge,
-        HEAD_DIM=layout.head_dim,
-        FREQS=triton.next_power_of_2(layout.head_dim // 4),
+        PAIRS=pairs,
+        WORDS=words,
         SIDE=layout.side,
         TAPS=layout.taps,
         BLOCK_Q=layout.block_m,
@@ -282,9 +284,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         SHORT=layout.short,
         SHORT_Q=layout.short_block_m,
         BLOCK=BLOCK,
-        ITEMS=16,
         num_warps=4,
-        maxnreg=128,  # left to itself ptxas aims lower here, and spills a word
         enable_fp_fusion=True,
     )
     return out

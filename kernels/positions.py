@@ -9,6 +9,10 @@ angle   = row f | col f,  f = theta^(-2i / (head_dim / 2)), i < head_dim / 4    
 import triton
 import triton.language as tl
 
+from fusedvit.kernels.rope_words import _word
+
+STEP = tl.constexpr(8)  # pairs at a time, in a loop: it is to fetch their code that takes time, not to run it
+
 
 @triton.jit
 def _axis_taps(index, size, SIDE: tl.constexpr):
@@ -20,18 +24,65 @@ def _axis_taps(index, size, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _store_rope(rope_ptr, inv_freq_ptr, offs, row, col, mask, HEAD_DIM: tl.constexpr, FREQS: tl.constexpr):
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    f = tl.arange(0, FREQS)
-    inv_freq = tl.load(inv_freq_ptr + f, mask=f < QUARTER, other=0.0)
-    ptrs = rope_ptr + offs.to(tl.int64)[:, None] * HEAD_DIM + f[None, :]
-    mask = mask[:, None] & (f < QUARTER)[None, :]
-    angle = row.to(tl.float32)[:, None] * inv_freq[None, :]  # [BLOCK, FREQS]
-    tl.store(ptrs, tl.cos(angle), mask=mask)
-    tl.store(ptrs + 2 * QUARTER, tl.sin(angle), mask=mask)
-    angle = col.to(tl.float32)[:, None] * inv_freq[None, :]
-    tl.store(ptrs + QUARTER, tl.cos(angle), mask=mask)
-    tl.store(ptrs + 3 * QUARTER, tl.sin(angle), mask=mask)
+def _cos_sin(angle):
+    """(cos, sin) of fp32 angles from 0 to 16384 radians, off by 1.2e-7 at most.
+
+    Cody and Waite's reduction by multiples of pi / 2 = HI + MID + LO, HI of 8 bits and MID of 10, so that their
+    products by a multiple of 14 bits are exact, with the polynomials of Cephes' sinf and cosf. libdevice's functions
+    take any angle at ten times the instructions.
+    """
+    HI: tl.constexpr = 1.5703125
+    MID: tl.constexpr = 0.000483989715576171875
+    LO: tl.constexpr = -1.6292068e-07
+    SHIFT: tl.constexpr = 12582912.0  # 1.5 * 2^23: a float of this size has its integer in its last bits
+    # fma: left to the compiler, the product that the angle is might be fused, and the angle never rounded
+    shifted = tl.fma(angle, 0.6366197723675814, SHIFT)
+    multiple = shifted - SHIFT
+    r = tl.fma(multiple, -LO, tl.fma(multiple, -MID, tl.fma(multiple, -HI, angle)))
+    z = r * r
+    sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * (z * r) + r
+    cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * (z * z) + (1.0 - 0.5 * z)
+    quadrant = shifted.to(tl.int32, bitcast=True)
+    swapped = (quadrant & 1) != 0
+    cos, sin = tl.where(swapped, sin, cos), tl.where(swapped, cos, sin)
+    return tl.where(((quadrant + 1) & 2) != 0, -cos, cos), tl.where((quadrant & 2) != 0, -sin, sin)
+
+
+@triton.jit
+def _frequencies(inv_freq_ptr, start, PAIRS: tl.constexpr):
+    """[STEP] fp32 of the pairs from `start` on: rows', then columns'."""
+    pair = start + tl.arange(0, STEP)
+    index = tl.where(pair < PAIRS // 2, pair, pair - PAIRS // 2)
+    return tl.load(inv_freq_ptr + index, mask=pair < PAIRS, other=0.0)
+
+
+@triton.jit
+def _store_rope(
+    rope_ptr, words_ptr, inv_freq_ptr, inv_freq, offs, row, col, mask, num_pairs,
+    PAIRS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The words of a row (see rope_words.py), or without any its cos and sin.
+
+    Args:
+        inv_freq: of the first STEP pairs.
+        num_pairs: PAIRS, without the compiler's knowing.
+    """
+    place = (row.to(tl.int64) << 32 | col.to(tl.int64))[:, None]  # in one: that other threads get both takes a barrier
+    row, col = (place >> 32).to(tl.int32).to(tl.float32), place.to(tl.int32).to(tl.float32)
+    offs, mask = offs.to(tl.int64)[:, None], mask[:, None]
+    for start in tl.range(0, num_pairs, STEP):
+        pair = (start + tl.arange(0, STEP))[None, :]
+        cos, sin = _cos_sin(tl.where(pair < PAIRS // 2, row, col) * inv_freq[None, :])  # [BLOCK, STEP]
+        if WORDS > 0:
+            word = _word(cos, sin)
+            for repeat in tl.static_range(0, WORDS, PAIRS):
+                there = mask & (pair < PAIRS) & (pair < WORDS - repeat)
+                tl.store(words_ptr + offs * WORDS + (pair + repeat), word, mask=there)
+        else:
+            ptrs = rope_ptr + offs * (2 * PAIRS) + pair
+            tl.store(ptrs, cos, mask=mask & (pair < PAIRS))
+            tl.store(ptrs + PAIRS, sin, mask=mask & (pair < PAIRS))
+        inv_freq = _frequencies(inv_freq_ptr, start + STEP, PAIRS)
 
 
 @triton.jit

@@ -7,11 +7,9 @@ the first 32 are repeated at a row's end, so that they are neighbours wherever a
 floats, brought as a box instead of loaded value by value, made the epilogue of qkv four times cheaper on an H200.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-BLOCK = 64
 CHUNK = 32  # pairs
 
 
@@ -27,36 +25,6 @@ def _fixed(v):
 
 
 @triton.jit
-def _rope_words_kernel(
-    table_ptr,  # [T, 2, PAIRS] fp32: cos, sin
-    words_ptr,  # [T, WIDTH] int32
-    num_rows_ptr,  # [1] int32
-    PAIRS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    cols = tl.arange(0, LANES)
-    mask = (rows < tl.load(num_rows_ptr))[:, None] & (cols < WIDTH)[None, :]
-    ptrs = table_ptr + rows[:, None] * (2 * PAIRS) + (cols % PAIRS)[None, :]
-    cos = tl.load(ptrs, mask=mask, other=0.0)  # [BLOCK, LANES]
-    sin = tl.load(ptrs + PAIRS, mask=mask, other=0.0)
-    tl.store(words_ptr + rows[:, None] * WIDTH + cols[None, :], _fixed(cos) | (_fixed(sin) << 16), mask=mask)
-
-
-def rope_words(table: torch.Tensor, num_rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Fills the first `num_rows` rows of `words`.
-
-    Args:
-        table: `[T, 2, head_dim / 2]` fp32, cos and sin.
-        num_rows: `[1]` int32 on the device.
-        words: `[T, width(head_dim)]` int32.
-    """
-    (rows, _, pairs), columns = table.shape, words.shape[1]
-    assert words.shape == (rows, width(2 * pairs)), f"words {tuple(words.shape)} for a table {tuple(table.shape)}"
-    if rows:
-        _rope_words_kernel[(triton.cdiv(rows, BLOCK),)](
-            table, words, num_rows, PAIRS=pairs, WIDTH=columns, LANES=triton.next_power_of_2(columns), BLOCK=BLOCK
-        )
-    return words
+def _word(cos, sin):
+    """int32 words of fp32 factors."""
+    return _fixed(cos) | (_fixed(sin) << 16)

@@ -7,19 +7,19 @@ border may be narrower or lower. A window's tokens come in merge-block order, li
 import triton
 import triton.language as tl
 
+from fusedvit.kernels.divide import _divide
+
 
 @triton.jit
 def _window_of_token(within, h, w, SIDE: tl.constexpr, MERGE: tl.constexpr):
     """(row, col) in the frame of its tokens `within` 0 .. h w - 1 in window order."""
-    window_row = within // (SIDE * w)  # windows of a row of them hold all its SIDE rows of patches, w wide
+    window_row, inside = _divide(within, SIDE * w)  # windows of a row hold all its SIDE rows of patches, w wide
     height = tl.minimum(h - window_row * SIDE, SIDE)
-    inside = within - window_row * (SIDE * w)
-    window_col = inside // (height * SIDE)
+    window_col, inside = _divide(inside, height * SIDE)
     width = tl.minimum(w - window_col * SIDE, SIDE)
-    inside = inside - window_col * (height * SIDE)
-    block = inside // (MERGE * MERGE)
-    row = block // (width // MERGE) * MERGE + inside // MERGE % MERGE
-    col = block % (width // MERGE) * MERGE + inside % MERGE
+    block_row, block_col = _divide(inside // (MERGE * MERGE), width // MERGE)
+    row = block_row * MERGE + inside // MERGE % MERGE
+    col = block_col * MERGE + inside % MERGE
     return window_row * SIDE + row, window_col * SIDE + col
 
 
@@ -54,10 +54,10 @@ def _window_tiles(h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
 def _window_tile(tile, h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
     """(first token within the frame, tokens) of the window of the frame's tile `tile`, and which of its tiles it is."""
     full = tl.maximum(_tiles_of_row(SIDE, w, SIDE, BLOCK_Q), 1)
-    window_row = tl.minimum(tile // full, h // SIDE)  # whole rows of windows, then perhaps a lower one
+    window_row = tl.minimum(_divide(tile, full)[0], h // SIDE)  # whole rows of windows, then perhaps a lower one
     tile -= window_row * full
     height = tl.minimum(h - window_row * SIDE, SIDE)
     each = tl.maximum((height * SIDE + BLOCK_Q - 1) // BLOCK_Q, 1)
-    window_col = tl.minimum(tile // each, w // SIDE)
+    window_col = tl.minimum(_divide(tile, each)[0], w // SIDE)
     begin, size = _span(window_row, window_col, h, w, SIDE)
     return begin, size, tile - window_col * each

@@ -21,6 +21,10 @@ tile is noted and redone at the end with a running maximum (attention_redo.py).
 Boxes of keys and values are cut off at the end of the frame by the copy engine itself: their descriptor has a row
 dimension twice, (a, b) -> row a + b - BLOCK_N with b < BLOCK_N, both of pitch W. A box that starts at (a, b) reads
 rows a + b - BLOCK_N ... a - 1 and zeros behind them, so a = end of the block and no neighbour's NaN gets in.
+
+The tail of a head of 72 is 8 columns in a box of 16. Of queries the copy engine fills it up with zeros, which takes it
+longer; of keys and values the box holds the next head's first 8 columns, which meet zeros in q . k and are not stored
+of P V. Where these are infinite or NaN, so are the sums, and the tile is redone without them.
 """
 
 import functools
@@ -33,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
 from fusedvit.kernels.hopper.attention_consumer import consumer
-from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, first_item, work_item
+from fusedvit.kernels.hopper.attention_parts import ROWS, SUMS, Memory, Sizes, first_item, work_item
 from fusedvit.kernels.hopper.compat import TensorDescriptor, async_load, gl, gluon
 from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
 from fusedvit.kernels.launch import launch
@@ -44,9 +48,10 @@ MAX_HEAD = 128
 @gluon.jit
 def _load_block(desc, tail_desc, box, box_tail, barrier, last, skip, section, head, s: Sizes, pred):
     """Keys (section 1) or values (2) of one block, zeros past its `last` row."""
-    async_load(desc, [last, skip, (section * s.HEADS + head) * s.HEAD_DIM], barrier, box, pred=pred)
+    col = (section * s.HEADS + head) * s.HEAD_DIM
+    async_load(desc, [last, skip, col], barrier, box, pred=pred)
     if s.TAIL > 0:
-        async_load(tail_desc, [last, skip, section * s.HEADS + head, 0], barrier, box_tail, pred=pred)
+        async_load(tail_desc, [last, skip, col + s.HEAD], barrier, box_tail, pred=pred)
 
 
 @gluon.jit
@@ -105,7 +110,7 @@ def _hopper_attention_kernel(
     q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [ROWS, HEAD]
     q_tail_desc,  # [T, 3 * HEADS, HEAD_DIM - HEAD], boxes [ROWS, 1, TAIL]
     kv_desc,  # [T + 1, BLOCK_N, 3 * HEADS * HEAD_DIM], see above; boxes [1, BLOCK_N, HEAD]
-    kv_tail_desc,  # [T + 1, BLOCK_N, 3 * HEADS, HEAD_DIM - HEAD], boxes [1, BLOCK_N, 1, TAIL]
+    kv_tail_desc,  # the same, boxes [1, BLOCK_N, TAIL]
     qkv_ptr,  # [T, 3 * HEADS * HEAD_DIM]
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32
@@ -121,19 +126,23 @@ def _hopper_attention_kernel(
     PING_PONG: gl.constexpr,
     TOGETHER: gl.constexpr,
     LATE: gl.constexpr,
+    ONES: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a consumer's thread
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, DTYPE)
+    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, ONES, DTYPE)
     q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
     v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
     q_tail, k_tail, v_tail = q, k, v
     if TAIL > 0:
         q_tail = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, 1, TAIL], q_tail_desc.layout)
-        k_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, 1, TAIL], kv_tail_desc.layout)
-        v_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, 1, TAIL], kv_tail_desc.layout)
+        k_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
+        v_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
+    ones = q
+    if ONES:
+        ones = gl.allocate_shared_memory(DTYPE, [CONSUMERS, SUMS, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -151,7 +160,7 @@ def _hopper_attention_kernel(
         if i < CONSUMERS and PING_PONG:
             mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
-    m = Memory(q, q_tail, k, k_tail, v, v_tail, q_full, q_empty, full, empty, turn)
+    m = Memory(q, q_tail, k, k_tail, v, v_tail, ones, q_full, q_empty, full, empty, turn)
     # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -226,13 +235,14 @@ def _boxes(qkv: torch.Tensor, heads: int, head_dim: int, config: HopperAttention
     head, tail = split_head(head_dim, MAX_HEAD)
     ahead = block_n * pitch * qkv.element_size()
     q = _descriptor(qkv, [rows, pitch], [pitch, 1], [QUERIES, head])
-    kv = _descriptor(_Ahead(qkv, ahead), [rows + 1, block_n, pitch], [pitch, pitch, 1], [1, block_n, head])
+    kv, kv_tail = (
+        _descriptor(_Ahead(qkv, ahead), [rows + 1, block_n, pitch], [pitch, pitch, 1], [1, block_n, width])
+        for width in (head, tail or head)
+    )
     if tail == 0:
-        return q, q, kv, kv
-    rest, columns, sections = qkv[:, head:], head_dim - head, 3 * heads
-    q_tail = _descriptor(rest, [rows, sections, columns], [pitch, head_dim, 1], [QUERIES, 1, tail])
-    shape, strides = [rows + 1, block_n, sections, columns], [pitch, pitch, head_dim, 1]
-    return q, q_tail, kv, _descriptor(_Ahead(rest, ahead), shape, strides, [1, block_n, 1, tail])
+        return q, q, kv, kv_tail
+    shape, strides = [rows, 3 * heads, head_dim - head], [pitch, head_dim, 1]
+    return q, _descriptor(qkv[:, head:], shape, strides, [QUERIES, 1, tail]), kv, kv_tail
 
 
 def _check(
@@ -280,12 +290,7 @@ def attention(
         "HEAD_DIM": head_dim,
         "HEAD": head,
         "TAIL": tail,
-        "CONSUMERS": config.consumers,
-        "BLOCK_N": config.block_n,
-        "STAGES": config.stages,
-        "PING_PONG": config.ping_pong,
-        "TOGETHER": config.together if config.together and heads % config.together == 0 else heads,
-        "LATE": config.late,
+        **config.constants(heads),
         "REGISTERS": registers,
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)

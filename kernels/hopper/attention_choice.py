@@ -4,7 +4,7 @@
 
 of frames of one length. A CTA takes a round for each of its tiles and a step for each block of keys; a CTA that has an
 SM to itself, though two could share it, takes half as long. Fitted to what an H200 timed (docs/hopper-attention.md):
-off by 3 % (rms), 6 % at worst.
+off by 4 % (rms), 12 % at worst.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,9 @@ from fusedvit.kernels.hopper.configs import (
     MIDDLE,
     OVERLAP,
     SHORT,
+    SMALL_WIDE,
     TINY,
+    WIDE,
     HopperAttentionConfig,
     absent,
 )
@@ -39,14 +41,24 @@ class Cost:
     step: float
 
 
-# By (consumers, keys of a step), then by head_dim. Of TINY heads of 72 were not timed.
+# By (consumers, keys of a step), then by head_dim.
 COSTS = {
-    (1, 64): {64: Cost(4.0, 2.00, 0.254), 72: Cost(4.0, 2.48, 0.400), 80: Cost(4.0, 2.48, 0.400)},
-    (2, 64): {64: Cost(4.2, 0.64, 0.559), 72: Cost(4.4, 1.20, 0.642), 80: Cost(4.3, 0.87, 0.635)},
+    (1, 64): {
+        64: Cost(4.0, 2.00, 0.254),
+        72: Cost(2.7, 2.01, 1.080),
+        80: Cost(4.0, 2.48, 0.400),
+        128: Cost(2.2, 3.10, 0.758),
+    },
+    (2, 64): {
+        64: Cost(4.2, 0.64, 0.559),
+        72: Cost(4.4, 1.20, 0.642),
+        80: Cost(4.3, 0.87, 0.635),
+        128: Cost(2.7, 1.60, 0.730),
+    },
     (2, 128): {64: Cost(4.4, 1.05, 0.999), 72: Cost(4.7, 1.89, 1.154), 80: Cost(4.3, 1.58, 1.143)},
     (3, 64): {64: Cost(5.2, 1.15, 0.703), 72: Cost(4.8, 1.72, 0.840), 80: Cost(5.5, 1.59, 0.842)},
 }
-TIMED_TO = {TINY: 512}  # tokens of the longest frame that a schedule was timed with, where that is few
+TIMED_TO = {TINY: 512, SMALL_WIDE: 1024}  # tokens of the longest frame that it was timed with, where that is few
 
 
 def microseconds(config: HopperAttentionConfig, frames: int, length: int, heads: int, head_dim: int, sms: int) -> float:
@@ -57,16 +69,18 @@ def microseconds(config: HopperAttentionConfig, frames: int, length: int, heads:
     return cost.launch + rounds * (cost.tile + cost.step * -(-length // config.block_n))
 
 
-def short_frame(head_dim: int) -> int:
-    """Where a plan has two lists of tiles, the tokens of the longest frame of the first; longer ones are in the other.
+def two_lists(rows: int, head_dim: int) -> bool:
+    """Whether a budget's long and short frames have a list of tiles each, and a schedule of their own.
 
-    Heads of 64 lose little by long blocks of keys in short frames (64 x 256: 50.0 us, 49.5 with short ones), so that
-    one list does for all but the longest (16 x 1024: 146 us, 155 by the schedule of 1 x 16384).
+    Heads of 64 have one for both: `MIDDLE` is 3 to 10 % slower than the best for either, and an empty launch is spared.
     """
-    return 2048 if head_dim == 64 else 512
+    return rows >= TWO_LISTS and head_dim != 64
 
 
-def contents(rows: int, kind: str, head_dim: int) -> list[tuple[int, int]]:
+SHORT_FRAME = 512  # tokens of the longest frame of the first list of two; longer ones are in the other
+
+
+def contents(rows: int, kind: str) -> list[tuple[int, int]]:
     """(frames, tokens of each) that a budget of `rows` is judged by: one picture, several, a video's frames.
 
     Each fills more than four fifths: nearly what falls into it, and of several lengths. Frames of `kind` only.
@@ -74,15 +88,19 @@ def contents(rows: int, kind: str, head_dim: int) -> list[tuple[int, int]]:
     if kind == WINDOWS:
         return [(max(1, rows // WINDOW), WINDOW)]
     found = [(rows // n, n) for n in dict.fromkeys((rows, *FRAMES)) if rows // n * n > 0.8 * rows]
-    return [c for c in found if kind == ALL_FRAMES or (c[1] > short_frame(head_dim)) == (kind == LONG_FRAMES)]
+    return [c for c in found if kind == ALL_FRAMES or (c[1] > SHORT_FRAME) == (kind == LONG_FRAMES)]
 
 
 def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
     """Those to choose from, as few registers as this Triton leaves: 3.8 and later spill in `MIDDLE` where a head has a
-    tail, and in `LONG` unless P is rounded late; heads of 64 gain by that everywhere, there with heads in groups."""
+    tail or rows are summed by a product, and in `LONG` unless P is rounded late; heads of 64 gain by that everywhere,
+    there with heads in groups."""
+    if head_dim == 128:
+        return SMALL_WIDE, WIDE
     spills = compat.NEEDS_MORE_REGISTERS
     if head_dim == 64:
-        return TINY, SHORT, MIDDLE, replace(LONG, ping_pong=False, late=True, together=4 * spills)
+        short, middle = replace(SHORT, ping_pong=False), replace(MIDDLE, ones=not spills)
+        return TINY, short, middle, replace(LONG, ping_pong=False, late=True, together=4 * spills)
     return (TINY, SHORT, replace(LONG, late=True)) if spills else (TINY, SHORT, MIDDLE, LONG)
 
 
@@ -96,9 +114,13 @@ def hopper_attention_config(
     """
     if absent(target, dtype) or head_dim not in MEASURED:
         return None
-    held = contents(rows, kind, head_dim)
+    held = contents(rows, kind)
     longest = max((length for _, length in held), default=0)
     offered = [s for s in schedules(head_dim) if longest <= TIMED_TO.get(s, longest)]
+    if kind == WINDOWS:  # a window fills a tile of one consumer, and two of them an SM: the fastest at every size
+        offered = offered[:1]
+    if kind == ALL_FRAMES and rows >= TWO_LISTS:  # for frames of any length
+        offered = [s for s in offered if (s.consumers, s.block_n) == (2, 128)] or offered
     sms = target.num_sms
     chosen = min(offered, key=lambda s: sum(microseconds(s, *c, heads, head_dim, sms) for c in held))
     return replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)

@@ -8,11 +8,17 @@ bf16 holds p up to 2^93 times the first block's largest; fp16 only 2^15, so ther
 small p, which are subnormal below 2^-8 of the largest, is less than the answer's own rounding.
 """
 
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_wait
 
 from fusedvit.kernels.hopper.attention_parts import (
     ROWS,
+    SUMS,
     Memory,
     Sizes,
     first_item,
@@ -21,7 +27,7 @@ from fusedvit.kernels.hopper.attention_parts import (
     work_item,
 )
 from fusedvit.kernels.hopper.attention_redo import redo_tile
-from fusedvit.kernels.hopper.compat import gl, gluon
+from fusedvit.kernels.hopper.compat import barrier, gl, gluon
 
 HEADROOM = gl.constexpr(6.0)
 FLAGS = gl.constexpr(30)  # tiles of a CTA that are noted one by one; the last flag stands for all the others
@@ -57,9 +63,14 @@ def _scores(m: Memory, buffer, stage, s: Sizes, LAYOUT: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def _add_values(acc, acc_tail, p, m: Memory, stage, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr):
-    """acc + P V of one block, in flight; and P in the registers that the products read."""
+def _add_values(
+    acc, acc_tail, sums, p, m: Memory, stage, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr, C: gl.constexpr
+):
+    """acc + P V of one block, and sums + P 1, in flight; and P in the registers that the products read."""
     p = p.to(s.DTYPE)
+    if s.ONES:
+        p_ones = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))
+        sums = warpgroup_mma(p_ones, m.ones.index(C).permute((1, 0)), sums, is_async=True)
     p_head = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 2))
     v = m.v.index(stage).reshape((s.BLOCK_N, s.HEAD))
     acc = warpgroup_mma(p_head, v, acc, is_async=True)
@@ -68,26 +79,26 @@ def _add_values(acc, acc_tail, p, m: Memory, stage, s: Sizes, LAYOUT: gl.constex
         p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, TAIL_LAYOUT, 2))
         v_tail = m.v_tail.index(stage).reshape((s.BLOCK_N, s.TAIL))
         acc_tail = warpgroup_mma(p_tail, v_tail, acc_tail, is_async=True)
-    return acc, acc_tail, p_head, p_tail
+    return acc, acc_tail, sums, p_head, p_tail
 
 
 @gluon.jit
 def _await_scores(scores, s: Sizes):
-    """Leaves P V in flight."""
-    if s.TAIL > 0:
-        return warpgroup_mma_wait(2, deps=(scores,))
-    else:
-        return warpgroup_mma_wait(1, deps=(scores,))
+    """Leaves P V and P 1 in flight."""
+    LATER: gl.constexpr = 1 + (1 if s.TAIL > 0 else 0) + (1 if s.ONES else 0)
+    return warpgroup_mma_wait(LATER, deps=(scores,))
 
 
 @gluon.jit
-def _await_values(acc, acc_tail, p_head, p_tail, s: Sizes):
-    """(acc, acc_tail). The next block's P is rounded behind this wait, into the registers that the product has read."""
+def _await_values(acc, acc_tail, sums, p_head, p_tail, s: Sizes):
+    """The three sums. The next block's P is rounded behind this wait, into the registers that these have read."""
     if s.TAIL > 0:
         acc, acc_tail, p_head, p_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail, p_head, p_tail))
     else:
         acc, p_head = warpgroup_mma_wait(0, deps=(acc, p_head))
-    return acc, acc_tail
+    if s.ONES:
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+    return acc, acc_tail, sums
 
 
 @gluon.jit
@@ -114,13 +125,17 @@ def _round(p, s: Sizes):
 
 @gluon.jit
 def _start_rows(scores, keys, s: Sizes, LAYOUT: gl.constexpr):
-    """Softmax of a tile's first block: (P, offset of each row, partial sums)."""
+    """Softmax of a tile's first block: (P, offset of each row, what is known of their sums)."""
     scores = _mask_keys(scores, keys, s.BLOCK_N, LAYOUT)
     offset = gl.max(scores, 1) * s.SCALE
     if gl.float16 == s.DTYPE:
         offset += HEADROOM
     p = gl.exp2(scores * s.SCALE - gl.expand_dims(offset, 1))
-    return _round(p, s), offset, _partial_sum(p, s.BLOCK_N)
+    if s.ONES:
+        sums = gl.zeros([ROWS, SUMS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16]))
+    else:
+        sums = _partial_sum(p, s.BLOCK_N)
+    return _round(p, s), offset, sums
 
 
 @gluon.jit
@@ -132,7 +147,10 @@ def _finish_rows(
     sums += gl.convert_layout(_partial_sum(acc * 0.0, s.HEAD), sums.type.layout)  # 0, or NaN
     if s.TAIL > 0:
         sums += gl.convert_layout(_partial_sum(acc_tail * 0.0, s.TAIL), sums.type.layout)
-    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, LAYOUT))
+    total = gl.sum(sums, 1)
+    if s.ONES:
+        total /= SUMS  # of equal ones, exactly
+    total = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
     store_rows(out_ptr, acc, acc_tail, total, first, end, head, s, LAYOUT, TAIL_LAYOUT)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return (rows < end) & ((total < LIMIT) == 0)
@@ -167,19 +185,20 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
             stage = slot % s.STAGES
             _my_turn(m, turn, s, C)
             scores = _scores(m, nth & 1, stage, s, KEYS, C)
-            acc, acc_tail, p_head, p_tail = _add_values(acc, acc_tail, p, m, stage, s, WIDE, SLIM)
+            acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
             _next_turn(m, s, C)
             scores = _await_scores(scores, s)
             scores = _mask_keys(scores, end - begin - step * s.BLOCK_N, s.BLOCK_N, KEYS)
             e = gl.exp2(scores * s.SCALE - gl.expand_dims(offset, 1))
-            sums += _partial_sum(e, s.BLOCK_N)
+            if not s.ONES:
+                sums += _partial_sum(e, s.BLOCK_N)
             p = _round(e, s)
             slot += 1
             turn += 1
             # Waited for here, though needed by the next step: only the border of a basic block keeps ptxas from moving
             # the wait for P V above the exponentials.
             mbarrier.wait(m.full.index(slot % s.STAGES), (slot // s.STAGES) & 1)
-            acc, acc_tail = _await_values(acc, acc_tail, p_head, p_tail, s)
+            acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
             mbarrier.arrive(m.empty.index(stage), count=1)
         for _ in range(steps, blocks):  # no query of this consumer lies inside the frame
             _my_turn(m, turn, s, C)
@@ -195,16 +214,16 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
             mbarrier.wait(m.q_full.index((nth + 1) & 1), ((nth + 1) >> 1) & 1)
             _my_turn(m, turn, s, C)
             scores = _scores(m, (nth + 1) & 1, stage, s, KEYS, C)
-            acc, acc_tail, p_head, p_tail = _add_values(acc, acc_tail, p, m, stage, s, WIDE, SLIM)
+            acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
             _next_turn(m, s, C)
             scores = _await_scores(scores, s)
             mbarrier.arrive(m.q_empty.index(nth & 1), count=1)
             p, offset, next_sums = _start_rows(scores, next_end - next_begin, s, KEYS)
             mbarrier.wait(m.full.index((slot + 1) % s.STAGES), ((slot + 1) // s.STAGES) & 1)
-            acc, acc_tail = _await_values(acc, acc_tail, p_head, p_tail, s)
+            acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
         else:
-            acc, acc_tail, p_head, p_tail = _add_values(acc, acc_tail, p, m, stage, s, WIDE, SLIM)
-            acc, acc_tail = _await_values(acc, acc_tail, p_head, p_tail, s)
+            acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
+            acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
         mbarrier.arrive(m.empty.index(stage), count=1)
         slot += 1
         turn += 1
@@ -227,6 +246,11 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
 def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
     num_tiles = gl.load(num_tiles_ptr)
     begin, end, first, head = first_item(tiles_ptr, num_tiles, s)
+    if s.ONES:
+        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        m.ones.index(C).store(gl.full([SUMS, s.BLOCK_N], 1.0, s.DTYPE, LINES))
+        fence_async_shared()
+        barrier()
     gdc_wait()
     if gl.program_id(0) < num_tiles * s.HEADS:
         _consume(m, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, head, s, C)

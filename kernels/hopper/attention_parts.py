@@ -1,8 +1,10 @@
 """What the warpgroups of the Hopper attention kernel share: sizes, shared memory, the walk over tiles."""
 
+from fusedvit.kernels.hopper import configs
 from fusedvit.kernels.hopper.compat import aggregate, gl, gluon
 
 ROWS = gl.constexpr(64)  # queries of a consumer
+SUMS = gl.constexpr(configs.SUMS)
 
 
 @aggregate
@@ -20,11 +22,12 @@ class Sizes:
     PING_PONG: gl.constexpr
     TOGETHER: gl.constexpr
     LATE: gl.constexpr
+    ONES: gl.constexpr
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, DTYPE
+        self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, ONES, DTYPE
     ):
         self.HEADS = gl.constexpr(HEADS)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
@@ -37,6 +40,7 @@ class Sizes:
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.TOGETHER = gl.constexpr(TOGETHER)
         self.LATE = gl.constexpr(LATE)
+        self.ONES = gl.constexpr(ONES)
         self.DTYPE = gl.constexpr(DTYPE)
 
 
@@ -47,9 +51,10 @@ class Memory:
     q: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, HEAD]
     q_tail: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, 1, TAIL]
     k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, HEAD]
-    k_tail: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, TAIL]
+    k_tail: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, TAIL]
     v: gl.shared_memory_descriptor  # as k
     v_tail: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor  # [CONSUMERS, SUMS, BLOCK_N], if there are any
     q_full: gl.shared_memory_descriptor  # [2, 1] barriers, as the following
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # [STAGES, 1]
@@ -57,13 +62,14 @@ class Memory:
     turn: gl.shared_memory_descriptor  # [CONSUMERS, 1]
 
     @gluon.constexpr_function
-    def __init__(self, q, q_tail, k, k_tail, v, v_tail, q_full, q_empty, full, empty, turn):
+    def __init__(self, q, q_tail, k, k_tail, v, v_tail, ones, q_full, q_empty, full, empty, turn):
         self.q = q
         self.q_tail = q_tail
         self.k = k
         self.k_tail = k_tail
         self.v = v
         self.v_tail = v_tail
+        self.ones = ones
         self.q_full = q_full
         self.q_empty = q_empty
         self.full = full

@@ -8,6 +8,7 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 
 QUERIES = 64  # of a consumer
+SUMS = 8  # columns of a product with ones, all alike: the fewest that an instruction has
 OVERLAP = True  # whether what is chosen here begins before the previous launch has ended
 
 
@@ -24,6 +25,7 @@ class HopperAttentionConfig:
         together: heads of every tile that are walked before the next ones (see `attention_parts.work_item`); all where
             it is 0 or does not divide their number.
         late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
+        ones: rows of P are summed by a product with ones, not added up in registers.
         max_programs: bound of the persistent grid.
         overlap: begin before the previous launch has ended (programmatic dependent launch), see `OVERLAP`. The previous
             launch must not be what writes the tiles.
@@ -36,6 +38,7 @@ class HopperAttentionConfig:
     ping_pong: bool = False
     together: int = 0
     late: bool = False
+    ones: bool = False
     max_programs: int = 132
     overlap: bool = False
 
@@ -44,20 +47,34 @@ class HopperAttentionConfig:
         """Queries of a tile of `Segments`."""
         return self.consumers * QUERIES
 
+    def constants(self, heads: int) -> dict[str, int | bool]:
+        """The kernel's compile-time arguments, in its order."""
+        return {
+            "CONSUMERS": self.consumers,
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "PING_PONG": self.ping_pong,
+            "TOGETHER": self.together if self.together and heads % self.together == 0 else heads,
+            "LATE": self.late,
+            "ONES": self.ones,
+        }
 
-MEASURED = (64, 72, 80)  # head_dims that were timed on an H200; for heads of 128 `fusedvit tune` may choose the form
+
+MEASURED = (64, 72, 80, 128)  # head_dims that were timed on an H200; for others `fusedvit tune` may choose the form
 TINY = HopperAttentionConfig(1, 64, 3, ctas=2)
-SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True)
+SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True, ones=True)
 MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True)
 LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True)
-WIDE = HopperAttentionConfig(2, 64, 3, ping_pong=True)  # for heads of 128
+SMALL_WIDE = HopperAttentionConfig(1, 64, 2, ctas=2)  # for heads of 128, as TINY
+WIDE = HopperAttentionConfig(2, 64, 4, late=True)  # for heads of 128
 
 
 def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
     """Shared memory of a CTA: two tiles of queries, the ring, and lines of output on their way."""
     row = 2 * (head + tail)
     lines = 0 if config.consumers == 3 else config.block_m * 2 * head
-    return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + 1024
+    ones = config.ones * config.consumers * SUMS * config.block_n * 2
+    return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + ones + 1024
 
 
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
@@ -65,11 +82,16 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
     by_heads, early = replace(LONG, together=4), replace(SHORT, late=False)
     found = [TINY, SHORT, early, MIDDLE, replace(MIDDLE, together=4), LONG, by_heads]
     found.append(HopperAttentionConfig(1, 128, 2, ctas=2))
+    found.append(replace(SHORT, ones=False))
     if head_dim == 64:
+        found += [replace(MIDDLE, ones=True), replace(MIDDLE, ones=True, ping_pong=False)]
         alone = [replace(config, ping_pong=False) for config in (SHORT, MIDDLE, LONG, by_heads)]
         found += [*alone, *(replace(config, late=not config.late) for config in alone)]
-    if head_dim == 128:
-        found = [WIDE, replace(WIDE, late=True)]
+    elif head_dim < 128:
+        found.append(replace(SHORT, ping_pong=False))
+    else:
+        in_turns = replace(WIDE, ping_pong=True)
+        found = [SMALL_WIDE, WIDE, in_turns, replace(in_turns, stages=3), replace(WIDE, late=False)]
     found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 

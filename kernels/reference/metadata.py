@@ -17,6 +17,7 @@ from fusedvit.kernels.metadata import (
     Layout,
     Metadata,
 )
+from fusedvit.kernels.reference.rope_words import rope_words
 
 
 def _positions(h: int, w: int, merge: int) -> torch.Tensor:
@@ -98,6 +99,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         side = layout.window**2
         _tiles(windows, layout.window_block_m, 0, side, out.window_tiles, out.count(WINDOW_TILES))
     out.counts[TOKENS, 0], out.counts[MERGED, 0] = token, token // unit
+    rope_words(out.rope, out.count(TOKENS), out.rope_words)
     return out
 
 

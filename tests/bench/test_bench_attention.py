@@ -42,14 +42,14 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.forms((64,) * 64, 72, BF16, target)["ships"].block_m == 64
     assert "2 x 128 alone" in attention.forms((4096,), 64, BF16, target)
     found = attention.forms((4096,), 128, BF16, target)
-    assert set(found) == {"ships", "triton", "2 x 64", "2 x 64 early"} and found["ships"] == found["triton"]
+    assert set(found) == {"ships", "apart", "triton", "1 x 64", "2 x 64", "in turns"} and found["apart"] == configs.WIDE
 
 
 def test_two_lists_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     case = attention_case(2, 16, (700, 20, 512), torch.float32, CPU, False)
     long, short = AttentionConfig(64, 64, 4, 2), AttentionConfig(128, 64, 4, 2)
     assert case.check((long, short)).passed
-    monkeypatch.setattr(cases, "short_frame", lambda head_dim: 600)  # 20 and 512 still short
+    monkeypatch.setattr(cases, "SHORT_FRAME", 600)  # 20 and 512 still short
     launched: list[tuple[int, int]] = []
     attend = cases.ops_for(CPU).attention
 

@@ -10,7 +10,7 @@ from tests.fusedvit.encoding import every_buffer
 def test_every_tensor_is_named_and_counted() -> None:
     made = every_buffer()
     found = made.tensors()
-    names = {"pixels", "grid", "hidden", "wide", "context", "stats", "merged", "rope_words"}
+    names = {"pixels", "grid", "hidden", "wide", "context", "stats", "merged"}
     names |= {f"meta.{name}" for name in Metadata.__annotations__} | {f"apart.{name}" for name in Apart.__annotations__}
     assert found.keys() == names | {"scratch.sums", "scratch.counters"}
     assert made.apart is not None and found["apart.inner"] is made.apart.inner and found["grid"] is made.grid

@@ -66,7 +66,7 @@ def test_short_frames_in_a_launch_of_their_own(
     name: str, table: ops.Ops, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a large budget's plan has it, with a lower limit. Both kinds, either alone, and NaN in all that is spare."""
-    monkeypatch.setattr(plan, "short_frame", lambda head_dim: 8)
+    monkeypatch.setattr(plan, "SHORT_FRAME", 8)
     tower = family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu")
     encoder = Encoder(tower, table)
     whole = encoder.plan(64)

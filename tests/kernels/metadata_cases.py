@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from hypothesis import strategies as st
 
-from fusedvit.kernels.metadata import Layout, Metadata
+from fusedvit.kernels.metadata import TOKENS, Layout, Metadata
+from fusedvit.kernels.rope_words import width
 
 Grid = Sequence[tuple[int, int, int]]
 SIDES = st.integers(1, 9)
 NOTHING = st.just((0, 0, 0))
+UNWRITTEN = -(2**30)
 
 
 def images(merge: int) -> st.SearchStrategy[tuple[int, int, int]]:
@@ -45,15 +47,15 @@ def tiles_of(lengths: Sequence[int], block_m: int, above: int = 0, up_to: int = 
     return sum(-(-n // block_m) for n in lengths if above < n <= up_to)
 
 
-def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0) -> Metadata:
-    """Room for `grid` and `room` more of everything, every field poisoned."""
+def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0, words: bool = False) -> Metadata:
+    """Room for `grid` and `room` more of everything, every field poisoned; for rotary words if asked for."""
     frames = frames_of(grid)
     tokens, tiles = sum(frames) + room, tiles_of(frames, layout.block_m, above=layout.short) + room
     windows = windows_of(grid, layout.window) if layout.window else []
     more = room if layout.window else 0
 
     def integers(*shape: int) -> torch.Tensor:
-        return torch.full(shape, -(2**30), dtype=torch.int32, device=device)
+        return torch.full(shape, UNWRITTEN, dtype=torch.int32, device=device)
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.full(shape, float("nan"), device=device)
@@ -61,6 +63,7 @@ def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0) -> Me
     return Metadata(
         counts=integers(7, 4),
         rope=floats(tokens, 2, layout.head_dim // 2),
+        rope_words=integers(tokens, width(layout.head_dim) if words else 0),
         tap_index=integers(tokens, layout.taps),
         tap_weight=floats(tokens, layout.taps),
         cu_seqlens=integers(len(frames) + 1 + room),
@@ -89,11 +92,21 @@ def fill(
     window_block_m: int = 16,
     short: int = 0,
     short_block_m: int = 16,
+    words: bool = False,
 ) -> Metadata:
     """`op`'s answer for `grid`; frequencies as Qwen's."""
     layout = Layout(merge, head_dim, block_m, side, taps if side else 0, window, window_block_m, short, short_block_m)
-    out = blank(grid, layout, device, room)
+    out = blank(grid, layout, device, room, words)
     half = head_dim // 2
     inv_freq = 10000.0 ** -(torch.arange(0, half, 2, device=device) / half)
     rows = torch.tensor(list(grid), dtype=torch.int32, device=device).reshape(-1, 3)
     return op(rows, inv_freq, out, layout)
+
+
+def assert_same_words(ours: Metadata, twin: Metadata) -> None:
+    """To a unit in each half, and that seldom: where a cos or sin falls on the border of two, its last bits decide."""
+    tokens = int(twin.count(TOKENS))
+    halves = [(m.rope_words[:tokens] & 0xFFFF, m.rope_words[:tokens] >> 16 & 0xFFFF) for m in (ours, twin)]
+    off = torch.stack([a - b for a, b in zip(*halves, strict=True)]).abs()
+    assert off.numel() == 0 or (off.max() <= 1 and off.float().mean() < 0.05), (off.max(), off.float().mean())
+    assert (ours.rope_words[tokens:] == UNWRITTEN).all(), "written past the tokens"

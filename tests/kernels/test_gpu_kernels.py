@@ -21,7 +21,7 @@ from fusedvit.tolerance import summarize
 from tests.kernels import attention_cases, linear_cases
 from tests.kernels.attention_cases import packed, segments, with_room
 from tests.kernels.linear_cases import Layer, fused, tensors
-from tests.kernels.metadata_cases import fill, frames_of
+from tests.kernels.metadata_cases import assert_same_words, fill, frames_of
 from tests.kernels.support import NAN, assert_rounded_once, assert_within, count, random
 from tests.kernels.test_metadata import assert_padding, assert_same
 
@@ -188,6 +188,9 @@ def test_metadata_is_its_twin(device: torch.device) -> None:
         ]
         grid = rng.choices(kinds, k=rng.randint(0, items))
         options = {"head_dim": 72, "side": 48, "block_m": 64, "room": rng.choice([0, 1, 1000])}
+        assert_same_words(
+            *(fill(op, grid, device, words=True, **options) for op in (vision_metadata, vision_metadata_ref))
+        )
         ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
         assert_same(ours, twin, sum(frames_of(grid)))
         assert_padding(ours, grid, 64)

@@ -15,7 +15,13 @@ from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper import attention as hopper_attention
 from fusedvit.kernels.hopper import attention_choice, attention_parts, compat, configs
-from fusedvit.kernels.hopper.attention_choice import TWO_LISTS, contents, hopper_attention_config, microseconds
+from fusedvit.kernels.hopper.attention_choice import (
+    SHORT_FRAME,
+    contents,
+    hopper_attention_config,
+    microseconds,
+    two_lists,
+)
 from fusedvit.kernels.hopper.configs import (
     HopperAttentionConfig,
     hopper_attention_candidates,
@@ -25,7 +31,7 @@ from fusedvit.kernels.tables import Table
 from fusedvit.plan import attention_task, plan_for
 from fusedvit.report import choices
 from tests.kernels.attention_cases import segments
-from tests.kernels.attention_times import TIMES
+from tests.kernels.attention_times import TIMES, WIDE_TIMES
 from tests.kernels.test_aot import run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,8 +55,7 @@ def test_the_interpreter_runs_no_gluon() -> None:
         (72, FP32, H200, "bfloat16 and float16 only"),
         (72, BF16, A100, "not sm_80"),
         (72, BF16, B200, "not sm_100"),
-        (96, BF16, H200, ""),  # never timed, as 128
-        (128, BF16, H200, ""),
+        (96, BF16, H200, ""),  # never timed
     ],
 )
 def test_where_there_is_no_answer(usable: None, head_dim: int, dtype: torch.dtype, target: Target, why: str) -> None:
@@ -66,12 +71,12 @@ def test_every_budget_has_an_answer_that_can_run(
 ) -> None:
     monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
     budgets = {budget(rows) for rows in range(1, 70000, 61)}
-    kinds = [("", rows) for rows in budgets if rows < TWO_LISTS]
-    kinds += [(kind, rows) for rows in budgets if rows >= TWO_LISTS for kind in ("short", "long")]
+    kinds = [("", rows) for rows in budgets if not two_lists(rows, head_dim)]
+    kinds += [(kind, rows) for rows in budgets if two_lists(rows, head_dim) for kind in ("short", "long")]
     chosen = {hopper_attention_config(rows, 16, head_dim, dtype, H200, kind) for kind, rows in kinds}
     assert None not in chosen
-    assert {c.block_m for c in chosen if c} == {64, 128, 192}
-    assert {c.block_n for c in chosen if c} == ({64} if newer and head_dim > 64 else {64, 128})
+    assert {c.block_m for c in chosen if c} == ({64, 128} if head_dim == 128 else {64, 128, 192})
+    assert {c.block_n for c in chosen if c} == ({64} if head_dim == 128 or newer and head_dim > 64 else {64, 128})
     for config in chosen:
         assert config and wrong_hopper_attention(config, H200, dtype) == ""
         assert configs.shared_bytes(config, *split_head(head_dim)) <= H200.max_shared
@@ -161,7 +166,7 @@ def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads
 
 def timings() -> Iterator[tuple[int, int, int, dict[HopperAttentionConfig, float]]]:
     """(head_dim, frames, tokens of each, microseconds of each schedule there is to choose from)."""
-    for head_dim, frames, length, *us in TIMES:
+    for head_dim, frames, length, *us in (*TIMES, *WIDE_TIMES):
         schedules = attention_choice.schedules(head_dim)
         yield head_dim, frames, length, {c: t for c, t in zip(schedules, us, strict=True) if t is not None}
 
@@ -173,8 +178,8 @@ def test_costs_are_what_was_timed(usable: None, monkeypatch: pytest.MonkeyPatch)
         for config, timed in us.items():
             if length >= 196 or config == configs.TINY:  # nothing else is asked for windows
                 errors.append(microseconds(config, frames, length, 16, head_dim, 132) / timed - 1)
-    assert len(errors) > 80
-    assert max(map(abs, errors)) < 0.08
+    assert len(errors) > 100
+    assert max(map(abs, errors)) < 0.12
     assert (sum(e * e for e in errors) / len(errors)) ** 0.5 < 0.04
 
 
@@ -185,8 +190,8 @@ def test_what_is_chosen_is_near_the_best_that_was_timed(usable: None, monkeypatc
     for head_dim, frames, length, us in timings():
         rows = budget(frames * length)
         kind = "window" if length == 64 else ""
-        if rows >= TWO_LISTS and not kind:
-            kind = "short" if length <= attention_choice.short_frame(head_dim) else "long"
+        if two_lists(rows, head_dim) and not kind:
+            kind = "short" if length <= SHORT_FRAME else "long"
         chosen = hopper_attention_config(rows, 16, head_dim, BF16, H200, kind)
         assert chosen is not None
         chosen = dataclasses.replace(chosen, max_programs=132, overlap=False)
@@ -198,7 +203,7 @@ def test_what_is_chosen_is_near_the_best_that_was_timed(usable: None, monkeypatc
 
 def test_one_wave_is_better_than_two(usable: None) -> None:
     """1296 tokens are 176 tiles of 128 queries and heads, 112 of 192: an H200 has 132 SMs."""
-    for head_dim in configs.MEASURED:
+    for head_dim in (64, 72, 80):  # heads of 128 have no tiles of 192
         for rows in (1280, 1536):
             assert hopper_attention_config(rows, 16, head_dim, BF16, H200).block_m == 192
         assert hopper_attention_config(1024, 16, head_dim, BF16, H200).block_m == 128
@@ -206,11 +211,11 @@ def test_one_wave_is_better_than_two(usable: None) -> None:
 
 @pytest.mark.parametrize("rows", [64, 896, 1024, 6144, 16384])
 def test_contents_nearly_fill_their_budget(rows: int) -> None:
-    everything = contents(rows, "", 72)
+    everything = contents(rows, "")
     assert (1, rows) in everything
     assert all(0.8 * rows < frames * length <= rows for frames, length in everything) and len(everything) > (rows > 64)
-    assert contents(rows, "short", 72) + contents(rows, "long", 72) == sorted(everything, key=lambda c: c[1] > 512)
-    assert contents(rows, "window", 72) == [(rows // 64, 64)]
+    assert contents(rows, "short") + contents(rows, "long") == sorted(everything, key=lambda c: c[1] > 512)
+    assert contents(rows, "window") == [(rows // 64, 64)]
 
 
 def test_windows_take_tiles_of_their_size(usable: None) -> None:

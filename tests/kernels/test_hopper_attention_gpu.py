@@ -12,13 +12,11 @@ import torch
 
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.attention_choice import schedules, short_frame
+from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME, schedules
 from fusedvit.kernels.hopper.configs import (
     LONG,
-    MEASURED,
     MIDDLE,
     SHORT,
-    WIDE,
     HopperAttentionConfig,
     hopper_attention_candidates,
 )
@@ -43,9 +41,7 @@ RAGGED = {
 
 
 def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
-    """The schedules that heuristics choose from for such heads; of heads of 128, what the tuner is offered."""
-    if head_dim not in MEASURED:
-        return [WIDE]
+    """The schedules that heuristics choose from for such heads."""
     sms = Target.of(device).num_sms
     return [replace(config, max_programs=config.ctas * sms) for config in schedules(head_dim)]
 
@@ -155,7 +151,7 @@ def test_quick_nothing_to_do(device: torch.device) -> None:
 def test_quick_two_lists(device: torch.device) -> None:
     """Long frames in one launch, short ones in another: bit for bit what each frame is by itself, however many."""
     short, long = (replace(config, max_programs=132) for config in (SHORT, LONG))
-    limit = short_frame(72)
+    limit = SHORT_FRAME
     for lengths in ([600, 196, 4, 512, 513, 64, 900], [196] * 9, [700, 800]):
         qkv = packed(lengths, 72, BF16, device, heads=HEADS)
         out = torch.full((len(qkv), HEADS * 72), NAN, dtype=BF16, device=device)

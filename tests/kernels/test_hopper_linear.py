@@ -249,7 +249,8 @@ def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_cou
         (spec, FP32, 0),
     ):
         made = allocate(tower, capacity, dtype, CPU)
-        without = replace(made, rope_words=made.rope_words[:0], scratch=Scratch.zeros(0, 0, CPU))
+        meta = replace(made.meta, rope_words=made.meta.rope_words[:0])
+        without = replace(made, meta=meta, scratch=Scratch.zeros(0, 0, CPU))
         assert made.held_bytes() - without.held_bytes() == 4 * held
 
 

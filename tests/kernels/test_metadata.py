@@ -27,7 +27,7 @@ from fusedvit.kernels.reference.metadata import vision_metadata as vision_metada
 from tests.kernels.metadata_cases import Grid, fill, frames_of, grids, tiles_of, windows_of
 from tests.kernels.support import count, padded
 
-EXAMPLES = 25
+EXAMPLES = 15
 
 
 def assert_same(ours: Metadata, twin: Metadata, tokens: int) -> None:
@@ -42,7 +42,7 @@ def assert_same(ours: Metadata, twin: Metadata, tokens: int) -> None:
     assert torch.equal(ours.tiles, twin.tiles)
     assert torch.equal(ours.tap_index[:tokens], twin.tap_index[:tokens])
     torch.testing.assert_close(ours.tap_weight[:tokens], twin.tap_weight[:tokens], rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours.rope[:tokens], twin.rope[:tokens], rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours.rope[:tokens], twin.rope[:tokens], rtol=0, atol=3e-7)
     for field in (ours.rope, ours.tap_weight):
         assert field[tokens:].isnan().all(), "written past the tokens"
 
@@ -63,9 +63,11 @@ def assert_padding(meta: Metadata, grid: Grid, block_m: int) -> None:
 @example([(1, 2, 2)], 16, 0)  # one merged token
 @example([(1, 4, 8)], 64, 0)  # 32 tokens: a program's block exactly
 @example([(0, 4, 4)], 16, 1)  # a video without frames
-@example([(1, 2, 2)] * 16, 16, 0)  # items are looked up 16 at a time: a chunk exactly
-@example([(1, 2, 2)] * 31 + [(3, 4, 6), (1, 6, 2)], 16, 5)  # a video at the end of a chunk, an image in a third
-@example([(0, 0, 0)] * 40 + [(2, 4, 2)], 16, 5)  # a chunk of nothing first
+@example([(1, 2, 2)] * 64, 64, 0)  # items are looked up 64 at a time: a chunk exactly
+@example([(1, 2, 2)] * 63 + [(3, 4, 6), (1, 6, 2)], 16, 5)  # a video at the end of a chunk, an image in the next
+@example([(0, 0, 0)] * 80 + [(2, 4, 2)] + [(0, 0, 0)] * 60, 16, 5)  # a chunk of nothing first, and one behind
+@example([(0, 0, 0), (1, 2, 4)] * 20 + [(1, 4, 2), (0, 0, 0)] * 20, 16, 0)  # one of a lane's two items is empty
+@example([(1, 2, 4)] + [(0, 2, 2)] * 130 + [(1, 4, 2)], 16, 0)  # nothing in between, for longer than a chunk
 @example([(70, 2, 2), (1, 4, 2)], 16, 0)  # more frames than tokens of a frame
 @example([(130, 2, 2)], 16, 0)  # frames and tiles past a program's block of 32
 def test_kernel_is_its_twin(device: torch.device, grid: Grid, block_m: int, room: int) -> None:
@@ -128,7 +130,7 @@ def test_far_positions_keep_their_angles(device: torch.device) -> None:
     grid = [(1, 2, 256)]
     ours = fill(vision_metadata, grid, device)
     twin = fill(vision_metadata_ref, grid, device)
-    torch.testing.assert_close(ours.rope, twin.rope, rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours.rope, twin.rope, rtol=0, atol=3e-7)
 
 
 WINDOWED = {"window": 8, "head_dim": 16, "side": 0}
@@ -143,6 +145,7 @@ WINDOWED = {"window": 8, "head_dim": 16, "side": 0}
 @example([(1, 10, 8), (1, 8, 10), (1, 6, 6)], 16, 0)  # cut below, at the right, at both and narrower than a window
 @example([(2, 18, 26)], 16, 1)  # tiles of 16: four of a whole window, one to three of a cut one
 @example([(10, 10, 10), (0, 4, 4), (1, 2, 40)], 64, 40)  # more windows than a program's block of 32
+@example([(1, 2, 2)] * 62 + [(2, 10, 2), (0, 0, 0), (1, 10, 10)], 64, 0)  # more items than are looked up at a time
 def test_windows_are_the_twins(device: torch.device, grid: Grid, block_m: int, room: int) -> None:
     options = WINDOWED | {"window_block_m": block_m, "room": room}
     ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
@@ -158,6 +161,7 @@ def test_windows_are_the_twins(device: torch.device, grid: Grid, block_m: int, r
 @given(grids(2, 8), st.sampled_from([16, 64]), st.sampled_from([1, 4, 24, 10**6]), st.integers(0, 40))
 @example([(1, 4, 6), (1, 4, 8), (2, 2, 2)], 16, 24, 0)  # a frame of the limit, one past it
 @example([(1, 2, 2)] * 20 + [(3, 10, 10)] * 20, 16, 24, 3)  # more of both than a program's block of 32
+@example([(1, 2, 2), (0, 0, 0), (1, 4, 8)] * 23, 64, 24, 0)  # more items than are looked up at a time
 @example([(1, 10, 10)], 16, 24, 0)  # no short frame
 @example([], 64, 24, 5)
 def test_short_frames_have_a_list_of_their_own(

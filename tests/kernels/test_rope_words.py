@@ -1,13 +1,19 @@
-"""Rotary factors as words: the kernel is its twin, and what comes back out of a word is what went in."""
+"""Rotary factors as words: those of the metadata kernel, and what comes back out of a word is what went in."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fusedvit.kernels.reference.rope_words import rope_words as rope_words_ref
-from fusedvit.kernels.rope_words import CHUNK, rope_words, width
+from fusedvit.kernels.metadata import vision_metadata
+from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
+from fusedvit.kernels.reference.rope_words import rope_words
+from fusedvit.kernels.rope_words import CHUNK, width
+from tests.kernels.metadata_cases import UNWRITTEN, assert_same_words, fill, frames_of
 from tests.kernels.support import count, random
 
-UNWRITTEN = -77
+HEADS = [24, 64, 72, 80, 128]  # one of fewer pairs than are repeated; Qwen's and GLM's
+GRID = [(1, 2, 256), (0, 0, 0), (2, 6, 4), (1, 38, 2)]
 
 
 def table(rows: int, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -17,24 +23,31 @@ def table(rows: int, head_dim: int, device: torch.device) -> torch.Tensor:
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
-@pytest.mark.parametrize("rows", [0, 1, 64, 100])
-def test_kernel_is_its_twin(head_dim: int, rows: int, device: torch.device) -> None:
-    t = table(130, head_dim, device)
-    t[rows:] = float("nan")
-    words = [torch.full((130, width(head_dim)), UNWRITTEN, dtype=torch.int32, device=device) for _ in range(2)]
-    rope_words(t, count(rows, device), words[0])
-    rope_words_ref(t, count(rows, device), words[1])
-    assert torch.equal(words[0], words[1])
-    assert (words[0][rows:] == UNWRITTEN).all(), "rows past the count"
+@pytest.mark.parametrize("head_dim", HEADS)
+def test_kernel_is_its_twin(head_dim: int, device: torch.device) -> None:
+    """The same cos and sin as in the table it writes otherwise, every bit; the twin's differ in their last ones."""
+    options = {"head_dim": head_dim, "side": 0, "room": 7}
+    ours, twin = (fill(op, GRID, device, words=True, **options) for op in (vision_metadata, vision_metadata_ref))
+    assert_same_words(ours, twin)
+    tokens = sum(frames_of(GRID))
+    assert ours.rope.isnan().all(), "a table beside the words"
+    without = fill(vision_metadata, GRID, device, **options)
+    words = torch.full_like(ours.rope_words, UNWRITTEN)
+    assert torch.equal(ours.rope_words, rope_words(without.rope, count(tokens, device), words))
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
+def test_windows_have_words(device: torch.device) -> None:
+    options = {"head_dim": 80, "side": 0, "window": 8, "words": True}
+    assert_same_words(*(fill(op, [(2, 18, 26)], device, **options) for op in (vision_metadata, vision_metadata_ref)))
+
+
+@pytest.mark.parametrize("head_dim", HEADS)
 def test_words_hold_cos_and_sin(head_dim: int) -> None:
     t = table(100, head_dim, torch.device("cpu"))
-    words = torch.empty(100, width(head_dim), dtype=torch.int32)
-    rope_words_ref(t, count(100, t.device), words)
-    pairs, whole = head_dim // 2, words.long()
+    words = torch.full((130, width(head_dim)), UNWRITTEN, dtype=torch.int32)
+    rope_words(t, count(100, t.device), words)
+    assert (words[100:] == UNWRITTEN).all(), "rows past the count"
+    pairs, whole = head_dim // 2, words[:100].long()
     for i, half in enumerate((whole & 0xFFFF, whole >> 16 & 0xFFFF)):
         back = half.double() / 32768 - 1
         first = torch.arange(words.shape[1]) % pairs
@@ -45,6 +58,9 @@ def test_words_hold_cos_and_sin(head_dim: int) -> None:
     assert width(head_dim) * 4 % 16 == 0, "rows that the copy engine takes"
 
 
-def test_shapes_must_fit(device: torch.device) -> None:
-    with pytest.raises(AssertionError, match=r"words \(4, 36\) for a table \(4, 2, 36\)"):
-        rope_words(torch.zeros(4, 2, 36), count(4, device), torch.zeros(4, 36, dtype=torch.int32))
+def test_widths_must_fit(device: torch.device) -> None:
+    def narrower(grid, inv_freq, out, layout):  # type: ignore[no-untyped-def]
+        return vision_metadata(grid, inv_freq, replace(out, rope_words=out.rope_words[:, :36]), layout)
+
+    with pytest.raises(AssertionError, match="rotary words 36 a token for heads of 72"):
+        fill(narrower, [(1, 2, 2)], device, head_dim=72, words=True)
