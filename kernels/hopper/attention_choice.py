@@ -28,7 +28,7 @@ from fusedvit.kernels.hopper.configs import (
 
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
 WINDOW = 64  # tokens of an attention window
-TWO_LISTS = 12288  # budgets from here on gain by them: an empty launch takes 2.3 us
+TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from here on gain by them: an empty launch takes 2.3 us
 ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = "", "short", "long", "window"  # an attention's kind
 
 
@@ -72,9 +72,10 @@ def microseconds(config: HopperAttentionConfig, frames: int, length: int, heads:
 def two_lists(rows: int, head_dim: int) -> bool:
     """Whether a budget's long and short frames have a list of tiles each, and a schedule of their own.
 
-    Heads of 64 have one for both: `MIDDLE` is 3 to 10 % slower than the best for either, and an empty launch is spared.
+    Heads of 64 later: up to 16384 rows `MIDDLE` alone is within 5 % of the best for 64 x 256, 16 x 1024 and 1 x 16384,
+    an empty launch counted; a tower takes 6 % longer with it at 1 x 25600 than with `LONG`.
     """
-    return rows >= TWO_LISTS and head_dim != 64
+    return rows >= (TWO_LISTS_OF_64 if head_dim == 64 else TWO_LISTS)
 
 
 SHORT_FRAME = 512  # tokens of the longest frame of the first list of two; longer ones are in the other
