@@ -127,6 +127,21 @@ def test_quick_magnitudes(
         check(qkv, lengths, head_dim, config, change.__name__)
 
 
+@pytest.mark.parametrize("value", [float("inf"), NAN])
+@pytest.mark.parametrize("section", [1, 2], ids=["keys", "values"])
+def test_quick_a_heads_infinities_stay_with_it(section: int, value: float, device: torch.device) -> None:
+    """The box with the tail of a head of 72 holds the next head's first columns, too."""
+    lengths, head_dim, broken = [300, 65], 72, 5
+    qkv = packed(lengths, head_dim, BF16, device, heads=HEADS)
+    wide, own = (attention_cases.plain(qkv, lengths, head_dim, dtype) for dtype in (torch.float64, BF16))
+    qkv.view(len(qkv), 3, HEADS, head_dim)[:, section, broken, :8] = value
+    others = [head for head in range(HEADS) if head != broken]
+    for config in shipped(head_dim, device):
+        ours = attend(qkv, lengths, head_dim, config)
+        answers = (t.view(-1, HEADS, head_dim)[:, others] for t in (ours, wide, own))
+        assert_within(*answers, f"{config}:")
+
+
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
 def test_quick_nan_stays_in_its_frame(head_dim: int, device: torch.device) -> None:
     """Frames of NaN on both sides: bit for bit as beside real numbers."""
