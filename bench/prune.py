@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.bench.cases import Case, attention_case, linear_case
+from fusedvit.bench.cases import Case, attention_case, linear_case, wrong_twice
 from fusedvit.bench.questions import Candidate, Question
 from fusedvit.kernels import forms
 from fusedvit.kernels.aot import Compiled, Launch, compile_in_place
@@ -61,8 +61,7 @@ def problem_of(
             if compiled.problems:
                 return "; ".join(compiled.problems)
     with contextlib.nullcontext() if turn is None else _in_turn(turn):
-        said = case.check(candidate.config).reason
-        return said and small_case(question, dtype, device).check(candidate.config).reason  # see `tune._right`
+        return wrong_twice(candidate.config, (case,), lambda: (small_case(question, dtype, device),))
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from fusedvit.kernels.hopper.configs import (
 
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
 WINDOW = 64  # tokens of an attention window
+SHORT_FRAME = 512  # tokens of the longest frame of the first list of two; longer ones are in the other
 TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from here on gain by them: an empty launch takes 2.3 us
 ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = "", "short", "long", "window"  # an attention's kind
 
@@ -76,9 +77,6 @@ def two_lists(rows: int, head_dim: int) -> bool:
     an empty launch counted; a tower takes 6 % longer with it at 1 x 25600 than with `LONG`.
     """
     return rows >= (TWO_LISTS_OF_64 if head_dim == 64 else TWO_LISTS)
-
-
-SHORT_FRAME = 512  # tokens of the longest frame of the first list of two; longer ones are in the other
 
 
 def contents(rows: int, kind: str) -> list[tuple[int, int]]:

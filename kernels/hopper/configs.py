@@ -70,7 +70,7 @@ WIDE = HopperAttentionConfig(2, 64, 4, late=True)  # for heads of 128
 
 
 def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
-    """Shared memory of a CTA: two tiles of queries, the ring, and lines of output on their way."""
+    """Shared memory of a CTA: two tiles of queries, the ring, ones, and lines of output on their way."""
     row = 2 * (head + tail)
     lines = 0 if config.consumers == 3 else config.block_m * 2 * head
     ones = config.ones * config.consumers * SUMS * config.block_n * 2

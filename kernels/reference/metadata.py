@@ -99,7 +99,8 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         side = layout.window**2
         _tiles(windows, layout.window_block_m, 0, side, out.window_tiles, out.count(WINDOW_TILES))
     out.counts[TOKENS, 0], out.counts[MERGED, 0] = token, token // unit
-    rope_words(out.rope, out.count(TOKENS), out.rope_words)
+    if out.rope_words.shape[1]:
+        rope_words(out.rope, out.count(TOKENS), out.rope_words)
     return out
 
 

@@ -27,7 +27,7 @@ from fusedvit.kernels.reference.metadata import vision_metadata as vision_metada
 from tests.kernels.metadata_cases import Grid, fill, frames_of, grids, tiles_of, windows_of
 from tests.kernels.support import count, padded
 
-EXAMPLES = 15
+EXAMPLES = 25
 
 
 def assert_same(ours: Metadata, twin: Metadata, tokens: int) -> None:
