@@ -1,6 +1,6 @@
-"""`python -m fusedvit.bench.linear_sweep`: what every tile of the Hopper GEMM takes, beside cuBLAS and plain Triton.
+"""`python -m fusedvit.bench.linear_sweep`: what every tile of the Hopper GEMMs takes, beside cuBLAS and plain Triton.
 
-What its heuristic is fitted to. A line of JSON per operation, row budget and content; candidates are compiled and
+What their heuristics are fitted to. A line of JSON per operation, row budget and content; candidates are compiled and
 compared with the twin in processes of their own first. Plain launches come first: what hangs costs what follows only.
 """
 
@@ -25,10 +25,12 @@ from fusedvit.bench.questions import CONTENTS, Candidate, Question
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import configs, forms
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_candidates
+from fusedvit.kernels.hopper.linear_configs import hopper_linear_candidates, hopper_linear_config
+from fusedvit.kernels.hopper.transposed_configs import hopper_transposed_candidates, mean_us
 from fusedvit.plan import tasks
 
 ROWS = (256, 896, 1536, 4096, 7168, 16384)
+NEAR = 1.3  # times the least of the transposed form by its costs
 Pair = tuple[Question, Candidate]
 
 
@@ -39,19 +41,27 @@ def questions(tower: str, rows: tuple[int, ...], names: tuple[str, ...]) -> list
     return [Question(task, spec) for task in found if not names or task.name in names]
 
 
-def variants(question: Question, target: Target) -> list[HopperLinearConfig]:
-    """Every tile, begun after the previous launch and before its end."""
+def variants(question: Question, target: Target, transposed: bool) -> list[Any]:
+    """Every tile, begun after the previous launch and before its end; or the likely tiles of the transposed form, as
+    they would be chosen, and the best of the other."""
     key = question.task.key
-    found = hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
-    return [replace(config, overlap=overlap) for config in found for overlap in (False, True)]
+    shape = key.rows, key.n, key.k, target, key.kind
+    if not transposed:
+        found = hopper_linear_candidates(*shape)
+        return [replace(config, overlap=overlap) for config in found for overlap in (False, True)]
+    likely = {config: mean_us(config, *shape) for config in hopper_transposed_candidates(*shape)}
+    best = hopper_linear_config(key.rows, key.n, key.k, torch.bfloat16, target, key.kind)
+    near = [config for config, us in likely.items() if us < NEAR * min(likely.values())]
+    return near if best is None else [best, *near]
 
 
-def checked(asked: list[Question], jobs: int, device: torch.device, seconds: float) -> dict[str, str]:
+def checked(asked: list[Question], jobs: int, device: torch.device, seconds: float, transposed: bool) -> dict[str, str]:
     """What is wrong with each distinct kernel, "" if nothing, of those that there was time for."""
     target, todo = Target.of(device), dict[str, Pair]()
     for question in sorted(asked, key=lambda q: -q.task.key.rows):  # a split product has room for its budget alone
-        for config in variants(question, target):
-            todo.setdefault(_kernel(question, config), (question, Candidate("hopper", config)))
+        for config in variants(question, target, transposed):
+            candidate = Candidate(forms.form_of(config).name, config)
+            todo.setdefault(_kernel(question, config), (question, candidate))
     pairs = sorted(todo.items(), key=lambda item: item[1][1].config.overlap)
     end, problems = time.monotonic() + seconds, dict[str, str]()
     prune = in_processes(jobs, torch.bfloat16, device)
@@ -63,12 +73,13 @@ def checked(asked: list[Question], jobs: int, device: torch.device, seconds: flo
     return problems
 
 
-def _kernel(question: Question, config: HopperLinearConfig) -> str:
+def _kernel(question: Question, config: Any) -> str:
     key = question.task.key
-    return f"{key.kind} {key.n} {key.k} {replace(config, max_programs=1)}"
+    at_launch = {"max_programs": 1} if hasattr(config, "max_programs") else {}
+    return f"{key.kind} {key.n} {key.k} {replace(config, **at_launch)}"
 
 
-def timed(question: Question, found: list[HopperLinearConfig], device: torch.device) -> Iterator[dict[str, Any]]:
+def timed(question: Question, found: list[Any], device: torch.device) -> Iterator[dict[str, Any]]:
     """A record for each content of the budget, in us."""
     key, dtype = question.task.key, torch.bfloat16
     plain = configs.linear_config(key.rows, key.n, key.k, dtype, Target.of(device), max_block_n=question.task.widest)
@@ -84,7 +95,7 @@ def timed(question: Question, found: list[HopperLinearConfig], device: torch.dev
         sets = [case.sets] * len(replays) + [peer.sets] * len(peer.peers)
         times = in_turns(contenders, device, seconds=0).values()
         us = [round(1e3 * statistics.median(t) / n, 2) for t, n in zip(times, sets, strict=True)]
-        ours = [asdict(c) | {"us": t} for c, t in zip(found, us[1:], strict=False)]
+        ours = [{"form": forms.form_of(c).name, **asdict(c), "us": t} for c, t in zip(found, us[1:], strict=False)]
         yield {
             "name": question.task.name, **asdict(key), "content": rows, "triton_us": us[0],
             "peers_us": dict(zip(peer.peers, us[len(replays) :], strict=True)), "ours": ours,
@@ -99,21 +110,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", nargs="*", default=[], help="patch, qkv, …; all if left out")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=150.0, help="for all of it, about")
+    parser.add_argument("--transposed", action="store_true", help="the transposed form's likely tiles")
     parser.add_argument("--no-overlap", action="store_true", help="leave out launches that begin early")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(argv)
     device, end = torch.device("cuda"), time.monotonic() + args.seconds
     asked = questions(args.tower, tuple(args.rows), tuple(args.op))
-    problems = checked(asked, args.jobs, device, 0.6 * args.seconds)
+    problems = checked(asked, args.jobs, device, 0.6 * args.seconds, args.transposed)
     with args.json.open("w", encoding="utf-8") as file:
         bad = {name: problem for name, problem in problems.items() if problem}
         file.write(json.dumps({"gpu": torch.cuda.get_device_name(device), "problems": bad}) + "\n")
-        for overlap in (False,) if args.no_overlap else (False, True):
+        passes = (None,) if args.transposed else (False,) if args.no_overlap else (False, True)
+        for overlap in passes:
             for question in asked:
                 if time.monotonic() > end:
                     break
-                configs_ = variants(question, Target.of(device))
-                good = [c for c in configs_ if c.overlap == overlap and problems.get(_kernel(question, c)) == ""]
+                configs_ = variants(question, Target.of(device), args.transposed)
+                good = [
+                    c for c in configs_ if overlap in (None, c.overlap) and problems.get(_kernel(question, c)) == ""
+                ]
                 for record in timed(question, good, device):
                     file.write(json.dumps(record) + "\n")
                 file.flush()

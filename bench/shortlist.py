@@ -21,6 +21,7 @@ from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper import attention_choice
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_us
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig, mean_us
 from fusedvit.spec import VisionSpec
 
 BEST, BEST_OF_LONG = 3, 2  # by the cost model, beside the heuristics' choices; of what takes long to time
@@ -80,8 +81,10 @@ def _attention_us(config: HopperAttentionConfig, key: Key, target: Target) -> fl
     return sum(attention_choice.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
 
 
-def _linear_us(config: HopperLinearConfig, key: Key, target: Target) -> float:
+def _linear_us(config: HopperLinearConfig | HopperTransposedConfig, key: Key, target: Target) -> float:
     """What the heuristic's cost model says; what it does not know comes last."""
+    if isinstance(config, HopperTransposedConfig):
+        return mean_us(config, key.rows, key.n, key.k, target, key.kind)
     contents = [hopper_linear_us(config, int(key.rows * share), key.n, key.k, key.kind) for share in CONTENTS]
     return sum(contents) / len(contents)
 

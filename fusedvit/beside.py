@@ -29,6 +29,8 @@ from fusedvit.kernels.hopper.linear_configs import (
     hopper_linear_us,
     wrong_hopper_linear,
 )
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig, hopper_transposed_config
+from fusedvit.kernels.hopper.transposed_configs import mean_us as transposed_mean_us
 from fusedvit.spec import VisionSpec
 
 # Of patches. On an H200 a tower of Qwen3-VL-8B gained 66 us of 1233 at 196 patches, 55 to 68 of 2150 at 784, 7 where
@@ -38,6 +40,7 @@ SMS = range(2, 34, 2)  # that mergers may have
 ATTENTION_SHARE = 0.25  # of a block's products
 LEAST_GAIN = 0.2  # of what a merger takes in line
 LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("merger_fc1", "merger_fc2")
+PRICED = HopperLinearConfig, HopperTransposedConfig  # forms whose times are known
 Chosen = Mapping[str, tuple[Key, Any]]  # key and configuration of each operation of a plan, by its name
 
 
@@ -68,7 +71,7 @@ def beside(spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target)
     """The mergers that are worth it; None for none. Known for Hopper's forms alone, whose times are."""
     chosen = priced(chosen, dtype, target)
     attentions = {name: config for name, (_, config) in chosen.items() if "attention" in name}
-    hopper = all(isinstance(chosen[name][1], HopperLinearConfig) for name in chosen if name not in attentions)
+    hopper = all(isinstance(chosen[name][1], PRICED) for name in chosen if name not in attentions)
     hopper = hopper and all(isinstance(config, HopperAttentionConfig) for config in attentions.values())
     if not (spec.deepstack and hopper) or chosen["qkv"][0].rows > MOST_ROWS:
         return None
@@ -105,11 +108,12 @@ def on_sms(
         return None
     fc1, fc2 = replace(fc1, overlap=False), replace(fc2, overlap=False)
     chain = _chain(chosen, dtype, target, target.num_sms - sms)
-    block_us, merger_us = (sum(mean_us(*chosen[name]) for name in names) for names in (LINEARS, MERGER))
+    narrow = replace(target, num_sms=target.num_sms - sms)
+    block_us, merger_us = (sum(mean_us(*chosen[name], target) for name in names) for names in (LINEARS, MERGER))
     attention_us = ATTENTION_SHARE * block_us
-    slower_us = sum(mean_us(chosen[name][0], chain[name]) for name in LINEARS) - block_us
+    slower_us = sum(mean_us(chosen[name][0], chain[name], narrow) for name in LINEARS) - block_us
     slower_us += attention_us * (_rounds(*chosen["attention"], target.num_sms - sms, target) - 1)
-    own_us = mean_us(chosen["merger_fc1"][0], fc1) + mean_us(chosen["merger_fc2"][0], fc2)
+    own_us = mean_us(chosen["merger_fc1"][0], fc1, target) + mean_us(chosen["merger_fc2"][0], fc2, target)
     block_us += attention_us
     total, busy_until, mergers = 0.0, 0.0, {}
     for merger, block in sorted(enumerate(spec.deepstack), key=lambda pair: pair[1]):
@@ -128,24 +132,30 @@ def fastest(key: Key, dtype: torch.dtype, target: Target) -> HopperLinearConfig 
     """In one part; None where nothing fits."""
     found = hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
     whole = [c for c in found if c.splits == 1 and not wrong_hopper_linear(c, target, dtype)]
-    return min(whole, key=lambda config: mean_us(key, config), default=None)
+    return min(whole, key=lambda config: mean_us(key, config, target), default=None)
 
 
 def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, sms: int) -> dict[str, Any]:
     """Configurations of a block on `sms` SMs; attention keeps its tiles, of which there is one list."""
-    found: dict[str, Any] = {}
+    narrow, found = replace(target, num_sms=sms), dict[str, Any]()
     for name, (key, config) in chosen.items():
-        narrowed = replace(config, max_programs=config.max_programs * sms // target.num_sms)
+        narrowed = config
+        if not isinstance(config, HopperTransposedConfig):  # which has as many programs as tiles, whatever the SMs
+            narrowed = replace(config, max_programs=config.max_programs * sms // target.num_sms)
         if "attention" in name:
             found[name] = narrowed
         if name in LINEARS:
-            other = hopper_linear_config(key.rows, key.n, key.k, dtype, replace(target, num_sms=sms), key.kind)
-            found[name] = other if other is not None and mean_us(key, other) < mean_us(key, narrowed) else narrowed
+            arguments = key.rows, key.n, key.k, dtype, narrow, key.kind
+            others = hopper_transposed_config(*arguments), hopper_linear_config(*arguments)
+            tried = [narrowed, *(other for other in others if other is not None)]
+            found[name] = min(tried, key=functools.partial(mean_us, key, target=narrow))
     return found
 
 
-def mean_us(key: Key, config: HopperLinearConfig) -> float:
+def mean_us(key: Key, config: Any, target: Target) -> float:
     """As the configuration was chosen by: the mean over what a budget may hold."""
+    if isinstance(config, HopperTransposedConfig):
+        return transposed_mean_us(config, key.rows, key.n, key.k, target, key.kind)
     times = [hopper_linear_us(config, int(share * key.rows), key.n, key.k, key.kind) for share in CONTENTS]
     return sum(times) / len(times)
 

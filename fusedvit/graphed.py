@@ -45,7 +45,7 @@ def limits_for(spec: VisionSpec, config: FuseConfig, dtype: torch.dtype, free_by
     return infer_limits(
         smallest=SMALLEST_BUDGET,
         largest=LARGEST_BUDGET,
-        dense=range(*(rows // spec.merge_unit for rows in (DENSE.start, DENSE.stop, DENSE.step))),
+        dense=[rows // spec.merge_unit for rows in DENSE],
         bytes_per_token=bytes_per_token(spec, dtype),
         fixed_bytes=0,
         free_bytes=free_bytes,

@@ -6,7 +6,7 @@ below the largest budget are always among them, and a small batch runs on tiles 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 DEFAULT_ITEMS = 64
@@ -65,7 +65,7 @@ def infer_limits(
     *,
     smallest: int,
     largest: int,
-    dense: range,
+    dense: Iterable[int],
     bytes_per_token: int,
     fixed_bytes: int,
     free_bytes: int,
@@ -120,7 +120,7 @@ def _halve_to(held: int, top: int, floor: int) -> int:
     return top
 
 
-def _filled(budgets: tuple[int, ...], smallest: int, dense: range) -> tuple[int, ...]:
+def _filled(budgets: tuple[int, ...], smallest: int, dense: Iterable[int]) -> tuple[int, ...]:
     """`budgets`, and between `smallest` and the last four sizes an octave and those of `dense`."""
     end = budgets[-1]
     return tuple(sorted({*budgets, *_sizes(smallest, end), *(size for size in dense if smallest < size < end)}))

@@ -5,13 +5,16 @@ Nothing here asks the GPU anything: the caller passes a `Target`. A configuratio
 code and give the same bits.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 KIB = 1024
-DENSE = range(512, 2048, 64)  # budgets where four an octave are too few
+# Budgets where four an octave are too few: whole 64s, as tiles of rows are, and seven tiles of whole 16s, as 7 x 18
+# tiles run at once (see hopper/transposed.py).
+DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112)}))
 OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: longer ones gain nothing
 SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
@@ -135,11 +138,11 @@ def budget(rows: int, smallest: int = 64) -> int:
     """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`.
 
     Tiles that fit 784 rows in one wave need not fit 1024: a wider class would choose for the larger count. In `DENSE`,
-    where launches are of one to three waves, budgets are whole 64s, as tiles are: 1296 rows are seven tiles of 192.
+    where launches are of one to three waves, budgets are closer: 1296 rows are seven tiles of 192, 784 seven of 112.
     """
     step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
-    if DENSE.start < rows <= DENSE.stop:
-        step = DENSE.step
+    if DENSE[0] < rows <= DENSE[-1]:
+        return max(smallest, DENSE[bisect_left(DENSE, rows)])
     return max(smallest, -(-rows // step) * step)
 
 

@@ -2,6 +2,7 @@
 
     LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
     HopperLinearConfig              "hopper": Gluon, on sm_90, in 16 bits
+    HopperTransposedConfig          "transposed": Gluon, on sm_90, in 16 bits, for products of one wave
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
     CublasLtConfig                  "cublaslt": cuBLASLt with a bias, in 16 bits; only where a tuning table says so
 
@@ -35,6 +36,12 @@ from fusedvit.kernels.hopper.linear_configs import (
     hopper_linear_config,
     wrong_hopper_linear,
 )
+from fusedvit.kernels.hopper.transposed_configs import (
+    HopperTransposedConfig,
+    hopper_transposed_candidates,
+    hopper_transposed_config,
+    wrong_hopper_transposed,
+)
 
 if compat.AVAILABLE:  # elsewhere these modules cannot even be read
     from fusedvit.kernels.hopper import attention as hopper_attention
@@ -47,8 +54,12 @@ if compat.AVAILABLE:  # elsewhere these modules cannot even be read
         linear_parts,
         linear_producer,
         linear_split,
+        transposed_parts,
+        transposed_tail,
+        transposed_warps,
     )
     from fusedvit.kernels.hopper import linear as hopper_linear
+    from fusedvit.kernels.hopper import transposed as hopper_transposed
 
 LINEAR, ATTENTION = "linear", "attention"
 
@@ -115,6 +126,11 @@ def _never_absent(target: Target, dtype: torch.dtype) -> str:
     return ""
 
 
+def _by_shape(choose: Callable[..., Any]) -> Callable[[Key, torch.dtype, Target, int], Any]:
+    """A heuristic that goes by what a key says: (rows, n, k, dtype, target, kind)."""
+    return lambda key, dtype, target, widest: choose(key.rows, key.n, key.k, dtype, target, key.kind)
+
+
 def _plain_linear(key: Key, dtype: torch.dtype, target: Target, widest: int) -> LinearConfig:
     return configs.linear_config(key.rows, key.n, key.k, dtype, target, max_block_n=widest)
 
@@ -131,20 +147,16 @@ def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) 
     return configs.attention_config(key.rows, key.n, key.k, dtype, target)
 
 
-def _hopper_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) -> HopperAttentionConfig | None:
-    return hopper_attention_config(key.rows, key.n, key.k, dtype, target, key.kind)
-
-
 def _hopper_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperAttentionConfig]:
     return hopper_configs.hopper_attention_candidates(key.k, dtype, target)
 
 
-def _hopper_linear(key: Key, dtype: torch.dtype, target: Target, widest: int) -> HopperLinearConfig | None:
-    return hopper_linear_config(key.rows, key.n, key.k, dtype, target, key.kind)
-
-
 def _hopper_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperLinearConfig]:
     return hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
+
+
+def _transposed_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperTransposedConfig]:
+    return list(hopper_transposed_candidates(key.rows, key.n, key.k, target, key.kind))
 
 
 def _cublaslt_absent(target: Target, dtype: torch.dtype) -> str:
@@ -161,13 +173,24 @@ def _hopper_forms() -> tuple[Form, ...]:
     parts = (linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split)
     return (
         Form(
+            name="transposed",
+            op=LINEAR,
+            config=HopperTransposedConfig,
+            run=hopper_transposed.linear,
+            absent=hopper_configs.absent,
+            wrong=wrong_hopper_transposed,
+            heuristic=_by_shape(hopper_transposed_config),
+            candidates=_transposed_linears,
+            modules=(hopper_transposed, transposed_parts, transposed_tail, transposed_warps, linear_epilogue),
+        ),
+        Form(
             name="hopper",
             op=LINEAR,
             config=HopperLinearConfig,
             run=hopper_linear.linear,
             absent=hopper_configs.absent,
             wrong=wrong_hopper_linear,
-            heuristic=_hopper_linear,
+            heuristic=_by_shape(hopper_linear_config),
             candidates=_hopper_linears,
             modules=(hopper_linear, *parts),
         ),
@@ -178,7 +201,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             run=hopper_attention.attention,
             absent=hopper_configs.absent,
             wrong=hopper_configs.wrong_hopper_attention,
-            heuristic=_hopper_attention,
+            heuristic=_by_shape(hopper_attention_config),
             candidates=_hopper_attentions,
             modules=(hopper_attention, attention_consumer, attention_parts, attention_redo, metadata),
         ),

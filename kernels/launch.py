@@ -44,6 +44,11 @@ class Loaded:
         run, function, metadata = self._run, self._function, self._metadata
         run(programs, 1, 1, stream, function, metadata, *hooks, *arguments, *self._constants)
 
+    def ptx(self) -> str:
+        """Its code as handed to the assembler."""
+        text: str = self._kernel.asm["ptx"]
+        return text
+
 
 @contextmanager
 def compiling_only() -> Iterator[None]:

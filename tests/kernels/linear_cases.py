@@ -182,9 +182,7 @@ class Fused:
     epilogue: Epilogue
     num_rows: torch.Tensor
 
-    def run(
-        self, op: Op, config: LinearConfig | HopperLinearConfig, scratch: Scratch | None = None
-    ) -> tuple[torch.Tensor, RowStats | None]:
+    def run(self, op: Op, config: Any, scratch: Scratch | None = None) -> tuple[torch.Tensor, RowStats | None]:
         """`op`'s whole output buffer, and the statistics it wrote. The residual is the output, as in the encoder.
 
         Args:

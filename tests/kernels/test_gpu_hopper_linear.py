@@ -1,16 +1,19 @@
-"""The Hopper GEMM on a Hopper GPU: every kind of tile and epilogue within the tolerance rule, the same bits every time,
-poison wherever nobody should look. `-k quick` is what a short session can afford: a case per kind of tile."""
+"""The Hopper GEMMs on a Hopper GPU: every kind of tile and epilogue within the tolerance rule, the same bits every
+time, poison wherever nobody should look. `-k quick` is what a short session can afford: a case per kind of tile."""
 
 import random as pseudo_random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.forms import linear
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_candidates
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig, hopper_transposed_candidates
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments, store_moments
@@ -18,9 +21,6 @@ from fusedvit.kernels.row_stats import RowStats
 from fusedvit.tolerance import summarize
 from tests.kernels.linear_cases import EPS, Fused, Layer, fused, scratch_for, tensors
 from tests.kernels.support import assert_rounded_once, count
-
-if compat.AVAILABLE:
-    from fusedvit.kernels.hopper.linear import linear
 
 pytestmark = pytest.mark.gpu
 
@@ -69,16 +69,53 @@ CASES = {
     "merger fc2 in four": (Layer(61, 4608, 4096), replace(NARROW, splits=4)),
     "merger fc2 in two": (Layer(190, 4608, 4096, bias=False), replace(PING_PONG, splits=2)),
 }
+TRANSPOSED = {
+    "qkv, 112 rows": (Layer(780, 1152, 3456, norm=True, part=64, heads=16), HopperTransposedConfig(112, 3, 5)),
+    "qkv, 128 rows, part 192": (
+        Layer(250, 1152, 3456, norm=True, part=192, heads=16),
+        HopperTransposedConfig(128, 1, 9),
+    ),
+    "qkv, 192 rows, heads of 64": (
+        Layer(ROWS, 1024, 3072, norm=True, part=64, heads=16),
+        HopperTransposedConfig(192, 3, 4),
+    ),
+    "qkv, 56 rows, heads of 80, rms": (
+        Layer(190, 1280, 3840, norm=True, rms=True, part=128, heads=16),
+        HopperTransposedConfig(56, 2, 9),
+    ),
+    "proj, 112 rows": (Layer(780, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(112, 1, 9)),
+    "proj, 144 rows": (Layer(ROWS, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(144, 3, 4)),
+    "proj, 24 rows": (Layer(61, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(24, 1, 9)),
+    "fc1, 112 rows": (
+        Layer(780, 1152, 4304, norm=True, part=64, activation="gelu_tanh"),
+        HopperTransposedConfig(112, 4, 4),
+    ),
+    "fc1 of Qwen2-VL, 80 rows": (
+        Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
+        HopperTransposedConfig(80, 2, 6),
+    ),
+    "fc2, 96 rows": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperTransposedConfig(96, 2, 6)),
+    "fc2, 40 rows": (Layer(190, 4304, 1152, residual=True, stats=True), HopperTransposedConfig(40, 1, 12)),
+    "deepstack fc1, 64 rows": (
+        Layer(MERGED, 4608, 4608, norm=True, merged=4, part=64, activation="gelu"),
+        HopperTransposedConfig(64, 2, 8),
+    ),
+    "merger fc1, 48 rows": (Layer(MERGED, 4608, 4608, activation="gelu"), HopperTransposedConfig(48, 1, 12)),
+    "merger fc2, 16 rows": (Layer(61, 4608, 4096, bias=False), HopperTransposedConfig(16, 1, 12)),
+}
+CASES |= TRANSPOSED
 SHIPS = (  # as heuristics choose
     "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
     "patch embed", "deepstack fc1", "fc2 in three", "merger fc1 in three", "merger fc1", "fc2 of two in three",
+    *TRANSPOSED,
 )  # fmt: skip
 QUICK = (*SHIPS, "merger fc2 in two", "merger fc2 in four", "fc2 of two in two, 192 columns", "fc1 of Qwen2-VL")
 NAMES = [
     pytest.param(name, id=f"quick, ships: {name}" if name in SHIPS else f"quick: {name}" if name in QUICK else name)
     for name in CASES
 ]
-KINDS = {  # what `hopper_linear_candidates` knows the layers by
+CANDIDATES = {"hopper": hopper_linear_candidates, "transposed": hopper_transposed_candidates}
+KINDS = {  # what `CANDIDATES` know the layers by
     "qkv": "norm+rope", "proj": "residual+stats", "fc1": "norm+gelu_tanh", "fc2": "residual+stats",
     "patch embed": "taps+stats", "deepstack fc1": "norm+gelu", "swiglu": "rms+swiglu",
 }  # fmt: skip
@@ -121,7 +158,7 @@ def test_within_the_rule(name: str, device: torch.device) -> None:
     assert_statistics(out, stats, layer.rows)
 
 
-def bits(arguments: Fused, config: HopperLinearConfig, scratch: Scratch | None) -> tuple[torch.Tensor, ...]:
+def bits(arguments: Fused, config: Any, scratch: Scratch | None) -> tuple[torch.Tensor, ...]:
     rows = arguments.layer.rows
     out, stats = arguments.run(linear, config, scratch)
     return (out[:rows],) if stats is None else (out[:rows], stats.partials[:rows])
@@ -151,7 +188,9 @@ def test_rows_past_the_count_change_nothing(name: str, device: torch.device) -> 
         assert roomy[0].isfinite().all(), rows
 
 
-@pytest.mark.parametrize("name", ["qkv", "fc2 in two"], ids=["quick, ships: qkv", "quick, ships: fc2 in two"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, id=f"quick, ships: {name}") for name in ("qkv", "fc2 in two", "proj, 112 rows")]
+)
 def test_a_graph_follows_the_count(name: str, device: torch.device) -> None:
     layer, config = CASES[name]
     arguments = fused(layer, tensors(layer, BF16, device))
@@ -182,13 +221,17 @@ def test_a_graph_follows_the_count(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_random_cases_within_the_rule(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Three hundred in all, of any row count, in any configuration that a tuner may try; prints how errors spread."""
+@pytest.mark.parametrize("form", CANDIDATES)
+def test_random_cases_within_the_rule(form: str, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Three hundred a form in all, of any row count, in any configuration that a tuner may try; prints how errors
+    spread."""
     rng, verdicts, base = pseudo_random.Random(f"{name} {dtype}"), [], CASES[name][0]
+    if not CANDIDATES[form](64, base.n, base.k, Target.of(device), KINDS[name]):
+        pytest.skip(f"{form} has no {KINDS[name]}")
     cases = []
-    for seed in range(25):
+    for seed in range(25 if form == "hopper" else 40):
         rows = rng.choice([1, 63, 64, 65, 192, rng.randint(1, 300), rng.randint(1, 3000)])
-        config = rng.choice(hopper_linear_candidates(budget(rows), base.n, base.k, Target.of(device), KINDS[name]))
+        config = rng.choice(CANDIDATES[form](budget(rows), base.n, base.k, Target.of(device), KINDS[name]))
         cases.append((replace(base, rows=rows, massive=base.norm and seed % 5 == 4), config, seed))
     with compiling_only():
         for config in dict.fromkeys(config for _, config, _ in cases):
