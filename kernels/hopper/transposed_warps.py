@@ -39,17 +39,25 @@ def _load_weights(tile, ring, boxes, stage, col0, k, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(tile, ring, boxes, stage, row0, k, dtype: gl.constexpr):
+def _box_row(tail, row0, behind: gl.constexpr):
+    """Where a box `behind` rows below the tile's first begins; at that one itself where there are no such rows, as boxes
+    past the end of a tensor take longer."""
+    return gl.where(row0 + behind < tail.num_rows, row0 + behind, row0)
+
+
+@gluon.jit
+def _load_rows(tile, tail, ring, boxes, stage, row0, k, dtype: gl.constexpr):
     """A step's rows of x."""
     full = ring.full.index(stage)
     for h in gl.static_range(chunks_of(tile.ROWS)):
         unit = _rows(ring, tile, stage, h)
         if rows_of(tile.ROWS, h) == 64:
-            async_load(boxes.wide, [row0 + 64 * h, k * 64], full, unit)
+            async_load(boxes.wide, [_box_row(tail, row0, 64 * h), k * 64], full, unit)
         else:
             lines = reinterpret(unit, dtype, [64 // tile.BOX, tile.BOX, 64], LINES)
             for i in gl.static_range(rows_of(tile.ROWS, h) // tile.BOX):
-                async_load(boxes.x, [row0 + 64 * h + i * tile.BOX, k * 64], full, lines.index(i))
+                row = _box_row(tail, row0, 64 * h + i * tile.BOX)
+                async_load(boxes.x, [row, k * 64], full, lines.index(i))
 
 
 @gluon.jit
@@ -62,7 +70,7 @@ def _bring(tile, tail, ring, boxes, stage, row0, col0, H: gl.constexpr, dtype: g
     for c in gl.static_range(tile.CONSUMERS):
         unit, col = _weights(ring, tile, stage, c), col0 + 64 * c
         for i in gl.static_range(HERE // tile.BOX):
-            row = row0 + 64 * H + i * tile.BOX
+            row = _box_row(tail, row0, 64 * H + i * tile.BOX)
             if tail.HAS_RESIDUAL:
                 lines = reinterpret(unit, dtype, [64 // tile.BOX, tile.BOX, 64], LINES)
                 async_load(boxes.extra, [row, col], full, lines.index(i))
@@ -84,12 +92,12 @@ def _producer(tile, tail, ring, boxes):
             _load_weights(tile, ring, boxes, k, col0, k, dtype)
         gdc_wait()
         for k in range(0, ahead):
-            _load_rows(tile, ring, boxes, k, row0, k, dtype)
+            _load_rows(tile, tail, ring, boxes, k, row0, k, dtype)
         stage, phase = ahead - tile.STAGES, ahead - tile.STAGES
         for k in range(ahead, STEPS):
             mbarrier.wait(ring.empty.index(stage), phase)
             _load_weights(tile, ring, boxes, stage, col0, k, dtype)
-            _load_rows(tile, ring, boxes, stage, row0, k, dtype)
+            _load_rows(tile, tail, ring, boxes, stage, row0, k, dtype)
             stage, phase = _next_stage(tile, stage, phase)
         if tile.BRINGS:
             for h in gl.static_range(CHUNKS):
