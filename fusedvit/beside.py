@@ -11,7 +11,7 @@ where every time is that of the cost model of Hopper's product, and attention a 
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.cublaslt import CublasLtConfig
-from fusedvit.kernels.forms import Key
+from fusedvit.kernels.forms import FORMS, Form, Key, why_absent
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import (
     CONTENTS,
@@ -29,7 +29,7 @@ from fusedvit.kernels.hopper.linear_configs import (
     hopper_linear_us,
     wrong_hopper_linear,
 )
-from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig, hopper_transposed_config
+from fusedvit.kernels.hopper.transposed_configs import OF_LINEAR, HopperTransposedConfig
 from fusedvit.kernels.hopper.transposed_configs import mean_us as transposed_mean_us
 from fusedvit.spec import VisionSpec
 
@@ -109,11 +109,11 @@ def on_sms(
     fc1, fc2 = replace(fc1, overlap=False), replace(fc2, overlap=False)
     chain = _chain(chosen, dtype, target, target.num_sms - sms)
     narrow = replace(target, num_sms=target.num_sms - sms)
-    block_us, merger_us = (sum(mean_us(*chosen[name], target) for name in names) for names in (LINEARS, MERGER))
+    block_us, merger_us = (total_us((chosen[name] for name in names), target) for names in (LINEARS, MERGER))
     attention_us = ATTENTION_SHARE * block_us
-    slower_us = sum(mean_us(chosen[name][0], chain[name], narrow) for name in LINEARS) - block_us
+    slower_us = total_us(((chosen[name][0], chain[name]) for name in LINEARS), narrow) - block_us
     slower_us += attention_us * (_rounds(*chosen["attention"], target.num_sms - sms, target) - 1)
-    own_us = mean_us(chosen["merger_fc1"][0], fc1, target) + mean_us(chosen["merger_fc2"][0], fc2, target)
+    own_us = total_us(((chosen["merger_fc1"][0], fc1), (chosen["merger_fc2"][0], fc2)), target)
     block_us += attention_us
     total, busy_until, mergers = 0.0, 0.0, {}
     for merger, block in sorted(enumerate(spec.deepstack), key=lambda pair: pair[1]):
@@ -145,11 +145,16 @@ def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, sms: int) -> dict
         if "attention" in name:
             found[name] = narrowed
         if name in LINEARS:
-            arguments = key.rows, key.n, key.k, dtype, narrow, key.kind
-            others = hopper_transposed_config(*arguments), hopper_linear_config(*arguments)
+            others = [form.heuristic(key, dtype, narrow, 0) for form in _forms(target, dtype)]
             tried = [narrowed, *(other for other in others if other is not None)]
             found[name] = min(tried, key=functools.partial(mean_us, key, target=narrow))
     return found
+
+
+def _forms(target: Target, dtype: torch.dtype) -> list[Form]:
+    """Those of a product whose times are known and that `target` has."""
+    known = [form for form in FORMS if form.config in PRICED]
+    return [form for form in known if not why_absent(form, target, dtype)]
 
 
 def mean_us(key: Key, config: Any, target: Target) -> float:
@@ -158,6 +163,14 @@ def mean_us(key: Key, config: Any, target: Target) -> float:
         return transposed_mean_us(config, key.rows, key.n, key.k, target, key.kind)
     times = [hopper_linear_us(config, int(share * key.rows), key.n, key.k, key.kind) for share in CONTENTS]
     return sum(times) / len(times)
+
+
+def total_us(layers: Iterable[tuple[Key, Any]], target: Target) -> float:
+    """Of layers one after another, in the us of `linear_configs`."""
+    return sum(
+        mean_us(key, config, target) * (OF_LINEAR if isinstance(config, HopperTransposedConfig) else 1.0)
+        for key, config in layers
+    )
 
 
 def _rounds(key: Key, config: HopperAttentionConfig, sms: int, target: Target) -> float:

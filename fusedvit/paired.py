@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.beside import LEAST_GAIN, MERGER, PRICED, Beside, Chosen, fastest, mean_us, priced
+from fusedvit.beside import LEAST_GAIN, MERGER, PRICED, Beside, Chosen, fastest, priced, total_us
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
@@ -78,7 +78,7 @@ def _halves(
     found = fastest(fc1[0], dtype, half), fastest(fc2[0], dtype, half)
     if found[0] is None or found[1] is None:
         return None
-    in_line_us = mean_us(*fc1, target) + mean_us(*fc2, target)
-    both_us = mean_us(fc1[0], found[0], half) + mean_us(fc2[0], found[1], half)
+    in_line_us = total_us((fc1, fc2), target)
+    both_us = total_us(((fc1[0], found[0]), (fc2[0], found[1])), half)
     worth_it = 2 * in_line_us - both_us - late_us > LEAST_GAIN * in_line_us
     return (found[0], found[1]) if worth_it else None

@@ -21,7 +21,11 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.kernels.sass import disassemble, exposed_exponentials, overwritten_barriers, rewritten_descriptors
+
+if compat.AVAILABLE:
+    from fusedvit.kernels.hopper.transposed_parts import misplaced
 
 MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
 HARMLESS_SPILL = 16  # bytes a thread, where ptxas had registers to spare
@@ -172,7 +176,16 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
         problems += rewritten_descriptors(sass) + overwritten_barriers(ptx)
         if gluon and "attention" in launch.name:
             problems += exposed_exponentials(sass)
+        if "transposed" in launch.name:
+            problems += _misplaced_ring(dict(launch.constants), ptx)
     return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
+
+
+def _misplaced_ring(constants: dict[str, Any], ptx: str) -> list[str]:
+    """Whether instructions find their operands, which they look for by address."""
+    config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
+    said = misplaced(ptx, config.ring_bytes(constants["IN_PARTS"] > 0))
+    return [said] if said else []
 
 
 def _shortage(spills: int, registers: int, gluon: bool, options: dict[str, int]) -> int:

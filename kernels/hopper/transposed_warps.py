@@ -40,8 +40,8 @@ def _load_weights(tile, ring, boxes, stage, col0, k, dtype: gl.constexpr):
 
 @gluon.jit
 def _box_row(tail, row0, behind: gl.constexpr):
-    """Where a box `behind` rows below the tile's first begins; at that one itself where there are no such rows, as boxes
-    past the end of a tensor take longer."""
+    """Where a box `behind` rows below the tile's first begins; there itself where it would have no row, as boxes past
+    the end of a tensor take longer."""
     return gl.where(row0 + behind < tail.num_rows, row0 + behind, row0)
 
 

@@ -1,0 +1,221 @@
+"""What surrounds the transposed Hopper GEMM, without a GPU: what is chosen and refused, and what fits around it."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedvit import buffers
+from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
+from fusedvit.beside import beside
+from fusedvit.kernels import forms
+from fusedvit.kernels.configs import OVERLAP_ROWS, Target, budget
+from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.transposed_configs import (
+    MOST_ROWS,
+    OF_LINEAR,
+    PROVEN,
+    HopperTransposedConfig,
+    hopper_transposed_candidates,
+    hopper_transposed_config,
+    mean_us,
+    wrong_hopper_transposed,
+)
+from fusedvit.kernels.reference.linear import linear as linear_ref
+from fusedvit.kernels.tables import Table, config_of
+from fusedvit.plan import chosen_for, plan_for, tasks
+from tests.kernels.linear_cases import Layer, fused, plain, tensors
+from tests.kernels.support import assert_within
+from tests.kernels.test_aot import run
+from tests.kernels.test_hopper_linear import on_hopper
+from tests.kernels.transposed_times import TIMES
+
+if compat.AVAILABLE:
+    from fusedvit.kernels.hopper import transposed
+
+__all__ = ["on_hopper"]  # a fixture
+needs_gluon = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU, H200, A100 = torch.device("cpu"), Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
+KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task in tasks(spec, 64, BF16)]
+LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == forms.LINEAR]
+GOOD = HopperTransposedConfig(112, 1, 9)
+OFF = (("linear/transposed", "off"),)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 200_000).map(budget), st.sampled_from(LINEAR), st.sampled_from([BF16, FP16]))
+def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: torch.dtype) -> None:
+    n, k, kind = shape
+    config = hopper_transposed_config(rows, n, k, dtype, H200, kind)
+    assert config == hopper_transposed_config(rows, n, k, dtype, H200, kind)
+    for candidate in hopper_transposed_candidates(rows, n, k, H200, kind):
+        assert not wrong_hopper_transposed(candidate, H200, dtype)
+        assert candidate.tiles(rows, n) <= H200.num_sms, "nothing hides the end of a tile, so that there is one wave"
+        assert candidate.overlap <= (rows <= OVERLAP_ROWS)
+    if config is not None:
+        assert kind in PROVEN and config in hopper_transposed_candidates(rows, n, k, H200, kind)
+        assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
+
+
+@pytest.mark.parametrize(
+    "rows, n, k, kind, why",
+    [
+        (784, 1160, 1152, "bias", "columns are no whole 16s"),
+        (784, 1168, 1152, "residual+stats", "statistics are of whole 64s"),
+        (784, 1152, 128, "bias", "too few steps of K for a ring"),
+        (784, 6848, 1280, "rms+swiglu", "two columns make one"),
+        (784, 1152, 1536, "taps+stats", "position taps"),
+        (16384, 1152, 1152, "residual+stats", "more than one wave"),
+    ],
+)
+def test_what_it_cannot_do_is_left_to_others(rows: int, n: int, k: int, kind: str, why: str) -> None:
+    assert hopper_transposed_config(rows, n, k, BF16, H200, kind) is None, why
+    assert hopper_transposed_candidates(rows, n, k, H200, kind) == (), why
+
+
+def test_what_is_chosen_is_hardly_slower_than_the_best() -> None:
+    """2 % on average, of either form."""
+    slower = {}
+    for name, rows, n, k, kind, hopper_us, us in TIMES:
+        config = hopper_transposed_config(rows, n, k, BF16, H200, kind)
+        taken = hopper_us if config is None else us.get((config.rows, config.consumers), 1.35 * min(us.values()))
+        slower[name, rows] = taken / min(hopper_us, *us.values()) - 1
+    assert len(slower) == 61 and max(slower.values()) < 0.2, slower
+    assert sum(slower.values()) / len(slower) < 0.025, sum(slower.values()) / len(slower)
+
+
+def test_costs_are_off_by_an_eighth() -> None:
+    """Of tiles that take at most 1.35 times the best; rms over them."""
+    off = []
+    for _, rows, n, k, kind, _, us in TIMES:
+        for candidate in hopper_transposed_candidates(rows, n, k, H200, kind):
+            taken = us.get((candidate.rows, candidate.consumers))
+            if taken is not None:
+                off.append(mean_us(candidate, rows, n, k, H200, kind) / taken - 1)
+    assert len(off) > 150 and sum(x * x for x in off) / len(off) < 0.125**2, (len(off), off)
+
+
+def test_other_devices_and_dtypes_are_left_to_others() -> None:
+    arguments = 784, 1152, 4304
+    assert hopper_transposed_config(*arguments, BF16, H200, "residual+stats") is not None
+    assert hopper_transposed_config(*arguments, BF16, A100, "residual+stats") is None
+    assert hopper_transposed_config(*arguments, FP32, H200, "residual+stats") is None
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"rows": 100}, "rows must be 16 to 192 in 8s"),
+        ({"rows": MOST_ROWS + 8}, "rows must be 16 to 192"),
+        ({"consumers": 5}, "consumers 1 to 4"),
+        ({"stages": 1}, "stages must be 2 or more"),
+        ({"rows": 192, "stages": 2}, "as many as the 3 chunks"),
+        ({"rows": 136, "consumers": 4, "stages": 3}, "do not fit the registers"),
+        ({"stages": 10}, "bytes of shared memory"),
+    ],
+)
+def test_wrong_configurations_are_told(changed: dict[str, int], said: str) -> None:
+    assert wrong_hopper_transposed(GOOD, H200, BF16) == ""
+    assert said in wrong_hopper_transposed(replace(GOOD, **changed), H200, BF16)
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "layer, config, said",
+    [
+        (Layer(40, 640, 256, activation="swiglu"), GOOD, "no swiglu"),
+        (Layer(40, 640, 256, taps=True), GOOD, "position taps"),
+        (Layer(40, 256, 264), replace(GOOD, stages=4), "whole 16s of columns, got 264"),
+        (Layer(40, 256, 256), GOOD, "as many steps of 64 in K as stages, got 4 and 9"),
+        (Layer(40, 640, 208, residual=True, stats=True), GOOD, "statistics of whole 64s"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_run_is_refused_before_any_launch(
+    layer: Layer, config: HopperTransposedConfig, said: str
+) -> None:
+    arguments = fused(layer, tensors(layer, BF16, CPU))
+    with pytest.raises(ValueError, match=said):
+        arguments.run(transposed.linear, config)
+
+
+@pytest.mark.parametrize("config", [GOOD, replace(GOOD, rows=24)], ids=str)
+def test_the_twin_takes_its_configurations(config: HopperTransposedConfig) -> None:
+    layer = Layer(40, 128, 192, residual=True, stats=True)
+    t = tensors(layer, FP32, CPU)
+    out, stats = fused(layer, t).run(linear_ref, config)
+    assert_within(out, plain(layer, t, torch.float64), plain(layer, t, FP32))
+    assert stats is not None and stats.parts == 3
+
+
+@needs_gluon
+def test_tables_hold_its_configurations() -> None:
+    form = forms.form_of(GOOD)
+    assert forms.named(forms.LINEAR, "transposed") is form and config_of(form, asdict(GOOD), "here") == GOOD
+
+
+@needs_gluon
+def test_plans_take_it_where_it_can(on_hopper: None) -> None:
+    plan = plan_for(QWEN3_VL_8B, 784, BF16, H200, Table())
+    assert plan.choices()["qkv"] == plan.choices()["fc2"] == "transposed" and plan.choices()["patch"] == "hopper"
+    assert plan.qkv == HopperTransposedConfig(112, 3, plan.qkv.stages, overlap=True)
+    without = plan_for(QWEN3_VL_8B, 784, BF16, replace(H200, without=OFF), Table())
+    used = {**without.choices(), **{name: forms.form_of(config).name for name, config in without.beside.chain}}
+    assert "transposed" not in used.values(), "nor beside a merger"
+
+
+@needs_gluon
+def test_mergers_beside_it_are_reckoned_in_one_run_s_times(on_hopper: None) -> None:
+    """A block that seems shorter than it is would have mergers stick out that do not."""
+    found = {}
+    for target in (H200, replace(H200, without=OFF)):
+        chosen = chosen_for(QWEN3_VL_8B, 784, BF16, target, Table())
+        found[target] = beside(QWEN3_VL_8B, chosen, BF16, target)
+    with_it, without = found.values()
+    assert with_it is not None and without is not None and with_it.mergers == without.mergers
+    assert with_it.late_us <= without.late_us + 1 and 1 < OF_LINEAR < 1.15
+    assert any(isinstance(config, HopperTransposedConfig) for _, config in with_it.chain)
+    assert isinstance(with_it.fc1, HopperLinearConfig), "it can be bounded to some SMs"
+
+
+COMPILED = """
+import torch
+from fusedvit.kernels.aot import _misplaced_ring, compile_launch, record
+from fusedvit.kernels.hopper import transposed
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig as Config
+from tests.kernels.linear_cases import Layer, fused, tensors
+
+qkv, fc2 = Layer(40, 640, 1152, norm=True, part=64, heads=16), Layer(40, 640, 192, residual=True, stats=True)
+for layer, config, dtype in ((qkv, Config(112, 3, 5), torch.bfloat16), (fc2, Config(24, 1, 9, True), torch.float16)):
+    arguments = fused(layer, tensors(layer, dtype, torch.device("cpu")))
+    (launch,) = record(lambda: arguments.run(transposed.linear, config))
+    found = compile_launch(launch, 90)
+    assert found.problems == () and found.shared_bytes <= config.shared_bytes(), found
+    behind = "mov.b32 %r2, global_smem; add.s32 %r1, %r2, 999999; mbarrier.init.shared::cta.b64 [%r1], 1;"
+    assert not _misplaced_ring(dict(launch.constants), behind)
+    assert "something lies at" in _misplaced_ring(dict(launch.constants), "st.shared.b32 [global_smem], %r1;")[0]
+"""
+
+
+@needs_gluon
+def test_compiled_code_has_its_ring_where_shared_memory_begins() -> None:
+    """And no spill, nor a product that waits for another. Where something else lies there, it is told."""
+    done = run("-c", COMPILED)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@needs_gluon
+def test_a_triton_that_puts_the_ring_elsewhere_costs_the_form_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        def ptx(self) -> str:
+            return "mbarrier.init.shared::cta.b64 [%r1], 1;"
+
+    monkeypatch.setattr(transposed, "launch", lambda *arguments: Elsewhere())
+    layer = Layer(40, 640, 256)
+    with pytest.raises(RuntimeError, match="bytes of ring, but something lies at 0"):
+        fused(layer, tensors(layer, BF16, CPU)).run(transposed.linear, GOOD)
