@@ -75,13 +75,18 @@ class Way:
             kept = [pair for pair in zip(beside.mergers, beside.blocks, strict=True) if pair[0] in self.mergers]
             beside = replace(beside, mergers=tuple(m for m, _ in kept), blocks=tuple(b for _, b in kept))
         if beside is not None and self.sms == 0:
-            fc1, fc2 = (replace(chosen[name][1], overlap=False, splits=1) for name in MERGER)
+            fc1, fc2 = (_alone(chosen[name][1]) for name in MERGER)
             beside = replace(beside, sms=0, fc1=fc1, fc2=fc2)
         if beside is not None and (self.sms == 0 or self.tiles_stay):
             beside = replace(beside, chain=())
         beside = beside if beside is not None and beside.mergers else None
         pair = paired(spec, chosen, dtype, target, beside) if self.paired else None
         return replace(plan, beside=beside, paired=pair)
+
+
+def _alone(config: Any) -> Any:
+    """Begun when it is its turn, in one part of K."""
+    return replace(config, overlap=False, **({"splits": 1} if hasattr(config, "splits") else {}))
 
 
 ALL = (0, 1, 2)

@@ -41,7 +41,7 @@ def questions(tower: str, rows: tuple[int, ...], names: tuple[str, ...]) -> list
     return [Question(task, spec) for task in found if not names or task.name in names]
 
 
-def variants(question: Question, target: Target, transposed: bool) -> list[Any]:
+def variants(question: Question, target: Target, transposed: bool = False) -> list[Any]:
     """Every tile, begun after the previous launch and before its end; or the likely tiles of the transposed form, as
     they would be chosen, and the best of the other."""
     key = question.task.key

@@ -104,7 +104,8 @@ def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPl
         beside = replace(beside, mergers=(0,), blocks=(1,))
     if paired is not None:
         paired = replace(paired, merger=mergers - 1)
-    shallow = replace(spec, depth=max(1 + hidden, mergers), deepstack=tuple(range(mergers)))
+    depth = max(2, 1 + hidden, mergers)  # a second block reads the statistics of another product than the first
+    shallow = replace(spec, depth=depth, deepstack=tuple(range(mergers)))
     return shallow, replace(plan, beside=beside, paired=paired)
 
 

@@ -25,7 +25,6 @@ from fusedvit.kernels.hopper.linear_configs import (
     CONTENTS,
     HopperLinearConfig,
     hopper_linear_candidates,
-    hopper_linear_config,
     hopper_linear_us,
     wrong_hopper_linear,
 )
@@ -79,13 +78,14 @@ def beside(spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target)
 
 
 def priced(chosen: Chosen, dtype: torch.dtype, target: Target) -> Chosen:
-    """`chosen` with Hopper's form in cuBLASLt's place, whose times nobody knows: it is taken where it is a little
-    faster. A merger beside the blocks runs in Hopper's form, which can be bounded."""
+    """`chosen` with Hopper's forms in cuBLASLt's place, whose times nobody knows: it is taken where it is a little
+    faster."""
 
     def one(key: Key, config: Any) -> Any:
         if not isinstance(config, CublasLtConfig):
             return config
-        return hopper_linear_config(key.rows, key.n, key.k, dtype, target, key.kind)
+        answers = (form.heuristic(key, dtype, target, 0) for form in _forms(target, dtype))
+        return next((answer for answer in answers if answer is not None), None)
 
     return {name: (key, one(key, config)) for name, (key, config) in chosen.items()}
 

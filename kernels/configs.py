@@ -1,8 +1,7 @@
 """Launch configurations: frozen dataclasses passed as arguments, and the pure heuristics that choose them.
 
-Nothing here asks the GPU anything: the caller passes a `Target`. A configuration depends on the row *budget*
-(see `budget`), never on the exact count, so that two calls of one budget run the same
-code and give the same bits.
+Nothing here asks the GPU anything: the caller passes a `Target`. A configuration depends on the row *budget* (see
+`budget`), never on the exact count, so that two calls of one budget run the same code and give the same bits.
 """
 
 from bisect import bisect_left
@@ -12,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 KIB = 1024
-# Budgets where four an octave are too few: whole 64s, as tiles of rows are, and seven tiles of whole 16s, as 7 x 18
-# tiles run at once (see hopper/transposed.py).
+# Budgets where four an octave are too few: whole 64s, and seven tiles of whole 16s.
 DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112)}))
 OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: longer ones gain nothing
 SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
@@ -137,12 +135,11 @@ class AttentionConfig:
 def budget(rows: int, smallest: int = 64) -> int:
     """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`.
 
-    Tiles that fit 784 rows in one wave need not fit 1024: a wider class would choose for the larger count. In `DENSE`,
-    where launches are of one to three waves, budgets are closer: 1296 rows are seven tiles of 192, 784 seven of 112.
+    In `DENSE`, where launches are of one to three waves, a wider class would choose for its largest count.
     """
-    step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
     if DENSE[0] < rows <= DENSE[-1]:
         return max(smallest, DENSE[bisect_left(DENSE, rows)])
+    step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
     return max(smallest, -(-rows // step) * step)
 
 

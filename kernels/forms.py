@@ -6,7 +6,7 @@
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
     CublasLtConfig                  "cublaslt": cuBLASLt with a bias, in 16 bits; only where a tuning table says so
 
-A form that a device or this Triton lacks is never planned. One whose compilation fails at a first launch raises
+A form that a device or this Triton lacks is never planned. One that does not compile at a first launch raises
 `FormFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
 """
 
@@ -103,8 +103,7 @@ class Form:
         wrong: (config, target, dtype) -> why the configuration cannot run there, or "".
         heuristic: (key, dtype, target, widest tile of plain Triton whose epilogue does not spill) -> a configuration,
             or None where the form has no answer.
-        candidates: the same arguments -> configurations worth timing, for the tuner; those that do not compile well are
-            pruned by it.
+        candidates: the same arguments -> configurations worth timing, for the tuner, which prunes what compiles badly.
         modules: whose sources decide what the form computes and how fast.
         library: one of PyTorch's runs it: what was measured holds for its version, nothing is compiled, and the bits
             depend on how many rows the buffers have.

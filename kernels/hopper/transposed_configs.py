@@ -14,13 +14,17 @@ UNIT = 64  # features of a consumer; rows of a chunk; K of a step
 UNIT_BYTES = UNIT * UNIT * 2
 MULTIPLE = 8  # of rows of a tile, as an instruction's columns
 MOST_ROWS, MOST_CONSUMERS = 192, 4
+MOST_BUDGET = 3072  # rows that the heuristic takes it for: at 4096 tiles of 192 x 192 are as fast in `linear.py`
 # Registers of a thread: of the launch, of a consumer, of the producer, by consumers.
 _REGISTERS = {1: (168, 232, 40), 2: (168, 232, 40), 3: (128, 160, 32), 4: (96, 120, 24)}
 KINDS = {"norm", "rms", "rope", "bias", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu"}
-# Epilogues that have run on an H200 and were right, in bf16 and fp16: see `linear_configs.PROVEN`.
-PROVEN = (
-    "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "norm+gelu", "bias", "norm+quick_gelu", "norm", "rms",
-)  # fmt: skip
+# Epilogues that have run on an H200 and were right: what the heuristic may choose, see `linear_configs.PROVEN`.
+PROVEN = {
+    torch.bfloat16: (
+        "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "norm+gelu", "bias", "norm+quick_gelu",
+    ),
+    torch.float16: ("residual+stats",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def hopper_transposed_config(
     """The configuration that takes least time by `hopper_transposed_us`; None where `kernels.hopper.linear` takes less
     by its own costs, or nothing runs. Arguments as of `hopper_linear_config`."""
     other = hopper_linear_config(rows, n, k, dtype, target, kind)
-    if other is None or kind not in PROVEN:
+    if other is None or kind not in PROVEN[dtype] or rows > MOST_BUDGET:
         return None
     costs = {c: mean_us(c, rows, n, k, target, kind) for c in hopper_transposed_candidates(rows, n, k, target, kind)}
     best = min(costs, key=lambda c: costs[c], default=None)

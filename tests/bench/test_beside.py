@@ -43,13 +43,13 @@ def test_it_measures_each_way(
 ) -> None:
     path = tmp_path / "beside.json"
     ways = ["in line", "planned", "24 SMs", "all SMs, equal", "last paired"]
-    words = ["beside", "--json", str(path), "--size", "1 x 224 px", "--seconds", "0", "--way", *ways, "--commit", "abc"]
+    words = ["beside", "--json", str(path), "--size", "320 patches", "--seconds", "0", "--way", *ways, "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", words)
     assert beside.main() == 0
     document = json.loads(path.read_text())
     rows, ran = document["rows"], document["passport"]
     assert ran["commit"] == "abc" and ran["command"] == (
-        "python -m fusedvit.bench.beside --json beside.json --size '1 x 224 px' --seconds 0 "
+        "python -m fusedvit.bench.beside --json beside.json --size '320 patches' --seconds 0 "
         "--way 'in line' planned '24 SMs' 'all SMs, equal' 'last paired'"
     )
     assert [row["way"] for row in rows] == ways and all(row["wrong"] == 0 for row in rows)

@@ -16,6 +16,7 @@ from fusedvit.graphs.budgets import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch
 from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.ops import TORCH
 from fusedvit.plan import EncoderPlan, plan_for
 from fusedvit.program import EncoderProgram
@@ -147,6 +148,9 @@ def test_small_budgets_of_a_deepstack_tower_have_mergers_beside(rows: int, on_ho
         if "attention" in name:
             assert config.block_m == getattr(plan, name).block_m, "one list of tiles"
             assert config.max_programs <= config.ctas * (H200.num_sms - plan.beside.sms)
+        elif isinstance(config, HopperTransposedConfig):
+            tiles = config.tiles(rows, {"qkv": 3456, "proj": 1152, "fc1": 4352, "fc2": 1152}[name])
+            assert tiles <= H200.num_sms - plan.beside.sms, "one wave"
         elif config.splits == 1:
             assert config.max_programs <= H200.num_sms - plan.beside.sms
     for config in (plan.beside.fc1, plan.beside.fc2):

@@ -44,8 +44,8 @@ def test_budget_is_the_next_of_four_an_octave(rows: int, expected: int) -> None:
     assert budget(rows) == expected
 
 
-@pytest.mark.parametrize("rows, expected", [(513, 576), (784, 832), (1024, 1024), (1296, 1344), (1985, 2048)])
-def test_budget_is_the_next_64_from_512_to_2048(rows: int, expected: int) -> None:
+@pytest.mark.parametrize("rows, expected", [(513, 560), (561, 576), (784, 784), (785, 832), (1296, 1344), (2017, 2048)])
+def test_budget_is_the_next_64_or_7_times_16_from_512_to_2048(rows: int, expected: int) -> None:
     assert budget(rows) == expected
 
 

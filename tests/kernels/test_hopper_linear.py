@@ -229,7 +229,7 @@ def test_tables_hold_its_configurations() -> None:
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 def test_plans_take_it_where_it_can(on_hopper: None) -> None:
-    chosen = plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices()
+    chosen = plan_for(QWEN3_VL_8B, 8192, BF16, H200, Table()).choices()
     linears = ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
     assert {chosen[name] for name in linears} == {"hopper"}
     assert plan_for(QWEN2_VL_7B, 4096, FP16, H200, Table()).choices()["fc1"] == "hopper"

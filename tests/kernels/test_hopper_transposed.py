@@ -58,7 +58,7 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
         assert candidate.tiles(rows, n) <= H200.num_sms, "nothing hides the end of a tile, so that there is one wave"
         assert candidate.overlap <= (rows <= OVERLAP_ROWS)
     if config is not None:
-        assert kind in PROVEN and config in hopper_transposed_candidates(rows, n, k, H200, kind)
+        assert kind in PROVEN[dtype] and config in hopper_transposed_candidates(rows, n, k, H200, kind)
         assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
 
 
@@ -105,6 +105,12 @@ def test_other_devices_and_dtypes_are_left_to_others() -> None:
     assert hopper_transposed_config(*arguments, BF16, H200, "residual+stats") is not None
     assert hopper_transposed_config(*arguments, BF16, A100, "residual+stats") is None
     assert hopper_transposed_config(*arguments, FP32, H200, "residual+stats") is None
+
+
+def test_what_is_not_proven_on_a_device_is_the_tuners_alone() -> None:
+    for kind, dtype in (("norm", BF16), ("norm+gelu_tanh", FP16)):
+        assert hopper_transposed_config(784, 3456, 1152, dtype, H200, kind) is None
+        assert hopper_transposed_candidates(784, 3456, 1152, H200, kind)
 
 
 @pytest.mark.parametrize(
