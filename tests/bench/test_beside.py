@@ -43,7 +43,19 @@ def test_it_measures_each_way(
 ) -> None:
     path = tmp_path / "beside.json"
     ways = ["in line", "planned", "24 SMs", "all SMs, equal", "last paired"]
-    words = ["beside", "--json", str(path), "--size", "320 patches", "--seconds", "0", "--way", *ways, "--commit", "abc"]
+    words = [
+        "beside",
+        "--json",
+        str(path),
+        "--size",
+        "320 patches",
+        "--seconds",
+        "0",
+        "--way",
+        *ways,
+        "--commit",
+        "abc",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     assert beside.main() == 0
     document = json.loads(path.read_text())
