@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from fusedvit.kernels.configs import OVERLAP_ROWS, Target
+from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.configs import OVERLAP
 from fusedvit.kernels.hopper.linear_configs import CONTENTS, OVERLAPPING, hopper_linear_config, hopper_linear_us
 
@@ -185,11 +186,12 @@ def hopper_transposed_candidates(
     if not supports(n, k, kind):
         return ()
     overlap = OVERLAP and rows <= OVERLAP_ROWS and bool(OVERLAPPING & set(kind.split("+")))
-    spills = MOST_CONSUMERS if "gelu" in kind.split("+") else None  # erf, by ptxas 12.8
+    # Consumers that have too few registers for erf: ptxas 12.8, and as Triton compiles it from 3.8 on.
+    most = (2 if compat.NEEDS_MORE_REGISTERS else 3) if "gelu" in kind.split("+") else MOST_CONSUMERS
     found = (
         HopperTransposedConfig(height, consumers, _deepest(height, consumers, k, target), overlap)
         for height, consumers in dict.fromkeys(_tiles_of(rows, n, target))
-        if consumers != spills
+        if consumers <= most
     )
     return tuple(c for c in found if not wrong_hopper_transposed(c, target, torch.bfloat16))
 

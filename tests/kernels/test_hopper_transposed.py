@@ -113,6 +113,20 @@ def test_what_is_not_proven_on_a_device_is_the_tuners_alone() -> None:
         assert hopper_transposed_candidates(784, 3456, 1152, H200, kind)
 
 
+def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """erf for three consumers: 24 bytes as compiled with 3.9, none with 3.7; for four always."""
+    offered = {}
+    for newer in (False, True):
+        monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
+        hopper_transposed_candidates.cache_clear()
+        for kind in ("norm+gelu", "norm+gelu_tanh"):
+            found = hopper_transposed_candidates(336, 4608, 4608, H200, kind)
+            offered[newer, kind] = {c.consumers for c in found}
+    hopper_transposed_candidates.cache_clear()
+    assert offered[False, "norm+gelu"] - offered[True, "norm+gelu"] == {3}
+    assert offered[False, "norm+gelu_tanh"] == offered[True, "norm+gelu_tanh"] == {2, 3, 4}
+
+
 @pytest.mark.parametrize(
     "changed, said",
     [
