@@ -9,7 +9,7 @@ import torch
 from fusedvit.bench.cases import Case, attention_case, linear_case, supported
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target, ladder
-from fusedvit.kernels.forms import FORMS, Key
+from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper.attention_choice import contents
 from fusedvit.plan import Task, heuristic, tasks
 from fusedvit.spec import VisionSpec
@@ -58,10 +58,9 @@ def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[C
     """The heuristic's choice first, then every form's proposals, each once."""
     task = question.task
     configs = [heuristic(task, dtype, target)]
-    for form in FORMS:
-        if form.op == task.key.op and not forms.why_absent(form, target, dtype):
-            proposed = form.candidates(task.key, dtype, target, task.widest)
-            configs += [c for c in proposed if not form.wrong(c, target, dtype)]
+    for form in forms.present(task.key.op, target, dtype):
+        proposed = form.candidates(task.key, dtype, target, task.widest)
+        configs += [c for c in proposed if not form.wrong(c, target, dtype)]
     return [Candidate(forms.form_of(config).name, config) for config in dict.fromkeys(configs)]
 
 

@@ -15,13 +15,14 @@ from fusedvit.bench.cases import rotated_sets
 from fusedvit.bench.questions import CONTENTS, Candidate, Question, compilation, layouts
 from fusedvit.bench.roofline import attention_cost, linear_cost
 from fusedvit.bench.timing import LEAST_ROUNDS, WARM_UPS
+from fusedvit.beside import mean_us
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper import attention_choice
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_us
-from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig, mean_us
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.spec import VisionSpec
 
 BEST, BEST_OF_LONG = 3, 2  # by the cost model, beside the heuristics' choices; of what takes long to time
@@ -83,10 +84,7 @@ def _attention_us(config: HopperAttentionConfig, key: Key, target: Target) -> fl
 
 def _linear_us(config: HopperLinearConfig | HopperTransposedConfig, key: Key, target: Target) -> float:
     """What the heuristic's cost model says; what it does not know comes last."""
-    if isinstance(config, HopperTransposedConfig):
-        return mean_us(config, key.rows, key.n, key.k, target, key.kind)
-    contents = [hopper_linear_us(config, int(key.rows * share), key.n, key.k, key.kind) for share in CONTENTS]
-    return sum(contents) / len(contents)
+    return mean_us(key, config, target)
 
 
 @dataclass(frozen=True)

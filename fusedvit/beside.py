@@ -19,13 +19,12 @@ import torch
 
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.cublaslt import CublasLtConfig
-from fusedvit.kernels.forms import FORMS, Form, Key, why_absent
+from fusedvit.kernels.forms import LINEAR, Form, Key, present
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import (
-    CONTENTS,
     HopperLinearConfig,
     hopper_linear_candidates,
-    hopper_linear_us,
+    hopper_linear_mean_us,
     wrong_hopper_linear,
 )
 from fusedvit.kernels.hopper.transposed_configs import OF_LINEAR, HopperTransposedConfig
@@ -107,12 +106,12 @@ def on_sms(
     if fc1 is None or fc2 is None:
         return None
     fc1, fc2 = replace(fc1, overlap=False), replace(fc2, overlap=False)
-    chain = _chain(chosen, dtype, target, target.num_sms - sms)
     narrow = replace(target, num_sms=target.num_sms - sms)
+    chain = _chain(chosen, dtype, target, narrow)
     block_us, merger_us = (total_us((chosen[name] for name in names), target) for names in (LINEARS, MERGER))
     attention_us = ATTENTION_SHARE * block_us
     slower_us = total_us(((chosen[name][0], chain[name]) for name in LINEARS), narrow) - block_us
-    slower_us += attention_us * (_rounds(*chosen["attention"], target.num_sms - sms, target) - 1)
+    slower_us += attention_us * (_rounds(*chosen["attention"], narrow.num_sms, target) - 1)
     own_us = total_us(((chosen["merger_fc1"][0], fc1), (chosen["merger_fc2"][0], fc2)), target)
     block_us += attention_us
     total, busy_until, mergers = 0.0, 0.0, {}
@@ -135,13 +134,13 @@ def fastest(key: Key, dtype: torch.dtype, target: Target) -> HopperLinearConfig 
     return min(whole, key=lambda config: mean_us(key, config, target), default=None)
 
 
-def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, sms: int) -> dict[str, Any]:
-    """Configurations of a block on `sms` SMs; attention keeps its tiles, of which there is one list."""
-    narrow, found = replace(target, num_sms=sms), dict[str, Any]()
+def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, narrow: Target) -> dict[str, Any]:
+    """Configurations of a block on the SMs of `narrow`; attention keeps its tiles, of which there is one list."""
+    found: dict[str, Any] = {}
     for name, (key, config) in chosen.items():
         narrowed = config
         if not isinstance(config, HopperTransposedConfig):  # which has as many programs as tiles, whatever the SMs
-            narrowed = replace(config, max_programs=config.max_programs * sms // target.num_sms)
+            narrowed = replace(config, max_programs=config.max_programs * narrow.num_sms // target.num_sms)
         if "attention" in name:
             found[name] = narrowed
         if name in LINEARS:
@@ -153,16 +152,14 @@ def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, sms: int) -> dict
 
 def _forms(target: Target, dtype: torch.dtype) -> list[Form]:
     """Those of a product whose times are known and that `target` has."""
-    known = [form for form in FORMS if form.config in PRICED]
-    return [form for form in known if not why_absent(form, target, dtype)]
+    return [form for form in present(LINEAR, target, dtype) if form.config in PRICED]
 
 
 def mean_us(key: Key, config: Any, target: Target) -> float:
     """As the configuration was chosen by: the mean over what a budget may hold."""
     if isinstance(config, HopperTransposedConfig):
         return transposed_mean_us(config, key.rows, key.n, key.k, target, key.kind)
-    times = [hopper_linear_us(config, int(share * key.rows), key.n, key.k, key.kind) for share in CONTENTS]
-    return sum(times) / len(times)
+    return hopper_linear_mean_us(config, key.rows, key.n, key.k, key.kind)
 
 
 def total_us(layers: Iterable[tuple[Key, Any]], target: Target) -> float:

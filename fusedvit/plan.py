@@ -215,9 +215,8 @@ def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
 
 def heuristic(task: Task, dtype: torch.dtype, target: Target) -> Any:
     """The first answer of the forms of this operation, the fastest form first; plain Triton always has one."""
-    for form in forms.FORMS:
-        if form.op == task.key.op and not forms.why_absent(form, target, dtype):
-            config = form.heuristic(task.key, dtype, target, task.widest)
-            if config is not None:
-                return config
+    for form in forms.present(task.key.op, target, dtype):
+        config = form.heuristic(task.key, dtype, target, task.widest)
+        if config is not None:
+            return config
     raise AssertionError(f"no form answers {task.key}")

@@ -146,16 +146,9 @@ def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) 
     return configs.attention_config(key.rows, key.n, key.k, dtype, target)
 
 
-def _hopper_attentions(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperAttentionConfig]:
-    return hopper_configs.hopper_attention_candidates(key.k, dtype, target)
-
-
-def _hopper_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperLinearConfig]:
-    return hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
-
-
-def _transposed_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[HopperTransposedConfig]:
-    return list(hopper_transposed_candidates(key.rows, key.n, key.k, target, key.kind))
+def _likely(propose: Callable[..., Any]) -> Callable[[Key, torch.dtype, Target, int], list[Any]]:
+    """Candidates that go by the same, whatever the dtype."""
+    return lambda key, dtype, target, widest: list(propose(key.rows, key.n, key.k, target, key.kind))
 
 
 def _cublaslt_absent(target: Target, dtype: torch.dtype) -> str:
@@ -169,7 +162,6 @@ def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int)
 def _hopper_forms() -> tuple[Form, ...]:
     if not compat.AVAILABLE:
         return ()
-    parts = (linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split)
     return (
         Form(
             name="transposed",
@@ -179,7 +171,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             absent=hopper_configs.absent,
             wrong=wrong_hopper_transposed,
             heuristic=_by_shape(hopper_transposed_config),
-            candidates=_transposed_linears,
+            candidates=_likely(hopper_transposed_candidates),
             modules=(hopper_transposed, transposed_parts, transposed_tail, transposed_warps, linear_epilogue),
         ),
         Form(
@@ -190,8 +182,8 @@ def _hopper_forms() -> tuple[Form, ...]:
             absent=hopper_configs.absent,
             wrong=wrong_hopper_linear,
             heuristic=_by_shape(hopper_linear_config),
-            candidates=_hopper_linears,
-            modules=(hopper_linear, *parts),
+            candidates=_likely(hopper_linear_candidates),
+            modules=(hopper_linear, linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split),
         ),
         Form(
             name="hopper",
@@ -201,7 +193,9 @@ def _hopper_forms() -> tuple[Form, ...]:
             absent=hopper_configs.absent,
             wrong=hopper_configs.wrong_hopper_attention,
             heuristic=_by_shape(hopper_attention_config),
-            candidates=_hopper_attentions,
+            candidates=lambda key, dtype, target, widest: hopper_configs.hopper_attention_candidates(
+                key.k, dtype, target
+            ),
             modules=(hopper_attention, attention_consumer, attention_parts, attention_redo, metadata),
         ),
     )
@@ -263,6 +257,11 @@ def why_absent(form: Form, target: Target, dtype: torch.dtype) -> str:
     """Why `form` cannot run on `target`, or ""."""
     failed = dict(target.without).get(f"{form.op}/{form.name}")
     return failed or form.absent(target, dtype)
+
+
+def present(op: str, target: Target, dtype: torch.dtype) -> list[Form]:
+    """The forms of `op` that `target` has, the fastest first."""
+    return [form for form in FORMS if form.op == op and not why_absent(form, target, dtype)]
 
 
 def absences(target: Target, dtype: torch.dtype) -> Iterator[tuple[Form, str]]:

@@ -25,3 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU under Triton's interpreter."""
     return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans as on a Hopper GPU; the interpreter, which runs no Gluon, is not asked."""
+    monkeypatch.setattr("fusedvit.kernels.hopper.compat.usable", lambda capability: capability == 90)

@@ -1,5 +1,6 @@
 """Tile shapes and schedules of `kernels.hopper.linear`, and the pure heuristic that chooses them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -185,16 +186,30 @@ def hopper_linear_config(
     found = [c for c in _candidates(rows, n, k, target) if not _spills(c, kind)]
     best = min(
         (c for c in found if not wrong_hopper_linear(c, target, dtype)),
-        key=lambda c: sum(hopper_linear_us(c, int(share * rows), n, k, kind) for share in CONTENTS),
+        key=lambda c: hopper_linear_mean_us(c, rows, n, k, kind),
     )
     return _scheduled(best, rows, kind)
 
 
 def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinearConfig:
     """`config` with what it does for its neighbours in time."""
-    parts = set(kind.split("+"))
-    overlap = OVERLAP and rows <= OVERLAP_ROWS and bool(OVERLAPPING & parts)
-    return replace(config, overlap=overlap)
+    return replace(config, overlap=begins_early(rows, kind))
+
+
+def begins_early(rows: int, kind: str) -> bool:
+    """Whether a product of `rows` rows followed by `kind` begins before the previous launch has ended."""
+    return OVERLAP and rows <= OVERLAP_ROWS and bool(OVERLAPPING & set(kind.split("+")))
+
+
+def mean_over_contents(us: Callable[[int], float], rows: int) -> float:
+    """The mean of what `us` says of the contents that a budget of `rows` is judged by."""
+    held = [us(int(share * rows)) for share in CONTENTS]
+    return sum(held) / len(held)
+
+
+def hopper_linear_mean_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str) -> float:
+    """`hopper_linear_us` as a budget of `rows` is judged by."""
+    return mean_over_contents(lambda content: hopper_linear_us(config, content, n, k, kind), rows)
 
 
 def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str = "") -> float:

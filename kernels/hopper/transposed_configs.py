@@ -6,19 +6,23 @@ from functools import lru_cache
 
 import torch
 
-from fusedvit.kernels.configs import OVERLAP_ROWS, Target
-from fusedvit.kernels.hopper import compat
-from fusedvit.kernels.hopper.configs import OVERLAP
-from fusedvit.kernels.hopper.linear_configs import CONTENTS, OVERLAPPING, hopper_linear_config, hopper_linear_us
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.hopper import compat, linear_configs
+from fusedvit.kernels.hopper.linear_configs import (
+    begins_early,
+    hopper_linear_config,
+    hopper_linear_mean_us,
+    mean_over_contents,
+)
 
 UNIT = 64  # features of a consumer; rows of a chunk; K of a step
 UNIT_BYTES = UNIT * UNIT * 2
 MULTIPLE = 8  # of rows of a tile, as an instruction's columns
-MOST_ROWS, MOST_CONSUMERS = 192, 4
+MOST_ROWS, MOST_CONSUMERS, MOST_STAGES = 192, 4, 18
 MOST_BUDGET = 3072  # rows that the heuristic takes it for: at 4096 tiles of 192 x 192 are as fast in `linear.py`
 # Registers of a thread: of the launch, of a consumer, of the producer, by consumers.
 _REGISTERS = {1: (168, 232, 40), 2: (168, 232, 40), 3: (128, 160, 32), 4: (96, 120, 24)}
-KINDS = {"norm", "rms", "rope", "bias", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu"}
+UNKNOWN = {"taps", "swiglu"}  # of what `linear_configs` knows
 # Epilogues that have run on an H200 and were right: what the heuristic may choose, see `linear_configs.PROVEN`.
 PROVEN = {
     torch.bfloat16: (
@@ -156,10 +160,8 @@ def hopper_transposed_us(
 
 def supports(n: int, k: int, kind: str) -> bool:
     """Whether a product of this shape may be followed by `kind`: see `transposed.unsupported`."""
-    parts = set(kind.split("+"))
-    whole = n % UNIT == 0 or "stats" not in parts
-    turned = "rope" not in parts or n % (3 * UNIT // 2) == 0
-    return parts <= KINDS and n % 16 == 0 and k >= 4 * UNIT and whole and turned
+    known = linear_configs.supports(n, k, kind) and not UNKNOWN & set(kind.split("+"))
+    return known and n % 16 == 0 and k >= 4 * UNIT
 
 
 def _tiles_of(rows: int, n: int, target: Target) -> Iterator[tuple[int, int]]:
@@ -174,8 +176,8 @@ def _tiles_of(rows: int, n: int, target: Target) -> Iterator[tuple[int, int]]:
 
 def _deepest(rows: int, consumers: int, k: int, target: Target) -> int:
     """The most stages that shared memory and K allow."""
-    fits = [s for s in range(2, 19) if HopperTransposedConfig(rows, consumers, s).shared_bytes() <= target.max_shared]
-    return min(max(fits, default=0), -(-k // UNIT))
+    none, one = (HopperTransposedConfig(rows, consumers, stages).shared_bytes() for stages in (0, 1))
+    return min((target.max_shared - none) // (one - none), MOST_STAGES, -(-k // UNIT))
 
 
 @lru_cache(maxsize=4096)
@@ -185,7 +187,7 @@ def hopper_transposed_candidates(
     """What a tuner may try."""
     if not supports(n, k, kind):
         return ()
-    overlap = OVERLAP and rows <= OVERLAP_ROWS and bool(OVERLAPPING & set(kind.split("+")))
+    overlap = begins_early(rows, kind)
     # Consumers that have too few registers for erf: ptxas 12.8, and as Triton compiles it from 3.8 on.
     most = (2 if compat.NEEDS_MORE_REGISTERS else 3) if "gelu" in kind.split("+") else MOST_CONSUMERS
     found = (
@@ -207,11 +209,9 @@ def hopper_transposed_config(
         return None
     costs = {c: mean_us(c, rows, n, k, target, kind) for c in hopper_transposed_candidates(rows, n, k, target, kind)}
     best = min(costs, key=lambda c: costs[c], default=None)
-    held = [hopper_linear_us(other, int(share * rows), n, k, kind) for share in CONTENTS]
-    return best if best is not None and costs[best] < sum(held) / len(held) else None
+    return best if best is not None and costs[best] < hopper_linear_mean_us(other, rows, n, k, kind) else None
 
 
 def mean_us(config: HopperTransposedConfig, rows: int, n: int, k: int, target: Target, kind: str) -> float:
     """The mean over what a budget of `rows` may hold."""
-    held = [hopper_transposed_us(config, int(share * rows), n, k, target, kind) for share in CONTENTS]
-    return sum(held) / len(held)
+    return mean_over_contents(lambda content: hopper_transposed_us(config, content, n, k, target, kind), rows)

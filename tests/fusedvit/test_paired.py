@@ -19,6 +19,7 @@ from tests.fusedvit.encoding import Encoder
 from tests.fusedvit.towers import GRIDS, assert_bitwise, patches_of, pixels_for, vision_tower
 
 on_hopper_alone = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+OFF = (("linear/transposed", "off"),)
 GRID, DEEPSTACK, DEPTH = GRIDS["mix"], (0, 1, 3), 5
 
 
@@ -54,13 +55,14 @@ def test_the_last_merger_in_line_is_paired(rows: int, hidden: tuple[int, ...], o
     "other",
     [
         {"rows": 256},  # all are beside the blocks
+        {"rows": 1024, "target": replace(H200, without=OFF)},  # mergers beside them are not done when these are
         {"rows": 4096},
         {"rows": 1408, "spec": replace(QWEN3_VL_8B, deepstack=(26,))},  # the last merger reads the same stream
         {"rows": 1408, "spec": replace(QWEN3_VL_8B, tail="downsample", merger_size=4096)},
         {"rows": 1408, "dtype": torch.float32},
         {"rows": 1408, "target": A100},
     ],
-    ids=["few rows", "many rows", "after the last block", "another last merger", "fp32", "another GPU"],
+    ids=["few rows", "late mergers", "many rows", "after the last block", "another last merger", "fp32", "another GPU"],
 )
 def test_else_none_is(other: dict[str, Any], on_hopper: None) -> None:
     plan = planned(**other)

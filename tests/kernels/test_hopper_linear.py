@@ -43,12 +43,6 @@ KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task i
 LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == forms.LINEAR]
 
 
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans as on a Hopper GPU; the interpreter, which runs no Gluon, is not asked."""
-    monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 200_000).map(budget), st.sampled_from(LINEAR), st.sampled_from([BF16, FP16]))
 def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: torch.dtype) -> None:

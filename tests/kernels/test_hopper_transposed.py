@@ -30,13 +30,11 @@ from fusedvit.plan import chosen_for, plan_for, tasks
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
 from tests.kernels.support import assert_within
 from tests.kernels.test_aot import run
-from tests.kernels.test_hopper_linear import on_hopper
 from tests.kernels.transposed_times import TIMES
 
 if compat.AVAILABLE:
     from fusedvit.kernels.hopper import transposed
 
-__all__ = ["on_hopper"]  # a fixture
 needs_gluon = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
