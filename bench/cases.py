@@ -29,11 +29,12 @@ from fusedvit.ops import ops_for
 from fusedvit.plan import Task
 from fusedvit.spec import VisionSpec
 from fusedvit.tolerance import Comparison, compare
-from fusedvit.weights import row_pitch
+from fusedvit.weights import in_lines, row_pitch
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
 MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
 GRAPH_MS, MOST_CALLS = 0.3, 10  # of attention: a graph of one short launch is timed with its own start, 10 us
+SPARE_ROWS = 256  # behind a tensor's last row in its buffer: a tile's or more
 MOST_TOKENS = 2**31 - 1  # of a sequence
 STATS_WIDTH = 128  # of the statistics that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
@@ -91,9 +92,9 @@ def linear_case(
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
     sets = sets or rotated_sets(n * k * dtype.itemsize, rows, device)
     cols = n // 2 if "swiglu" in parts else n
-    x = _pitched(_random(rows, k, dtype=dtype, device=device))
-    out = _pitched(x.new_empty(rows, cols))
-    weights = [_pitched(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in range(sets)]
+    x = in_buffer(_random(rows, k, dtype=dtype, device=device))
+    out = in_buffer(x.new_empty(rows, cols))
+    weights = [in_lines(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in range(sets)]
     count = torch.tensor([rows], dtype=torch.int32, device=device)
     common = _inputs(parts, spec, x, weights, n, stats)
     epilogue = functools.partial(_epilogue, parts, spec, common, rows, n)
@@ -161,7 +162,7 @@ def _inputs(
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         table = torch.stack([angle.cos(), angle.sin()], 1)
-        words = torch.empty(rows, width(spec.head_dim), dtype=torch.int32, device=device)
+        words = in_buffer(torch.empty(rows, width(spec.head_dim), dtype=torch.int32, device=device))
         rope_words(table, torch.tensor([rows]), words)
         found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, words)
     if "taps" in parts:
@@ -170,7 +171,7 @@ def _inputs(
         table = _random(positions, n, dtype=dtype, device=device)
         found["taps"] = Taps(table, index, torch.rand(rows, 4, device=device))
     if "residual" in parts:
-        found["residual"] = _random(rows, n, dtype=dtype, device=device)
+        found["residual"] = in_buffer(_random(rows, n, dtype=dtype, device=device))
     return found
 
 
@@ -253,10 +254,11 @@ def _segments(
     return Segments(cu, table, count, block_m, above, up_to)
 
 
-def _pitched(t: torch.Tensor) -> torch.Tensor:
-    """`t` with rows as far apart as in the encoder's buffers."""
-    pitch = row_pitch(t.shape[1], t.dtype)
-    return t if pitch == t.shape[1] else t.new_empty(t.shape[0], pitch)[:, : t.shape[1]].copy_(t)
+def in_buffer(t: torch.Tensor) -> torch.Tensor:
+    """`t` as it lies in the encoder's buffers: rows as far apart, and memory behind the last, as all budgets but the
+    largest are views of larger ones."""
+    rows, cols = t.shape
+    return t.new_empty(rows + SPARE_ROWS, row_pitch(cols, t.dtype))[:rows, :cols].copy_(t)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

@@ -26,9 +26,10 @@ from fusedvit.weights import (
     MergerWeights,
     NormWeights,
     TensorSource,
+    in_lines,
+    lies_in_lines,
     pitch_of,
     rewrite,
-    row_pitch,
 )
 
 
@@ -124,7 +125,7 @@ class _Maker:
         return BlockWeights(
             qkv=_rows(self.folded(names.norm1.format(i), qkv), rotary_rows(self.spec)),
             proj=self.plain(names.proj.format(i), "proj"),
-            fc1=_first(self.folded(names.norm2.format(i), fc1), self.spec.gated),
+            fc1=_lined(_first(self.folded(names.norm2.format(i), fc1), self.spec.gated)),
             fc2=_second(self.plain(names.fc2.format(i), "mlp")),
             qk_norm=rearrange(torch.stack(qk_norm), "two (half p) -> two (p half)", half=2) if qk_norm else None,
         )
@@ -190,13 +191,11 @@ def _second(fc2: LinearWeights) -> LinearWeights:
 
 
 def _lined(linear: LinearWeights) -> LinearWeights:
-    """`linear` with rows that start at a line's start, in a copy if need be, for GPUs where that is known to pay."""
-    weight, (n, k) = linear.weight, linear.weight.shape
-    pitch = row_pitch(k, weight.dtype)
-    if weight.stride(0) == pitch or not _wants_lines(weight):
+    """`linear` with its weights as `in_lines` lays them out, in a copy if need be, where that is known to pay."""
+    weight, own = linear.weight, "weight" in linear.own
+    if lies_in_lines(weight, own) or not _wants_lines(weight):
         return linear
-    lined = weight.new_empty(n, pitch)[:, :k].copy_(weight)
-    return replace(linear, weight=lined, own=(*linear.own, "weight"))
+    return replace(linear, weight=in_lines(weight), own=linear.own if own else (*linear.own, "weight"))
 
 
 def _wants_lines(weight: torch.Tensor) -> bool:

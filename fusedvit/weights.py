@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from fusedvit.kernels.descriptor import rows_behind
+
 TensorSource = Callable[[str], torch.Tensor]
 ALIGNMENT = 16  # bytes; what the copy engine asks of bases and row pitches
+BOX_ROWS = 64  # of a tensor that the copy engine brings at once; the fewest, of which others are multiples
 LINE = 128  # bytes: a copy of 128 bytes that straddles two lines of the cache costs the GPU two requests
 
 
@@ -25,6 +28,20 @@ def row_pitch(cols: int, dtype: torch.dtype) -> int:
     """Columns from row to row: as `pitch_of`, and rows of many lines start at a line's start."""
     line = LINE // dtype.itemsize
     return -(-cols // line) * line if cols >= 16 * line else pitch_of(cols, dtype)
+
+
+def in_lines(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of `weight` `[N, K]` for the copy engine: rows `row_pitch` apart, and memory behind them for whole boxes
+    of `BOX_ROWS`, as boxes past the last row take it longer (`kernels.descriptor.rows_behind`)."""
+    n, k = weight.shape
+    return weight.new_zeros(-(-n // BOX_ROWS) * BOX_ROWS, row_pitch(k, weight.dtype))[:n, :k].copy_(weight)
+
+
+def lies_in_lines(weight: torch.Tensor, own: bool) -> bool:
+    """Whether it lies as `in_lines` lays it out; of rows behind the last that is asked of `own` copies alone."""
+    n, k = weight.shape
+    whole = not own or rows_behind(weight, BOX_ROWS) % BOX_ROWS == 0
+    return weight.stride(0) == row_pitch(k, weight.dtype) and whole
 
 
 @dataclass(frozen=True)

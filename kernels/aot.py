@@ -22,10 +22,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
-from fusedvit.kernels.sass import disassemble, exposed_exponentials, overwritten_barriers, rewritten_descriptors
-
-if compat.AVAILABLE:
-    from fusedvit.kernels.hopper.transposed_parts import misplaced
+from fusedvit.kernels.sass import (
+    disassemble,
+    exposed_exponentials,
+    misplaced_ring,
+    overwritten_barriers,
+    rewritten_descriptors,
+)
 
 MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
 HARMLESS_SPILL = 16  # bytes a thread, where ptxas had registers to spare
@@ -184,7 +187,7 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
 def _misplaced_ring(constants: dict[str, Any], ptx: str) -> list[str]:
     """Whether instructions find their operands, which they look for by address."""
     config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
-    said = misplaced(ptx, config.ring_bytes(constants["IN_PARTS"] > 0))
+    said = misplaced_ring(ptx, config.ring_bytes(constants["IN_PARTS"] > 0))
     return [said] if said else []
 
 

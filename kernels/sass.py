@@ -27,14 +27,31 @@ def overwritten_barriers(ptx: str) -> list[str]:
     written back over it. Seen on an H200 shared by three processes: partitions that disagree about the row count, which
     hang. So a kernel initialises what it waits at, and nothing else.
     """
-    base = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
-    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
-    barriers = {at[name] for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx) if name in at}
+    barriers = {at for at in _barriers(ptx) if at is not None}
     taken: set[int] = set()
     access = r"(?:st|ld)\.shared(?:\.v(\d))?\.[bfsu](\d+)\s[^;]*\[global_smem\+(\d+)\]"
     for vector, bits, address in re.findall(access, ptx):
         taken.update(range(int(address), int(address) + int(vector or 1) * int(bits) // 8))
     return [f"barrier at {b} of shared memory overwritten" for b in sorted(barriers) if taken & set(range(b, b + 8))]
+
+
+def _barriers(ptx: str) -> list[int | None]:
+    """Where in shared memory barriers are initialised; None for one of which that is not seen."""
+    base = set(re.findall(r"mov\.[bu]32\s+(%r\d+), global_smem;", ptx))
+    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
+    return [at.get(name) for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)]
+
+
+def misplaced_ring(ptx: str, ring_bytes: int) -> str:
+    """Why a ring of `kernels.hopper.transposed`, whose products find their operands by address, may not begin where
+    shared memory does, or "".
+
+    Whatever else is in shared memory, barriers and what partitions are handed, must lie behind it.
+    """
+    barriers = [at or 0 for at in _barriers(ptx)]
+    handed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
+    first = min(barriers + handed, default=0)
+    return "" if barriers and first >= ring_bytes else f"{ring_bytes} bytes of ring, but something lies at {first}"
 
 
 def rewritten_descriptors(sass: str) -> list[str]:

@@ -21,6 +21,7 @@ import torch
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from fusedvit.kernels.descriptor import rows_behind
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
 from fusedvit.kernels.hopper.compat import TensorDescriptor, gl, gluon
 from fusedvit.kernels.hopper.linear_configs import CHUNK, HopperLinearConfig
@@ -163,7 +164,7 @@ def linear(
         raise ValueError(f"linear in its hopper form takes {reason}")
     wide = n // 2 if e.gated else n
     assert weight.shape[1] == k and out.shape == (rows, wide), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
-    tiles = -(-rows // config.block_m) * -(-n // config.cols)
+    tiles = config.tiles(rows, n)
     if tiles == 0:
         return out
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
@@ -181,22 +182,27 @@ def linear(
 def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperLinearConfig) -> str:
     """Why this product and what follows it cannot run here, or ""."""
     steps = -(-x.shape[1] // CHUNK) // config.splits
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"operands of 16 bits only, got {x.dtype}"
     if e.gated and (n % 16 or e.rope is not None or e.taps is not None):
         return f"swiglu of whole 16s of columns, without rotary factors or taps, got {n}"
     if steps < 2:
         return f"at least two steps of {CHUNK} in K a part, got {steps}"
     if e.stats is not None and (e.stats.width != config.block_n or n % CHUNK):
         return f"statistics of whole {CHUNK}s in parts of {config.block_n}, got {n} in parts of {e.stats.width}"
-    if e.rope is not None and e.rope.words is None:
-        return "rotary factors as words (see rope_words.py), got none"
-    if e.rope is not None and (e.rope.cols % CHUNK or e.residual is not None):
-        return f"rotary columns of whole {CHUNK}s and no residual, got {e.rope.cols}"
     if config.splits > 1:
         sums, counters = config.scratch_sizes(x.shape[0], n)
         if e.scratch is None or e.scratch.sums.numel() < sums or e.scratch.counters.shape[1] < counters:
             return f"scratch for {sums} sums and {counters} counters, got {_size(e.scratch)}"
+    return unsupported_operands(e, x)
+
+
+def unsupported_operands(e: Epilogue, x: torch.Tensor) -> str:
+    """What neither form in Gluon takes, or ""."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"operands of 16 bits only, got {x.dtype}"
+    if e.rope is not None and e.rope.words is None:
+        return "rotary factors as words (see rope_words.py), got none"
+    if e.rope is not None and (e.rope.cols % CHUNK or e.residual is not None):
+        return f"rotary columns of whole {CHUNK}s and no residual, got {e.rope.cols}"
     return ""
 
 
@@ -224,11 +230,22 @@ def _boxes(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: HopperLinearConfig
 ) -> tuple[Any, ...]:
     wide, narrow = config.accumulators
-    out_box = _box(out, config.rows, _HALF if e.gated else _LAYOUT)
-    extra = out_box if e.residual is None or e.residual is out else _box(e.residual, config.rows)
+    rows, tile = config.rows, config.block_m
+    out_box = _box(out, rows, _HALF if e.gated else _LAYOUT)
+    return (
+        _box(x, rows, tile=tile),
+        _box(weight, wide, tile=config.cols),
+        _box(weight, narrow or wide, tile=config.cols),
+        out_box,
+        _extra_box(e, rows, tile) or out_box,
+    )
+
+
+def _extra_box(e: Epilogue, rows: int, tile: int) -> Any:
+    """Residual or rotary words, `rows` rows at a time, in tiles of `tile`; None where there is neither."""
     if e.rope is not None and e.rope.words is not None:
-        extra = _box(e.rope.words, config.rows, _WORDS)
-    return _box(x, config.rows), _box(weight, wide), _box(weight, narrow or wide), out_box, extra
+        return _box(e.rope.words, rows, _WORDS, tile)
+    return None if e.residual is None else _box(e.residual, rows, tile=tile)
 
 
 _LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # 128 bytes a row, swizzled
@@ -236,11 +253,12 @@ _HALF = gl.NVMMASharedLayout(64, 16, 2)
 _WORDS = gl.NVMMASharedLayout(128, 32, 2)
 
 
-def _box(t: torch.Tensor, rows: int, layout: Any = _LAYOUT) -> Any:
-    """As `descriptor.box`, for Gluon: `rows` rows as wide as the layout's swizzle; products read 128 bytes."""
+def _box(t: torch.Tensor, rows: int, layout: Any = _LAYOUT, tile: int = 1) -> Any:
+    """As `descriptor.box`, for Gluon: `rows` rows as wide as the layout's swizzle; products read 128 bytes. Of what is
+    read in whole tiles of `tile` rows: see `rows_behind`."""
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = t
-    descriptor.shape = t.shape
+    descriptor.shape = [rows_behind(t, tile), t.shape[1]]
     descriptor.strides = t.stride()
     descriptor.block_shape = [rows, layout.swizzle_byte_width // t.element_size()]
     descriptor.layout = layout

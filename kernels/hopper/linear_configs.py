@@ -71,8 +71,8 @@ class HopperLinearConfig:
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups of a CTA."""
-        return max(2, self.consumers)
+        """See `warpgroups`."""
+        return warpgroups(self.consumers)
 
     @property
     def cells(self) -> int:
@@ -113,6 +113,12 @@ class HopperLinearConfig:
     def options(self) -> dict[str, int]:
         """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
         return {"num_warps": 4, "maxnreg": 128 if self.consumers == 3 else 168, "launch_pdl": self.overlap}
+
+
+# Both of the kernel, too, where such functions call none but builtins.
+def warpgroups(consumers: int) -> int:
+    """Consumer warpgroups of a CTA."""
+    return max(2, consumers)
 
 
 def vector_width(cols: int) -> int:

@@ -215,18 +215,25 @@ def _gate_pairs(x, LIMIT: gl.constexpr, BM: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _normed(x, tail, bias, colsum, mean, rstd, ROWS: gl.constexpr):
+    """Norm and bias on sums whose rows are along axis ROWS, and features along the other."""
+    if tail.IN_PARTS > 0:
+        if tail.CENTRED:
+            x = x - gl.expand_dims(mean, 1 - ROWS) * gl.expand_dims(colsum, ROWS)
+        x = x * gl.expand_dims(rstd, 1 - ROWS)
+    if tail.HAS_BIAS:
+        x = x + gl.expand_dims(bias, ROWS)
+    return x
+
+
+@gluon.jit
 def _finish(x, tail, vectors, mean, rstd, chunk, rows, col0, BM: gl.constexpr, L: gl.constexpr, dtype: gl.constexpr):
     """Everything between the product and rounding, on the chunk at `col0`; `chunk` holds what the producer brought.
 
     Of swiglu half as many columns come back.
     """
     bias, colsum = vectors
-    if tail.IN_PARTS > 0:
-        if tail.CENTRED:
-            x = x - gl.expand_dims(mean, 1) * gl.expand_dims(colsum, 0)
-        x = x * gl.expand_dims(rstd, 1)
-    if tail.HAS_BIAS:
-        x = x + gl.expand_dims(bias, 0)
+    x = _normed(x, tail, bias, colsum, mean, rstd, 0)
     if tail.TAPS > 0:
         x = _add_taps(x, tail, rows, col0, L)
     if tail.ROPE_COLS > 0:

@@ -3,7 +3,7 @@
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from fusedvit.kernels.hopper.compat import gl, gluon
-from fusedvit.kernels.hopper.linear_configs import vector_width
+from fusedvit.kernels.hopper.linear_configs import vector_width, warpgroups
 from fusedvit.kernels.hopper.linear_split import _owner
 from fusedvit.kernels.hopper.records import record
 
@@ -57,12 +57,7 @@ class Boxes:
 
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # as values follow one another
 _vector_width = gluon.constexpr_function(vector_width)
-
-
-@gluon.constexpr_function
-def _warpgroups(consumers):
-    """Consumer warpgroups of a CTA."""
-    return max(2, consumers)
+_warpgroups = gluon.constexpr_function(warpgroups)
 
 
 @record

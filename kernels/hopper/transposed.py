@@ -7,7 +7,8 @@ on 132 SMs. A CTA has one tile, and nothing hides its epilogue: for products of 
 
     producer : w and x of a k-step -> the ring (TMA; a `full` and an `empty` barrier a stage), and behind the last step,
                as further steps, residual or rotary words, a chunk of 64 rows a step, where weights were
-    consumer : ring -> WGMMA, 64 features -> epilogue, a chunk at a time, in the place of its own weights -> TMA store
+    consumer : ring -> WGMMA, 64 features -> epilogue, a chunk at a time, in the place of its own weights -> TMA store;
+               behind a norm each merges the moments of its share of the rows for all (`merged`)
 
 tests/kernels/hopper_transposed_protocol.py runs this protocol in plain Python under random interleaving.
 """
@@ -18,15 +19,17 @@ import torch
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from fusedvit.kernels.descriptor import rows_behind
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.hopper.compat import TensorDescriptor, gl, gluon
-from fusedvit.kernels.hopper.linear import _WORDS, _box, _constants
+from fusedvit.kernels.hopper.linear import _box, _constants, _extra_box, unsupported_operands
 from fusedvit.kernels.hopper.linear_epilogue import Tail
 from fusedvit.kernels.hopper.transposed_configs import UNIT, HopperTransposedConfig, unsupported_shape
-from fusedvit.kernels.hopper.transposed_parts import WEIGHTS_BOX, Boxes, Ring, Tile, misplaced, units_of
+from fusedvit.kernels.hopper.transposed_parts import WEIGHTS_BOX, Boxes, Ring, Tile, chunks_of, units_of
 from fusedvit.kernels.hopper.transposed_tail import LINES
 from fusedvit.kernels.hopper.transposed_warps import _consumer, _producer
 from fusedvit.kernels.launch import Loaded, launch
+from fusedvit.kernels.sass import misplaced_ring
 
 
 @gluon.jit
@@ -86,10 +89,13 @@ def _transposed_linear_kernel(
 ):
     num_rows = gl.load(num_rows_ptr)  # first, as all tiles hang on it
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    UNITS: gl.constexpr = units_of(ROWS, CONSUMERS, STAGES, IN_PARTS > 0)
+    UNITS: gl.constexpr = units_of(chunks_of(ROWS), CONSUMERS, STAGES, IN_PARTS > 0)
     units = gl.allocate_shared_memory(x_desc.dtype, [UNITS, 64, 64], LINES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    merged = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    if IN_PARTS > 0:
+        mbarrier.init(merged.index(0), count=CONSUMERS)
     for i in gl.static_range(STAGES):  # in turns, as Triton has the CTA meet between two of one array
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
@@ -101,7 +107,7 @@ def _transposed_linear_kernel(
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,
         HAS_RESIDUAL, OUT_WIDTH,
     )  # fmt: skip
-    ring = Ring(units, full, empty)
+    ring = Ring(units, full, empty, merged)
     boxes = Boxes(x_desc, wide_desc, w_desc, out_desc, extra_desc)
     args = (tile, tail, ring, boxes)
     MORE: gl.constexpr = CONSUMER_REGISTERS
@@ -165,7 +171,7 @@ def linear(
         config.options(),
     )
     if loaded is not None and loaded not in _placed:
-        said = misplaced(loaded.ptx(), config.ring_bytes(e.norm is not None))
+        said = misplaced_ring(loaded.ptx(), config.ring_bytes(e.norm is not None))
         if said:
             raise RuntimeError(said)
         _placed.add(loaded)
@@ -174,32 +180,25 @@ def linear(
 
 def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperTransposedConfig) -> str:
     """Why this product and what follows it cannot run here, or ""."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"operands of 16 bits only, got {x.dtype}"
     if e.gated or e.taps is not None:
         return "no swiglu and no position taps"
     if e.stats is not None and (e.stats.width != config.block_n or n % config.block_n):
         return f"statistics of whole {config.block_n}s in parts of as many, got {n} in parts of {e.stats.width}"
-    if e.rope is not None and e.rope.words is None:
-        return "rotary factors as words (see rope_words.py), got none"
-    if e.rope is not None and (e.rope.cols % UNIT or e.residual is not None):
-        return f"rotary columns of whole {UNIT}s and no residual, got {e.rope.cols}"
-    return unsupported_shape(n, x.shape[1], config.stages)
+    return unsupported_operands(e, x) or unsupported_shape(n, x.shape[1], config.stages)
 
 
 def _boxes(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: HopperTransposedConfig
 ) -> tuple[Any, ...]:
-    out_box = _box(out, config.box)
-    extra = out_box if e.residual is None or e.residual is out else _box(e.residual, config.box)
-    if e.rope is not None and e.rope.words is not None:
-        extra = _box(e.rope.words, config.box, _WORDS)
-    return _box(x, config.box), _box(x, UNIT), _weights_box(weight), out_box, extra
+    box, tile = config.box, config.rows
+    out_box = _box(out, box)
+    extra = _extra_box(e, box, tile) or out_box
+    return _box(x, box, tile=tile), _box(x, UNIT, tile=tile), _weights_box(weight, config.cols), out_box, extra
 
 
-def _weights_box(weight: torch.Tensor) -> Any:
+def _weights_box(weight: torch.Tensor, tile: int) -> Any:
     """64 rows of weights, of every 16 the even ones before the odd ones."""
-    n, k = weight.shape
+    n, k = rows_behind(weight, tile), weight.shape[1]
     pitch = weight.stride(0)
     descriptor = object.__new__(TensorDescriptor)
     descriptor.base = weight

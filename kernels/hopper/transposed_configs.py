@@ -60,8 +60,8 @@ class HopperTransposedConfig:
 
     @property
     def chunks(self) -> int:
-        """Chunks of 64 rows of a tile, the last of which may be shorter."""
-        return -(-self.rows // UNIT)
+        """See `chunks_of`."""
+        return chunks_of(self.rows)
 
     @property
     def width(self) -> int:
@@ -78,12 +78,12 @@ class HopperTransposedConfig:
         return -(-rows // self.rows) * -(-n // self.cols)
 
     def ring_bytes(self, has_norm: bool) -> int:
-        """Operands of 16 bits, and moments of a tile's rows for each consumer."""
-        return (self.stages * (self.consumers + self.chunks) + has_norm) * UNIT_BYTES
+        """Operands of 16 bits, and behind a norm the moments of a tile's rows."""
+        return units_of(self.chunks, self.consumers, self.stages, has_norm) * UNIT_BYTES
 
     def shared_bytes(self) -> int:
         """Shared memory in bytes, behind a norm: the ring, barriers, and what Triton hands to its partitions."""
-        return self.ring_bytes(True) + 16 * self.stages + 256
+        return self.ring_bytes(True) + 16 * self.stages + 8 + 256
 
     def constants(self) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
@@ -101,6 +101,17 @@ class HopperTransposedConfig:
     def options(self) -> dict[str, int]:
         """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
         return {"num_warps": 4, "maxnreg": _REGISTERS[self.consumers][0], "launch_pdl": self.overlap}
+
+
+# Of the kernel, too, where such functions call none but builtins.
+def chunks_of(rows: int) -> int:
+    """Chunks of 64 rows of a tile of `rows`, the last of which may be shorter."""
+    return -(-rows // 64)
+
+
+def units_of(chunks: int, consumers: int, stages: int, has_norm: bool) -> int:
+    """Units of [64, 64] values in a ring."""
+    return stages * (consumers + chunks) + int(has_norm)
 
 
 def wrong_hopper_transposed(config: HopperTransposedConfig, target: Target, dtype: torch.dtype) -> str:

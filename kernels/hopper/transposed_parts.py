@@ -1,15 +1,16 @@
 """What the warps of `kernels.hopper.transposed` share: records, and the instructions of a product of any width.
 
 Gluon's own product has power-of-two tiles. An instruction of Hopper has 64 rows and any multiple of 8 columns, so it is
-written here as text. Its operands are found by address: the ring lies where shared memory begins (`misplaced` looks).
+written here as text. Its operands are found by address: the ring lies where shared memory begins, as
+`sass.misplaced_ring` makes sure.
 """
-
-import re
 
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from fusedvit.kernels.hopper import transposed_configs as configs
 from fusedvit.kernels.hopper.compat import gl, gluon
 from fusedvit.kernels.hopper.records import record
+from fusedvit.kernels.hopper.transposed_configs import UNIT_BYTES
 
 
 @record
@@ -37,6 +38,7 @@ class Ring:
     units: gl.shared_memory_descriptor  # [stages * (consumers + chunks) and the last one, 64, 64]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    merged: gl.shared_memory_descriptor  # every consumer has merged its share of the moments
 
 
 @record
@@ -48,22 +50,14 @@ class Boxes:
     extra: tma.tensor_descriptor  # residual [T, N] or rotary words [T, ...], BOX rows
 
 
-@gluon.constexpr_function
-def chunks_of(rows):
-    """Chunks of a tile, 64 rows each but for the last."""
-    return -(-rows // 64)
+chunks_of = gluon.constexpr_function(configs.chunks_of)
+units_of = gluon.constexpr_function(configs.units_of)
 
 
 @gluon.constexpr_function
 def rows_of(rows, chunk):
     """Rows of a chunk."""
     return min(64, rows - 64 * chunk)
-
-
-@gluon.constexpr_function
-def units_of(rows, consumers, stages, has_norm):
-    """Units of a ring."""
-    return stages * (consumers + -(-rows // 64)) + (1 if has_norm else 0)
 
 
 @gluon.jit
@@ -80,7 +74,6 @@ def _rows(ring, tile, stage, H: gl.constexpr):
 
 WEIGHTS_BOX = gl.NVMMASharedLayout(128, 16, 4)  # of four times 16 rows, the even ones and the odd ones
 PAIRED = gl.constexpr(WEIGHTS_BOX)
-UNIT = 64 * 64 * 2  # bytes
 # Of a matrix in rows of 128 bytes, swizzled: eight rows are 1024 bytes from the next ones.
 DESCRIPTOR = hex(1 << 62 | (1024 >> 4) << 32 | 1 << 16)
 
@@ -88,7 +81,7 @@ DESCRIPTOR = hex(1 << 62 | (1024 >> 4) << 32 | 1 << 16)
 @gluon.constexpr_function
 def _step_text(rows, width, consumers, stages, consumer, kind):
     """A step of K = 64: registers of the sums first, then the stage, as often as there are elements."""
-    chunks = -(-rows // 64)
+    chunks = chunks_of(rows)
     held = chunks * width // 2
     stage = f"${2 * held}"
     sums = ", ".join(f"${i}" for i in range(rows // 2))
@@ -97,9 +90,9 @@ def _step_text(rows, width, consumers, stages, consumer, kind):
     return f"""{{ .reg .b32 base, at; .reg .b64 a, b; .reg .pred more;
         setp.eq.u32 more, 0, 0;
         mov.u32 base, global_smem;
-        mad.lo.u32 at, {stage}, {UNIT * consumers}, base; add.u32 at, at, {UNIT * consumer};
+        mad.lo.u32 at, {stage}, {UNIT_BYTES * consumers}, base; add.u32 at, at, {UNIT_BYTES * consumer};
         shr.u32 at, at, 4; cvt.u64.u32 a, at; or.b64 a, a, {DESCRIPTOR};
-        mad.lo.u32 at, {stage}, {UNIT * chunks}, base; add.u32 at, at, {UNIT * consumers * stages};
+        mad.lo.u32 at, {stage}, {UNIT_BYTES * chunks}, base; add.u32 at, at, {UNIT_BYTES * consumers * stages};
         shr.u32 at, at, 4; cvt.u64.u32 b, at; or.b64 b, b, {DESCRIPTOR};
         wgmma.fence.sync.aligned;
         {onward.join([product] * 4)}
@@ -176,16 +169,3 @@ def _next_stage(tile, stage, phase):
     """The stage after `stage`, and the parity of its round: counted, as a division would take longer than a step."""
     last = stage == tile.STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-def misplaced(ptx: str, ring_bytes: int) -> str:
-    """Why the ring may not begin where `_step_text` looks for it, or "".
-
-    Whatever else is in shared memory, barriers and what partitions are handed, must lie behind it.
-    """
-    base = set(re.findall(r"mov\.[bu]32\s+(%r\d+), global_smem;", ptx))
-    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
-    barriers = [at.get(name, 0) for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)]
-    handed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
-    first = min(barriers + handed, default=0)
-    return "" if barriers and first >= ring_bytes else f"{ring_bytes} bytes of ring, but something lies at {first}"

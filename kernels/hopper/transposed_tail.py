@@ -4,14 +4,15 @@ Weights come with the even rows of every 16 before the odd ones, so that a threa
 rows: a rotary pair, and the halves of a word that goes to shared memory, where a row's features are a line.
 """
 
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fusedvit.kernels.hopper.compat import async_store, gl, gluon
+from fusedvit.kernels.hopper.compat import async_store, barrier, gl, gluon
 from fusedvit.kernels.hopper.linear_epilogue import (
     _activate,
     _chan,
     _channels,
     _moments,
+    _normed,
     _store_moments,
     _unpack,
 )
@@ -21,12 +22,13 @@ from fusedvit.kernels.hopper.transposed_parts import chunks_of, rows_of
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # a token's 64 features in words of two
 LINES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ROOM = gl.constexpr(256)  # rows whose moments there is room for: all consumers' shares
 
 
 @gluon.constexpr_function
-def moments_width(rows):
-    """Tokens that a tile's moments have room for: a power of two, a thread or more each."""
-    return max(128, 1 << (rows - 1).bit_length())
+def share_of(rows, consumers):
+    """Rows of a tile whose moments a consumer merges for all: a power of two, 128 / 16 threads or fewer each."""
+    return max(8, 1 << (-(-rows // consumers) - 1).bit_length())
 
 
 @gluon.jit
@@ -38,19 +40,21 @@ def _features(x, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _ask_parts(tail, rows, start: gl.constexpr, L: gl.constexpr):
-    """Parts start ... start + 7 of the statistics of `rows` as they lie, a row a thread."""
+    """Parts start ... start + 7 of the statistics of `rows` as they lie."""
     offs = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, L)), 0)
     ptrs = tail.stats_in_ptr + 2 * start + gl.expand_dims(rows, 1) + offs
     return gl.load(ptrs, mask=offs < 2 * (tail.IN_PARTS - start), other=0.0)
 
 
 @gluon.jit
-def _ask_moments(tail, row0, COUNT: gl.constexpr):
-    """The statistics of COUNT rows from `row0` on, on their way: eight parts at a time."""
-    L: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
+def _ask_moments(tile, tail, row0, C: gl.constexpr):
+    """The statistics of consumer C's share of the tile's rows, on their way: eight parts at a time."""
+    SHARE: gl.constexpr = share_of(tile.ROWS, tile.CONSUMERS)
+    EACH: gl.constexpr = 128 // SHARE if SHARE < 128 else 1  # threads of a row
+    L: gl.constexpr = gl.BlockedLayout([1, 16 // EACH], [32 // EACH, EACH], [4, 1], [1, 0])
     found = ()
     if tail.IN_PARTS > 0:
-        rows = row0.to(gl.int64) + gl.arange(0, COUNT, gl.SliceLayout(1, L))
+        rows = row0.to(gl.int64) + C * SHARE + gl.arange(0, SHARE, gl.SliceLayout(1, L))
         rows = gl.minimum(rows, tail.num_rows - 1) * (2 * tail.IN_PARTS)
         for start in gl.static_range(0, tail.IN_PARTS, 8):
             found = found + (_ask_parts(tail, rows, start, L),)  # type: ignore[assignment]  # a tuple that grows
@@ -74,17 +78,17 @@ def _merge_parts(tail, both, start: gl.constexpr):
 
 @gluon.jit
 def _places(tile, ring, WIDTH: gl.constexpr):
-    """Where moments are kept, WIDTH rows a line: of each consumer the means, then the others."""
+    """Where moments are kept, WIDTH rows a line: the means of up to ROOM rows, then the others."""
     LAST: gl.constexpr = tile.STAGES * (tile.CONSUMERS + chunks_of(tile.ROWS))
-    LINES_EACH: gl.constexpr = 2 * moments_width(tile.ROWS) // WIDTH
-    return reinterpret(ring.units.index(LAST), gl.float32, [tile.CONSUMERS * LINES_EACH, WIDTH], VECTOR)
+    return reinterpret(ring.units.index(LAST), gl.float32, [2 * ROOM // WIDTH, WIDTH], VECTOR)
 
 
 @gluon.jit
 def _keep_moments(tile, tail, ring, C: gl.constexpr, parts):
     """(mean, 1 / sqrt(var + eps)) of `_ask_moments` into shared memory; of an RMSNorm (any, 1 / rms)."""
     if tail.IN_PARTS > 0:
-        places = _places(tile, ring, moments_width(tile.ROWS))
+        SHARE: gl.constexpr = share_of(tile.ROWS, tile.CONSUMERS)
+        places = _places(tile, ring, SHARE)
         count, mean, m2 = _merge_parts(tail, parts[0], 0)
         for i in gl.static_range(1, len(parts)):
             more, more_mean, more_m2 = _merge_parts(tail, parts[i], 8 * i)
@@ -92,8 +96,17 @@ def _keep_moments(tile, tail, ring, C: gl.constexpr, parts):
         square = m2 / count
         if not tail.CENTRED:
             square += mean * mean
-        places.index(2 * C).store(mean)
-        places.index(2 * C + 1).store(gl.rsqrt(square + tail.EPS))
+        places.index(C).store(mean)
+        places.index(C + ROOM // SHARE).store(gl.rsqrt(square + tail.EPS))
+        barrier()  # every thread's stores come before the one thread's arrival
+        mbarrier.arrive(ring.merged.index(0), count=1)
+
+
+@gluon.jit
+def _await_moments(tail, ring):
+    """Waits until every consumer has kept its share."""
+    if tail.IN_PARTS > 0:
+        mbarrier.wait(ring.merged.index(0), 0)
 
 
 @gluon.jit
@@ -116,27 +129,15 @@ def _load_vectors(tail, col0, L: gl.constexpr):
 
 
 @gluon.jit
-def _kept_moments(tile, tail, ring, H: gl.constexpr, C: gl.constexpr, L: gl.constexpr):
+def _kept_moments(tile, tail, ring, H: gl.constexpr, L: gl.constexpr):
     """(mean, 1 / std) of chunk H's rows."""
-    LINES_EACH: gl.constexpr = moments_width(tile.ROWS) // tile.WIDTH
     mean = gl.zeros([tile.WIDTH], gl.float32, L)
     rstd = mean
     if tail.IN_PARTS > 0:
         kept = _places(tile, ring, tile.WIDTH)
-        mean = kept.index(2 * C * LINES_EACH + H).load(L)
-        rstd = kept.index((2 * C + 1) * LINES_EACH + H).load(L)
+        mean = kept.index(H).load(L)
+        rstd = kept.index(H + ROOM // tile.WIDTH).load(L)
     return mean, rstd
-
-
-@gluon.jit
-def _normed(x, tail, bias, colsum, mean, rstd):
-    if tail.IN_PARTS > 0:
-        if tail.CENTRED:
-            x = x - gl.expand_dims(mean, 0) * gl.expand_dims(colsum, 1)
-        x = x * gl.expand_dims(rstd, 0)
-    if tail.HAS_BIAS:
-        x = x + gl.expand_dims(bias, 1)
-    return x
 
 
 @gluon.jit
@@ -165,13 +166,13 @@ def _unpack_pair(word, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _finish(tile, tail, words, vectors, ring, even, odd, col0, H: gl.constexpr, C: gl.constexpr, dtype: gl.constexpr):
+def _finish(tile, tail, words, vectors, ring, even, odd, col0, H: gl.constexpr, dtype: gl.constexpr):
     """Everything between product and rounding, on a chunk's (even, odd); `words` holds what the producer brought."""
     P: gl.constexpr = even.type.layout
     bias0, bias1, sum0, sum1 = vectors
-    mean, rstd = _kept_moments(tile, tail, ring, H, C, gl.SliceLayout(0, P))
-    even = _normed(even, tail, bias0, sum0, mean, rstd)
-    odd = _normed(odd, tail, bias1, sum1, mean, rstd)
+    mean, rstd = _kept_moments(tile, tail, ring, H, gl.SliceLayout(0, P))
+    even = _normed(even, tail, bias0, sum0, mean, rstd, 1)
+    odd = _normed(odd, tail, bias1, sum1, mean, rstd, 1)
     if tail.ROPE_COLS > 0:
         if col0 < tail.ROPE_COLS:
             cos, sin = _unpack(words.load(P))
@@ -194,13 +195,13 @@ def _store_statistics(tile, tail, lines, row0, col0, H: gl.constexpr):
 
 
 @gluon.jit
-def _end_chunk(tile, tail, ring, unit, boxes, vectors, x, row0, col0, H: gl.constexpr, C: gl.constexpr):
+def _end_chunk(tile, tail, ring, unit, boxes, vectors, x, row0, col0, H: gl.constexpr):
     """From chunk H's sums to their way out, by `unit`, where what the producer brought lies."""
     dtype: gl.constexpr = boxes.out.dtype
     HERE: gl.constexpr = rows_of(tile.ROWS, H)
     even, odd = _features(x, tile.WIDTH)
     words = reinterpret(unit, gl.int32, [tile.WIDTH, 32], WORDS).permute((1, 0))
-    even, odd = _finish(tile, tail, words, vectors, ring, even, odd, col0, H, C, dtype)
+    even, odd = _finish(tile, tail, words, vectors, ring, even, odd, col0, H, dtype)
     words.store(_pack(even, odd, dtype))
     fence_async_shared()
     lines = reinterpret(unit, dtype, [64 // tile.BOX, tile.BOX, 64], LINES)

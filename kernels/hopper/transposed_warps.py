@@ -20,11 +20,11 @@ from fusedvit.kernels.hopper.transposed_tail import (
     LINES,
     WORDS,
     _ask_moments,
+    _await_moments,
     _end_chunk,
     _features,
     _keep_moments,
     _load_vectors,
-    moments_width,
 )
 
 
@@ -35,14 +35,15 @@ def _load_weights(tile, ring, boxes, stage, col0, k, dtype: gl.constexpr):
     mbarrier.expect(full, (64 * tile.CONSUMERS + tile.ROWS) * 128)
     for c in gl.static_range(tile.CONSUMERS):
         unit = reinterpret(_weights(ring, tile, stage, c), dtype, [4, 2, 8, 64], PAIRED)
-        async_load(boxes.w, [col0 // 16 + 4 * c, 0, 0, k * 64], full, unit)
+        col = _inside(col0, 64 * c, tile.N)
+        async_load(boxes.w, [col // 16, 0, 0, k * 64], full, unit)
 
 
 @gluon.jit
-def _box_row(tail, row0, behind: gl.constexpr):
-    """Where a box `behind` rows below the tile's first begins; there itself where it would have no row, as boxes past
-    the end of a tensor take longer."""
-    return gl.where(row0 + behind < tail.num_rows, row0 + behind, row0)
+def _inside(first, behind: gl.constexpr, end):
+    """Where a box begins that lies `behind` a tile's first; there itself where it would lie past the end, as such boxes
+    take longer."""
+    return gl.where(first + behind < end, first + behind, first)
 
 
 @gluon.jit
@@ -52,11 +53,11 @@ def _load_rows(tile, tail, ring, boxes, stage, row0, k, dtype: gl.constexpr):
     for h in gl.static_range(chunks_of(tile.ROWS)):
         unit = _rows(ring, tile, stage, h)
         if rows_of(tile.ROWS, h) == 64:
-            async_load(boxes.wide, [_box_row(tail, row0, 64 * h), k * 64], full, unit)
+            async_load(boxes.wide, [_inside(row0, 64 * h, tail.num_rows), k * 64], full, unit)
         else:
             lines = reinterpret(unit, dtype, [64 // tile.BOX, tile.BOX, 64], LINES)
             for i in gl.static_range(rows_of(tile.ROWS, h) // tile.BOX):
-                row = _box_row(tail, row0, 64 * h + i * tile.BOX)
+                row = _inside(row0, 64 * h + i * tile.BOX, tail.num_rows)
                 async_load(boxes.x, [row, k * 64], full, lines.index(i))
 
 
@@ -70,7 +71,7 @@ def _bring(tile, tail, ring, boxes, stage, row0, col0, H: gl.constexpr, dtype: g
     for c in gl.static_range(tile.CONSUMERS):
         unit, col = _weights(ring, tile, stage, c), col0 + 64 * c
         for i in gl.static_range(HERE // tile.BOX):
-            row = _box_row(tail, row0, 64 * H + i * tile.BOX)
+            row = _inside(row0, 64 * H + i * tile.BOX, tail.num_rows)
             if tail.HAS_RESIDUAL:
                 lines = reinterpret(unit, dtype, [64 // tile.BOX, tile.BOX, 64], LINES)
                 async_load(boxes.extra, [row, col], full, lines.index(i))
@@ -151,13 +152,14 @@ def _consumer(tile, tail, ring, boxes, C: gl.constexpr):
     vectors = _load_vectors(tail, col0, gl.SliceLayout(1, even.type.layout))
     gdc_wait()
     if tile_col0 < tile.N:
-        parts = _ask_moments(tail, row0, moments_width(tile.ROWS))
+        parts = _ask_moments(tile, tail, row0, C)
         sums, stage, phase = _main_loop(tile, tail, ring, parts, C)
+        _await_moments(tail, ring)
         for h in gl.static_range(chunks_of(tile.ROWS)):
             if tile.BRINGS:
                 mbarrier.wait(ring.full.index(stage), phase)
             if col0 < tile.N:
                 unit = _weights(ring, tile, stage, C)
-                _end_chunk(tile, tail, ring, unit, boxes, vectors, sums[h], row0, col0, h, C)
+                _end_chunk(tile, tail, ring, unit, boxes, vectors, sums[h], row0, col0, h)
             stage, phase = _next_stage(tile, stage, phase)
         tma.store_wait(0)

@@ -15,17 +15,21 @@ class Faults:
     no_wait_for_empty: bool = False  # what is brought does not wait for the weights before it
     no_wait_for_brought: bool = False  # a chunk ends before what is brought for it is there
     one_place: bool = False  # every chunk ends where the first one does
+    no_wait_for_merged: bool = False  # a chunk ends before all consumers have merged their shares of the moments
+    merged_first: bool = False  # a share's barrier says so before it is there
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One launch of one CTA, of one tile; `brings`: residual or rotary words come behind the last step."""
+    """One launch of one CTA, of one tile; `brings`: residual or rotary words come behind the last step; `norm`:
+    consumers merge moments, a share each."""
 
     consumers: int
     stages: int
     steps: int
     chunks: int
     brings: bool
+    norm: bool = False
 
 
 @dataclass
@@ -43,6 +47,8 @@ class Cta:
         self.x = [[Slot() for _ in range(s.chunks)] for _ in range(s.stages)]
         self.full = [Barrier(1) for _ in range(s.stages)]
         self.empty = [Barrier(s.consumers) for _ in range(s.stages)]
+        self.shares = [Slot() for _ in range(s.consumers)]
+        self.merged = Barrier(s.consumers)
 
     def processes(self) -> list[Process]:
         return [self._producer(), *(self._consumer(c) for c in range(self.shape.consumers))]
@@ -87,6 +93,8 @@ class Cta:
     def _consumer(self, c: int) -> Process:
         stage, phase = yield from self._main_loop(c)
         first = stage
+        if self.shape.norm and not self.faults.no_wait_for_merged:
+            yield self.merged.passed(0)
         for h in range(self.shape.chunks):
             if self.shape.brings and not self.faults.no_wait_for_brought:
                 yield self.full[stage].passed(phase)
@@ -95,12 +103,24 @@ class Cta:
                 unit.begin_read(("extra", h, c))
                 yield lambda: True
                 unit.end_read()
+            for other, share in enumerate(self.shares if self.shape.norm else []):
+                share.begin_read(("moments", other))
+                share.end_read()
             assert not unit.writing and not unit.readers, f"chunk {h} is written where another still is"
             unit.content = ("out", h, c)
             unit.begin_read(unit.content)  # on its way out, until the CTA ends
             self.done.append((c, h))
             stage, phase = self._next(stage, phase)
             yield lambda: True
+
+    def _merge(self, c: int) -> Process:
+        if self.faults.merged_first:
+            self.merged.arrive()
+            yield lambda: True
+        self.shares[c].content = ("moments", c)
+        yield lambda: True
+        if not self.faults.merged_first:
+            self.merged.arrive()
 
     def _main_loop(self, c: int) -> Iterator[object]:
         s, flying = self.shape, list[int]()
@@ -119,6 +139,8 @@ class Cta:
                 slot.begin_read(("x", k, h))
             flying.append(stage)
             yield lambda: True
+            if s.norm and k == 0:  # under the first step's products, or before it
+                yield from self._merge(c)
             if k:
                 if self.faults.early_release:
                     self.empty[before].arrive()

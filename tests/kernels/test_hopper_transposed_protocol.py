@@ -9,11 +9,11 @@ from tests.kernels.barriers import run
 from tests.kernels.hopper_transposed_protocol import Cta, Faults, Shape
 
 SHAPES = [
-    Shape(consumers, stages, steps, chunks, brings)
+    Shape(consumers, stages, steps, chunks, brings, norm)
     for consumers in (1, 2, 4)
     for stages, steps in ((2, 2), (3, 7), (4, 4), (4, 9))
     for chunks in (1, 2, 3)
-    for brings in (False, True)
+    for brings, norm in ((False, False), (True, False), (False, True), (True, True))
     if chunks <= stages
 ]
 
@@ -38,6 +38,8 @@ def test_every_chunk_comes_out_once(shape: Shape) -> None:
         (Shape(2, 3, 5, 2, True), Faults(no_wait_for_empty=True)),
         (Shape(1, 3, 5, 2, True), Faults(no_wait_for_brought=True)),
         (Shape(1, 3, 5, 3, False), Faults(one_place=True)),
+        (Shape(2, 3, 3, 1, False, norm=True), Faults(no_wait_for_merged=True)),
+        (Shape(3, 3, 3, 1, False, norm=True), Faults(merged_first=True)),
     ],
     ids=str,
 )
