@@ -19,6 +19,7 @@ UNIT = 64  # features of a consumer; rows of a chunk; K of a step
 UNIT_BYTES = UNIT * UNIT * 2
 MULTIPLE = 8  # of rows of a tile, as an instruction's columns
 MOST_ROWS, MOST_CONSUMERS, MOST_STAGES = 192, 4, 18
+LONG_K = 2048
 MOST_BUDGET = 3072  # rows that the heuristic takes it for: at 4096 tiles of 192 x 192 are as fast in `linear.py`
 # Registers of a thread: of the launch, of a consumer, of the producer, by consumers.
 _REGISTERS = {1: (168, 232, 40), 2: (168, 232, 40), 3: (128, 160, 32), 4: (96, 120, 24)}
@@ -191,6 +192,12 @@ def _deepest(rows: int, consumers: int, k: int, target: Target) -> int:
     return min((target.max_shared - none) // (one - none), MOST_STAGES, -(-k // UNIT))
 
 
+def _waits_for_its_sm(height: int, consumers: int, k: int, kind: str) -> bool:
+    """Whether a tile's steps wait for what its SM takes in, which is more where CTAs lie in order, as a launch places
+    them that finds all SMs free: on an H200 that is worth more than to begin early (docs/hopper.md)."""
+    return consumers == 1 and height > UNIT and k >= LONG_K and "residual" in kind.split("+")
+
+
 @lru_cache(maxsize=4096)
 def hopper_transposed_candidates(
     rows: int, n: int, k: int, target: Target, kind: str
@@ -198,11 +205,15 @@ def hopper_transposed_candidates(
     """What a tuner may try."""
     if not supports(n, k, kind):
         return ()
-    overlap = begins_early(rows, kind)
     # Consumers that have too few registers for erf: ptxas 12.8, and as Triton compiles it from 3.8 on.
     most = (2 if compat.NEEDS_MORE_REGISTERS else 3) if "gelu" in kind.split("+") else MOST_CONSUMERS
     found = (
-        HopperTransposedConfig(height, consumers, _deepest(height, consumers, k, target), overlap)
+        HopperTransposedConfig(
+            height,
+            consumers,
+            _deepest(height, consumers, k, target),
+            overlap=begins_early(rows, kind) and not _waits_for_its_sm(height, consumers, k, kind),
+        )
         for height, consumers in dict.fromkeys(_tiles_of(rows, n, target))
         if consumers <= most
     )

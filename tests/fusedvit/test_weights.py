@@ -14,8 +14,9 @@ from fusedvit import folding
 from fusedvit.families.qwen3 import NAMES
 from fusedvit.families.registry import family_of
 from fusedvit.folding import _Maker, _rows, prepare, rope_frequencies, rotary_rows
+from fusedvit.kernels.descriptor import rows_behind
 from fusedvit.spec import VisionSpec
-from fusedvit.weights import ALIGNMENT, EncoderWeights, LinearWeights, row_pitch
+from fusedvit.weights import ALIGNMENT, BOX_ROWS, EncoderWeights, LinearWeights, row_pitch
 from tests.fusedvit.towers import bits, tiny_tower, twin
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -258,6 +259,21 @@ def test_long_rows_start_at_a_line() -> None:
     assert row_pitch(4304, torch.bfloat16) == 4352 and row_pitch(4304, torch.bfloat16) * 2 % 128 == 0
     assert [row_pitch(n, torch.bfloat16) for n in (1152, 1020, 70)] == [1152, 1024, 72]
     assert row_pitch(4304, torch.float32) == 4320
+
+
+def test_first_layers_have_memory_for_whole_boxes_of_rows_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our own copies alone: nobody's parameters are copied for it."""
+    tower = twin(tiny_tower(intermediate_size=88), torch.float16)
+    plain = prepared(tower).blocks[0]
+    monkeypatch.setattr(folding, "_wants_lines", lambda weight: True)
+    made = prepared(tower)
+    fc1 = made.blocks[0].fc1
+    assert rows_behind(plain.fc1.weight, BOX_ROWS) == fc1.weight.shape[0] == 88
+    assert rows_behind(fc1.weight, BOX_ROWS) == 128 and fc1.own == plain.fc1.own
+    assert torch.equal(fc1.weight, plain.fc1.weight) and torch.equal(fc1.bias, plain.fc1.bias)
+    assert made.blocks[0].proj.weight.data_ptr() == tower.blocks[0].attn.proj.weight.data_ptr()
+    again = prepared(tower, made).blocks[0].fc1.weight
+    assert again.data_ptr() == fc1.weight.data_ptr() and rows_behind(again, BOX_ROWS) == 128
 
 
 def test_the_second_layers_rows_are_put_at_lines_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ from einops import rearrange
 from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.launch import only_compiling
 from fusedvit.kernels.reference.linear import store_moments
 from fusedvit.kernels.reference.rope_words import rope_words
 from fusedvit.kernels.rope_words import width
 from fusedvit.kernels.row_stats import RowStats
-from tests.kernels.support import NAN, count, padded, random
+from tests.kernels.support import NAN, assert_nothing_behind, count, padded, random
 
 EPS = 1e-6
 Op = Callable[..., torch.Tensor]
@@ -198,6 +199,8 @@ class Fused:
         scratch = scratch or scratch_for(config, out.shape[0], self.layer.n, out.device)
         epilogue = replace(self.epilogue, residual=out if self.layer.residual else None, stats=stats, scratch=scratch)
         op(self.x, self.weight, self.num_rows, out, epilogue, config)
+        if not only_compiling():
+            assert_nothing_behind(out)
         return out, stats
 
 

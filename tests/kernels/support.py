@@ -18,14 +18,25 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0, device: torch.device 
     return torch.randn(shape, generator=generator, device=device) * scale
 
 
+BEHIND = 256  # rows: a tile's or more
+
+
 def padded(t: torch.Tensor, rows: int) -> torch.Tensor:
     """`t` `[n, C]` as the first rows of a `[rows, C]` tensor whose other rows, and the columns between C and the next
-    multiple of 16 bytes, are NaN (a huge index for integers)."""
+    multiple of 16 bytes, are NaN (a huge index for integers), and so are `BEHIND` rows behind it in its memory."""
     step = max(1, 16 // t.element_size())
     pitch = -(-t.shape[1] // step) * step
-    storage = torch.full((rows, pitch), NAN if t.is_floating_point() else 2**30, dtype=t.dtype, device=t.device)
+    poison = NAN if t.is_floating_point() else 2**30
+    storage = torch.full((rows + BEHIND, pitch), poison, dtype=t.dtype, device=t.device)
     storage[: t.shape[0], : t.shape[1]] = t
-    return storage[:, : t.shape[1]]
+    return storage[:rows, : t.shape[1]]
+
+
+def assert_nothing_behind(t: torch.Tensor) -> None:
+    """Of a tensor of `padded`: nobody has written behind it."""
+    pitch, rows = t.stride(0), t.shape[0]
+    behind = t.as_strided((BEHIND, pitch), (pitch, 1), t.storage_offset() + rows * pitch)
+    assert bool(behind.isnan().all()), "rows behind a tensor's last were written"
 
 
 def assert_within(ours: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor, what: str = "") -> Comparison:

@@ -13,6 +13,7 @@ from fusedvit.aot import GLM_45V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from fusedvit.buffers import Capacity, allocate
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS, OVERLAP_ROWS, Target, budget
+from fusedvit.kernels.descriptor import rows_behind
 from fusedvit.kernels.epilogue import Epilogue, Scratch
 from fusedvit.kernels.hopper import compat, linear_configs
 from fusedvit.kernels.hopper.linear_configs import (
@@ -276,3 +277,29 @@ def test_what_the_tuner_may_choose_compiles_clean() -> None:
     """Epilogues, fp16, overlap and turns, which heuristics seldom take; what they do take: make aot-matrix."""
     done = run("-c", COMPILED)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "held, first, rows, tile, found",
+    [
+        (1000, 0, 704, 112, 784),  # a whole tile's
+        (1000, 0, 784, 112, 784),
+        (720, 0, 704, 112, 720),  # as many as there are
+        (704, 0, 704, 112, 704),
+        (1000, 990, 8, 64, 10),  # from a later row on
+        (1000, 0, 1, 192, 192),
+        (1000, 0, 0, 192, 0),
+    ],
+)
+@pytest.mark.parametrize("pitch", [64, 72])
+def test_descriptors_reach_rows_behind_a_view(
+    held: int, first: int, rows: int, tile: int, found: int, pitch: int
+) -> None:
+    buffer = torch.empty(held, pitch)
+    assert rows_behind(buffer[first : first + rows, :64], tile) == found
+
+
+def test_rows_behind_a_flat_buffers_views_are_whole_rows() -> None:
+    flat = torch.empty(10 * 64 + 63)
+    assert rows_behind(flat[: 4 * 64].view(4, 64), 64) == 10
+    assert rows_behind(flat[64 : 5 * 64].view(4, 64), 64) == 9

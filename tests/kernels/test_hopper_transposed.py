@@ -142,6 +142,17 @@ def test_wrong_configurations_are_told(changed: dict[str, int], said: str) -> No
     assert said in wrong_hopper_transposed(replace(GOOD, **changed), H200, BF16)
 
 
+def test_tiles_that_wait_for_their_sm_begin_when_it_is_their_turn() -> None:
+    """Tall ones of one consumer under a long K, as an H200's whole towers say; others begin early."""
+    cases = ((784, 4304, 112, 1), (448, 4304, 64, 1), (784, 1152, 112, 1), (1568, 4304, 112, 2))
+    found = []
+    for rows, k, height, consumers in cases:
+        candidates = hopper_transposed_candidates(rows, 1152, k, H200, "residual+stats")
+        (config,) = (c for c in candidates if (c.rows, c.consumers) == (height, consumers))
+        found.append(config.overlap)
+    assert found == [False, True, True, True]
+
+
 @needs_gluon
 @pytest.mark.parametrize(
     "layer, config, said",
