@@ -29,7 +29,7 @@ PROVEN = {
     torch.bfloat16: (
         "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "norm+gelu", "bias", "norm+quick_gelu",
     ),
-    torch.float16: ("residual+stats",),
+    torch.float16: ("norm+rope", "residual+stats", "norm+gelu_tanh"),
 }  # fmt: skip
 
 

@@ -27,8 +27,9 @@ ROOM = gl.constexpr(256)  # rows whose moments there is room for: all consumers'
 
 @gluon.constexpr_function
 def share_of(rows, consumers):
-    """Rows of a tile whose moments a consumer merges for all: a power of two, 128 / 16 threads or fewer each."""
-    return max(8, 1 << (-(-rows // consumers) - 1).bit_length())
+    """Rows of a tile whose moments a consumer merges for all: a power of two, 8 threads or fewer each, as many as eight
+    parts have pairs of moments."""
+    return max(16, 1 << (-(-rows // consumers) - 1).bit_length())
 
 
 @gluon.jit
