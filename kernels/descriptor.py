@@ -26,8 +26,8 @@ def box(t: torch.Tensor, rows: int, cols: int, copy_engine: bool = True) -> Tens
 
 
 def rows_behind(t: torch.Tensor, tile: int) -> int:
-    """How many rows a descriptor over `t` `[T, C]` may have for reading whole tiles of `tile` rows: T, and up to a whole
-    tile of what lies behind `t` in its memory.
+    """How many rows a descriptor over `t` `[T, C]` may have for reading whole tiles of `tile` rows: T, and up to a
+    whole tile of what lies behind `t` in its memory.
 
     The copy engine fills in zeros past a descriptor's last row, which takes it longer than rows that are there (H200: a
     product 21.3 us instead of 17.4). What is read so must decide nothing.
