@@ -1,5 +1,6 @@
 """`python -m fusedvit.bench.beside`: deepstack mergers in line, beside the blocks and beside the last one, in several
-ways, by a replay of the whole tower. Every graph must give the bits that its own launches give in line. Needs a GPU.
+ways, or launches that begin before the last has ended or when it is their turn, by a replay of the whole tower. Every
+graph must give the bits that its own launches give in line. Needs a GPU.
 """
 
 import argparse
@@ -47,7 +48,7 @@ LOW, HIGH = (0, -1), (PRIORITY, 0)  # priorities of (mergers, blocks)
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the mergers.
+    """One way to run the mergers, or the blocks.
 
     Attributes:
         sms: theirs; None for what is planned, 0 for all that there are, whoever else wants them.
@@ -55,6 +56,7 @@ class Way:
         priorities: of the mergers and of the blocks.
         tiles_stay: blocks beside a merger run as all others do.
         paired: the last merger that is in line then may run beside the tower's last one.
+        early, late: operations of blocks that begin before the last launch has ended, or not, whatever is planned.
     """
 
     sms: int | None = None
@@ -62,9 +64,11 @@ class Way:
     priorities: tuple[int, int] = HIGH
     tiles_stay: bool = False
     paired: bool = True
+    early: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
 
     def plan(self, spec: VisionSpec, rows: int, dtype: torch.dtype, target: Target) -> EncoderPlan:
-        """As `plan_for`, but for the mergers."""
+        """As `plan_for`, but for what this way says."""
         plan = plan_for(spec, rows, dtype, target)
         beside = plan.beside
         chosen = priced(chosen_for(spec, rows, dtype, target), dtype, target)
@@ -81,7 +85,17 @@ class Way:
             beside = replace(beside, chain=())
         beside = beside if beside is not None and beside.mergers else None
         pair = paired(spec, chosen, dtype, target, beside) if self.paired else None
-        return replace(plan, beside=beside, paired=pair)
+        return self._begun(replace(plan, beside=beside, paired=pair))
+
+    def _begun(self, plan: EncoderPlan) -> EncoderPlan:
+        """`plan` with `early` and `late`, beside mergers too."""
+        begin = dict.fromkeys(self.early, True) | dict.fromkeys(self.late, False)
+        changed = {name: replace(getattr(plan, name), overlap=early) for name, early in begin.items()}
+        hidden = plan.beside
+        if hidden is not None:
+            chain = [(name, replace(c, overlap=begin[name]) if name in begin else c) for name, c in hidden.chain]
+            changed["beside"] = replace(hidden, chain=tuple(chain))
+        return replace(plan, **changed)
 
 
 def _alone(config: Any) -> Any:
@@ -104,6 +118,8 @@ WAYS = {
     "6 SMs, tiles stay": Way(6, (0, 1), tiles_stay=True, paired=False),
     "24 SMs": Way(24, ALL),
 }
+BLOCK = ("qkv", "attention", "proj", "fc1", "fc2")
+LATE = {"fc2 early": Way(early=("fc2",)), "all late": Way(late=BLOCK)} | {f"{op} late": Way(late=(op,)) for op in BLOCK}
 
 
 class Line:
@@ -189,7 +205,8 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=sorted(set(towers.GEOMETRIES) - {"tiny"}))
     parser.add_argument("--size", nargs="*", default=list(GRIDS), choices=list(GRIDS))
-    parser.add_argument("--way", nargs="*", default=list(WAYS), choices=list(WAYS), help="the first is compared with")
+    ways = WAYS | LATE
+    parser.add_argument("--way", nargs="*", default=list(WAYS), choices=list(ways), help="the first is compared with")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each size")
     args = parser.parse_args()
     begin = time.perf_counter()
@@ -199,7 +216,7 @@ def main() -> int:
     spec = family.spec_from_config(tower.config)
     with torch.no_grad():
         weights = prepare(spec, family.names, family.source(dict(tower.named_parameters())))
-    lines = {s: {way: Line(spec, weights, WAYS[way], GRIDS[s]) for way in args.way} for s in args.size}
+    lines = {s: {way: Line(spec, weights, ways[way], GRIDS[s]) for way in args.way} for s in args.size}
     with compiling_only():
         for line in (line for of_size in lines.values() for line in of_size.values()):
             line.compile()

@@ -86,6 +86,22 @@ def test_ways_differ_in_what_their_names_say(on_cpu: None, rows: int) -> None:
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+def test_blocks_begin_as_a_ways_name_says(on_cpu: None) -> None:
+    """All else as planned, beside mergers too."""
+    target = Target(name="NVIDIA H200")
+    usual = plan_for(QWEN3_VL_8B, 784, beside.DTYPE, target)
+    assert usual.beside is not None and usual.beside.chain and not usual.fc2.overlap and usual.qkv.overlap
+    for name, way in beside.LATE.items():
+        plan = way.plan(QWEN3_VL_8B, 784, beside.DTYPE, target)
+        for launches, planned in ((plan, usual), (plan.narrowed(), usual.narrowed())):
+            begun = {op: getattr(launches, op).overlap for op in beside.BLOCK}
+            expected = {op: getattr(planned, op).overlap for op in beside.BLOCK}
+            expected |= dict.fromkeys(way.early, True) | dict.fromkeys(way.late, False)
+            assert begun == expected, name
+        assert beside.LATE["qkv late"].late == ("qkv",) and plan.merger_fc1 == usual.merger_fc1
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 def test_it_sees_a_merger_that_has_not_run(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(Serial):
         calls = 0
