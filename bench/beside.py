@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -44,6 +44,15 @@ GRIDS: dict[str, Grid] = {name: WORKLOADS[name] for name in FEW} | {
 }
 SMALLEST, BATCHES = 64, 5  # merged tokens; batches that bits are compared on
 LOW, HIGH = (0, -1), (PRIORITY, 0)  # priorities of (mergers, blocks)
+
+
+class Planned(Protocol):
+    """What a `Line` is made by; `priorities` of the mergers and of the blocks."""
+
+    @property
+    def priorities(self) -> tuple[int, int]: ...
+
+    def plan(self, spec: VisionSpec, rows: int, dtype: torch.dtype, target: Target) -> EncoderPlan: ...
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ LATE = {"fc2 early": Way(early=("fc2",)), "all late": Way(late=BLOCK)} | {f"{op}
 class Line:
     """A way's graph for one size, over buffers of its own."""
 
-    def __init__(self, spec: VisionSpec, weights: EncoderWeights, way: Way, grid: Grid) -> None:
+    def __init__(self, spec: VisionSpec, weights: EncoderWeights, way: Planned, grid: Grid) -> None:
         merged = budget(max(SMALLEST * spec.merge_unit, tokens(grid))) // spec.merge_unit
         side, blocks = way.priorities
         branch = CapturedBranch(DEVICE, side)
@@ -198,6 +207,16 @@ def _print(row: dict[str, Any]) -> None:
     print(f"{row['size']:24} {row['way']:24} {where:26} {ms:8.4f} ms {row['saved_us']:8.1f} us{verdict}")
 
 
+def tower_of(name: str) -> tuple[VisionSpec, EncoderWeights]:
+    """One of `towers.GEOMETRIES` with random weights, prepared."""
+    tower, _ = towers.build(towers.GEOMETRIES[name], DTYPE, DEVICE)
+    family = family_of(type(tower).__name__)
+    assert family is not None, f"{type(tower).__name__} is of no family"
+    spec = family.spec_from_config(tower.config)
+    with torch.no_grad():
+        return spec, prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+
+
 def main() -> int:
     """Prints a table and a JSON line; exit code 1 if any answer was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -210,12 +229,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each size")
     args = parser.parse_args()
     begin = time.perf_counter()
-    tower, _ = towers.build(towers.GEOMETRIES[args.tower], DTYPE, DEVICE)
-    family = family_of(type(tower).__name__)
-    assert family is not None, f"{type(tower).__name__} is of no family"
-    spec = family.spec_from_config(tower.config)
-    with torch.no_grad():
-        weights = prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+    spec, weights = tower_of(args.tower)
     lines = {s: {way: Line(spec, weights, ways[way], GRIDS[s]) for way in args.way} for s in args.size}
     with compiling_only():
         for line in (line for of_size in lines.values() for line in of_size.values()):
