@@ -19,8 +19,6 @@ from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.timing import Contender, in_turns, spread
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.beside import MERGER, SMS, on_sms, priced
-from fusedvit.families.registry import family_of
-from fusedvit.folding import prepare
 from fusedvit.graphs.branch import PRIORITY, CapturedBranch
 from fusedvit.graphs.budgets import check_limits
 from fusedvit.graphs.capture import CudaCapture
@@ -210,11 +208,7 @@ def _print(row: dict[str, Any]) -> None:
 def tower_of(name: str) -> tuple[VisionSpec, EncoderWeights]:
     """One of `towers.GEOMETRIES` with random weights, prepared."""
     tower, _ = towers.build(towers.GEOMETRIES[name], DTYPE, DEVICE)
-    family = family_of(type(tower).__name__)
-    assert family is not None, f"{type(tower).__name__} is of no family"
-    spec = family.spec_from_config(tower.config)
-    with torch.no_grad():
-        return spec, prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+    return towers.prepared(tower)
 
 
 def main() -> int:

@@ -92,8 +92,8 @@ def linear_case(
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
     sets = sets or rotated_sets(n * k * dtype.itemsize, rows, device)
     cols = n // 2 if "swiglu" in parts else n
-    x = in_buffer(_random(rows, k, dtype=dtype, device=device))
-    out = in_buffer(x.new_empty(rows, cols))
+    x = _in_buffer(rows, k, dtype, device).copy_(_random(rows, k, dtype=dtype, device=device))
+    out = _in_buffer(rows, cols, dtype, device)
     weights = [in_lines(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in range(sets)]
     count = torch.tensor([rows], dtype=torch.int32, device=device)
     common = _inputs(parts, spec, x, weights, n, stats)
@@ -162,7 +162,7 @@ def _inputs(
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         table = torch.stack([angle.cos(), angle.sin()], 1)
-        words = in_buffer(torch.empty(rows, width(spec.head_dim), dtype=torch.int32, device=device))
+        words = _in_buffer(rows, width(spec.head_dim), torch.int32, device)
         rope_words(table, torch.tensor([rows]), words)
         found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, words)
     if "taps" in parts:
@@ -171,7 +171,8 @@ def _inputs(
         table = _random(positions, n, dtype=dtype, device=device)
         found["taps"] = Taps(table, index, torch.rand(rows, 4, device=device))
     if "residual" in parts:
-        found["residual"] = in_buffer(_random(rows, n, dtype=dtype, device=device))
+        drawn = _random(rows, n, dtype=dtype, device=device)
+        found["residual"] = _in_buffer(rows, n, dtype, device).copy_(drawn)
     return found
 
 
@@ -254,11 +255,10 @@ def _segments(
     return Segments(cu, table, count, block_m, above, up_to)
 
 
-def in_buffer(t: torch.Tensor) -> torch.Tensor:
-    """`t` as it lies in the encoder's buffers: rows as far apart, and memory behind the last, as all budgets but the
-    largest are views of larger ones."""
-    rows, cols = t.shape
-    return t.new_empty(rows + SPARE_ROWS, row_pitch(cols, t.dtype))[:rows, :cols].copy_(t)
+def _in_buffer(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[rows, cols]`, not filled, as it lies in the encoder's buffers: rows as far apart, and memory behind the last,
+    as all budgets but the largest are views of larger ones."""
+    return torch.empty(rows + SPARE_ROWS, row_pitch(cols, dtype), dtype=dtype, device=device)[:rows, :cols]
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

@@ -24,11 +24,11 @@ import torch
 from fusedvit.bench import beside, tune
 from fusedvit.bench.beside import HIGH, Line, tower_of
 from fusedvit.bench.cases import wrong_twice
-from fusedvit.bench.questions import BUDGETS, Question, candidates, cases_of
+from fusedvit.bench.questions import BUDGETS, Candidate, Question, candidates, cases_of
 from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, in_turns
 from fusedvit.bench.workloads import Grid
-from fusedvit.kernels import forms, tables
+from fusedvit.kernels import tables
 from fusedvit.kernels.configs import OVERLAP_ROWS, Target
 from fusedvit.kernels.hopper.linear_configs import begins_early
 from fusedvit.kernels.launch import compiling_only
@@ -66,9 +66,8 @@ class Decided:
         """The table's; None where heuristics say the same, which is their `own`."""
         if self.config == own:
             return None
-        what = {"form": forms.form_of(self.config).name, "config": asdict(self.config)}
         took = {"tower_us": round(self.us, 1), "planned_tower_us": round(self.planned_us, 1)}
-        return {**asdict(self.task.key), **what, **took}
+        return {**asdict(self.task.key), **Candidate.of(self.config).as_dict(), **took}
 
 
 def grid_of(rows: int, merge: int) -> Grid:
@@ -82,9 +81,9 @@ def tried(question: Question, planned: Any, dtype: torch.dtype, target: Target) 
     """`planned` first, then the likely ones, each begun early, where that is allowed, and when it is its turn."""
     key = question.task.key
     likely = shortlist(question, candidates(question, dtype, target), dtype, target)
+    begins = (True, False) if begins_early(key.rows, key.kind) else (False,)
     found = [planned]
     for config in (planned, *(candidate.config for candidate in likely)):
-        begins = (True, False) if begins_early(key.rows, key.kind) else (False,)
         found += [replace(config, overlap=early) for early in begins] if hasattr(config, "overlap") else [config]
     return list(dict.fromkeys(found))
 

@@ -60,8 +60,7 @@ def checked(asked: list[Question], jobs: int, device: torch.device, seconds: flo
     target, todo = Target.of(device), dict[str, Pair]()
     for question in sorted(asked, key=lambda q: -q.task.key.rows):  # a split product has room for its budget alone
         for config in variants(question, target, transposed):
-            candidate = Candidate(forms.form_of(config).name, config)
-            todo.setdefault(_kernel(question, config), (question, candidate))
+            todo.setdefault(_kernel(question, config), (question, Candidate.of(config)))
     pairs = sorted(todo.items(), key=lambda item: item[1][1].config.overlap)
     end, problems = time.monotonic() + seconds, dict[str, str]()
     prune = in_processes(jobs, torch.bfloat16, device)

@@ -21,8 +21,6 @@ from fusedvit.bench.stages import lay_out, stages
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.config import FuseConfig
-from fusedvit.families.registry import family_of
-from fusedvit.folding import prepare
 from fusedvit.huggingface import fuse, unfuse
 from fusedvit.ops import TRITON
 from fusedvit.tolerance import Comparison, compare, summarize
@@ -78,10 +76,7 @@ def tower_parity(level: str, depth: int, massive: bool) -> Iterator[dict[str, An
 def kernel_parity(massive: bool) -> Iterator[dict[str, Any]]:
     """Rows of the kernel level: block 1's operations on block 0's output."""
     tower, wide = build(2, torch.bfloat16, massive)
-    family = family_of(type(tower).__name__)
-    assert family is not None, "Qwen3-VL is a known family"
-    spec = family.spec_from_config(tower.config)
-    weights = prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+    spec, weights = towers.prepared(tower)
     for name, grid in WORKLOADS.items():
         pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
         hidden = tower(pixels, grid_thw=grid_thw, output_hidden_states=True).hidden_states[1].contiguous()

@@ -39,6 +39,11 @@ class Candidate:
     form: str
     config: Any
 
+    @staticmethod
+    def of(config: Any) -> "Candidate":
+        """The configuration of whichever form it is of."""
+        return Candidate(forms.form_of(config).name, config)
+
     def as_dict(self) -> dict[str, Any]:
         return {"form": self.form, "config": asdict(self.config)}
 
@@ -61,7 +66,7 @@ def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[C
     for form in forms.present(task.key.op, target, dtype):
         proposed = form.candidates(task.key, dtype, target, task.widest)
         configs += [c for c in proposed if not form.wrong(c, target, dtype)]
-    return [Candidate(forms.form_of(config).name, config) for config in dict.fromkeys(configs)]
+    return [Candidate.of(config) for config in dict.fromkeys(configs)]
 
 
 def compilation(question: Question, candidate: Candidate) -> str:

@@ -6,6 +6,10 @@ import torch
 from torch import nn
 
 from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.families.registry import family_of
+from fusedvit.folding import prepare
+from fusedvit.spec import VisionSpec
+from fusedvit.weights import EncoderWeights
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "Qwen3-VL-8B": {
@@ -51,6 +55,14 @@ def build(
     wide = twin(tower)
     cast_parameters_(wide, wider(dtype))
     return tower, wide
+
+
+def prepared(tower: nn.Module) -> tuple[VisionSpec, EncoderWeights]:
+    """What the encoder knows of `tower`, and its weights as the kernels want them."""
+    family = family_of(type(tower).__name__)
+    assert family is not None, f"{type(tower).__name__} is of no family"
+    spec = family.spec_from_config(tower.config)
+    return spec, prepare(spec, family.names, family.source(dict(tower.named_parameters())))
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ UNIT = 64  # features of a consumer; rows of a chunk; K of a step
 UNIT_BYTES = UNIT * UNIT * 2
 MULTIPLE = 8  # of rows of a tile, as an instruction's columns
 MOST_ROWS, MOST_CONSUMERS, MOST_STAGES = 192, 4, 18
-LONG_K = 2048
+LONG_K = 2048  # between those that were timed in towers, 1152 and 4304
 MOST_BUDGET = 3072  # rows that the heuristic takes it for: at 4096 tiles of 192 x 192 are as fast in `linear.py`
 # Registers of a thread: of the launch, of a consumer, of the producer, by consumers.
 _REGISTERS = {1: (168, 232, 40), 2: (168, 232, 40), 3: (128, 160, 32), 4: (96, 120, 24)}
@@ -84,7 +84,7 @@ class HopperTransposedConfig:
 
     def shared_bytes(self) -> int:
         """Shared memory in bytes, behind a norm: the ring, barriers, and what Triton hands to its partitions."""
-        return self.ring_bytes(True) + 16 * self.stages + 8 + 256
+        return self.ring_bytes(True) + 8 * (2 * self.stages + 1) + 256
 
     def constants(self) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""

@@ -6,35 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from fusedvit.aot import QWEN3_VL_8B
-from fusedvit.bench import beside, towers
+from fusedvit.bench import beside
 from fusedvit.graphs.branch import Serial
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
-from fusedvit.ops import TORCH
 from fusedvit.plan import plan_for
-from tests.graphs.stand_in import CpuCapture
-
-GEOMETRY = {
-    "depth": 5,
-    "hidden_size": 128,
-    "num_heads": 2,
-    "intermediate_size": 256,
-    "out_hidden_size": 128,
-    "deepstack_visual_indexes": [0, 1, 2],
-}
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
-    monkeypatch.setitem(towers.GEOMETRIES, "Qwen3-VL-8B", GEOMETRY)
-    monkeypatch.setattr(beside, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(beside, "TRITON", TORCH)
-    monkeypatch.setattr(beside, "CudaCapture", lambda device, priority: CpuCapture())
-    monkeypatch.setattr(beside, "CapturedBranch", lambda device, priority: Serial())
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
@@ -112,11 +90,5 @@ def test_it_sees_a_merger_that_has_not_run(on_cpu: None, monkeypatch: pytest.Mon
                 launches()
 
     monkeypatch.setattr(beside, "CapturedBranch", lambda device, priority: Forgetful())
-    tower, _ = towers.build(GEOMETRY, beside.DTYPE, beside.DEVICE)
-    family = beside.family_of(type(tower).__name__)
-    assert family is not None
-    spec = family.spec_from_config(tower.config)
-    with torch.no_grad():
-        weights = beside.prepare(spec, family.names, family.source(dict(tower.named_parameters())))
-    line = beside.Line(spec, weights, beside.WAYS["24 SMs"], beside.GRIDS["1 x 224 px"])
+    line = beside.Line(*beside.tower_of("Qwen3-VL-8B"), beside.WAYS["24 SMs"], beside.GRIDS["1 x 224 px"])
     assert line.wrong(line.capture()) == 1

@@ -17,9 +17,7 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.tables import Table
 from fusedvit.plan import Task, choose, tasks
-from tests.bench.test_beside import on_cpu
 
-__all__ = ["on_cpu"]
 pytestmark = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 BF16, H200 = torch.bfloat16, Target(name="NVIDIA H200")
 Asked = list[tuple[str, list[Any]]]

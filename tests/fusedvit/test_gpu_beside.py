@@ -10,8 +10,6 @@ pytest.importorskip("transformers")
 
 from fusedvit.bench import beside, towers
 from fusedvit.bench.beside import DEVICE, DTYPE, WAYS, Line
-from fusedvit.families.registry import family_of
-from fusedvit.folding import prepare
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import EncoderWeights
 
@@ -28,11 +26,7 @@ def tower() -> Tower:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("mergers are beside on Hopper alone")
     module, _ = towers.build(GEOMETRY, DTYPE, DEVICE)
-    family = family_of(type(module).__name__)
-    assert family is not None
-    spec = family.spec_from_config(module.config)
-    with torch.no_grad():
-        return spec, prepare(spec, family.names, family.source(dict(module.named_parameters())))
+    return towers.prepared(module)
 
 
 @pytest.mark.parametrize("way", ["planned", "all SMs, equal", "24 SMs", "last paired"])
