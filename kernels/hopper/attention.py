@@ -13,7 +13,7 @@ scheme goes on: the end of one tile and the start of the next overlap, too.
 
 Every warp waits for the previous launch (`gdc_wait`) before it reads anything but tiles and their count, which must be
 older; also in a CTA without work, so that what is complete here is complete for whoever waits for this one. The next
-launch may begin as soon as this one's CTAs have.
+launch may begin once every producer has asked for its last block.
 
 Softmax keeps each row's maximum over the first block as its offset (attention_consumer.py). Where that overflows, the
 tile is noted and redone at the end with a running maximum (attention_redo.py).
@@ -103,6 +103,8 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
         mbarrier.expect(full, KV_BYTES)
         _load_block(kv_desc, kv_tail_desc, m.v.index(i), m.v_tail.index(i), full, v_last, v_skip, 2, v_head, s, True)
+    # Not before: the next launch's CTAs would ask for their weights from SMs that have no item, and lie in no order.
+    gdc_launch_dependents()
 
 
 @gluon.jit
@@ -159,7 +161,6 @@ def _hopper_attention_kernel(
             mbarrier.init(q_empty.index(i), count=CONSUMERS)
         if i < CONSUMERS and PING_PONG:
             mbarrier.init(turn.index(i), count=1)
-    gdc_launch_dependents()
     m = Memory(q, q_tail, k, k_tail, v, v_tail, ones, q_full, q_empty, full, empty, turn)
     # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
     if CONSUMERS == 1:
