@@ -21,7 +21,7 @@ import torch
 from fusedvit.bench.cases import linear_case
 from fusedvit.bench.kernel_bench import spec_of
 from fusedvit.bench.prune import in_processes
-from fusedvit.bench.questions import CONTENTS, Candidate, Question
+from fusedvit.bench.questions import CONTENTS, Candidate, Question, compilation
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import configs, forms
 from fusedvit.kernels.configs import Target
@@ -60,7 +60,8 @@ def checked(asked: list[Question], jobs: int, device: torch.device, seconds: flo
     target, todo = Target.of(device), dict[str, Pair]()
     for question in sorted(asked, key=lambda q: -q.task.key.rows):  # a split product has room for its budget alone
         for config in variants(question, target, transposed):
-            todo.setdefault(_kernel(question, config), (question, Candidate.of(config)))
+            candidate = Candidate.of(config)
+            todo.setdefault(compilation(question, candidate), (question, candidate))
     pairs = sorted(todo.items(), key=lambda item: item[1][1].config.overlap)
     end, problems = time.monotonic() + seconds, dict[str, str]()
     prune = in_processes(jobs, torch.bfloat16, device)
@@ -70,12 +71,6 @@ def checked(asked: list[Question], jobs: int, device: torch.device, seconds: flo
             break
     print(f"{len(problems)} of {len(pairs)} kernels checked", file=sys.stderr)
     return problems
-
-
-def _kernel(question: Question, config: Any) -> str:
-    key = question.task.key
-    at_launch = {"max_programs": 1} if hasattr(config, "max_programs") else {}
-    return f"{key.kind} {key.n} {key.k} {replace(config, **at_launch)}"
 
 
 def timed(question: Question, found: list[Any], device: torch.device) -> Iterator[dict[str, Any]]:
@@ -124,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
             for question in asked:
                 if time.monotonic() > end:
                     break
-                configs_ = variants(question, Target.of(device), args.transposed)
-                good = [c for c in configs_ if c.overlap in begun_early and problems.get(_kernel(question, c)) == ""]
+                tiles = [c for c in variants(question, Target.of(device), args.transposed) if c.overlap in begun_early]
+                good = [c for c in tiles if problems.get(compilation(question, Candidate.of(c))) == ""]
                 for record in timed(question, good, device):
                     file.write(json.dumps(record) + "\n")
                 file.flush()

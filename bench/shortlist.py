@@ -21,8 +21,6 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper import attention_choice
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
-from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.spec import VisionSpec
 
 BEST, BEST_OF_LONG = 3, 2  # by the cost model, beside the heuristics' choices; of what takes long to time
@@ -63,9 +61,9 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
     others = [c for c in proposed[1:] if c.form not in (PLAIN, *LIBRARIES)]
     if not others:
         return list(proposed)
-    predicted = _linear_us if key.op == forms.LINEAR else _attention_us
+    predicted = mean_us if key.op == forms.LINEAR else _attention_us
     best = BEST if key.rows <= USUAL.stop else BEST_OF_LONG
-    others = sorted(others, key=lambda candidate: predicted(candidate.config, key, target))[:best] + libraries
+    others = sorted(others, key=lambda candidate: predicted(key, candidate.config, target))[:best] + libraries
     if key.rows > PLAIN_ROWS and own.form != PLAIN:
         return list(dict.fromkeys([own, *others]))
     plain = forms.named(key.op, PLAIN)
@@ -74,17 +72,12 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
     return list(dict.fromkeys([own, *others, fallback]))
 
 
-def _attention_us(config: HopperAttentionConfig, key: Key, target: Target) -> float:
+def _attention_us(key: Key, config: HopperAttentionConfig, target: Target) -> float:
     """What the heuristic's cost model says, over the contents that it judges by; 0 of a head that it does not know."""
     if key.k not in attention_choice.COSTS.get((config.consumers, config.block_n), {}):
         return 0.0
     held = attention_choice.contents(key.rows, key.kind)
     return sum(attention_choice.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
-
-
-def _linear_us(config: HopperLinearConfig | HopperTransposedConfig, key: Key, target: Target) -> float:
-    """What the heuristic's cost model says; what it does not know comes last."""
-    return mean_us(key, config, target)
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypat
     own = questions.Candidate("hopper", offered[-1])
     every = list(dict.fromkeys([own, *(questions.Candidate("hopper", config) for config in offered), *plain]))
     found = shortlist.shortlist(question, every, BF16, H200)
-    predicted = {c: shortlist._linear_us(c.config, question.task.key, H200) for c in every if c.form == "hopper"}
+    predicted = {c: shortlist.mean_us(question.task.key, c.config, H200) for c in every if c.form == "hopper"}
     best = sorted((c for c in predicted if c != own), key=predicted.__getitem__)[: shortlist.BEST]
     assert found == [own, *best, plain[0]] and all(0 < us < 100 for us in predicted.values())
     assert shortlist.shortlist(question, plain, BF16, H200) == plain, "nothing to choose from"
@@ -315,7 +315,7 @@ def test_of_attention_the_model_ranks_schedules() -> None:
     configs = [*known, *(replace(config, late=not config.late) for config in known)]
     offered = [questions.Candidate("hopper", config) for config in configs]
     found = shortlist.shortlist(question, [own, *offered], BF16, H200)
-    us = {c: shortlist._attention_us(c.config, question.task.key, H200) for c in offered}
+    us = {c: shortlist._attention_us(question.task.key, c.config, H200) for c in offered}
     assert (
         found[0] == own and sorted(map(us.get, found[1 : shortlist.BEST + 1])) == sorted(us.values())[: shortlist.BEST]
     )
