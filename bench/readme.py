@@ -12,7 +12,14 @@ from typing import Any
 from fusedvit.bench import family_documents
 from fusedvit.bench.readme_families import explanation as families_explained
 from fusedvit.bench.readme_families import family_table, unsupported_table
-from fusedvit.bench.readme_kernels import attention_table, gemm_table, loops_table, meetings_table
+from fusedvit.bench.readme_kernels import (
+    attention_table,
+    gemm_table,
+    later_table,
+    loops_table,
+    meetings_table,
+    places_table,
+)
 from fusedvit.bench.readme_speed import Table, explanation, speed_tables, sweep_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,6 +202,11 @@ def loops() -> str:
     return _of_one_run("h200-main-loops.json", loops_table, meetings_table)
 
 
+def places() -> str:
+    """Where tiles lie, and when the next launch may begin."""
+    return _of_one_run("h200-placement.json", places_table, later_table)
+
+
 def attention() -> str:
     """Attention alone, at every width of heads."""
     return _of_one_run("h200-attention.json", attention_table)
@@ -208,7 +220,7 @@ def _of_one_run(name: str, *tables: Callable[[dict[str, Any]], Table]) -> str:
 
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"families": families, "figures": figures},
-    "docs/hopper.md": {"gemms": gemms, "loops": loops},
+    "docs/hopper.md": {"gemms": gemms, "places": places, "loops": loops},
     "docs/speed.md": {"sweep": sweep},
     "docs/hopper-attention.md": {"attention": attention},
 }

@@ -19,6 +19,25 @@ MEETINGS = {
     "poll": "through L2, by polling the data",
     "dsmem": "in a cluster, by `st.async`",
 }
+PLACES = {
+    "pid": "by CTA, as launched",
+    "order rows": "in order",
+    "order 4x2": "in order, blocks of 4 x 2",
+    "random": "at random",
+    "dealt rows": "a column's over all GPCs",
+}
+ALONE = {
+    "fc2 448": "fc2 448", "fc2 784": "fc2 784", "fc2 1344": "fc2 1344", "proj 784": "proj 784",
+    "n3456 784": "qkv 784", "n4304 784": "fc1 784",
+}  # fmt: skip
+TOWERS = {
+    "base 4x2": "blocks of 4 x 2",
+    "attention=1": "later behind attention",
+    "all1 planned": "later behind all",
+    "fc1=1 early": "later behind fc1, fc2 early",
+    "all1 early": "later behind all, fc2 early",
+    "all3 early": "from main loops' ends on, fc2 early",
+}
 LAYOUTS = ("64 x 256", "16 x 1024", "1 x 1024", "1 x 784", "32 x 784", "1 x 1296", "1 x 4096", "1 x 16384")
 
 
@@ -56,6 +75,23 @@ def meetings_table(document: dict[str, Any]) -> Table:
     head = ["clocks, the median CTA", *(f"{parts} parts, {kib} KiB" for parts, kib in sizes)]
     lines = [[label, *(f"{found[parts, kib, how]:.0f}" for parts, kib in sizes)] for how, label in MEETINGS.items()]
     return head, lines
+
+
+def places_table(document: dict[str, Any]) -> Table:
+    """Microseconds of products alone, begun when it is their turn and early: how tiles lie over SMs, by products."""
+    us = {row["what"]: row["us"] for row in document["alone"]}
+    lines = [
+        [label, *(f"{us[what][f'{way} late']:.1f}, {us[what][f'{way} early']:.1f}" for what in ALONE)]
+        for way, label in PLACES.items()
+    ]
+    return ["us late, early", *ALONE.values()], lines
+
+
+def later_table(document: dict[str, Any]) -> Table:
+    """Microseconds that a tower takes more or less than as planned: ways to launch, by sizes."""
+    found = {row["size"]: row["us"] for row in document["towers"]}
+    lines = [[label, *(f"{us[way] - us['base']:+.0f}" for us in found.values())] for way, label in TOWERS.items()]
+    return ["us of a tower", *found], lines
 
 
 def attention_table(document: dict[str, Any]) -> Table:

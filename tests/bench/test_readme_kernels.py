@@ -3,13 +3,18 @@
 from typing import Any
 
 from fusedvit.bench.readme_kernels import (
+    ALONE,
     CUBLAS,
     LAYOUTS,
     OPS,
+    PLACES,
+    TOWERS,
     attention_table,
     gemm_table,
+    later_table,
     loops_table,
     meetings_table,
+    places_table,
 )
 
 
@@ -58,3 +63,16 @@ def test_meetings_by_size() -> None:
     head, found = meetings_table({"meetings": rows})
     assert head[1:] == ["2 parts, 32 KiB", "3 parts, 32 KiB"]
     assert [line[1:] for line in found] == [["200", "300"], ["201", "301"], ["202", "302"]]
+
+
+def test_places_by_products() -> None:
+    us = {f"{way} {begun}": i + 0.04 for way in PLACES for i, begun in enumerate(("late", "early"), 12)}
+    head, found = places_table({"alone": [{"what": what, "us": us} for what in (*ALONE, "another")]})
+    assert head[1:] == list(ALONE.values()) and [line[0] for line in found] == list(PLACES.values())
+    assert {cell for line in found for cell in line[1:]} == {"12.0, 13.0"}
+
+
+def test_towers_beside_what_is_planned() -> None:
+    us = {"base": 2000.0} | {way: 2000.4 + 10 * i for i, way in enumerate(TOWERS, -1)}
+    head, found = later_table({"towers": [{"size": "1 x 448 px", "us": us}]})
+    assert head[1:] == ["1 x 448 px"] and [line[1] for line in found] == ["-10", "+0", "+10", "+20", "+30", "+40"]
