@@ -28,7 +28,7 @@ PLACES = {
 }
 ALONE = {
     "fc2 448": "fc2 448", "fc2 784": "fc2 784", "fc2 1344": "fc2 1344", "proj 784": "proj 784",
-    "n3456 784": "qkv 784", "n4304 784": "fc1 784",
+    "n3456 784": "784 x 3456, bias", "n4304 784": "784 x 4304, bias",
 }  # fmt: skip
 TOWERS = {
     "base 4x2": "blocks of 4 x 2",

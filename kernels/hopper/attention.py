@@ -103,7 +103,7 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
         mbarrier.expect(full, KV_BYTES)
         _load_block(kv_desc, kv_tail_desc, m.v.index(i), m.v_tail.index(i), full, v_last, v_skip, 2, v_head, s, True)
-    # Not before: the next launch's CTAs would ask for their weights from SMs that have no item, and lie in no order.
+    # Not as this one begins: towers are slower so (docs/hopper.md).
     gdc_launch_dependents()
 
 
