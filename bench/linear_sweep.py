@@ -21,7 +21,7 @@ import torch
 from fusedvit.bench.cases import linear_case
 from fusedvit.bench.kernel_bench import spec_of
 from fusedvit.bench.prune import in_processes
-from fusedvit.bench.questions import CONTENTS, Candidate, Question, compilation
+from fusedvit.bench.questions import Candidate, Question, compilation, contents_of
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import configs, forms
 from fusedvit.kernels.configs import Target
@@ -80,8 +80,7 @@ def timed(question: Question, found: list[Any], device: torch.device) -> Iterato
     case = linear_case(question.task, question.spec, dtype, device, key.rows)
     assert case.fill is not None
     replays = [captured(functools.partial(case.run, c), case.sets, device) for c in (plain, *found)]
-    for share in CONTENTS:
-        rows = max(1, int(share * key.rows))
+    for rows in contents_of(key.rows):
         case.fill(rows)
         contenders = [Contender(str(i), replay, "gpu") for i, replay in enumerate(replays)]
         peer = linear_case(question.task, question.spec, dtype, device, rows)

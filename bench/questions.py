@@ -14,7 +14,7 @@ from fusedvit.kernels.hopper.attention_choice import contents
 from fusedvit.plan import Task, heuristic, tasks
 from fusedvit.spec import VisionSpec
 
-CONTENTS = (1.0, 0.88)  # shares of a budget: there are four or more to an octave, so that it is at least 0.8 full
+SMALLEST = 64  # of any product's budgets
 BUDGETS = tuple(ladder(256, 65536))  # patch tokens: graphs' own ladder, from 256
 
 AT_LAUNCH = ("max_programs",)  # of a configuration, what changes no code
@@ -80,6 +80,13 @@ def compilation(question: Question, candidate: Candidate) -> str:
 def layouts(key: Key) -> list[tuple[int, ...]]:
     """Lengths of the sequences that attention is judged by."""
     return [(length,) * frames for frames, length in contents(key.rows, key.kind)]
+
+
+def contents_of(rows: int) -> tuple[int, int]:
+    """What a budget of `rows` is judged by: full, and as full as calls on average are for which the budget below is too
+    small. How many waves a tile takes depends on it."""
+    below = max(ladder(SMALLEST, rows - 1), default=0)
+    return rows, (below + rows + 1) // 2
 
 
 def cases_of(question: Question, dtype: torch.dtype, device: torch.device) -> list[Case]:

@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 
 from fusedvit.bench.cases import rotated_sets
-from fusedvit.bench.questions import CONTENTS, Candidate, Question, compilation, layouts
+from fusedvit.bench.questions import Candidate, Question, compilation, contents_of, layouts
 from fusedvit.bench.roofline import attention_cost, linear_cost
 from fusedvit.bench.timing import LEAST_ROUNDS, WARM_UPS
 from fusedvit.beside import mean_us
@@ -117,4 +117,4 @@ def _timed_s(key: Key, dtype: torch.dtype) -> float:
         floors = [attention_cost(list(lengths), key.n, key.k).floor_ms for lengths in layouts(key)]
         return OVER_FLOOR * runs * sum(floors) / 1e3
     sets = rotated_sets(key.n * key.k * dtype.itemsize, key.rows, torch.device("cuda"))
-    return OVER_FLOOR * runs * len(CONTENTS) * sets * linear_cost(key.rows, key.n, key.k).floor_ms / 1e3
+    return OVER_FLOOR * runs * len(contents_of(key.rows)) * sets * linear_cost(key.rows, key.n, key.k).floor_ms / 1e3

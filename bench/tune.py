@@ -28,7 +28,7 @@ import triton
 from fusedvit import __version__
 from fusedvit.bench.cases import Case, wrong_twice
 from fusedvit.bench.prune import Prune
-from fusedvit.bench.questions import CONTENTS, Candidate, Question, candidates, cases_of, compilation
+from fusedvit.bench.questions import Candidate, Question, candidates, cases_of, compilation, contents_of
 from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import forms, tables
@@ -90,9 +90,9 @@ def time_candidates(
                 found[i] = str(error)
                 continue
             contenders.append(Contender(str(i), replay, "gpu"))
-        for share in CONTENTS if case.fill is not None else (1.0,):
+        for content in contents_of(rows) if case.fill is not None else (rows,):
             if case.fill is not None:
-                case.fill(max(1, int(share * rows)))
+                case.fill(content)
             for name, times in in_turns(contenders, device, seconds=0).items():
                 us = found[int(name)]
                 if isinstance(us, list):
@@ -137,10 +137,12 @@ class Tuner:
         return self.entries(asked)
 
     def proposed(self, question: Question) -> list[Candidate]:
-        """What is tried, the heuristic's choice first."""
+        """What is tried: the heuristic's choice first, and what the table in use says, which no cost model may drop."""
         target = Target.of(self.device)
         every = candidates(question, self.dtype, target)
-        return every if self.thorough else shortlist(question, every, self.dtype, target)
+        likely = every if self.thorough else shortlist(question, every, self.dtype, target)
+        now = tables.table_for(target).find(question.task.key, target, self.dtype)
+        return likely if now is None else list(dict.fromkeys([*likely, Candidate.of(now)]))
 
     def entries(self, asked: Sequence[Question]) -> list[Entry]:
         """Of what is decided, where it is not the heuristic's choice."""

@@ -21,7 +21,7 @@ PROVEN = (
 )  # fmt: skip
 # What begins early, with `OVERLAP`: not the first layer, before which the count is written; nothing of long launches.
 OVERLAPPING = {"norm", "rms", "residual"}
-CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by, as the tuner does
+CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by; the tuner asks nearer to full where budgets are dense
 
 
 @dataclass(frozen=True)

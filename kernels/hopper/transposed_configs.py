@@ -18,7 +18,7 @@ from fusedvit.kernels.hopper.linear_configs import (
 UNIT = 64  # features of a consumer; rows of a chunk; K of a step
 UNIT_BYTES = UNIT * UNIT * 2
 MULTIPLE = 8  # of rows of a tile, as an instruction's columns
-MOST_ROWS, MOST_CONSUMERS, MOST_STAGES = 192, 4, 18
+MOST_ROWS, MOST_CONSUMERS, MOST_STAGES, MOST_WAVES = 192, 4, 18, 4
 LONG_K = 2048  # between those that were timed in towers, 1152 and 4304
 MOST_BUDGET = 3072  # rows that the heuristic takes it for: at 4096 tiles of 192 x 192 are as fast in `linear.py`
 # Registers of a thread: of the launch, of a consumer, of the producer, by consumers.
@@ -144,8 +144,10 @@ def unsupported_shape(n: int, k: int, stages: int) -> str:
 # the products (a consumer's rows), and by the time from asking to landing.
 _STEP_US, _TAKEN_ROW_US, _SHARED_ROW_US, _PRODUCT_ROW_US, _LANDING_US = 0.11, 8.1e-4, 4.1e-4, 1.11e-3, 1.0
 # A launch, and a CTA of it; what all CTAs take in, an MB; weights from memory, bytes/us, and how much longer that takes
-# for each further CTA that reads the same; a row of a consumer's sums on its way out, more behind a norm, and erf.
+# for each further CTA that reads the same; a row of a consumer's sums on its way out, more behind a norm, and erf. Each
+# wave behind the first, whose rings nothing fills meanwhile: products of 1152 columns at 3584 to 12288 rows.
 _LAUNCH_US, _CTA_US, _TAKEN_MB_US, _MEMORY, _READER = 0.66, 0.0117, 0.0119, 3.4e6, 0.025
+_WAVE_US = 2.7
 _OUT_US, _NORM_US, _NORMED_US, _ERF_US = 6.0e-3, 0.4, 1.2e-3, 0.03
 
 
@@ -167,7 +169,7 @@ def hopper_transposed_us(
     end = out * (_OUT_US + _ERF_US * ("gelu" in epilogue))
     end += _NORM_US + _NORMED_US * out if epilogue & {"norm", "rms"} else 0.0
     main = max(rounds * steps * max(_STEP_US, *bounds), weights) + _TAKEN_MB_US * tiles * steps * taken * 128e-6
-    return _LAUNCH_US + _CTA_US * min(tiles, target.num_sms) + main + rounds * end
+    return _LAUNCH_US + _CTA_US * min(tiles, target.num_sms) + main + rounds * end + (rounds - 1) * _WAVE_US
 
 
 def supports(n: int, k: int, kind: str) -> bool:
@@ -178,12 +180,16 @@ def supports(n: int, k: int, kind: str) -> bool:
 
 def _tiles_of(rows: int, n: int, target: Target) -> Iterator[tuple[int, int]]:
     """(rows, consumers) of tiles that all run at once: so many tile rows as there may be, or fewer, of the lowest tiles
-    that do; of whole 16s above 64, so that budgets share code."""
+    that do; of whole 16s above 64, so that budgets share code. Of many rows, of tiles in several full waves, too."""
     for consumers in range(1, MOST_CONSUMERS + 1):
-        for count in range(1, target.num_sms // -(-n // (UNIT * consumers)) + 1):
+        columns = -(-n // (UNIT * consumers))
+        for count in range(1, target.num_sms // columns + 1):
             height = -(-rows // count)
             multiple = MULTIPLE if height <= UNIT else 2 * MULTIPLE
             yield max(2 * MULTIPLE, -(-height // multiple) * multiple), consumers
+        for waves in range(2, MOST_WAVES + 1) if rows > MOST_BUDGET else ():
+            height = -(-rows // max(1, waves * target.num_sms // columns))
+            yield -(-height // MULTIPLE) * MULTIPLE, consumers
 
 
 def _deepest(rows: int, consumers: int, k: int, target: Target) -> int:

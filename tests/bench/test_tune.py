@@ -20,7 +20,7 @@ from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
 from fusedvit.bench import cases, kernel_bench, prune, questions, shortlist, tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import forms, tables  # noqa: E402
-from fusedvit.kernels.configs import LinearConfig, Target  # noqa: E402
+from fusedvit.kernels.configs import LinearConfig, Target, budget  # noqa: E402
 from fusedvit.kernels.cublaslt import CublasLtConfig  # noqa: E402
 from fusedvit.kernels.hopper.attention_choice import schedules  # noqa: E402
 from fusedvit.kernels.hopper.linear_configs import hopper_linear_candidates, hopper_linear_config  # noqa: E402
@@ -66,6 +66,25 @@ def test_the_heuristic_is_the_first_candidate() -> None:
         found = questions.candidates(question, BF16, H200)
         first = choose(question.task, BF16, H200, tables.Table())
         assert found[0].config == first and len(set(found)) == len(found) > 1
+
+
+def test_a_budget_is_judged_by_contents_of_its_own() -> None:
+    for rows in (64, 80, 448, 784, 1344, 2304, 6656, 7168, 20480):
+        full, content = questions.contents_of(rows)
+        assert full == rows == budget(content), "another budget's"
+        assert budget(2 * content - rows) < rows or rows == 64, "halfway to the budget below"
+
+
+def test_what_the_table_says_is_asked_again(asked: list[questions.Question], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the cost model thinks little of it: it was the fastest once."""
+    (question,) = [q for q in asked if q.task.name == "proj"]
+    now = LinearConfig(128, 32, 32, 4, 2)
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    monkeypatch.setattr(tables, "table_for", lambda target: tables.Table({question.task.key: now}))
+    proposed = tuner(tune.Log(None, {})).proposed(question)
+    assert [c.config.block_m for c in proposed] == [32, 64, 16, 128]
+    monkeypatch.setattr(tables, "table_for", lambda target: tables.Table({question.task.key: proposed[1].config}))
+    assert [c.config.block_m for c in tuner(tune.Log(None, {})).proposed(question)] == [32, 64, 16]
 
 
 def test_the_fastest_is_taken_and_read_back(

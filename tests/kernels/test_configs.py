@@ -38,7 +38,19 @@ widths = st.sampled_from([16, 1024, 1152, 1280, 3456, 4304, 5120, 16384])
 
 
 @pytest.mark.parametrize(
-    "rows, expected", [(0, 64), (1, 64), (64, 64), (65, 80), (449, 512), (512, 512), (2049, 2560), (65536, 65536)]
+    "rows, expected",
+    [
+        (0, 64),
+        (1, 64),
+        (64, 64),
+        (65, 80),
+        (449, 512),
+        (512, 512),
+        (2049, 2304),
+        (4097, 4608),
+        (8193, 10240),
+        (65536, 65536),
+    ],
 )
 def test_budget_is_the_next_of_four_an_octave(rows: int, expected: int) -> None:
     assert budget(rows) == expected

@@ -15,7 +15,9 @@ from fusedvit.kernels.configs import OVERLAP_ROWS, Target, budget
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.hopper.transposed_configs import (
+    MOST_BUDGET,
     MOST_ROWS,
+    MOST_WAVES,
     OF_LINEAR,
     PROVEN,
     HopperTransposedConfig,
@@ -53,7 +55,8 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
     assert config == hopper_transposed_config(rows, n, k, dtype, H200, kind)
     for candidate in hopper_transposed_candidates(rows, n, k, H200, kind):
         assert not wrong_hopper_transposed(candidate, H200, dtype)
-        assert candidate.tiles(rows, n) <= H200.num_sms, "nothing hides the end of a tile, so that there is one wave"
+        waves = 1 if rows <= MOST_BUDGET else MOST_WAVES  # nothing hides the end of a tile
+        assert candidate.tiles(rows, n) <= waves * H200.num_sms
         assert candidate.overlap <= (rows <= OVERLAP_ROWS)
     if config is not None:
         assert kind in PROVEN[dtype] and config in hopper_transposed_candidates(rows, n, k, H200, kind)
@@ -68,12 +71,21 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
         (784, 1152, 128, "bias", "too few steps of K for a ring"),
         (784, 6848, 1280, "rms+swiglu", "two columns make one"),
         (784, 1152, 1536, "taps+stats", "position taps"),
-        (16384, 1152, 1152, "residual+stats", "more than one wave"),
+        (32768, 1152, 1152, "residual+stats", "more than four waves"),
     ],
 )
 def test_what_it_cannot_do_is_left_to_others(rows: int, n: int, k: int, kind: str, why: str) -> None:
     assert hopper_transposed_config(rows, n, k, BF16, H200, kind) is None, why
     assert hopper_transposed_candidates(rows, n, k, H200, kind) == (), why
+
+
+@pytest.mark.parametrize("rows, height", [(4608, 112), (6144, 144), (6656, 152), (8192, 192)])
+def test_long_products_are_offered_in_full_waves(rows: int, height: int) -> None:
+    """Two waves are 44 rows of six tiles; heuristics leave them to the tuner."""
+    found = {(c.rows, c.consumers): c for c in hopper_transposed_candidates(rows, 1152, 4304, H200, "residual+stats")}
+    tiles = found[height, 3].tiles(rows, 1152)
+    assert H200.num_sms < tiles <= 2 * H200.num_sms < found[height, 3].tiles(44 * height + 1, 1152)
+    assert hopper_transposed_config(rows, 1152, 4304, BF16, H200, "residual+stats") is None
 
 
 def test_what_is_chosen_is_hardly_slower_than_the_best() -> None:
