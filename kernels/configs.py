@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 
 KIB = 1024
-# Budgets where four an octave are too few: whole 64s, and seven tiles of whole 16s; then eight an octave.
-DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *range(2048, 4097, 256), *range(4096, 8193, 512)}))
+# Budgets where four an octave are too few: whole 64s, and seven tiles of whole 16s; then eight an octave, and what two
+# waves of 132 SMs hold in tiles of 192 x 128 over 1024 columns, or of 144 x 192 over 1152: 8 pictures of 784 fit.
+_TWO_WAVES = 6336
+_EIGHT = {*range(2048, 4097, 256), *range(4096, 8193, 512)}
+DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_EIGHT, _TWO_WAVES}))
 OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: longer ones gain nothing
 SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
