@@ -24,7 +24,7 @@ from fusedvit.bench.readme_speed import Table, explanation, speed_tables, sweep_
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-SPEED = "h200-bench.json"
+SPEED, SWEEP = "h200-bench.json", "h200-sweep.json"
 FAMILIES, FAMILIES_CPU = "h200-families*.json", "cpu-families.json"  # of several runs the later by name counts
 BEGIN, END = "<!-- {}: written by bench/readme.py -->", "<!-- end of {} -->"
 
@@ -133,8 +133,8 @@ def speed_lines() -> list[str]:
 
 def sweep() -> str:
     """Single images of many sizes and videos of many lengths."""
-    document = _load(SPEED)
-    return "\n".join([*_by_tower(sweep_tables(document)), f"From: {_origin(SPEED, document['passport'], '../')}."])
+    document = _load(SWEEP)
+    return "\n".join([*_by_tower(sweep_tables(document)), f"From: {_origin(SWEEP, document['passport'], '../')}."])
 
 
 def _by_tower(tables: dict[str, Table]) -> list[str]:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 KIB = 1024
-# Budgets where four an octave are too few: whole 64s, and seven tiles of whole 16s; then eight an octave, and what two
-# waves of 132 SMs hold in tiles of 192 x 128 over 1024 columns, or of 144 x 192 over 1152: 8 pictures of 784 fit.
-_TWO_WAVES = 6336
-_EIGHT = {*range(2048, 4097, 256), *range(4096, 8193, 512)}
-DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_EIGHT, _TWO_WAVES}))
+# Budgets where four an octave are too few: whole 64s, and seven tiles of whole 16s; then eight an octave, and two waves
+# of 132 SMs in tiles of 192 x 128 over 1024 columns, or of 144 x 192 over 1152 (8 pictures of 784 fit).
+_LONG = {*range(2048, 4097, 256), *range(4096, 8193, 512), 6336}
+DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_LONG}))
 OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: longer ones gain nothing
 SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
@@ -136,10 +135,8 @@ class AttentionConfig:
 
 
 def budget(rows: int, smallest: int = 64) -> int:
-    """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`.
-
-    In `DENSE`, where launches are of one to three waves, a wider class would choose for its largest count.
-    """
+    """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`; of
+    `DENSE` where launches are of so few waves that a wider class would choose for its largest count."""
     if DENSE[0] < rows <= DENSE[-1]:
         return max(smallest, DENSE[bisect_left(DENSE, rows)])
     step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
