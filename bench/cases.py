@@ -4,6 +4,7 @@ Weights and biases come in several sets, together larger than L2, used in rotati
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +17,7 @@ from fusedvit.bench import peer_attention
 from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels import forms
-from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.attention import Segments, query_scale
 from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
 from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME
@@ -189,6 +190,14 @@ def _as_torch_rounds(
     return product if e.residual is None else product + e.residual
 
 
+def _packed(lengths: tuple[int, ...], c: int, growth: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """q | k | v of `c` columns each, keys behind each sequence's first 128 `growth` times as large."""
+    qkv = _random(sum(lengths), 3 * c, dtype=dtype, device=device)
+    for frame in qkv.split(lengths) if growth != 1.0 else ():
+        frame[128:, c : 2 * c] *= growth
+    return qkv
+
+
 def attention_case(
     heads: int,
     head_dim: int,
@@ -204,9 +213,8 @@ def attention_case(
     Keys behind a sequence's first 128 are `growth` times as large: what softmax without a running maximum fears.
     """
     rows, c = sum(lengths), heads * head_dim
-    qkv, out = _random(rows, 3 * c, dtype=dtype, device=device), torch.empty(rows, c, dtype=dtype, device=device)
-    for frame in qkv.split(lengths) if growth != 1.0 else ():
-        frame[128:, c : 2 * c] *= growth
+    theirs, out = _packed(lengths, c, growth, dtype, device), torch.empty(rows, c, dtype=dtype, device=device)
+    qkv = torch.cat([theirs[:, :c] * query_scale(head_dim), theirs[:, c:]], 1)  # they scale scores
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     segments_for = functools.cache(functools.partial(_segments, cu, lengths))
 
@@ -215,7 +223,7 @@ def attention_case(
             ops_for(device).attention(qkv, segments_for(each.block_m, above, up_to), out, heads, head_dim, each)
         return out
 
-    q, k, v = qkv.view(rows, 3, heads, head_dim).unbind(1)
+    q, k, v = theirs.view(rows, 3, heads, head_dim).unbind(1)
     frames = peer_attention.Frames(cu, lengths)
 
     @functools.cache
@@ -223,7 +231,8 @@ def attention_case(
         """In fp32, and PyTorch's own."""
         unused: Any = None
         ref = attention_ref.attention(qkv.float(), segments_for(64), out.float(), heads, head_dim, unused)
-        return ref, peer_attention.by_frame(frames)(q, k, v).reshape(rows, c)
+        scaled = qkv.view(rows, 3, heads, head_dim).unbind(1)
+        return ref, peer_attention.by_frame(frames, scale=math.log(2))(*scaled).reshape(rows, c)
 
     def check(config: Any) -> Comparison:
         out.fill_(float("nan"))

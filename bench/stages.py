@@ -1,5 +1,6 @@
 """One operation of the encoder at a time beside the Hugging Face modules it stands for, on the same inputs."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from fusedvit.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.encoder import encode
 from fusedvit.items import Item
+from fusedvit.kernels.attention import query_scale
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope
 from fusedvit.kernels.metadata import MERGED, TOKENS
@@ -97,7 +99,7 @@ def _qkv(
     s.ops.linear(hidden, w.weight, s.buffers.meta.count(TOKENS), out, Epilogue(w.bias, fold, rope=rope), s.plan.qkv)
     q, k, v = rearrange(out, "t (three h d) -> three t h d", three=3, d=d)
     q, k = (rearrange(x, "t h (p half) -> t h (half p)", half=2) for x in (q, k))
-    ours = torch.stack([q, k, v], 1)
+    ours = torch.stack([(q.float() / query_scale(d)).to(q.dtype), k, v], 1)
     return ours, _hf_qkv(hf.blocks[layer], hidden, s), _hf_qkv(hf32.blocks[layer], hidden.float(), s)
 
 
@@ -115,6 +117,8 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(s: Setting, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = qkv.unbind(1)
+    qkv = torch.stack([(q.float() * query_scale(s.spec.head_dim)).to(q.dtype), k, v], 1)
     packed = qkv.flatten(1).contiguous()
     out = packed.new_empty(packed.shape[0], s.spec.hidden_size)
     for segments, config in s.plan.frames(s.buffers.meta):
@@ -127,7 +131,8 @@ def _hf_attention(qkv: torch.Tensor, bounds: list[int]) -> torch.Tensor:
     frames = []
     for begin, end in zip(bounds, bounds[1:], strict=False):
         q, k, v = rearrange(qkv[begin:end], "t three h d -> three 1 h t d")
-        frames.append(rearrange(nn.functional.scaled_dot_product_attention(q, k, v), "1 h t d -> t (h d)"))
+        frame = nn.functional.scaled_dot_product_attention(q, k, v, scale=math.log(2))  # of q as `query_scale` has it
+        frames.append(rearrange(frame, "1 h t d -> t (h d)"))
     return torch.cat(frames)
 
 

@@ -2,6 +2,7 @@
 
 LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta
 RMSNorm                         : W' = round(W * gamma)
+softmax in base 2                : q comes out scaled by `query_scale`, of its weights or of its norm's
 rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
 heads of k and v shared         : repeated, once for each head of q
 gated MLP                       : rows of gate and up in turns, so that the two factors meet in one tile
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from einops import rearrange, repeat
 
+from fusedvit.kernels.attention import query_scale
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper.configs import absent
 from fusedvit.names import DownsampleNames, LastNormNames, MergerNames, WeightNames
@@ -103,32 +105,41 @@ class _Maker:
         biases = [p.bias for p in parts if p.bias is not None]
         return LinearWeights(torch.cat([p.weight for p in parts]), torch.cat(biases) if biases else None)
 
-    def folded(self, norm: str, linear: LinearWeights) -> LinearWeights:
-        """`linear` after a norm of the blocks' kind; every tensor our own."""
+    def folded(self, norm: str, linear: LinearWeights, factor: torch.Tensor | None = None) -> LinearWeights:
+        """`linear` after a norm of the blocks' kind, its outputs times `factor` `[N]`; every tensor our own."""
         weight, bias = linear.weight, linear.bias
         gamma = self.source(f"{norm}.weight")
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        scaled = _pitched((weight.to(wide) * gamma.to(wide)).to(weight.dtype), own=True)
+        factor = torch.ones(len(weight)) if factor is None else factor
+        factor = factor.to(weight.device, wide)
+        scaled = _pitched((weight.to(wide) * gamma.to(wide) * factor.unsqueeze(1)).to(weight.dtype), own=True)
         colsum = None
         if self.spec.norm == "layer":
             shift = weight.double() @ self.source(f"{norm}.bias").double()
-            bias = (shift if bias is None else bias.double() + shift).to(wide)
+            bias = ((shift if bias is None else bias.double() + shift) * factor).to(wide)
             colsum = scaled.double().sum(1).to(wide)
         elif bias is not None:
-            bias = bias.to(wide, copy=True)
+            bias = bias.to(wide) * factor
         return LinearWeights(scaled, bias, colsum, ("weight", "bias", "colsum"))
 
     def block(self, names: WeightNames, i: int) -> BlockWeights:
         qkv = self.joined(tuple(name.format(i) for name in names.qkv), "qkv")
         fc1 = self.joined(tuple(name.format(i) for name in names.fc1), "mlp")
-        qk_norm = [self.source(f"{name.format(i)}.weight").detach() for name in names.qk_norm]
+        factor = None if names.qk_norm else query_factor(self.spec, len(qkv.weight))
         return BlockWeights(
-            qkv=_rows(self.folded(names.norm1.format(i), qkv), rotary_rows(self.spec)),
+            qkv=_rows(self.folded(names.norm1.format(i), qkv, factor), rotary_rows(self.spec)),
             proj=self.plain(names.proj.format(i), "proj"),
             fc1=_lined(_first(self.folded(names.norm2.format(i), fc1), self.spec.gated)),
             fc2=_second(self.plain(names.fc2.format(i), "mlp")),
-            qk_norm=rearrange(torch.stack(qk_norm), "two (half p) -> two (p half)", half=2) if qk_norm else None,
+            qk_norm=self.qk_norm(tuple(name.format(i) for name in names.qk_norm)) if names.qk_norm else None,
         )
+
+    def qk_norm(self, names: tuple[str, ...]) -> torch.Tensor:
+        """Weights of q's norm and k's; wider than the tower's, so that q's factor is not rounded."""
+        both = torch.stack([self.source(f"{name}.weight").detach() for name in names])
+        both = both.to(torch.promote_types(both.dtype, torch.float32))
+        both[0] *= query_scale(self.spec.head_dim)
+        return rearrange(both, "two (half p) -> two (p half)", half=2)
 
     def tail(
         self, names: MergerNames | DownsampleNames | LastNormNames
@@ -201,6 +212,13 @@ def _lined(linear: LinearWeights) -> LinearWeights:
 def _wants_lines(weight: torch.Tensor) -> bool:
     """Hopper: a product of 784 rows by 4304 columns was a fifth faster (docs/hopper.md)."""
     return weight.is_cuda and not absent(Target.of(weight.device), weight.dtype)
+
+
+def query_factor(spec: VisionSpec, rows: int) -> torch.Tensor:
+    """`[rows]`: what the outputs of the original q | k | v are multiplied by."""
+    factor = torch.ones(rows, dtype=torch.float64)
+    factor[: spec.num_heads * spec.head_dim] = query_scale(spec.head_dim)
+    return factor
 
 
 def rotary_rows(spec: VisionSpec) -> torch.Tensor:

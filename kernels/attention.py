@@ -1,6 +1,8 @@
 """Varlen attention over packed q | k | v rows, without a mask: each segment (a frame) attends to itself.
 
-    out[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h]) v[j, h]        j over the tokens of t's segment
+    out[t, h] = sum_j p[t, j] v[j, h] / sum_j p[t, j],  p[t, j] = 2^(q[t, h] . k[j, h])     j over t's segment
+
+which is softmax where q comes scaled by `query_scale`: a weight of the product before holds it as well (folding.py).
 
 Online softmax in base 2, fp32. A head_dim that is no power of two is cut in two (72 = 64 + 16 with 8 columns to spare,
 80 = 64 + 16): padding it to 128 would waste 44 % of the tensor cores' work. The tail box of a 72-wide head reads 8
@@ -8,6 +10,7 @@ columns of the next head; q's are zeroed once, so they add nothing to q . k, and
 Work is a list of query tiles built on the device (metadata.py); CTAs loop over tiles x heads.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +45,7 @@ class Segments:
 
 @triton.jit
 def _scores(q, q_tail, kv_desc, kv_tail_desc, j, col_k, TAIL: tl.constexpr, HEAD: tl.constexpr):
-    """q . k of one key block, unscaled, fp32 [BLOCK_M, BLOCK_N]."""
+    """q . k of one key block, fp32 [BLOCK_M, BLOCK_N]."""
     s = tl.dot(q, kv_desc.load([j, col_k]).T, input_precision="ieee")
     if TAIL > 0:
         s = tl.dot(q_tail, kv_tail_desc.load([j, col_k + HEAD]).T, s, input_precision="ieee")
@@ -83,7 +86,6 @@ def _attention_kernel(
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32
     num_tiles_ptr,  # [1] int32
-    SCALE: tl.constexpr,  # scale * log2(e)
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD: tl.constexpr,  # the power-of-two part of head_dim
@@ -132,7 +134,7 @@ def _attention_kernel(
 
         full_end = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
         for j in tl.range(begin, full_end, BLOCK_N, num_stages=NUM_STAGES):
-            s = _scores(q, q_tail, kv_box, kv_tail_box, j, col_k, TAIL, HEAD) * SCALE
+            s = _scores(q, q_tail, kv_box, kv_tail_box, j, col_k, TAIL, HEAD)
             p, alpha, m, l = _softmax_step(s, m, l)
             p = p.to(q.dtype)
             acc = _add_product(acc * alpha[:, None], p, kv_box.load([j, col_v]))
@@ -142,7 +144,7 @@ def _attention_kernel(
         # The last block, 1 to BLOCK_N keys. Keys past the end belong to another frame and may be NaN: their scores
         # are masked and their values zeroed.
         valid = full_end + tl.arange(0, BLOCK_N) < end
-        s = _scores(q, q_tail, kv_box, kv_tail_box, full_end, col_k, TAIL, HEAD) * SCALE
+        s = _scores(q, q_tail, kv_box, kv_tail_box, full_end, col_k, TAIL, HEAD)
         s = tl.where(valid[None, :], s, -float("inf"))
         p, alpha, m, l = _softmax_step(s, m, l)
         p = p.to(q.dtype)
@@ -165,6 +167,11 @@ def _attention_kernel(
             _store_head(out_ptr, acc_tail / l[:, None], rows, mask_m, col_q + HEAD, rest, HEADS * HEAD_DIM, TAIL)
 
 
+def query_scale(head_dim: int) -> float:
+    """What q is multiplied by: `2 ** (query_scale q . k)` is `exp(head_dim ** -0.5 q . k)`."""
+    return head_dim**-0.5 / math.log(2)
+
+
 def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
     """(power-of-two part of at most `max_head`, tail box) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
 
@@ -185,10 +192,10 @@ def attention(
     head_dim: int,
     config: AttentionConfig,
 ) -> torch.Tensor:
-    """Attention within each segment that has tiles, scale `head_dim ** -0.5`.
+    """Attention within each segment that has tiles.
 
     Args:
-        qkv: `[T, 3 * heads * head_dim]` contiguous, rotated q | k | v.
+        qkv: `[T, 3 * heads * head_dim]` contiguous, rotated q | k | v, q scaled by `query_scale(head_dim)`.
         segments: frames and the tile list for `config.block_m`.
         out: `[T, heads * head_dim]` contiguous.
     """
@@ -201,7 +208,6 @@ def attention(
 
     overlap = config.overlap and not triton.knobs.runtime.interpret
     constants = {
-        "SCALE": head_dim**-0.5 * 1.4426950408889634,
         "HEADS": heads,
         "HEAD_DIM": head_dim,
         "HEAD": head,

@@ -1,6 +1,6 @@
 """Varlen attention on Hopper: `kernels.attention` as warp-specialised Gluon, softmax running under the products.
 
-    out[t, h] = sum_j softmax_j(scale q[t, h] . k[j, h]) v[j, h]        j over the tokens of t's frame
+    out[t, h] = sum_j p[t, j] v[j, h] / sum_j p[t, j],  p[t, j] = 2^(q[t, h] . k[j, h])        j over t's frame
 
 A CTA is a producer warp and one to three consumer warpgroups; CTAs walk over tiles x heads. A tile is 64 CONSUMERS
 queries of one frame; its keys come in blocks. The producer sends, through a ring of STAGES slots,
@@ -12,8 +12,7 @@ the softmax of block t while P V is running, then frees the slot. Where K_t is t
 scheme goes on: the end of one tile and the start of the next overlap, too.
 
 Every warp waits for the previous launch (`gdc_wait`) before it reads anything but tiles and their count, which must be
-older; also in a CTA without work, so that what is complete here is complete for whoever waits for this one. The next
-launch may begin once every producer has asked for its last block.
+older; also in a CTA without work. The next launch may begin once every producer has asked for its last block.
 
 Softmax keeps each row's maximum over the first block as its offset (attention_consumer.py). Where that overflows, the
 tile is noted and redone at the end with a running maximum (attention_redo.py).
@@ -37,7 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
 from fusedvit.kernels.hopper.attention_consumer import consumer
-from fusedvit.kernels.hopper.attention_parts import ROWS, SUMS, Memory, Sizes, first_item, work_item
+from fusedvit.kernels.hopper.attention_parts import ROWS, SHIFT, SUMS, Memory, Sizes, first_item, work_item
 from fusedvit.kernels.hopper.compat import TensorDescriptor, async_load, gl, gluon
 from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
 from fusedvit.kernels.launch import launch
@@ -117,7 +116,6 @@ def _hopper_attention_kernel(
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32
     num_tiles_ptr,  # [1] int32
-    SCALE: gl.constexpr,
     HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD: gl.constexpr,
@@ -129,11 +127,12 @@ def _hopper_attention_kernel(
     TOGETHER: gl.constexpr,
     LATE: gl.constexpr,
     ONES: gl.constexpr,
+    SHIFTED: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a consumer's thread
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, ONES, DTYPE)
+    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, DTYPE)
     q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
     v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
@@ -142,9 +141,11 @@ def _hopper_attention_kernel(
         q_tail = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, 1, TAIL], q_tail_desc.layout)
         k_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
         v_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
-    ones = q
+    ones, one_keys = q, q
     if ONES:
         ones = gl.allocate_shared_memory(DTYPE, [CONSUMERS, SUMS, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
+    if SHIFTED:
+        one_keys = gl.allocate_shared_memory(DTYPE, [CONSUMERS, BLOCK_N, SHIFT], gl.NVMMASharedLayout(32, 16, 2))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -161,7 +162,7 @@ def _hopper_attention_kernel(
             mbarrier.init(q_empty.index(i), count=CONSUMERS)
         if i < CONSUMERS and PING_PONG:
             mbarrier.init(turn.index(i), count=1)
-    m = Memory(q, q_tail, k, k_tail, v, v_tail, ones, q_full, q_empty, full, empty, turn)
+    m = Memory(q, q_tail, k, k_tail, v, v_tail, ones, one_keys, q_full, q_empty, full, empty, turn)
     # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -286,7 +287,6 @@ def attention(
     head, tail = split_head(head_dim, MAX_HEAD)
     at_launch, registers = _registers(config)
     constants = {
-        "SCALE": head_dim**-0.5 * 1.4426950408889634,
         "HEADS": heads,
         "HEAD_DIM": head_dim,
         "HEAD": head,

@@ -4,7 +4,7 @@
 
 of frames of one length. A CTA takes a round for each of its tiles and a step for each block of keys; a CTA that has an
 SM to itself, though two could share it, takes half as long. Fitted to what an H200 timed (docs/hopper-attention.md):
-off by 4 % (rms), 12 % at worst.
+off by 3 % (rms), 10 % at worst.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,6 @@ from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.configs import (
     LONG,
     MEASURED,
-    MIDDLE,
     OVERLAP,
     SHORT,
     SMALL_WIDE,
@@ -45,19 +44,19 @@ class Cost:
 # By (consumers, keys of a step), then by head_dim.
 COSTS = {
     (1, 64): {
-        64: Cost(4.0, 2.00, 0.254),
-        72: Cost(2.7, 2.01, 1.080),
-        80: Cost(4.0, 2.48, 0.400),
+        64: Cost(3.6, 2.31, 0.218),
+        72: Cost(2.9, 2.35, 0.934),
+        80: Cost(3.5, 2.68, 0.359),
         128: Cost(2.2, 3.10, 0.758),
     },
     (2, 64): {
-        64: Cost(4.2, 0.64, 0.559),
-        72: Cost(4.4, 1.20, 0.642),
-        80: Cost(4.3, 0.87, 0.635),
+        64: Cost(3.7, 1.13, 0.436),
+        72: Cost(4.5, 1.37, 0.578),
+        80: Cost(4.2, 1.19, 0.568),
         128: Cost(2.7, 1.60, 0.730),
     },
-    (2, 128): {64: Cost(4.4, 1.05, 0.999), 72: Cost(4.7, 1.89, 1.154), 80: Cost(4.3, 1.58, 1.143)},
-    (3, 64): {64: Cost(5.2, 1.15, 0.703), 72: Cost(4.8, 1.72, 0.840), 80: Cost(5.5, 1.59, 0.842)},
+    (2, 128): {64: Cost(4.5, 1.24, 0.904), 72: Cost(4.4, 1.99, 1.130), 80: Cost(4.3, 1.63, 1.124)},
+    (3, 64): {64: Cost(4.5, 1.38, 0.677), 72: Cost(4.8, 2.20, 0.818), 80: Cost(5.0, 1.99, 0.814)},
 }
 TIMED_TO = {TINY: 512, SMALL_WIDE: 1024}  # tokens of the longest frame that it was timed with, where that is few
 
@@ -73,8 +72,7 @@ def microseconds(config: HopperAttentionConfig, frames: int, length: int, heads:
 def two_lists(rows: int, head_dim: int) -> bool:
     """Whether a budget's long and short frames have a list of tiles each, and a schedule of their own.
 
-    Heads of 64 later: up to 16384 rows `MIDDLE` alone is within 5 % of the best for 64 x 256, 16 x 1024 and 1 x 16384,
-    an empty launch counted; a tower takes 6 % longer with it at 1 x 25600 than with `LONG`.
+    Heads of 64 later: one schedule is the best for 64 x 256, 16 x 1024 and 1 x 16384.
     """
     return rows >= (TWO_LISTS_OF_64 if head_dim == 64 else TWO_LISTS)
 
@@ -91,16 +89,13 @@ def contents(rows: int, kind: str) -> list[tuple[int, int]]:
 
 
 def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
-    """Those to choose from, as few registers as this Triton leaves: 3.8 and later spill in `MIDDLE` where a head has a
-    tail or rows are summed by a product, and in `LONG` unless P is rounded late; heads of 64 gain by that everywhere,
-    there with heads in groups."""
+    """Those to choose from, as few registers as this Triton leaves: beside a tail 3.8 and later spill in `LONG` unless
+    P is rounded late and scores come as they are; heads of 64 gain by late P everywhere."""
     if head_dim == 128:
         return SMALL_WIDE, WIDE
-    spills = compat.NEEDS_MORE_REGISTERS
     if head_dim == 64:
-        short, middle = replace(SHORT, ping_pong=False), replace(MIDDLE, ones=not spills)
-        return TINY, short, middle, replace(LONG, ping_pong=False, late=True, together=4 * spills)
-    return (TINY, SHORT, replace(LONG, late=True)) if spills else (TINY, SHORT, MIDDLE, LONG)
+        return TINY, replace(SHORT, ping_pong=False), replace(LONG, ping_pong=False, late=True)
+    return TINY, SHORT, replace(LONG, late=True, shifted=False) if compat.NEEDS_MORE_REGISTERS else LONG
 
 
 def hopper_attention_config(
@@ -118,8 +113,6 @@ def hopper_attention_config(
     offered = [s for s in schedules(head_dim) if longest <= TIMED_TO.get(s, longest)]
     if kind == WINDOWS:  # a window fills a tile of one consumer, and two of them an SM: the fastest at every size
         offered = offered[:1]
-    if kind == ALL_FRAMES and rows >= TWO_LISTS:  # for frames of any length
-        offered = [s for s in offered if (s.consumers, s.block_n) == (2, 128)] or offered
     sms = target.num_sms
     chosen = min(offered, key=lambda s: sum(microseconds(s, *c, heads, head_dim, sms) for c in held))
     return replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)

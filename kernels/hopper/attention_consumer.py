@@ -1,11 +1,14 @@
 """A consumer warpgroup of the Hopper attention kernel: products, softmax under them, and the order of both.
 
-    p = 2^(scale log2(e) s - m)          m fixed per row: the maximum over the first block of keys
+    p = 2^(s - m)          s = q . k, q scaled for it; m fixed per row: the maximum over the first block of keys
 
 With m fixed the loop has no maximum, no rescaling and no shuffle, and any m gives the same softmax: the factor 2^-m
 cancels. It fails only where p or a sum overflows, which the row's sum shows; such tiles are redone (attention_redo.py).
 bf16 holds p up to 2^93 times the first block's largest; fp16 only 2^15, so there m is HEADROOM more: what that costs in
 small p, which are subnormal below 2^-8 of the largest, is less than the answer's own rounding.
+
+Where scores are `SHIFTED`, -m is three columns of q, and ones are three of k, from the second block on: the product
+subtracts, and a fifth of the loop's instructions are gone. Queries' further columns are in registers.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from fusedvit.kernels.hopper.attention_parts import (
     ROWS,
+    SHIFT,
     SUMS,
     Memory,
     Sizes,
@@ -59,6 +63,15 @@ def _scores(m: Memory, buffer, stage, s: Sizes, LAYOUT: gl.constexpr, C: gl.cons
         q_tail = m.q_tail.index(buffer * s.CONSUMERS + C).reshape((ROWS, s.TAIL))
         k_tail = m.k_tail.index(stage).reshape((s.BLOCK_N, s.TAIL)).permute((1, 0))
         scores = warpgroup_mma(q_tail, k_tail, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _shifted_scores(m: Memory, buffer, stage, offset, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The same of a tile's later blocks, less their rows' offsets if they are `SHIFTED`."""
+    scores = _scores(m, buffer, stage, s, LAYOUT, C)
+    if s.SHIFTED:
+        scores = warpgroup_mma(offset, m.one_keys.index(C).permute((1, 0)), scores, is_async=True)
     return scores
 
 
@@ -124,13 +137,30 @@ def _round(p, s: Sizes):
 
 
 @gluon.jit
+def _columns(offset, s: Sizes, LAYOUT: gl.constexpr):
+    """Minus each row's offset as further columns of queries, [ROWS, SHIFT]: three numbers of 16 bits, which hold it
+    exactly, and zeros."""
+    L: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    rest = gl.expand_dims(gl.convert_layout(offset, gl.SliceLayout(1, L)), 1)
+    column = gl.expand_dims(gl.arange(0, SHIFT, gl.SliceLayout(0, L)), 0)
+    columns = gl.zeros([ROWS, SHIFT], gl.float32, L)
+    for i in gl.static_range(3):
+        part = rest.to(s.DTYPE).to(gl.float32)
+        columns = gl.where(column == i, -part, columns)
+        rest -= part
+    return columns.to(s.DTYPE)
+
+
+@gluon.jit
 def _start_rows(scores, keys, s: Sizes, LAYOUT: gl.constexpr):
-    """Softmax of a tile's first block: (P, offset of each row, what is known of their sums)."""
+    """Softmax of a tile's first block: (P, offset of each row as later scores want it, what is known of their sums)."""
     scores = _mask_keys(scores, keys, s.BLOCK_N, LAYOUT)
-    offset = gl.max(scores, 1) * s.SCALE
+    offset = gl.max(scores, 1)
     if gl.float16 == s.DTYPE:
         offset += HEADROOM
-    p = gl.exp2(scores * s.SCALE - gl.expand_dims(offset, 1))
+    p = gl.exp2(scores - gl.expand_dims(offset, 1))
+    if s.SHIFTED:
+        offset = _columns(offset, s, LAYOUT)
     if s.ONES:
         sums = gl.zeros([ROWS, SUMS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16]))
     else:
@@ -184,12 +214,12 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         for step in range(1, steps):
             stage = slot % s.STAGES
             _my_turn(m, turn, s, C)
-            scores = _scores(m, nth & 1, stage, s, KEYS, C)
+            scores = _shifted_scores(m, nth & 1, stage, offset, s, KEYS, C)
             acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
             _next_turn(m, s, C)
             scores = _await_scores(scores, s)
             scores = _mask_keys(scores, end - begin - step * s.BLOCK_N, s.BLOCK_N, KEYS)
-            e = gl.exp2(scores * s.SCALE - gl.expand_dims(offset, 1))
+            e = gl.exp2(scores) if s.SHIFTED else gl.exp2(scores - gl.expand_dims(offset, 1))
             if not s.ONES:
                 sums += _partial_sum(e, s.BLOCK_N)
             p = _round(e, s)
@@ -249,6 +279,10 @@ def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C:
     if s.ONES:
         LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         m.ones.index(C).store(gl.full([SUMS, s.BLOCK_N], 1.0, s.DTYPE, LINES))
+    if s.SHIFTED:
+        PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        m.one_keys.index(C).store(gl.full([s.BLOCK_N, SHIFT], 1.0, s.DTYPE, PAIRS))
+    if s.ONES or s.SHIFTED:
         fence_async_shared()
         barrier()
     gdc_wait()

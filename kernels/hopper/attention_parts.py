@@ -4,7 +4,7 @@ from fusedvit.kernels.hopper import configs
 from fusedvit.kernels.hopper.compat import aggregate, gl, gluon
 
 ROWS = gl.constexpr(64)  # queries of a consumer
-SUMS = gl.constexpr(configs.SUMS)
+SUMS, SHIFT = gl.constexpr(configs.SUMS), gl.constexpr(configs.SHIFT)
 
 
 @aggregate
@@ -18,16 +18,16 @@ class Sizes:
     CONSUMERS: gl.constexpr
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
-    SCALE: gl.constexpr  # scale * log2(e)
     PING_PONG: gl.constexpr
     TOGETHER: gl.constexpr
     LATE: gl.constexpr
     ONES: gl.constexpr
+    SHIFTED: gl.constexpr
     DTYPE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, SCALE, PING_PONG, TOGETHER, LATE, ONES, DTYPE
+        self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, DTYPE
     ):
         self.HEADS = gl.constexpr(HEADS)
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
@@ -36,11 +36,11 @@ class Sizes:
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.STAGES = gl.constexpr(STAGES)
-        self.SCALE = gl.constexpr(SCALE)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.TOGETHER = gl.constexpr(TOGETHER)
         self.LATE = gl.constexpr(LATE)
         self.ONES = gl.constexpr(ONES)
+        self.SHIFTED = gl.constexpr(SHIFTED)
         self.DTYPE = gl.constexpr(DTYPE)
 
 
@@ -55,6 +55,7 @@ class Memory:
     v: gl.shared_memory_descriptor  # as k
     v_tail: gl.shared_memory_descriptor
     ones: gl.shared_memory_descriptor  # [CONSUMERS, SUMS, BLOCK_N], if there are any
+    one_keys: gl.shared_memory_descriptor  # [CONSUMERS, BLOCK_N, SHIFT]: ones for further columns of keys
     q_full: gl.shared_memory_descriptor  # [2, 1] barriers, as the following
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # [STAGES, 1]
@@ -62,7 +63,7 @@ class Memory:
     turn: gl.shared_memory_descriptor  # [CONSUMERS, 1]
 
     @gluon.constexpr_function
-    def __init__(self, q, q_tail, k, k_tail, v, v_tail, ones, q_full, q_empty, full, empty, turn):
+    def __init__(self, q, q_tail, k, k_tail, v, v_tail, ones, one_keys, q_full, q_empty, full, empty, turn):
         self.q = q
         self.q_tail = q_tail
         self.k = k
@@ -70,6 +71,7 @@ class Memory:
         self.v = v
         self.v_tail = v_tail
         self.ones = ones
+        self.one_keys = one_keys
         self.q_full = q_full
         self.q_empty = q_empty
         self.full = full

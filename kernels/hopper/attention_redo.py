@@ -64,7 +64,7 @@ def redo_tile(m: Memory, qkv_ptr, out_ptr, begin, end, first, head, s: Sizes, C:
         scores = warpgroup_mma(q, x.permute((1, 0)), gl.zeros([ROWS, STEP], gl.float32, KEYS), use_acc=False)
         if s.TAIL > 0:
             scores = warpgroup_mma(q_tail, x_tail.permute((1, 0)), scores)
-        scores = gl.where(gl.expand_dims(row + column < end, 0), scores * s.SCALE, float("-inf"))
+        scores = gl.where(gl.expand_dims(row + column < end, 0), scores, float("-inf"))
         larger = gl.maximum(largest, gl.max(scores, 1))
         e = gl.exp2(scores - gl.expand_dims(larger, 1))
         factor = gl.exp2(largest - larger)

@@ -8,6 +8,7 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 
 QUERIES = 64  # of a consumer
+SHIFT = 16  # columns of the step of K that shifts scores: the fewest that an instruction has
 SUMS = 8  # columns of a product with ones, all alike: the fewest that an instruction has
 OVERLAP = True  # whether what is chosen here begins before the previous launch has ended
 
@@ -26,6 +27,7 @@ class HopperAttentionConfig:
             it is 0 or does not divide their number.
         late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
         ones: rows of P are summed by a product with ones, not added up in registers.
+        shifted: scores come out of the product less their row's offset, by a step of K more; no addition each.
         max_programs: bound of the persistent grid.
         overlap: begin before the previous launch has ended (programmatic dependent launch), see `OVERLAP`. The previous
             launch must not be what writes the tiles.
@@ -39,6 +41,7 @@ class HopperAttentionConfig:
     together: int = 0
     late: bool = False
     ones: bool = False
+    shifted: bool = False
     max_programs: int = 132
     overlap: bool = False
 
@@ -57,41 +60,42 @@ class HopperAttentionConfig:
             "TOGETHER": self.together if self.together and heads % self.together == 0 else heads,
             "LATE": self.late,
             "ONES": self.ones,
+            "SHIFTED": self.shifted,
         }
 
 
 MEASURED = (64, 72, 80, 128)  # head_dims that were timed on an H200; for others `fusedvit tune` may choose the form
-TINY = HopperAttentionConfig(1, 64, 3, ctas=2)
-SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True, ones=True)
-MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True)
-LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True)
+TINY = HopperAttentionConfig(1, 64, 3, ctas=2, shifted=True)
+SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True, ones=True, shifted=True)
+MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True)
+LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True, shifted=True)
 SMALL_WIDE = HopperAttentionConfig(1, 64, 2, ctas=2)  # for heads of 128, as TINY
 WIDE = HopperAttentionConfig(2, 64, 4, late=True)  # for heads of 128
 
 
 def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
-    """Shared memory of a CTA: two tiles of queries, the ring, ones, and lines of output on their way."""
+    """Shared memory of a CTA: two tiles of queries, the ring, both kinds of ones, and lines of output on their way."""
     row = 2 * (head + tail)
     lines = 0 if config.consumers == 3 else config.block_m * 2 * head
     ones = config.ones * config.consumers * SUMS * config.block_n * 2
-    return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + ones + 1024
+    shift = config.shifted * config.consumers * config.block_n * SHIFT * 2
+    return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + ones + shift + 1024
 
 
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
     """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
-    by_heads, early = replace(LONG, together=4), replace(SHORT, late=False)
-    found = [TINY, SHORT, early, MIDDLE, replace(MIDDLE, together=4), LONG, by_heads]
-    found.append(HopperAttentionConfig(1, 128, 2, ctas=2))
-    found.append(replace(SHORT, ones=False))
-    if head_dim == 64:
-        found += [replace(MIDDLE, ones=True), replace(MIDDLE, ones=True, ping_pong=False)]
-        alone = [replace(config, ping_pong=False) for config in (SHORT, MIDDLE, LONG, by_heads)]
-        found += [*alone, *(replace(config, late=not config.late) for config in alone)]
-    elif head_dim < 128:
-        found.append(replace(SHORT, ping_pong=False))
-    else:
+    short, long = SHORT, LONG
+    if head_dim == 128:
         in_turns = replace(WIDE, ping_pong=True)
-        found = [SMALL_WIDE, WIDE, in_turns, replace(in_turns, stages=3), replace(WIDE, late=False)]
+        found = [SMALL_WIDE, WIDE, in_turns, replace(in_turns, stages=3), replace(WIDE, stages=3, shifted=True)]
+    else:
+        middle = [MIDDLE]
+        if head_dim == 64:
+            short, long = replace(SHORT, ping_pong=False), replace(LONG, ping_pong=False, late=True)
+            middle = [replace(MIDDLE, ping_pong=False, ones=True)]
+            middle.append(HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True))
+        turned = [replace(short, ping_pong=not short.ping_pong), replace(long, ones=True)]
+        found = [TINY, short, *middle, long, replace(short, together=4), replace(long, together=4), *turned]
     found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 

@@ -1,5 +1,7 @@
 """Torch twin of `kernels.attention`: one `scaled_dot_product_attention` a frame."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -22,6 +24,6 @@ def attention(
         if not segments.above < end - begin <= segments.up_to:
             continue
         q, k, v = rearrange(qkv[begin:end], "t (three h d) -> three 1 h t d", three=3, h=heads, d=head_dim)
-        frame = F.scaled_dot_product_attention(q, k, v, scale=head_dim**-0.5)
+        frame = F.scaled_dot_product_attention(q, k, v, scale=math.log(2))
         out[begin:end] = rearrange(frame, "1 h t d -> t (h d)")
     return out

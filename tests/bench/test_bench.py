@@ -346,6 +346,8 @@ def test_towers_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch) ->
     model, numbers = families.TINY[name]
     geometry = family_towers.Geometry(name, model, numbers, only_images=name.startswith("Glm"))
     monkeypatch.setattr(family_towers, "GEOMETRIES", {"other": geometry})
+    # Of towers as small, in fp32, one in eight is beyond the rule by chance.
+    monkeypatch.setattr(family_towers, "build", functools.partial(family_towers.build, seed=1))
     options = tower_bench.Options(("other",), SMALL, seconds=0, dtype=torch.float32)
     document = tower_bench.measure(options, CPU)
     rows = document["towers"]["other"]["workloads"]

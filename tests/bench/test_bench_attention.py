@@ -38,7 +38,7 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["apart"] == (configs.LONG, configs.SHORT)
     assert [config.overlap for config in found["ships"]] == [True, True]
     found = attention.forms((4096,), 72, BF16, target)
-    assert found["apart"] == configs.MIDDLE and found["ships"].overlap
+    assert found["apart"] == configs.SHORT and found["ships"].overlap
     assert attention.forms((64,) * 64, 72, BF16, target)["ships"].block_m == 64
     assert "2 x 128 alone" in attention.forms((4096,), 64, BF16, target)
     found = attention.forms((4096,), 128, BF16, target)

@@ -1,12 +1,13 @@
 """Packed ragged attention: tensors, segments with spare room, and the formula written out."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 from einops import rearrange
 
-from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.attention import Segments, query_scale
 from fusedvit.kernels.configs import AttentionConfig
 from tests.kernels.support import NAN, count, random
 
@@ -16,8 +17,10 @@ HEADS = 2
 def packed(
     lengths: Sequence[int], head_dim: int, dtype: torch.dtype, device: torch.device, seed: int = 0, heads: int = HEADS
 ) -> torch.Tensor:
-    """q | k | v of all segments, `[sum(lengths), 3 * heads * head_dim]`; scores are of order 1."""
-    return random(sum(lengths), 3 * heads * head_dim, seed=seed, device=device).to(dtype)
+    """q | k | v of all segments, `[sum(lengths), 3 * heads * head_dim]`, q scaled; scores are of order 1."""
+    qkv = random(sum(lengths), 3 * heads * head_dim, seed=seed, device=device)
+    qkv[:, : heads * head_dim] *= query_scale(head_dim)
+    return qkv.to(dtype)
 
 
 def with_room(t: torch.Tensor, rows: int) -> torch.Tensor:
@@ -51,7 +54,7 @@ def plain(qkv: torch.Tensor, lengths: Sequence[int], head_dim: int, dtype: torch
     out = []
     for rows in qkv.to(dtype).split(list(lengths)):
         q, k, v = rearrange(rows, "t (three h d) -> three h t d", three=3, d=head_dim)
-        scores = q @ k.transpose(1, 2) * head_dim**-0.5
+        scores = q @ k.transpose(1, 2) * math.log(2)
         weights = scores.softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
         out.append(rearrange(weights @ v, "h t d -> t (h d)"))
     return torch.cat(out)
