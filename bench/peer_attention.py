@@ -100,11 +100,10 @@ def by_frame(frames: Frames, scale: float | None = None) -> Attend:
     """SDPA frame by frame: where nothing better runs (the CPU)."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        parts = [t.split(frames.lengths) for t in (q, k, v)]
-        done = [
-            F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in frame), scale=scale)[0].transpose(0, 1)
-            for frame in zip(*parts, strict=True)
-        ]
+        done = []
+        for frame in zip(*(t.split(frames.lengths) for t in (q, k, v)), strict=True):
+            a, b, c = (t.transpose(0, 1)[None] for t in frame)
+            done.append(F.scaled_dot_product_attention(a, b, c, scale=scale)[0].transpose(0, 1))
         return torch.cat(done)
 
     return attend

@@ -227,7 +227,8 @@ def _block(run: _Run, i: int, w: BlockWeights, x: _Stream) -> _Stream:
 
 
 def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
-    """q | k | v `[tokens, 3 hidden]`, q and k turned; the turn is the product's own where no norm stands before it."""
+    """q | k | v `[tokens, 3 hidden]`, q and k turned, q scaled; the turn is the product's own where no norm stands
+    before it."""
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)

@@ -68,7 +68,8 @@ class NormWeights:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """A block; `qk_norm` `[2, head_dim]` are the weights of q's and k's norm, pairs made neighbours."""
+    """A block. What makes q scales it by `kernels.attention.query_scale`: `qkv`, or the norms of q and k if there are
+    any, `qk_norm` `[2, head_dim]`, fp32 or wider, pairs made neighbours."""
 
     qkv: LinearWeights
     proj: LinearWeights

@@ -1,6 +1,7 @@
 """Prepared weights: the algebra that lets a norm and a rotation disappear into a product, and refreshing in place."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fusedvit import folding
 from fusedvit.families.qwen3 import NAMES
 from fusedvit.families.registry import family_of
-from fusedvit.folding import _Maker, _rows, prepare, rope_frequencies, rotary_rows
+from fusedvit.folding import _Maker, _rows, prepare, query_factor, rope_frequencies, rotary_rows
 from fusedvit.kernels.descriptor import rows_behind
 from fusedvit.spec import VisionSpec
 from fusedvit.weights import ALIGNMENT, BOX_ROWS, EncoderWeights, LinearWeights, row_pitch
@@ -106,6 +107,38 @@ def test_fold_of_what_is_rounded(dtype: torch.dtype) -> None:
     assert folded.weight.equal(exact.to(dtype)), "the product is rounded once"
     b = source["fc.bias"].double() + source["fc.weight"].double() @ source["norm.bias"].double()
     torch.testing.assert_close(folded.bias.double(), b, rtol=1e-6, atol=1e-6)
+
+
+# queries scaled for a softmax in base 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_queries_come_out_scaled(dtype: torch.dtype) -> None:
+    """Weight, bias and column sums of q's rows alone, and rounded once with the norm's weight."""
+    heads, head_dim, k = 2, 72, 24
+    c, source = heads * head_dim, random_source(5, 3 * heads * head_dim, k, dtype)
+    made = maker(source, heads, head_dim)
+    linear = made.plain("fc", "qkv")
+    plain, scaled = (made.folded("norm", linear, f) for f in (None, query_factor(made.spec, 3 * c)))
+    factor = torch.tensor([head_dim**-0.5 / math.log(2)] * c + [1.0] * 2 * c, dtype=torch.float64)
+    exact = source["fc.weight"].double() * source["norm.weight"].double() * factor.unsqueeze(1)
+    close = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 3e-7, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(scaled.weight.double(), exact, rtol=close / 2, atol=1e-7)
+    assert scaled.weight[c:].equal(plain.weight[c:])
+    assert plain.bias is not None and scaled.bias is not None and scaled.colsum is not None
+    torch.testing.assert_close(scaled.bias.double(), plain.bias.double() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scaled.colsum.double(), scaled.weight.double().sum(1), rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_of_heads_scales_queries_itself() -> None:
+    """In fp32, so that its weight is not rounded once more; keys' stays what it is."""
+    g = torch.Generator().manual_seed(6)
+    source = {f"{name}.weight": torch.randn(64, generator=g).bfloat16() for name in ("q", "k")}
+    both = maker(source, 2, 64).qk_norm(("q", "k"))
+    assert both.dtype == torch.float32
+    paired = [source[f"{name}.weight"].float().view(2, 32).T.flatten() for name in ("q", "k")]
+    torch.testing.assert_close(both[0], paired[0] / 8 / math.log(2), rtol=1e-6, atol=0)
+    assert both[1].equal(paired[1])
 
 
 # rotary pairs as neighbours
