@@ -99,7 +99,7 @@ def _qkv(
     s.ops.linear(hidden, w.weight, s.buffers.meta.count(TOKENS), out, Epilogue(w.bias, fold, rope=rope), s.plan.qkv)
     q, k, v = rearrange(out, "t (three h d) -> three t h d", three=3, d=d)
     q, k = (rearrange(x, "t h (p half) -> t h (half p)", half=2) for x in (q, k))
-    ours = torch.stack([(q.float() / query_scale(d)).to(q.dtype), k, v], 1)
+    ours = torch.stack([q.float() / query_scale(d), k.float(), v.float()], 1)  # q as rounded, no more
     return ours, _hf_qkv(hf.blocks[layer], hidden, s), _hf_qkv(hf32.blocks[layer], hidden.float(), s)
 
 
