@@ -436,7 +436,7 @@ def test_every_case_checks_against_its_twin(name: str) -> None:
 
 def test_pruning_survives_a_crash_and_a_hang(monkeypatch: pytest.MonkeyPatch, asked: list[questions.Question]) -> None:
     """Real processes. A candidate that kills its process, and one that never ends, are problems of theirs alone."""
-    monkeypatch.setattr(prune, "PATIENCE_S", 15.0)
+    monkeypatch.setattr(prune, "PATIENCE_S", 30.0)  # processes that import torch, on a busy machine
     good = (asked[0], questions.candidates(asked[0], FP32, Target.of(CPU))[0])
     pairs: list[Any] = [(Killer(), good[1]), good, (Sleeper(), good[1])]
     found = dict(prune.in_processes(2, FP32, CPU)(pairs))
@@ -445,15 +445,15 @@ def test_pruning_survives_a_crash_and_a_hang(monkeypatch: pytest.MonkeyPatch, as
 
 def test_candidates_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Who comes while another has its turn waits for it, though not for ever."""
-    monkeypatch.setattr(prune, "TURN_S", 0.3)
+    monkeypatch.setattr(prune, "TURN_S", 2.0)
     begun = time.monotonic()
     with prune._in_turn(tmp_path / "turn"):
-        assert time.monotonic() - begun < 0.2
+        assert time.monotonic() - begun < 1.0
         with prune._in_turn(tmp_path / "turn"):
-            assert time.monotonic() - begun >= 0.3
+            assert time.monotonic() - begun >= 2.0
     begun = time.monotonic()
     with prune._in_turn(tmp_path / "turn"):
-        assert time.monotonic() - begun < 0.2, "given back"
+        assert time.monotonic() - begun < 1.0, "given back"
 
 
 class Killer:
