@@ -118,7 +118,7 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 def _attention(s: Setting, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v = qkv.unbind(1)
-    qkv = torch.stack([(q.float() * query_scale(s.spec.head_dim)).to(q.dtype), k, v], 1)
+    qkv = torch.stack([q * query_scale(s.spec.head_dim), k, v], 1)
     packed = qkv.flatten(1).contiguous()
     out = packed.new_empty(packed.shape[0], s.spec.hidden_size)
     for segments, config in s.plan.frames(s.buffers.meta):

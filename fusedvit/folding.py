@@ -2,7 +2,7 @@
 
 LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta
 RMSNorm                         : W' = round(W * gamma)
-softmax in base 2                : q comes out scaled by `query_scale`, of its weights or of its norm's
+softmax in base 2               : q comes out scaled by `query_scale`, of its weights or of its norm's
 rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
 heads of k and v shared         : repeated, once for each head of q
 gated MLP                       : rows of gate and up in turns, so that the two factors meet in one tile
@@ -110,16 +110,18 @@ class _Maker:
         weight, bias = linear.weight, linear.bias
         gamma = self.source(f"{norm}.weight")
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        factor = torch.ones(len(weight)) if factor is None else factor
-        factor = factor.to(weight.device, wide)
-        scaled = _pitched((weight.to(wide) * gamma.to(wide) * factor.unsqueeze(1)).to(weight.dtype), own=True)
+        exact = weight.to(wide) * gamma.to(wide)
+        if factor is not None:
+            factor = factor.to(exact)
+            exact *= factor.unsqueeze(1)
+        scaled = _pitched(exact.to(weight.dtype), own=True)
         colsum = None
         if self.spec.norm == "layer":
             shift = weight.double() @ self.source(f"{norm}.bias").double()
-            bias = ((shift if bias is None else bias.double() + shift) * factor).to(wide)
+            bias = shift if bias is None else bias.double() + shift
             colsum = scaled.double().sum(1).to(wide)
-        elif bias is not None:
-            bias = bias.to(wide) * factor
+        if bias is not None:
+            bias = (bias if factor is None else bias * factor).to(wide, copy=True)
         return LinearWeights(scaled, bias, colsum, ("weight", "bias", "colsum"))
 
     def block(self, names: WeightNames, i: int) -> BlockWeights:

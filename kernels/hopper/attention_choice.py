@@ -15,9 +15,11 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.configs import (
     LONG,
+    LONG_OF_64,
     MEASURED,
     OVERLAP,
     SHORT,
+    SHORT_OF_64,
     SMALL_WIDE,
     TINY,
     WIDE,
@@ -94,7 +96,7 @@ def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
     if head_dim == 128:
         return SMALL_WIDE, WIDE
     if head_dim == 64:
-        return TINY, replace(SHORT, ping_pong=False), replace(LONG, ping_pong=False, late=True)
+        return TINY, SHORT_OF_64, LONG_OF_64
     return TINY, SHORT, replace(LONG, late=True, shifted=False) if compat.NEEDS_MORE_REGISTERS else LONG
 
 

@@ -69,6 +69,10 @@ TINY = HopperAttentionConfig(1, 64, 3, ctas=2, shifted=True)
 SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True, ones=True, shifted=True)
 MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True)
 LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True, shifted=True)
+# The same as heads of 64 are fastest.
+SHORT_OF_64 = replace(SHORT, ping_pong=False)
+MIDDLE_OF_64 = replace(MIDDLE, ping_pong=False, ones=True)
+LONG_OF_64 = replace(LONG, ping_pong=False, late=True)
 SMALL_WIDE = HopperAttentionConfig(1, 64, 2, ctas=2)  # for heads of 128, as TINY
 WIDE = HopperAttentionConfig(2, 64, 4, late=True)  # for heads of 128
 
@@ -84,16 +88,14 @@ def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
 
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
     """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
-    short, long = SHORT, LONG
     if head_dim == 128:
         in_turns = replace(WIDE, ping_pong=True)
         found = [SMALL_WIDE, WIDE, in_turns, replace(in_turns, stages=3), replace(WIDE, stages=3, shifted=True)]
     else:
-        middle = [MIDDLE]
+        short, middle, long = SHORT, [MIDDLE], LONG
         if head_dim == 64:
-            short, long = replace(SHORT, ping_pong=False), replace(LONG, ping_pong=False, late=True)
-            middle = [replace(MIDDLE, ping_pong=False, ones=True)]
-            middle.append(HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True))
+            short, long = SHORT_OF_64, LONG_OF_64
+            middle = [MIDDLE_OF_64, HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True)]
         turned = [replace(short, ping_pong=not short.ping_pong), replace(long, ones=True)]
         found = [TINY, short, *middle, long, replace(short, together=4), replace(long, together=4), *turned]
     found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]

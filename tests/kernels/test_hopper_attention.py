@@ -169,8 +169,8 @@ def timings() -> Iterator[tuple[int, int, int, dict[HopperAttentionConfig, float
     for head_dim, frames, length, *us in (*TIMES, *WIDE_TIMES):
         schedules = attention_choice.schedules(head_dim)
         if head_dim < 128:  # the tuner's alone
-            alone = {"ping_pong": False, "ones": True} if head_dim == 64 else {}
-            schedules = *schedules[:2], dataclasses.replace(configs.MIDDLE, **alone), schedules[2]
+            middle = configs.MIDDLE_OF_64 if head_dim == 64 else configs.MIDDLE
+            schedules = *schedules[:2], middle, schedules[2]
         yield head_dim, frames, length, {c: t for c, t in zip(schedules, us, strict=True) if t is not None}
 
 
@@ -199,8 +199,9 @@ def test_what_is_chosen_is_near_the_best_that_was_timed(usable: None, monkeypatc
         assert chosen is not None
         chosen = dataclasses.replace(chosen, max_programs=132, overlap=False)
         if chosen in us:
-            # 8 x 784 of heads of 80: in its budget three consumers are a round less for 1 x 6336.
-            assert us[chosen] <= 1.12 * min(us.values()), f"{head_dim}: {frames} x {length}: {chosen}, {us}"
+            # In the budget of 8 x 784 three consumers are a round less for 1 x 6336.
+            limit = 1.12 if (head_dim, frames, length) == (80, 8, 784) else 1.1
+            assert us[chosen] <= limit * min(us.values()), f"{head_dim}: {frames} x {length}: {chosen}, {us}"
             seen += 1
     assert seen > 20
 

@@ -16,6 +16,7 @@ from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME, schedules
 from fusedvit.kernels.hopper.configs import (
     LONG,
     MIDDLE,
+    MIDDLE_OF_64,
     SHORT,
     HopperAttentionConfig,
     hopper_attention_candidates,
@@ -41,9 +42,9 @@ RAGGED = {
 
 
 def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
-    """The schedules that heuristics choose from for such heads, and one that the H200's table has beside them."""
+    """The schedules that heuristics choose from for such heads, and one that the tuner may choose beside them."""
     sms = Target.of(device).num_sms
-    middle = {64: [replace(MIDDLE, ping_pong=False, ones=True)], 128: []}.get(head_dim, [MIDDLE])
+    middle = {64: [MIDDLE_OF_64], 128: []}.get(head_dim, [MIDDLE])
     return [replace(config, max_programs=config.ctas * sms) for config in (*schedules(head_dim), *middle)]
 
 
