@@ -56,11 +56,16 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def close(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    """Whether two runs of other row counts agree: a processor's products may add up in another order for them."""
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(a, b, strict=True))
+
+
 def right(case: Case, grid: Any) -> bool:
     """Whether a call of `grid` answers as an eager run of the same items does."""
     tower, handle, _ = case
     pixels = Call.of(tower, grid).pixels
-    return same(answer(tower, pixels, grid), eager(handle, pixels, grid))
+    return close(answer(tower, pixels, grid), eager(handle, pixels, grid))
 
 
 def begun(case: Case) -> list[bool]:

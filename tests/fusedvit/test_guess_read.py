@@ -10,7 +10,7 @@ import torch
 from fusedvit import guess as guesses
 from fusedvit import reasons
 from fusedvit.config import FuseConfig
-from tests.fusedvit.guessing import BAD, GRID, Case, begun, case, eager, same, unpatched
+from tests.fusedvit.guessing import BAD, GRID, Case, begun, case, close, eager, unpatched
 from tests.fusedvit.towers import Call
 
 __all__ = ["case", "unpatched"]  # fixtures
@@ -47,13 +47,13 @@ def test_what_a_grid_on_the_host_says_is_begun_before_any_check(on_the_host: Cas
         order.clear()
         out = tower(pixels, grid_thw=grid)
         assert order == ["begin", "replay_unread", "reason_of_call", "look"]
-        assert same([out.last_hidden_state, out.pooler_output, *out.deepstack_features], eager(handle, pixels, grid))
+        assert close([out.last_hidden_state, out.pooler_output, *out.deepstack_features], eager(handle, pixels, grid))
     for grid in ([(9, 2, 2)], [(0, 4, 4), *GRID]):  # two batches; an item without frames
         pixels = Call.of(tower, grid).pixels
         order.clear()
         out = tower(pixels, grid_thw=grid)
         assert order[:3] == ["begin", "reason_of_call", "replay_unread"] and order[-1] == "look"
-        assert torch.equal(out.pooler_output, eager(handle, pixels, grid)[1])
+        assert close([out.pooler_output], eager(handle, pixels, grid)[1:2])
     assert graphs.manager.stats.mispredicted == 0
 
 
@@ -91,7 +91,7 @@ def test_weights_that_change_under_a_grid_on_the_host(on_the_host: Case) -> None
     with torch.inference_mode(False):
         tower.blocks[0].norm1.weight.data.mul_(1.5)
     after = tower(pixels, grid_thw=GRID).pooler_output
-    assert not torch.equal(after, before) and torch.equal(after, eager(handle, pixels, GRID)[1])
+    assert not close([after], [before]) and close([after], eager(handle, pixels, GRID)[1:2])
     assert handle.stats()["refreshes"] == 2
 
 
@@ -103,7 +103,7 @@ def test_more_layouts_than_there_is_room_for(on_the_host: Case) -> None:
     program._tables = {}
     for grid in 2 * [GRID, [(1, 6, 4), (2, 4, 4)], [(1, 2, 2)], [(1, 4, 14)], GRID]:
         pixels = Call.of(tower, grid).pixels
-        assert torch.equal(tower(pixels, grid_thw=grid).pooler_output, eager(handle, pixels, grid)[1])
+        assert close([tower(pixels, grid_thw=grid).pooler_output], eager(handle, pixels, grid)[1:2])
         assert len(program._tables) <= 2
 
 
