@@ -80,8 +80,11 @@ def _schedules(head_dim: int, longest: int) -> dict[str, HopperAttentionConfig]:
     found = {"2 x 64": hopper.SHORT, "2 x 128": hopper.MIDDLE, "3 x 64": schedules(head_dim)[-1]}
     if longest <= 1024:
         found["1 x 64"] = hopper.TINY
-    if head_dim == 64:
+    if head_dim < 80:
         found["2 x 64 alone"] = replace(hopper.SHORT, ping_pong=False)
+    if hopper.LONG.spare(head_dim):
+        found["3 x 64 late"] = replace(hopper.LONG, late=True)
+    if head_dim == 64:
         found["2 x 128 alone"] = replace(hopper.MIDDLE, ping_pong=False)
         found["3 x 64 by heads"] = replace(found["3 x 64"], together=4)
     return found

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.configs import spare_bytes
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.kernels.sass import (
     disassemble,
@@ -179,15 +180,21 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
         problems += rewritten_descriptors(sass) + overwritten_barriers(ptx)
         if gluon and "attention" in launch.name:
             problems += exposed_exponentials(sass)
-        if "transposed" in launch.name:
-            problems += _misplaced_ring(dict(launch.constants), ptx)
+        problems += _misplaced_ring(launch, ptx)
     return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
 
 
-def _misplaced_ring(constants: dict[str, Any], ptx: str) -> list[str]:
-    """Whether instructions find their operands, which they look for by address."""
-    config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
-    said = misplaced_ring(ptx, config.ring_bytes(constants["IN_PARTS"] > 0))
+def _misplaced_ring(launch: Launch, ptx: str) -> list[str]:
+    """Whether instructions find those operands that they look for by address."""
+    constants = dict(launch.constants)
+    if constants.get("SPARE"):
+        needed = spare_bytes(constants["CONSUMERS"], constants["STAGES"])
+    elif "transposed" in launch.name:
+        config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
+        needed = config.ring_bytes(constants["IN_PARTS"] > 0)
+    else:
+        return []
+    said = misplaced_ring(ptx, needed)
     return [said] if said else []
 
 

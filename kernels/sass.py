@@ -43,8 +43,8 @@ def _barriers(ptx: str) -> list[int | None]:
 
 
 def misplaced_ring(ptx: str, ring_bytes: int) -> str:
-    """Why a ring of `kernels.hopper.transposed`, whose products find their operands by address, may not begin where
-    shared memory does, or "".
+    """Why memory whose products find their operands by address (`kernels.hopper.transposed`, `attention_spare`) may not
+    begin where shared memory does, or "".
 
     Whatever else is in shared memory, barriers and what partitions are handed, must lie behind it.
     """

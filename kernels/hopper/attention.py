@@ -16,32 +16,21 @@ older; also in a CTA without work. The next launch may begin once every producer
 
 Softmax keeps each row's maximum over the first block as its offset (attention_consumer.py). Where that overflows, the
 tile is noted and redone at the end with a running maximum (attention_redo.py).
-
-Boxes of keys and values are cut off at the end of the frame by the copy engine itself: their descriptor has a row
-dimension twice, (a, b) -> row a + b - BLOCK_N with b < BLOCK_N, both of pitch W. A box that starts at (a, b) reads
-rows a + b - BLOCK_N ... a - 1 and zeros behind them, so a = end of the block and no neighbour's NaN gets in.
-
-The tail of a head of 72 is 8 columns in a box of 16. Of queries the copy engine fills it up with zeros, which takes it
-longer; of keys and values the box holds the next head's first 8 columns, which meet zeros in q . k and are not stored
-of P V. Where these are infinite or NaN, so are the sums, and the tile is redone without them.
 """
-
-import functools
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
+from fusedvit.kernels.hopper.attention_boxes import MAX_HEAD, boxes
 from fusedvit.kernels.hopper.attention_consumer import consumer
-from fusedvit.kernels.hopper.attention_parts import ROWS, SHIFT, SUMS, Memory, Sizes, first_item, work_item
-from fusedvit.kernels.hopper.compat import TensorDescriptor, async_load, gl, gluon
-from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
-from fusedvit.kernels.launch import launch
-
-MAX_HEAD = 128
+from fusedvit.kernels.hopper.attention_parts import ROWS, SHIFT, SUMS, Memory, Sizes, first_item, stage_of, work_item
+from fusedvit.kernels.hopper.attention_spare import one_array, places
+from fusedvit.kernels.hopper.compat import async_load, gl, gluon
+from fusedvit.kernels.hopper.configs import HopperAttentionConfig, spare_bytes
+from fusedvit.kernels.launch import Loaded, launch
+from fusedvit.kernels.sass import misplaced_ring
 
 
 @gluon.jit
@@ -56,7 +45,7 @@ def _load_block(desc, tail_desc, box, box_tail, barrier, last, skip, section, he
 @gluon.jit
 def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s: Sizes):
     Q_BYTES: gl.constexpr = s.CONSUMERS * ROWS * (s.HEAD + s.TAIL) * 2
-    KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + s.TAIL) * 2
+    KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + (8 if s.SPARE else s.TAIL)) * 2
     num_tiles = gl.load(num_tiles_ptr)
     EARLY: gl.constexpr = s.CONSUMERS < 3  # beside three there are no registers for it
     begin_0, end_0, first_0 = 0, 0, 0
@@ -78,9 +67,13 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         for c in gl.static_range(s.CONSUMERS):
             rows = first + c * ROWS
             i = buffer * s.CONSUMERS + c
-            async_load(q_desc, [rows, head * s.HEAD_DIM], m.q_full.index(buffer), m.q.index(i))
+            async_load(q_desc, [rows, head * s.HEAD_DIM], m.q_full.index(buffer), m.q.index(s.Q_AT + i))
             if s.TAIL > 0:
-                async_load(q_tail_desc, [rows, head, 0], m.q_full.index(buffer), m.q_tail.index(i))
+                box = m.q_tail.index(s.Q_TAIL_AT + i)
+                if s.SPARE:
+                    async_load(q_tail_desc, [rows, head * s.HEAD_DIM + s.HEAD], m.q_full.index(buffer), box)
+                else:
+                    async_load(q_tail_desc, [rows, head, 0], m.q_full.index(buffer), box)
         for row in range(begin, end, s.BLOCK_N):
             i = slot % s.STAGES
             full = m.full.index(i)
@@ -89,10 +82,9 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
             mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
             mbarrier.expect(full, KV_BYTES, pred=slot == 0)
             mbarrier.expect(full, 2 * KV_BYTES, pred=slot > 0)
-            _load_block(kv_desc, kv_tail_desc, m.k.index(i), m.k_tail.index(i), full, last, skip, 1, head, s, True)
-            _load_block(
-                kv_desc, kv_tail_desc, m.v.index(i), m.v_tail.index(i), full, v_last, v_skip, 2, v_head, s, slot > 0
-            )
+            k, k_tail, v, v_tail = stage_of(m, i, s)
+            _load_block(kv_desc, kv_tail_desc, k, k_tail, full, last, skip, 1, head, s, True)
+            _load_block(kv_desc, kv_tail_desc, v, v_tail, full, v_last, v_skip, 2, v_head, s, slot > 0)
             v_last, v_skip, v_head = last, skip, head
             slot += 1
         nth += 1
@@ -101,7 +93,8 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         full = m.full.index(i)
         mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
         mbarrier.expect(full, KV_BYTES)
-        _load_block(kv_desc, kv_tail_desc, m.v.index(i), m.v_tail.index(i), full, v_last, v_skip, 2, v_head, s, True)
+        k, k_tail, v, v_tail = stage_of(m, i, s)
+        _load_block(kv_desc, kv_tail_desc, v, v_tail, full, v_last, v_skip, 2, v_head, s, True)
     # Not as this one begins: towers are slower so (docs/hopper.md).
     gdc_launch_dependents()
 
@@ -128,16 +121,24 @@ def _hopper_attention_kernel(
     LATE: gl.constexpr,
     ONES: gl.constexpr,
     SHIFTED: gl.constexpr,
+    SPARE: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a consumer's thread
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    s = Sizes(HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, DTYPE)
-    q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
-    k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
-    v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
-    q_tail, k_tail, v_tail = q, k, v
-    if TAIL > 0:
+    AT: gl.constexpr = places(SPARE, CONSUMERS, STAGES)
+    s = Sizes(
+        HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, SPARE, DTYPE,
+        AT[0], AT[1], AT[2], AT[3], AT[4],
+    )  # fmt: skip
+    if SPARE:
+        q, q_tail, k, k_tail, v, v_tail = one_array(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
+    else:
+        q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
+        k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
+        v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
+        q_tail, k_tail, v_tail = q, k, v
+    if TAIL > 0 and not SPARE:
         q_tail = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, 1, TAIL], q_tail_desc.layout)
         k_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
         v_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
@@ -203,48 +204,7 @@ def _registers(config: HopperAttentionConfig) -> tuple[int, int]:
     return at_launch, (at_launch * groups - 24) // config.consumers // 8 * 8
 
 
-@dataclass(frozen=True)
-class _Ahead:
-    """A tensor as if it began `bytes_ahead` earlier, to a descriptor that never reads what lies there."""
-
-    tensor: torch.Tensor
-    bytes_ahead: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr() - self.bytes_ahead
-
-
-def _descriptor(base: torch.Tensor | _Ahead, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
-    """Made without the record's own checks, which cost more than the launch (see descriptor.py)."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = base, shape, strides, box
-    descriptor.layout = _layout(tuple(box), base.dtype)
-    return descriptor
-
-
-@functools.cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
-
-
-def _boxes(qkv: torch.Tensor, heads: int, head_dim: int, config: HopperAttentionConfig) -> tuple[Any, ...]:
-    """q, q's tail, keys and values, their tail; of a head that is a power of two the tails are the others again."""
-    (rows, pitch), block_n = qkv.shape, config.block_n
-    head, tail = split_head(head_dim, MAX_HEAD)
-    ahead = block_n * pitch * qkv.element_size()
-    q = _descriptor(qkv, [rows, pitch], [pitch, 1], [QUERIES, head])
-    kv, kv_tail = (
-        _descriptor(_Ahead(qkv, ahead), [rows + 1, block_n, pitch], [pitch, pitch, 1], [1, block_n, width])
-        for width in (head, tail or head)
-    )
-    if tail == 0:
-        return q, q, kv, kv_tail
-    shape, strides = [rows, 3 * heads, head_dim - head], [pitch, head_dim, 1]
-    return q, _descriptor(qkv[:, head:], shape, strides, [QUERIES, 1, tail]), kv, kv_tail
+_placed: set[Loaded] = set()  # compiled kernels whose memory is where their products look for it
 
 
 def _check(
@@ -291,10 +251,16 @@ def attention(
         "HEAD_DIM": head_dim,
         "HEAD": head,
         "TAIL": tail,
-        **config.constants(heads),
+        **config.constants(heads, head_dim),
         "REGISTERS": registers,
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)
     options = {"num_warps": 4, "maxnreg": at_launch, "launch_pdl": config.overlap}
-    launch(_hopper_attention_kernel, programs, _boxes(qkv, heads, head_dim, config), pointers, constants, options)
+    described = boxes(qkv, heads, head_dim, config)
+    loaded = launch(_hopper_attention_kernel, programs, described, pointers, constants, options)
+    if config.spare(head_dim) and loaded is not None and loaded not in _placed:
+        said = misplaced_ring(loaded.ptx(), spare_bytes(config.consumers, config.stages))
+        if said:
+            raise RuntimeError(said)
+        _placed.add(loaded)
     return out

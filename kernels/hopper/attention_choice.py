@@ -47,18 +47,18 @@ class Cost:
 COSTS = {
     (1, 64): {
         64: Cost(3.6, 2.31, 0.218),
-        72: Cost(2.9, 2.35, 0.934),
+        72: Cost(3.1, 2.38, 0.681),
         80: Cost(3.5, 2.68, 0.359),
         128: Cost(2.2, 3.10, 0.758),
     },
     (2, 64): {
         64: Cost(3.7, 1.13, 0.436),
-        72: Cost(4.5, 1.37, 0.578),
+        72: Cost(4.3, 1.21, 0.522),
         80: Cost(4.2, 1.19, 0.568),
         128: Cost(2.7, 1.60, 0.730),
     },
-    (2, 128): {64: Cost(4.5, 1.24, 0.904), 72: Cost(4.4, 1.99, 1.130), 80: Cost(4.3, 1.63, 1.124)},
-    (3, 64): {64: Cost(4.5, 1.38, 0.677), 72: Cost(4.8, 2.20, 0.818), 80: Cost(5.0, 1.99, 0.814)},
+    (2, 128): {64: Cost(4.5, 1.24, 0.904), 72: Cost(4.4, 1.83, 1.112), 80: Cost(4.3, 1.63, 1.124)},
+    (3, 64): {64: Cost(4.5, 1.38, 0.677), 72: Cost(4.9, 1.97, 0.732), 80: Cost(5.0, 1.99, 0.814)},
 }
 TIMED_TO = {TINY: 512, SMALL_WIDE: 1024}  # tokens of the longest frame that it was timed with, where that is few
 
@@ -91,13 +91,14 @@ def contents(rows: int, kind: str) -> list[tuple[int, int]]:
 
 
 def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
-    """Those to choose from, as few registers as this Triton leaves: beside a tail 3.8 and later spill in `LONG` unless
-    P is rounded late and scores come as they are; heads of 64 gain by late P everywhere."""
+    """Those to choose from, as few registers as this Triton leaves: beside a tail of 16 columns 3.8 and later spill in
+    `LONG` unless P is rounded late and scores come as they are; heads of 64 gain by late P everywhere."""
     if head_dim == 128:
         return SMALL_WIDE, WIDE
     if head_dim == 64:
         return TINY, SHORT_OF_64, LONG_OF_64
-    return TINY, SHORT, replace(LONG, late=True, shifted=False) if compat.NEEDS_MORE_REGISTERS else LONG
+    scarce = compat.NEEDS_MORE_REGISTERS and not LONG.spare(head_dim)
+    return TINY, SHORT, replace(LONG, late=True, shifted=False) if scarce else LONG
 
 
 def hopper_attention_config(

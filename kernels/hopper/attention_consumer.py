@@ -28,9 +28,11 @@ from fusedvit.kernels.hopper.attention_parts import (
     first_item,
     following_item,
     store_rows,
+    subtracted,
     work_item,
 )
 from fusedvit.kernels.hopper.attention_redo import redo_tile
+from fusedvit.kernels.hopper.attention_spare import add_tail_values, prepare_ones, query_tail, tail_scores, with_offset
 from fusedvit.kernels.hopper.compat import barrier, gl, gluon
 
 HEADROOM = gl.constexpr(6.0)
@@ -53,23 +55,26 @@ def _partial_sum(p, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _scores(m: Memory, buffer, stage, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
+def _scores(m: Memory, buffer, stage, tail, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Q K of one block, in flight."""
-    q = m.q.index(buffer * s.CONSUMERS + C)
-    k = m.k.index(stage).reshape((s.BLOCK_N, s.HEAD)).permute((1, 0))
-    zeros = gl.zeros([ROWS, s.BLOCK_N], gl.float32, LAYOUT)
-    scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-    if s.TAIL > 0:
-        q_tail = m.q_tail.index(buffer * s.CONSUMERS + C).reshape((ROWS, s.TAIL))
-        k_tail = m.k_tail.index(stage).reshape((s.BLOCK_N, s.TAIL)).permute((1, 0))
-        scores = warpgroup_mma(q_tail, k_tail, scores, is_async=True)
+    q = m.q.index(s.Q_AT + buffer * s.CONSUMERS + C)
+    k = m.k.index(s.K_AT + stage).reshape((s.BLOCK_N, s.HEAD)).permute((1, 0))
+    if s.SPARE:
+        scores = warpgroup_mma(q, k, tail_scores(tail, stage, s, LAYOUT, C), is_async=True)
+    else:
+        zeros = gl.zeros([ROWS, s.BLOCK_N], gl.float32, LAYOUT)
+        scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        if s.TAIL > 0:
+            q_tail = m.q_tail.index(buffer * s.CONSUMERS + C).reshape((ROWS, s.TAIL))
+            k_tail = m.k_tail.index(stage).reshape((s.BLOCK_N, s.TAIL)).permute((1, 0))
+            scores = warpgroup_mma(q_tail, k_tail, scores, is_async=True)
     return scores
 
 
 @gluon.jit
 def _shifted_scores(m: Memory, buffer, stage, offset, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
     """The same of a tile's later blocks, less their rows' offsets if they are `SHIFTED`."""
-    scores = _scores(m, buffer, stage, s, LAYOUT, C)
+    scores = _scores(m, buffer, stage, offset, s, LAYOUT, C)
     if s.SHIFTED:
         scores = warpgroup_mma(offset, m.one_keys.index(C).permute((1, 0)), scores, is_async=True)
     return scores
@@ -85,10 +90,12 @@ def _add_values(
         p_ones = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))
         sums = warpgroup_mma(p_ones, m.ones.index(C).permute((1, 0)), sums, is_async=True)
     p_head = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 2))
-    v = m.v.index(stage).reshape((s.BLOCK_N, s.HEAD))
+    v = m.v.index(s.V_AT + stage).reshape((s.BLOCK_N, s.HEAD))
     acc = warpgroup_mma(p_head, v, acc, is_async=True)
     p_tail = p_head
-    if s.TAIL > 0:
+    if s.SPARE:
+        acc_tail = add_tail_values(acc_tail, p, stage, s, C)
+    elif s.TAIL > 0:
         p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, TAIL_LAYOUT, 2))
         v_tail = m.v_tail.index(stage).reshape((s.BLOCK_N, s.TAIL))
         acc_tail = warpgroup_mma(p_tail, v_tail, acc_tail, is_async=True)
@@ -137,22 +144,7 @@ def _round(p, s: Sizes):
 
 
 @gluon.jit
-def _columns(offset, s: Sizes, LAYOUT: gl.constexpr):
-    """Minus each row's offset as further columns of queries, [ROWS, SHIFT]: three numbers of 16 bits, which hold it
-    exactly, and zeros."""
-    L: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    rest = gl.expand_dims(gl.convert_layout(offset, gl.SliceLayout(1, L)), 1)
-    column = gl.expand_dims(gl.arange(0, SHIFT, gl.SliceLayout(0, L)), 0)
-    columns = gl.zeros([ROWS, SHIFT], gl.float32, L)
-    for i in gl.static_range(3):
-        part = rest.to(s.DTYPE).to(gl.float32)
-        columns = gl.where(column == i, -part, columns)
-        rest -= part
-    return columns.to(s.DTYPE)
-
-
-@gluon.jit
-def _start_rows(scores, keys, s: Sizes, LAYOUT: gl.constexpr):
+def _start_rows(scores, keys, tail, s: Sizes, LAYOUT: gl.constexpr):
     """Softmax of a tile's first block: (P, offset of each row as later scores want it, what is known of their sums)."""
     scores = _mask_keys(scores, keys, s.BLOCK_N, LAYOUT)
     offset = gl.max(scores, 1)
@@ -160,8 +152,11 @@ def _start_rows(scores, keys, s: Sizes, LAYOUT: gl.constexpr):
         offset += HEADROOM
     p = gl.exp2(scores - gl.expand_dims(offset, 1))
     if s.SHIFTED:
-        offset = _columns(offset, s, LAYOUT)
-    if s.ONES:
+        QUERIES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+        offset = subtracted(gl.zeros([ROWS, SHIFT], s.DTYPE, QUERIES), offset, 0, s, QUERIES)
+    if s.SPARE:
+        offset = with_offset(tail, offset, s)
+    if s.ONES or s.SPARE:
         sums = gl.zeros([ROWS, SUMS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16]))
     else:
         sums = _partial_sum(p, s.BLOCK_N)
@@ -174,11 +169,14 @@ def _finish_rows(
 ):
     """Normalises and stores; returns which rows overflowed, in the exponentials or in the accumulator."""
     LIMIT: gl.constexpr = 1e28 if gl.bfloat16 == s.DTYPE else 32768.0
+    if s.SPARE:
+        column = gl.expand_dims(gl.arange(0, s.TAIL, gl.SliceLayout(0, TAIL_LAYOUT)), 0)
+        sums = _partial_sum(gl.where(column < 8, acc_tail * 0.0, acc_tail), s.TAIL)
     sums += gl.convert_layout(_partial_sum(acc * 0.0, s.HEAD), sums.type.layout)  # 0, or NaN
-    if s.TAIL > 0:
+    if s.TAIL > 0 and not s.SPARE:
         sums += gl.convert_layout(_partial_sum(acc_tail * 0.0, s.TAIL), sums.type.layout)
     total = gl.sum(sums, 1)
-    if s.ONES:
+    if s.ONES or s.SPARE:
         total /= SUMS  # of equal ones, exactly
     total = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
     store_rows(out_ptr, acc, acc_tail, total, first, end, head, s, LAYOUT, TAIL_LAYOUT)
@@ -195,9 +193,10 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
     work = num_tiles * s.HEADS
     mbarrier.wait(m.q_full.index(0), 0)
     mbarrier.wait(m.full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=(_scores(m, 0, 0, s, KEYS, C),))
+    tail = query_tail(m, 0, s, C)
+    scores = warpgroup_mma_wait(0, deps=(_scores(m, 0, 0, tail, s, KEYS, C),))
     mbarrier.arrive(m.empty.index(0), count=1)
-    p, offset, sums = _start_rows(scores, end - begin, s, KEYS)
+    p, offset, sums = _start_rows(scores, end - begin, tail, s, KEYS)
     flags = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WIDE))
     slot = 1
     turn = 0
@@ -219,8 +218,8 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
             _next_turn(m, s, C)
             scores = _await_scores(scores, s)
             scores = _mask_keys(scores, end - begin - step * s.BLOCK_N, s.BLOCK_N, KEYS)
-            e = gl.exp2(scores) if s.SHIFTED else gl.exp2(scores - gl.expand_dims(offset, 1))
-            if not s.ONES:
+            e = gl.exp2(scores) if s.SHIFTED or s.SPARE else gl.exp2(scores - gl.expand_dims(offset, 1))
+            if not s.ONES and not s.SPARE:
                 sums += _partial_sum(e, s.BLOCK_N)
             p = _round(e, s)
             slot += 1
@@ -242,13 +241,14 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         next_sums = sums
         if after < work:  # this tile's last P V beside the next tile's first Q K
             mbarrier.wait(m.q_full.index((nth + 1) & 1), ((nth + 1) >> 1) & 1)
+            tail = query_tail(m, (nth + 1) & 1, s, C)
             _my_turn(m, turn, s, C)
-            scores = _scores(m, (nth + 1) & 1, stage, s, KEYS, C)
+            scores = _scores(m, (nth + 1) & 1, stage, tail, s, KEYS, C)
             acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
             _next_turn(m, s, C)
             scores = _await_scores(scores, s)
             mbarrier.arrive(m.q_empty.index(nth & 1), count=1)
-            p, offset, next_sums = _start_rows(scores, next_end - next_begin, s, KEYS)
+            p, offset, next_sums = _start_rows(scores, next_end - next_begin, tail, s, KEYS)
             mbarrier.wait(m.full.index((slot + 1) % s.STAGES), ((slot + 1) // s.STAGES) & 1)
             acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
         else:
@@ -262,7 +262,8 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         begin, end, first, head, sums = next_begin, next_end, next_first, next_head, next_sums
         nth += 1
 
-    redo = gl.reduce_or(flags, 0)
+    # Every warp is handed all flags: a reduction across warps costs LONG a spilled word.
+    redo = gl.reduce_or(gl.convert_layout(flags, gl.BlockedLayout([2], [32], [4], [0])), 0)
     if redo != 0:
         nth = 0
         for index in range(gl.program_id(0), work, gl.num_programs(0)):
@@ -282,6 +283,8 @@ def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C:
     if s.SHIFTED:
         PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         m.one_keys.index(C).store(gl.full([s.BLOCK_N, SHIFT], 1.0, s.DTYPE, PAIRS))
+    if s.SPARE:
+        prepare_ones(m, s, C)
     if s.ONES or s.SHIFTED:
         fence_async_shared()
         barrier()

@@ -1,13 +1,14 @@
 """What the warpgroups of the Hopper attention kernel share: sizes, shared memory, the walk over tiles."""
 
 from fusedvit.kernels.hopper import configs
-from fusedvit.kernels.hopper.compat import aggregate, gl, gluon
+from fusedvit.kernels.hopper.compat import gl, gluon
+from fusedvit.kernels.hopper.records import record
 
 ROWS = gl.constexpr(64)  # queries of a consumer
 SUMS, SHIFT = gl.constexpr(configs.SUMS), gl.constexpr(configs.SHIFT)
 
 
-@aggregate
+@record
 class Sizes:
     """Everything known when the kernel is compiled."""
 
@@ -23,33 +24,22 @@ class Sizes:
     LATE: gl.constexpr
     ONES: gl.constexpr
     SHIFTED: gl.constexpr
+    SPARE: gl.constexpr  # whether what a tail leaves of its box holds ones: see attention_spare.py
     DTYPE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, DTYPE
-    ):
-        self.HEADS = gl.constexpr(HEADS)
-        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
-        self.HEAD = gl.constexpr(HEAD)
-        self.TAIL = gl.constexpr(TAIL)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.STAGES = gl.constexpr(STAGES)
-        self.PING_PONG = gl.constexpr(PING_PONG)
-        self.TOGETHER = gl.constexpr(TOGETHER)
-        self.LATE = gl.constexpr(LATE)
-        self.ONES = gl.constexpr(ONES)
-        self.SHIFTED = gl.constexpr(SHIFTED)
-        self.DTYPE = gl.constexpr(DTYPE)
+    # Where each begins in its array: 0 where it has one of its own.
+    Q_TAIL_AT: gl.constexpr
+    Q_AT: gl.constexpr
+    K_AT: gl.constexpr
+    V_AT: gl.constexpr
+    V_TAIL_AT: gl.constexpr
 
 
-@aggregate
+@record
 class Memory:
     """Shared memory of a CTA. `full` and `empty` belong to the same index of what is loaded; see attention.py."""
 
     q: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, HEAD]
-    q_tail: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, 1, TAIL]
+    q_tail: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, TAIL]
     k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, HEAD]
     k_tail: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, TAIL]
     v: gl.shared_memory_descriptor  # as k
@@ -62,21 +52,23 @@ class Memory:
     empty: gl.shared_memory_descriptor
     turn: gl.shared_memory_descriptor  # [CONSUMERS, 1]
 
-    @gluon.constexpr_function
-    def __init__(self, q, q_tail, k, k_tail, v, v_tail, ones, one_keys, q_full, q_empty, full, empty, turn):
-        self.q = q
-        self.q_tail = q_tail
-        self.k = k
-        self.k_tail = k_tail
-        self.v = v
-        self.v_tail = v_tail
-        self.ones = ones
-        self.one_keys = one_keys
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.full = full
-        self.empty = empty
-        self.turn = turn
+
+@gluon.jit
+def stage_of(m: Memory, i, s: Sizes):
+    """Keys, their tail, values and their tail of stage `i`."""
+    return m.k.index(s.K_AT + i), m.k_tail.index(i), m.v.index(s.V_AT + i), m.v_tail.index(s.V_TAIL_AT + i)
+
+
+@gluon.jit
+def subtracted(columns, offset, FIRST: gl.constexpr, s: Sizes, LAYOUT: gl.constexpr):
+    """`columns` of queries with minus each row's offset from the FIRST on: three numbers of 16 bits hold it exactly."""
+    rest = gl.expand_dims(gl.convert_layout(offset, gl.SliceLayout(1, LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, SHIFT, gl.SliceLayout(0, LAYOUT)), 0)
+    for i in gl.static_range(3):
+        part = rest.to(s.DTYPE).to(gl.float32)
+        columns = gl.where(column == FIRST + i, (-part).to(s.DTYPE), columns)
+        rest -= part
+    return columns
 
 
 @gluon.jit

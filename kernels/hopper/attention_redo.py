@@ -47,12 +47,12 @@ def redo_tile(m: Memory, qkv_ptr, out_ptr, begin, end, first, head, s: Sizes, C:
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.HEAD, 16])
     SLIM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.TAIL if s.TAIL > 0 else 16, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, KEYS)
-    q = m.q.index(C)
-    x = m.q.index(s.CONSUMERS + C).slice(0, STEP)
+    q = m.q.index(s.Q_AT + C)
+    x = m.q.index(s.Q_AT + s.CONSUMERS + C).slice(0, STEP)
     q_tail, x_tail = q, x
     if s.TAIL > 0:
-        q_tail = m.q_tail.index(C).reshape((ROWS, s.TAIL))
-        x_tail = m.q_tail.index(s.CONSUMERS + C).reshape((ROWS, s.TAIL)).slice(0, STEP)
+        q_tail = m.q_tail.index(s.Q_TAIL_AT + C).reshape((ROWS, s.TAIL))
+        x_tail = m.q_tail.index(s.Q_TAIL_AT + s.CONSUMERS + C).reshape((ROWS, s.TAIL)).slice(0, STEP)
     _copy_head(qkv_ptr, q, q_tail, first, end, 0, head, s, ROWS)
     largest = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     total = gl.full([ROWS], 0.0, gl.float32, ROW)

@@ -10,6 +10,7 @@ from fusedvit.kernels.hopper import compat
 QUERIES = 64  # of a consumer
 SHIFT = 16  # columns of the step of K that shifts scores: the fewest that an instruction has
 SUMS = 8  # columns of a product with ones, all alike: the fewest that an instruction has
+SPARE_SLOT = 1024  # bytes of a block of 64 keys' last 8 columns, and of ones beside them: see attention_spare.py
 OVERLAP = True  # whether what is chosen here begins before the previous launch has ended
 
 
@@ -50,7 +51,11 @@ class HopperAttentionConfig:
         """Queries of a tile of `Segments`."""
         return self.consumers * QUERIES
 
-    def constants(self, heads: int) -> dict[str, int | bool]:
+    def spare(self, head_dim: int) -> bool:
+        """Whether tails' products shift scores and sum rows as well (attention_spare.py)."""
+        return self.shifted and self.block_n == 64 and head_dim == 72
+
+    def constants(self, heads: int, head_dim: int) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
         return {
             "CONSUMERS": self.consumers,
@@ -59,8 +64,9 @@ class HopperAttentionConfig:
             "PING_PONG": self.ping_pong,
             "TOGETHER": self.together if self.together and heads % self.together == 0 else heads,
             "LATE": self.late,
-            "ONES": self.ones,
-            "SHIFTED": self.shifted,
+            "ONES": self.ones and not self.spare(head_dim),
+            "SHIFTED": self.shifted and not self.spare(head_dim),
+            "SPARE": self.spare(head_dim),
         }
 
 
@@ -77,10 +83,28 @@ SMALL_WIDE = HopperAttentionConfig(1, 64, 2, ctas=2)  # for heads of 128, as TIN
 WIDE = HopperAttentionConfig(2, 64, 4, late=True)  # for heads of 128
 
 
-def shared_bytes(config: HopperAttentionConfig, head: int, tail: int) -> int:
+def places(spare: bool, consumers: int, stages: int) -> tuple[int, int, int, int, int]:
+    """Where queries' tails (in units of 2 KiB), queries, keys, values (of 8 KiB) and values' tails (of 1 KiB) begin in
+    the one array that they share with keys' tails and ones where these are `spare`; 0 where each has its own."""
+    if not spare:
+        return 0, 0, 0, 0, 0
+    q_tail = (2 * stages + consumers + 1) // 2  # behind both kinds of tails and a block of ones a consumer
+    q = (q_tail + 2 * consumers + 3) // 4
+    k = q + 2 * consumers
+    return q_tail, q, k, k + stages, stages
+
+
+def spare_bytes(consumers: int, stages: int) -> int:
+    """Of that array."""
+    return (places(True, consumers, stages)[3] + stages) * 8 * SPARE_SLOT
+
+
+def shared_bytes(config: HopperAttentionConfig, head: int, tail: int, spare: bool = False) -> int:
     """Shared memory of a CTA: two tiles of queries, the ring, both kinds of ones, and lines of output on their way."""
     row = 2 * (head + tail)
     lines = 0 if config.consumers == 3 else config.block_m * 2 * head
+    if spare:
+        return spare_bytes(config.consumers, config.stages) + lines + 1024
     ones = config.ones * config.consumers * SUMS * config.block_n * 2
     shift = config.shifted * config.consumers * config.block_n * SHIFT * 2
     return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + ones + shift + 1024
@@ -96,7 +120,8 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
         if head_dim == 64:
             short, long = SHORT_OF_64, LONG_OF_64
             middle = [MIDDLE_OF_64, HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True)]
-        turned = [replace(short, ping_pong=not short.ping_pong), replace(long, ones=True)]
+        summed = replace(long, late=True) if long.spare(head_dim) else replace(long, ones=True)
+        turned = [replace(short, ping_pong=not short.ping_pong), summed]
         found = [TINY, short, *middle, long, replace(short, together=4), replace(long, together=4), *turned]
     found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]

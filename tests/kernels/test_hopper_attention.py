@@ -79,7 +79,7 @@ def test_every_budget_has_an_answer_that_can_run(
     assert {c.block_n for c in chosen if c} == {64}
     for config in chosen:
         assert config and wrong_hopper_attention(config, H200, dtype) == ""
-        assert configs.shared_bytes(config, *split_head(head_dim)) <= H200.max_shared
+        assert configs.shared_bytes(config, *split_head(head_dim), config.spare(head_dim)) <= H200.max_shared
 
 
 def test_wrong_configurations_say_why(usable: None) -> None:
@@ -290,4 +290,31 @@ for role in ptx.split("griddepcontrol.wait")[:-1]:
     assert "cp.async" not in before and "st.global" not in before, before
 """
     done = run("-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+SPARE = """
+import torch
+from fusedvit.kernels.aot import _misplaced_ring, compile_launch, record
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.hopper import attention
+from fusedvit.kernels.hopper.configs import LONG, SHORT, TINY, shared_bytes
+
+integers = lambda *shape: torch.empty(shape, dtype=torch.int32, device="meta")
+for config, dtype in ((TINY, torch.float16), (SHORT, torch.bfloat16), (LONG, torch.bfloat16)):
+    segments = Segments(integers(9), integers(64, 4), integers(1), config.block_m)
+    qkv, out = (torch.empty(64, n * 144, dtype=dtype, device="meta") for n in (3, 1))
+    (launch,) = record(lambda: attention.attention(qkv, segments, out, 2, 72, config))
+    found = compile_launch(launch, 90)
+    assert config.spare(72) and not config.spare(80)
+    assert found.problems == () and found.shared_bytes <= shared_bytes(config, 64, 16, True), found
+    behind = "mov.b32 %r2, global_smem; add.s32 %r1, %r2, 999999; mbarrier.init.shared::cta.b64 [%r1], 1;"
+    assert not _misplaced_ring(launch, behind)
+    assert "something lies at" in _misplaced_ring(launch, "st.shared.b32 [global_smem], %r1;")[0]
+"""
+
+
+def test_tails_with_spare_columns_lie_where_shared_memory_begins() -> None:
+    """And no spill, nor a product that waits for another. Where something else lies there, it is told."""
+    done = run("-c", SPARE)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -242,8 +242,8 @@ for layer, config, dtype in (
     found = compile_launch(launch, 90)
     assert found.problems == () and found.shared_bytes <= config.shared_bytes(), found
     behind = "mov.b32 %r2, global_smem; add.s32 %r1, %r2, 999999; mbarrier.init.shared::cta.b64 [%r1], 1;"
-    assert not _misplaced_ring(dict(launch.constants), behind)
-    assert "something lies at" in _misplaced_ring(dict(launch.constants), "st.shared.b32 [global_smem], %r1;")[0]
+    assert not _misplaced_ring(launch, behind)
+    assert "something lies at" in _misplaced_ring(launch, "st.shared.b32 [global_smem], %r1;")[0]
 """
 
 
