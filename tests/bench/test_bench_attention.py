@@ -34,7 +34,7 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(attention.forms((4096,), 72, torch.float32, target)) == {"ships", "triton"}
     monkeypatch.setattr(compat, "usable", lambda capability: True)
     found = attention.forms((16384,), 72, BF16, target)
-    assert set(found) == {"ships", "apart", "triton", "2 x 64", "2 x 128", "3 x 64"}
+    assert set(found) == {"ships", "apart", "triton", "2 x 64", "2 x 128", "3 x 64", "2 x 64 alone", "3 x 64 late"}
     assert found["apart"] == (configs.LONG, configs.SHORT)
     assert [config.overlap for config in found["ships"]] == [True, True]
     found = attention.forms((4096,), 72, BF16, target)
