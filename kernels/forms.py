@@ -46,9 +46,11 @@ from fusedvit.kernels.hopper.transposed_configs import (
 if compat.AVAILABLE:  # elsewhere these modules cannot even be read
     from fusedvit.kernels.hopper import attention as hopper_attention
     from fusedvit.kernels.hopper import (
+        attention_boxes,
         attention_consumer,
         attention_parts,
         attention_redo,
+        attention_spare,
         linear_consumer,
         linear_epilogue,
         linear_parts,
@@ -162,6 +164,7 @@ def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int)
 def _hopper_forms() -> tuple[Form, ...]:
     if not compat.AVAILABLE:
         return ()
+    parts_of_attention = (attention_boxes, attention_consumer, attention_parts, attention_redo, attention_spare)
     return (
         Form(
             name="transposed",
@@ -193,10 +196,8 @@ def _hopper_forms() -> tuple[Form, ...]:
             absent=hopper_configs.absent,
             wrong=hopper_configs.wrong_hopper_attention,
             heuristic=_by_shape(hopper_attention_config),
-            candidates=lambda key, dtype, target, widest: hopper_configs.hopper_attention_candidates(
-                key.k, dtype, target
-            ),
-            modules=(hopper_attention, attention_consumer, attention_parts, attention_redo, metadata),
+            candidates=lambda key, dtype, target, _: hopper_configs.hopper_attention_candidates(key.k, dtype, target),
+            modules=(hopper_attention, *parts_of_attention, metadata),
         ),
     )
 

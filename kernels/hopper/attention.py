@@ -102,9 +102,9 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
 @gluon.jit
 def _hopper_attention_kernel(
     q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [ROWS, HEAD]
-    q_tail_desc,  # [T, 3 * HEADS, HEAD_DIM - HEAD], boxes [ROWS, 1, TAIL]
-    kv_desc,  # [T + 1, BLOCK_N, 3 * HEADS * HEAD_DIM], see above; boxes [1, BLOCK_N, HEAD]
-    kv_tail_desc,  # the same, boxes [1, BLOCK_N, TAIL]
+    q_tail_desc,  # [T, 3 * HEADS, HEAD_DIM - HEAD], boxes [ROWS, 1, TAIL]; if SPARE q_desc's shape, boxes [ROWS, TAIL]
+    kv_desc,  # [T + 1, BLOCK_N, 3 * HEADS * HEAD_DIM], see `boxes`; boxes [1, BLOCK_N, HEAD]
+    kv_tail_desc,  # the same, boxes [1, BLOCK_N, TAIL]; if SPARE [1, BLOCK_N, 8]
     qkv_ptr,  # [T, 3 * HEADS * HEAD_DIM]
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32

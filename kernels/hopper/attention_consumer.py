@@ -56,7 +56,7 @@ def _partial_sum(p, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _scores(m: Memory, buffer, stage, tail, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Q K of one block, in flight."""
+    """Q K of one block, in flight. `tail` is queries' own, with minus their offsets or zeros, and read if `SPARE`."""
     q = m.q.index(s.Q_AT + buffer * s.CONSUMERS + C)
     k = m.k.index(s.K_AT + stage).reshape((s.BLOCK_N, s.HEAD)).permute((1, 0))
     if s.SPARE:
@@ -73,7 +73,7 @@ def _scores(m: Memory, buffer, stage, tail, s: Sizes, LAYOUT: gl.constexpr, C: g
 
 @gluon.jit
 def _shifted_scores(m: Memory, buffer, stage, offset, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The same of a tile's later blocks, less their rows' offsets if they are `SHIFTED`."""
+    """The same of a tile's later blocks, less their rows' offsets if `SHIFTED` or `SPARE`."""
     scores = _scores(m, buffer, stage, offset, s, LAYOUT, C)
     if s.SHIFTED:
         scores = warpgroup_mma(offset, m.one_keys.index(C).permute((1, 0)), scores, is_async=True)

@@ -36,10 +36,13 @@ class Sizes:
 
 @record
 class Memory:
-    """Shared memory of a CTA. `full` and `empty` belong to the same index of what is loaded; see attention.py."""
+    """Shared memory of a CTA. `full` and `empty` belong to the same index of what is loaded; see attention.py.
+
+    Queries, keys, values and tails are views of one array where `SPARE`: see `attention_spare.one_array`.
+    """
 
     q: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, HEAD]
-    q_tail: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, TAIL]
+    q_tail: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, 1, TAIL]
     k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, HEAD]
     k_tail: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, TAIL]
     v: gl.shared_memory_descriptor  # as k

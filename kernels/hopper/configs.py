@@ -57,6 +57,7 @@ class HopperAttentionConfig:
 
     def constants(self, heads: int, head_dim: int) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
+        spare = self.spare(head_dim)
         return {
             "CONSUMERS": self.consumers,
             "BLOCK_N": self.block_n,
@@ -64,9 +65,9 @@ class HopperAttentionConfig:
             "PING_PONG": self.ping_pong,
             "TOGETHER": self.together if self.together and heads % self.together == 0 else heads,
             "LATE": self.late,
-            "ONES": self.ones and not self.spare(head_dim),
-            "SHIFTED": self.shifted and not self.spare(head_dim),
-            "SPARE": self.spare(head_dim),
+            "ONES": self.ones and not spare,
+            "SHIFTED": self.shifted and not spare,
+            "SPARE": spare,
         }
 
 
@@ -120,8 +121,8 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
         if head_dim == 64:
             short, long = SHORT_OF_64, LONG_OF_64
             middle = [MIDDLE_OF_64, HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True)]
-        summed = replace(long, late=True) if long.spare(head_dim) else replace(long, ones=True)
-        turned = [replace(short, ping_pong=not short.ping_pong), summed]
+        varied = replace(long, late=True) if long.spare(head_dim) else replace(long, ones=True)
+        turned = [replace(short, ping_pong=not short.ping_pong), varied]
         found = [TINY, short, *middle, long, replace(short, together=4), replace(long, together=4), *turned]
     found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]

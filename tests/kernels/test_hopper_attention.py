@@ -3,6 +3,7 @@
 import dataclasses
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,6 +230,14 @@ def test_windows_take_tiles_of_their_size(usable: None) -> None:
     key = Key(forms.ATTENTION, "window", 16, 80, 4096, "bfloat16")
     assert form.heuristic(key, BF16, H200, 256).block_m == 64
     assert form.heuristic(dataclasses.replace(key, kind=""), BF16, H200, 256).block_m == 128
+
+
+def test_what_was_timed_is_known_by_every_file_of_the_kernel() -> None:
+    """But the heuristic, which a table takes the place of."""
+    form = forms.named(forms.ATTENTION, "hopper")
+    assert form is not None
+    files = {path.stem for path in Path(attention_parts.__file__).parent.glob("attention*.py")}
+    assert {Path(module.__file__).stem for module in form.modules} >= files - {"attention_choice"}
 
 
 def test_large_budgets_have_two_lists(usable: None) -> None:
