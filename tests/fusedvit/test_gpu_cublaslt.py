@@ -13,7 +13,6 @@ import fusedvit
 from fusedvit.bench import tune
 from fusedvit.families.registry import family_of
 from fusedvit.kernels import tables
-from fusedvit.kernels.configs import budget
 from fusedvit.plan import tasks
 from tests.fusedvit.test_gpu_encoder import LEAST, MOST, tower_on_gpu
 from tests.fusedvit.towers import Call, assert_bitwise, assert_rule, ran_fused, random_grid, twin, without_tf32
@@ -42,7 +41,6 @@ def test_replays_and_eager_runs_have_the_same_bits(named: None) -> None:
         graphed, fusedvit.FuseConfig(strict=True, token_budgets=(MOST // 4,), max_items=64, max_frames=64)
     )
     alone = fusedvit.fuse(eager, fusedvit.FuseConfig(strict=True, graphs=False))
-    assert budget(LEAST) == MOST
     for seed in range(6):
         call = Call.of(graphed, random_grid(seed, LEAST, MOST), seed)
         ours = call.run(graphed)

@@ -8,7 +8,6 @@ import torch
 import fusedvit
 from fusedvit.bench.families import rows_of
 from fusedvit.bench.family_towers import GEOMETRIES, build
-from fusedvit.kernels.configs import budget
 from tests.fusedvit.towers import Call, assert_bitwise, assert_rule, random_grid, without_tf32
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +24,6 @@ SHALLOW = {
 @pytest.mark.parametrize("name", SHALLOW)
 def test_a_graph_gives_the_same_bits_and_keeps_the_rule(name: str) -> None:
     """Captured once, replayed on other images, videos and windows."""
-    assert budget(LEAST) == MOST
     geometry = replace(GEOMETRIES[name], numbers=GEOMETRIES[name].numbers | SHALLOW[name])
     with without_tf32():
         tower, wide = build(geometry, torch.bfloat16, torch.device("cuda"))
