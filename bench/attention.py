@@ -1,6 +1,7 @@
 """`python -m fusedvit.bench.attention`: attention in each of its forms beside FA3 and cuDNN, in one run.
 
-Every answer is held to the tolerance rule before it is timed; ten calls a graph, so that launching counts little.
+Every answer is held to the tolerance rule before it is timed; ten calls a graph, so that launching counts little. In
+turns each finds the GPU's clock up; with `--sustained` each runs alone without a pause, too, as power lets it.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import functools
 import json
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from fusedvit.bench import peer_attention
 from fusedvit.bench.cases import Case, attention_case
 from fusedvit.bench.kernel_bench import SEQUENCES, SEQUENCES_ON_CPU
 from fusedvit.bench.passport import passport
+from fusedvit.bench.power import sustained
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels.configs import Target, attention_config, budget
 from fusedvit.kernels.forms import FormFailed
 from fusedvit.kernels.hopper import configs as hopper
 from fusedvit.kernels.hopper.attention_choice import (
     ALL_FRAMES,
+    BY_HEADS,
+    HEADS_AT_A_TIME,
     LONG_FRAMES,
     SHORT_FRAMES,
     WINDOW,
@@ -66,8 +70,10 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
         found = {"ships": _one_or_both(tuple(shipped)), "apart": _one_or_both(apart), "triton": plain}
     if hopper.absent(target, dtype):
         return found
-    named = {name: replace(c, max_programs=c.ctas * sms) for name, c in _schedules(head_dim, max(lengths)).items()}
-    return found | named
+    others = _schedules(head_dim, max(lengths))
+    if rows >= BY_HEADS and head_dim != 128:
+        others |= {f"{n} by heads": replace(others[n], together=HEADS_AT_A_TIME) for n in ("2 x 64", "3 x 64")}
+    return found | {name: replace(c, max_programs=c.ctas * sms) for name, c in others.items()}
 
 
 def _one_or_both(configs: tuple[Any, ...]) -> Any:
@@ -82,11 +88,8 @@ def _schedules(head_dim: int, longest: int) -> dict[str, HopperAttentionConfig]:
         found["1 x 64"] = hopper.TINY
     if head_dim < 80:
         found["2 x 64 alone"] = replace(hopper.SHORT, ping_pong=False)
-    if hopper.LONG.spare(head_dim):
-        found["3 x 64 late"] = replace(hopper.LONG, late=True)
     if head_dim == 64:
         found["2 x 128 alone"] = replace(hopper.MIDDLE, ping_pong=False)
-        found["3 x 64 by heads"] = replace(found["3 x 64"], together=4)
     return found
 
 
@@ -96,12 +99,14 @@ def measure(
     fa3: bool,
     only: tuple[str, ...],
     chosen: tuple[str, ...] = (),
+    seconds: float = 0.0,
 ) -> list[dict[str, Any]]:
     """A row per head_dim and layout: microseconds by name, and the better peer's time over that of what ships.
 
     Args:
         only: names that `forms` gives; all where it is empty.
         chosen: layouts; all where it is empty.
+        seconds: of launches without a pause, each contender; 0: none.
     """
     on_gpu = device.type == "cuda"
     dtype, target = torch.bfloat16 if on_gpu else torch.float32, Target.of(device)
@@ -119,7 +124,7 @@ def measure(
     rows = []
     for head_dim, label, growth, configs in runs:
         case = attention_case(HEADS, head_dim, layouts[label], dtype, device, fa3, growth)
-        rows.append({"head_dim": head_dim, "layout": label, "growth": growth, **_row(case, configs, device)})
+        rows.append({"head_dim": head_dim, "layout": label, "growth": growth, **_row(case, configs, device, seconds)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -133,7 +138,7 @@ def _compile(runs: list[tuple[int, dict[str, Any]]], device: torch.device) -> No
                 case.run(config, 0)
 
 
-def _row(case: Case, configs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _row(case: Case, configs: dict[str, Any], device: torch.device, seconds: float = 0.0) -> dict[str, Any]:
     runs = {name: run for name, run in case.peers.items() if name in PEERS}
     wrong = {}
     for name, config in configs.items():
@@ -147,7 +152,13 @@ def _row(case: Case, configs: dict[str, Any], device: torch.device) -> dict[str,
     us = {name: round(1e3 * statistics.median(values) / CALLS, 2) for name, values in times.items()}
     peers = [us[name] for name in PEERS if name in us]
     ratio = {"ratio": round(min(peers) / us["ships"], 3)} if peers and "ships" in us else {}
-    return {"us": us, **ratio, "ships": str(configs.get("ships")), "wrong": wrong}
+    row = {"us": us, **ratio, "ships": str(configs.get("ships")), "wrong": wrong}
+    return row | ({"sustained": [_without_a_pause(c, device, seconds) for c in contenders]} if seconds else {})
+
+
+def _without_a_pause(contender: Contender, device: torch.device, seconds: float) -> dict[str, Any]:
+    ms, power = sustained(contender.run, device, seconds)
+    return {"name": contender.name, "us": round(1e3 * ms / CALLS, 2)} | asdict(power)
 
 
 def _why_wrong(case: Case, config: Any) -> str:
@@ -165,13 +176,15 @@ def main() -> None:
         "--only", nargs="*", default=[], help='schedules: "ships", "triton", "2 x 64", …; all if left out'
     )
     parser.add_argument("--layout", nargs="*", default=[], help='"1 x 1296", "mixed", …; all if left out')
+    parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="of each, without a pause")
     parser.add_argument("--json", default="attention.json")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     if args.fa3 is not None:
         peer_attention.load_fa3(args.fa3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = measure(tuple(args.head_dim), device, args.fa3 is not None, tuple(args.only), tuple(args.layout))
+    only, layouts = tuple(args.only), tuple(args.layout)
+    rows = measure(tuple(args.head_dim), device, args.fa3 is not None, only, layouts, args.sustained)
     document = {"passport": passport("attention", sys.argv[1:], args.commit), "rows": rows}
     Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -27,6 +27,9 @@ from fusedvit.kernels.hopper.attention_parts import (
     Sizes,
     first_item,
     following_item,
+    of_threads,
+    place,
+    program_again,
     store_rows,
     subtracted,
     work_item,
@@ -122,12 +125,13 @@ def _await_values(acc, acc_tail, sums, p_head, p_tail, s: Sizes):
 
 
 @gluon.jit
-def _my_turn(m: Memory, step, s: Sizes, C: gl.constexpr):
+def _my_turn(m: Memory, slot, s: Sizes, C: gl.constexpr):
+    """There is a turn for each slot from 1 on."""
     if s.PING_PONG:
         if C == 0:
-            mbarrier.wait(m.turn.index(0), (step & 1) ^ 1)
+            mbarrier.wait(m.turn.index(0), slot & 1)
         else:
-            mbarrier.wait(m.turn.index(C), step & 1)
+            mbarrier.wait(m.turn.index(C), (slot & 1) ^ 1)
 
 
 @gluon.jit
@@ -185,7 +189,7 @@ def _finish_rows(
 
 
 @gluon.jit
-def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, head, s: Sizes, C: gl.constexpr):
+def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, s: Sizes, C: gl.constexpr):
     """Every tile of this CTA, ROWS of its queries; the first of them is given."""
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.BLOCK_N, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.HEAD, 16])
@@ -197,14 +201,13 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
     scores = warpgroup_mma_wait(0, deps=(_scores(m, 0, 0, tail, s, KEYS, C),))
     mbarrier.arrive(m.empty.index(0), count=1)
     p, offset, sums = _start_rows(scores, end - begin, tail, s, KEYS)
-    flags = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WIDE))
+    flags = of_threads(gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WIDE)))
     slot = 1
-    turn = 0
     nth = 0
     mbarrier.wait(m.full.index(1 % s.STAGES), (1 // s.STAGES) & 1)
-    for index in range(gl.program_id(0), work, gl.num_programs(0)):
+    for index in range(program_again(num_tiles), work, gl.num_programs(0)):
         after = index + gl.num_programs(0)
-        next_begin, next_end, next_first, next_head = following_item(index, tiles_ptr, num_tiles, s)
+        next_begin, next_end, next_first, _ = following_item(index, tiles_ptr, num_tiles, s)
         first += C * ROWS
         blocks = (end - begin + s.BLOCK_N - 1) // s.BLOCK_N
         steps = gl.where(first < end, blocks, 1)
@@ -212,7 +215,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         acc_tail = gl.zeros([ROWS, s.TAIL if s.TAIL > 0 else 16], gl.float32, SLIM)
         for step in range(1, steps):
             stage = slot % s.STAGES
-            _my_turn(m, turn, s, C)
+            _my_turn(m, slot, s, C)
             scores = _shifted_scores(m, nth & 1, stage, offset, s, KEYS, C)
             acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
             _next_turn(m, s, C)
@@ -223,18 +226,16 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
                 sums += _partial_sum(e, s.BLOCK_N)
             p = _round(e, s)
             slot += 1
-            turn += 1
             # Waited for here, though needed by the next step: only the border of a basic block keeps ptxas from moving
             # the wait for P V above the exponentials.
             mbarrier.wait(m.full.index(slot % s.STAGES), (slot // s.STAGES) & 1)
             acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
             mbarrier.arrive(m.empty.index(stage), count=1)
         for _ in range(steps, blocks):  # no query of this consumer lies inside the frame
-            _my_turn(m, turn, s, C)
+            _my_turn(m, slot, s, C)
             _next_turn(m, s, C)
             mbarrier.arrive(m.empty.index(slot % s.STAGES), count=1)
             slot += 1
-            turn += 1
             mbarrier.wait(m.full.index(slot % s.STAGES), (slot // s.STAGES) & 1)
 
         stage = slot % s.STAGES
@@ -242,7 +243,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         if after < work:  # this tile's last P V beside the next tile's first Q K
             mbarrier.wait(m.q_full.index((nth + 1) & 1), ((nth + 1) >> 1) & 1)
             tail = query_tail(m, (nth + 1) & 1, s, C)
-            _my_turn(m, turn, s, C)
+            _my_turn(m, slot, s, C)
             scores = _scores(m, (nth + 1) & 1, stage, tail, s, KEYS, C)
             acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
             _next_turn(m, s, C)
@@ -256,14 +257,14 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
             acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
         mbarrier.arrive(m.empty.index(stage), count=1)
         slot += 1
-        turn += 1
+        _, head = place(index, num_tiles, s)  # worked out here: kept through a tile's blocks it takes a register
         overflowed = _finish_rows(out_ptr, acc, acc_tail, sums, first, end, head, s, WIDE, SLIM)
-        flags = flags | gl.where(overflowed, 1 << gl.minimum(nth, FLAGS), 0)
-        begin, end, first, head, sums = next_begin, next_end, next_first, next_head, next_sums
+        flags = flags | of_threads(gl.where(overflowed, 1 << gl.minimum(nth, FLAGS), 0))
+        begin, end, first, sums = next_begin, next_end, next_first, next_sums
         nth += 1
 
     # Every warp is handed all flags: a reduction across warps costs LONG a spilled word.
-    redo = gl.reduce_or(gl.convert_layout(flags, gl.BlockedLayout([2], [32], [4], [0])), 0)
+    redo = gl.reduce_or(gl.convert_layout(flags, gl.BlockedLayout([1], [32], [4], [0])), 0)
     if redo != 0:
         nth = 0
         for index in range(gl.program_id(0), work, gl.num_programs(0)):
@@ -276,7 +277,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
 @gluon.jit
 def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
     num_tiles = gl.load(num_tiles_ptr)
-    begin, end, first, head = first_item(tiles_ptr, num_tiles, s)
+    begin, end, first, _ = first_item(tiles_ptr, num_tiles, s)
     if s.ONES:
         LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         m.ones.index(C).store(gl.full([SUMS, s.BLOCK_N], 1.0, s.DTYPE, LINES))
@@ -290,4 +291,4 @@ def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C:
         barrier()
     gdc_wait()
     if gl.program_id(0) < num_tiles * s.HEADS:
-        _consume(m, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, head, s, C)
+        _consume(m, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, s, C)

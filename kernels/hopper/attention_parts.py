@@ -75,23 +75,43 @@ def subtracted(columns, offset, FIRST: gl.constexpr, s: Sizes, LAYOUT: gl.conste
 
 
 @gluon.jit
-def work_item(index, tiles_ptr, num_tiles, s: Sizes, ask=True, begin=0, end=0, first=0):
-    """The `index`-th piece of work as (first token of the frame, one past its last, first query, head).
+def place(index, num_tiles, s: Sizes):
+    """(tile, head) of the `index`-th piece of work.
 
     Tile by tile, all heads of each; or `TOGETHER` heads of every tile, then the next ones: CTAs at work together share
-    the keys of few heads, which stay in L2. With all heads the loads do not wait for `num_tiles`. Unless `ask`, the
-    tile is known: `begin`, `end` and `first`.
+    the keys of few heads, which stay in L2. With all heads nothing waits for `num_tiles`.
     """
     first_head = 0
     if s.TOGETHER < s.HEADS:
         for i in gl.static_range(s.TOGETHER, s.HEADS, s.TOGETHER):
             first_head = gl.where(index >= i * num_tiles, i, first_head)
         index -= first_head * num_tiles
-    tile_ptr = tiles_ptr + 4 * (index // s.TOGETHER)
-    head = first_head + index % s.TOGETHER
+    return index // s.TOGETHER, first_head + index % s.TOGETHER
+
+
+@gluon.jit
+def work_item(index, tiles_ptr, num_tiles, s: Sizes, ask=True, begin=0, end=0, first=0):
+    """The `index`-th piece of work as (first token of the frame, one past its last, first query, head).
+
+    Unless `ask`, the tile is known: `begin`, `end` and `first`.
+    """
+    tile, head = place(index, num_tiles, s)
+    tile_ptr = tiles_ptr + 4 * tile
     begin = gl.load(tile_ptr, mask=ask, other=begin)
     end = gl.load(tile_ptr + 1, mask=ask, other=end)
     return begin, end, gl.load(tile_ptr + 2, mask=ask, other=first), head
+
+
+@gluon.jit
+def of_threads(flags):
+    """[ROWS] -> [ROWS / 2]: those of the two rows that one thread holds, in one register."""
+    return gl.reshape(gl.reduce_or(gl.reshape(flags, [ROWS // 16, 2, 8]), 1), [ROWS // 2])
+
+
+@gluon.jit
+def program_again(x):
+    """This program's number, read anew: kept through a tile's first block it costs `LONG` a spilled word. `x`: any."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

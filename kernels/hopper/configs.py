@@ -24,7 +24,7 @@ class HopperAttentionConfig:
         stages: steps whose keys and values a CTA holds.
         ctas: CTAs that share an SM.
         ping_pong: consumers issue their products in turn.
-        together: heads of every tile that are walked before the next ones (see `attention_parts.work_item`); all where
+        together: heads of every tile that are walked before the next ones (see `attention_parts.place`); all where
             it is 0 or does not divide their number.
         late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
         ones: rows of P are summed by a product with ones, not added up in registers.
@@ -116,6 +116,7 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
     if head_dim == 128:
         in_turns = replace(WIDE, ping_pong=True)
         found = [SMALL_WIDE, WIDE, in_turns, replace(in_turns, stages=3), replace(WIDE, stages=3, shifted=True)]
+        found += [replace(WIDE, together=4)]
     else:
         short, middle, long = SHORT, [MIDDLE], LONG
         if head_dim == 64:
@@ -123,7 +124,8 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
             middle = [MIDDLE_OF_64, HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True)]
         varied = replace(long, late=True) if long.spare(head_dim) else replace(long, ones=True)
         turned = [replace(short, ping_pong=not short.ping_pong), varied]
-        found = [TINY, short, *middle, long, replace(short, together=4), replace(long, together=4), *turned]
+        by_heads = [replace(config, together=4) for config in (short, long, *turned)]
+        found = [TINY, short, *middle, long, *turned, *by_heads]
     found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 

@@ -11,6 +11,7 @@ import torch
 
 from fusedvit.bench import attention, cases
 from fusedvit.bench.cases import attention_case
+from fusedvit.bench.power import Drawn
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import AttentionConfig, Target
 from fusedvit.kernels.hopper import compat, configs
@@ -34,8 +35,10 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(attention.forms((4096,), 72, torch.float32, target)) == {"ships", "triton"}
     monkeypatch.setattr(compat, "usable", lambda capability: True)
     found = attention.forms((16384,), 72, BF16, target)
-    assert set(found) == {"ships", "apart", "triton", "2 x 64", "2 x 128", "3 x 64", "2 x 64 alone", "3 x 64 late"}
-    assert found["apart"] == (configs.LONG, configs.SHORT)
+    by_heads = {"2 x 64 by heads", "3 x 64 by heads"}
+    assert set(found) == {"ships", "apart", "triton", "2 x 64", "2 x 128", "3 x 64", "2 x 64 alone"} | by_heads
+    assert found["apart"] == (found["3 x 64 by heads"], configs.SHORT)
+    assert (found["3 x 64 by heads"].together, found["3 x 64"].together) == (4, 0)
     assert [config.overlap for config in found["ships"]] == [True, True]
     found = attention.forms((4096,), 72, BF16, target)
     assert found["apart"] == configs.SHORT and found["ships"].overlap
@@ -72,3 +75,11 @@ def test_an_answer_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = attention.measure((64,), CPU, False, ("triton",))
     assert set(row["us"]) == {"triton"} and "ratio" not in row
+
+
+def test_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = Drawn(watts=700.0, limit_watts=700.0, mhz=1700.0, capped=True, samples=9)
+    monkeypatch.setattr(attention, "sustained", lambda run, device, seconds: (seconds, drawn))
+    (row,) = attention.measure((64,), CPU, False, ("triton",), seconds=2.0)
+    (found,) = row["sustained"]
+    assert (found["name"], found["us"], found["watts"], found["capped"]) == ("triton", 200.0, 700.0, True)

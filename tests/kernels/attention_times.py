@@ -1,6 +1,7 @@
 """What an H200 timed each schedule of Hopper attention at: what `kernels.hopper.attention_choice` was fitted to.
 
-Heads of 64 have `MIDDLE` without ping-pong, which was timed from 1024 tokens on; `WIDE` scaled scores by itself then.
+Heads of 64 have `MIDDLE` without ping-pong, which was timed from 1024 tokens on; `WIDE` scaled scores by itself then,
+`LONG` of 72 rounded P early, and none was walked by heads.
 """
 
 # head_dim, frames, tokens of each, then microseconds of TINY, SHORT, MIDDLE and LONG (as heads of that width have it)

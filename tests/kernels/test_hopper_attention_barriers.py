@@ -53,9 +53,9 @@ class Block:
             self.full[i].expect(1)
             self.engine.load(self.v[i], values, self.full[i])
 
-    def my_turn(self, step: int, c: int) -> Process:
+    def my_turn(self, slot: int, c: int) -> Process:
         if self.ping_pong:
-            yield self.turn[c].passed((step & 1) ^ 1 if c == 0 else step & 1)
+            yield self.turn[c].passed(slot & 1 if c == 0 else (slot & 1) ^ 1)
 
     def next_turn(self, c: int) -> None:
         if self.ping_pong:
@@ -64,9 +64,10 @@ class Block:
     def full_wait(self, slot: int) -> Process:
         yield self.full[slot % self.stages].passed((slot // self.stages) & 1)
 
-    def products(self, c: int, step: int, stage: int, queries: tuple[Slot, int], key: object, value: object) -> Process:
+    def products(self, c: int, slot: int, queries: tuple[Slot, int], key: object, value: object) -> Process:
         """Issues Q K and P V in turn, waits for the first; softmax runs under the second, which the caller awaits."""
-        yield from self.my_turn(step, c)
+        stage = slot % self.stages
+        yield from self.my_turn(slot, c)
         queries[0].begin_read((queries[1], c))
         self.k[stage].begin_read(key)
         self.v[stage].begin_read(value)
@@ -84,23 +85,23 @@ class Block:
         yield lambda: True
         self.k[0].end_read()
         self.empty[0].arrive()
-        slot, turn = 1, 0
+        slot = 1
         yield from self.full_wait(slot)
         for nth, (blocks, inside) in enumerate(self.tiles):
             last = nth + 1 == len(self.tiles)
             steps = blocks if inside[c] else 1
             for step in range(1, steps):
                 stage, queries = slot % self.stages, (self.q[(nth & 1) * self.consumers + c], nth)
-                yield from self.products(c, turn, stage, queries, (nth, step), (nth, step - 1))
-                slot, turn = slot + 1, turn + 1
+                yield from self.products(c, slot, queries, (nth, step), (nth, step - 1))
+                slot += 1
                 yield from self.full_wait(slot)
                 self.v[stage].end_read()
                 self.empty[stage].arrive()
             for _ in range(steps, blocks):
-                yield from self.my_turn(turn, c)
+                yield from self.my_turn(slot, c)
                 self.next_turn(c)
                 self.empty[slot % self.stages].arrive()
-                slot, turn = slot + 1, turn + 1
+                slot += 1
                 yield from self.full_wait(slot)
             stage, buffer = slot % self.stages, (nth + 1) & 1
             if last:
@@ -109,12 +110,12 @@ class Block:
             else:
                 yield self.q_full[buffer].passed(((nth + 1) >> 1) & 1)
                 queries = (self.q[buffer * self.consumers + c], nth + 1)
-                yield from self.products(c, turn, stage, queries, (nth + 1, 0), (nth, blocks - 1))
+                yield from self.products(c, slot, queries, (nth + 1, 0), (nth, blocks - 1))
                 self.q_empty[nth & 1].arrive()
                 yield from self.full_wait(slot + 1)
             self.v[stage].end_read()
             self.empty[stage].arrive()
-            slot, turn = slot + 1, turn + 1
+            slot += 1
             self.stored.append((nth, c))
 
     def run(self, seed: int) -> None:
