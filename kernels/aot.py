@@ -87,14 +87,15 @@ def record(run: Callable[[], object]) -> list[Launch]:
     launches: dict[Launch, None] = {}
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches[_launch_of(self, args, kwargs)] = None
+        launches[launch_of(self, args, kwargs)] = None
 
     with mock.patch.object(JITFunction, "run", note):
         run()
     return list(launches)
 
 
-def _launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+def launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    """The launch that `kernel.run(*args, **kwargs)` is."""
     options = tuple(sorted((k, v) for k, v in kwargs.items() if k in _OPTIONS))
     bound = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in _OPTIONS}
     signature, constants, aligned = [], [], []
@@ -131,7 +132,7 @@ def compile_in_place(run: Callable[[], object], capability: int, known: dict[Lau
     launched = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch = _launch_of(self, args, kwargs)
+        launch = launch_of(self, args, kwargs)
         launches[launch] = None
         if launch not in known:
             with _ptxas_heard() as said:
@@ -150,17 +151,21 @@ def compile_launch(launch: Launch, capability: int) -> Compiled:
     device's limit, row offsets of 32 bits, 16-bit matrix products without the device's own instructions for products
     and copies, and hazards in the machine code (see sass.py).
     """
+    with _ptxas_heard() as said:
+        built = build(launch, capability)
+    return _checked(launch, capability, built, said.getvalue())
+
+
+def build(launch: Launch, capability: int) -> CompiledKernel:
+    """One launch, compiled for `capability` without a GPU."""
     names = [name for name, _ in launch.signature]
-    gluon = launch.kernel.is_gluon()
-    source = (compat.GluonASTSource if gluon else ASTSource)(
+    source = (compat.GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
         launch.kernel,
         dict(launch.signature),
         {(names.index(k),): v for k, v in launch.constants},
         {(names.index(k),): [["tt.divisibility", 16]] for k in launch.aligned},
     )
-    with _ptxas_heard() as said:
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
-    return _checked(launch, capability, built, said.getvalue())
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
 
 
 def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) -> Compiled:

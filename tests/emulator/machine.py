@@ -1,0 +1,292 @@
+"""Warps of a grid, run a piece of code at a time in an order drawn at random, with what is asynchronous late or early.
+
+Copies take effect at some time behind their request, products at some time between their issue and the wait for them;
+until then the registers of their sums hold NaN. Where nothing can go on, it is a deadlock.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.emulator.arithmetic import Array
+from tests.emulator.mbarriers import Barriers, MBarrier
+from tests.emulator.memory import SHARED_BASE, GlobalMemory, SharedMemory
+from tests.emulator.program import DONE, Code, address_of_param
+from tests.emulator.tma import TensorMap
+from tests.emulator.wgmma import Product, registers_of, sums_of
+
+UNSET = 0xFFFFFFFF  # NaN as fp32, and as two halves
+
+
+class Deadlock(AssertionError):
+    """No warp can go on, and nothing is on its way."""
+
+
+@dataclass
+class Cta:
+    """What the warps of a CTA share."""
+
+    shared: SharedMemory
+    barriers: Barriers
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    live: int = 0
+
+
+class Warp:
+    """32 threads: registers, and what is in flight for them."""
+
+    lanes = np.arange(32, dtype=np.int32)
+
+    def __init__(self, code: Code, number: int, cta: Cta, memory: GlobalMemory, place: tuple[int, int]) -> None:
+        self.number, self.cta, self.memory, self.shared = number, cta, memory, cta.shared
+        halves, words, longs = (np.full((code.sizes[b] + 1, 32), UNSET & m, t) for b, m, t in _BANKS)
+        self.P = list(np.zeros((code.sizes["P"] + 1, 32), np.bool_))
+        self.H, self.Hs = list(halves), list(halves.view(np.int16))
+        self.R, self.S, self.F = words, list(words.view(np.int32)), list(words.view(np.float32))
+        self.D, self.L = list(longs), list(longs.view(np.int64))
+        self.tid = (32 * number + np.arange(32)).astype(np.uint32)
+        self.ctaid, self.nctaid = (np.full(32, x, np.uint32) for x in place)
+        self.arguments: list[Any] = []
+        self.maps: dict[int, TensorMap] = {}
+        self.waits: Callable[[], bool] | None = None
+        self.sums: dict[int, tuple[Array, Array]] = {}  # by their first register: (registers, [16, columns])
+        self.products: deque[Product] = deque()  # not yet run
+        self._groups: list[list[int]] = [[]]  # sums of each group that nobody has waited for; the last is open
+        self._sent: list[list[Callable[[], None]]] = [[]]  # boxes on their way out, likewise
+        self.at = 0
+
+    # --- memory ---
+
+    def load(self, of: Any, into: tuple[Array, ...], at: Array, bits: int, count: int, mask: Array | None) -> None:
+        values, lanes = of.load(at, bits, count, mask)
+        for register, value in zip(into, values, strict=True):
+            register[lanes] = value
+
+    def store_shared(self, at: Array, values: list[Array], bits: int, mask: Array | None) -> None:
+        self.shared.store(self.number, at, values, bits, mask)
+
+    def store_global(self, at: Array, values: list[Array], bits: int, mask: Array | None) -> None:
+        self.memory.store(at, values, bits, mask)
+
+    def add(self, into: Array, at: Array, value: Array, mask: Array | None) -> None:
+        for lane in range(32) if mask is None else np.flatnonzero(mask):
+            into[lane] = self.memory.add(int(at[lane]), int(value[lane]))
+
+    def load_matrices(self, into: tuple[Array, ...], at: Array) -> None:
+        for i, register in enumerate(into):
+            rows = at[8 * i : 8 * i + 8]
+            where = (rows[:, None] + np.arange(4) * 4).reshape(-1)
+            register[:] = self.shared.load(where, 32, 1, None)[0][0]
+
+    def store_matrices(self, of: tuple[Array, ...], at: Array) -> None:
+        for i, register in enumerate(of):
+            rows = at[8 * i : 8 * i + 8]
+            self.store_shared((rows[:, None] + np.arange(4) * 4).reshape(-1), [register], 32, None)
+
+    def fence(self) -> None:
+        self.shared.fence(self.number)
+
+    # --- barriers ---
+
+    def new_barrier(self, at: Array, count: int, mask: Array | None) -> None:
+        if mask is None or mask.any():
+            address = int(at[0])
+            self.cta.barriers.by_address[address] = MBarrier(count)
+            first = address - SHARED_BASE
+            self.shared.barriers[first : first + 8] = True
+
+    def arrive(self, at: Array, amount: Array, expect: bool, times: int, mask: Array | None) -> None:
+        for lane in range(32) if mask is None else np.flatnonzero(mask):
+            barrier = self.cta.barriers.at(int(at[lane]))
+            barrier.arrive(times if expect else int(amount[lane]), int(amount[lane]) if expect else 0)
+
+    def await_barrier(self, at: Array, parity: Array) -> None:
+        barrier, wanted = self.cta.barriers.at(int(at[0])), int(parity[0])
+        self.waits = lambda: barrier.passed(wanted)
+
+    def meet(self, number: int, threads: int | None) -> None:
+        meeting = self.cta.barriers.numbered(number, threads)
+        due = meeting.arrive()
+        self.waits = lambda: meeting.rounds > due
+
+    # --- copies ---
+
+    def copy(self, maps: Array, place: tuple[Array, ...], here: Array, barrier: Array | None, mask: Array | None) -> None:
+        for lane in range(32) if mask is None else np.flatnonzero(mask):
+            box, at = self.maps[int(maps[lane])], [int(p[lane]) for p in reversed(place)]
+            if barrier is None:
+                self._send(box, at, int(here[lane]))
+            else:
+                self._bring(box, at, int(here[lane]), self.cta.barriers.at(int(barrier[lane])))
+
+    def _bring(self, box: TensorMap, at: list[int], to: int, barrier: MBarrier) -> None:
+        def land() -> None:
+            box.load(self.memory, self.shared, at, to)
+            barrier.complete(box.bytes)
+
+        self.cta.copies.append(land)
+
+    def _send(self, box: TensorMap, at: list[int], of: int) -> None:
+        def land() -> None:
+            box.store(self.memory, self.shared, at, of)
+
+        self._sent[-1].append(land)
+        self.cta.copies.append(land)
+
+    def commit_copies(self) -> None:
+        self._sent.append([])
+
+    def await_copies(self, left: int) -> None:
+        """What is on its way out leaves shared memory now, at the latest."""
+        while len(self._sent) - 1 > left:
+            for land in self._sent.pop(0):
+                if land in self.cta.copies:
+                    self.cta.copies.remove(land)
+                    land()
+
+    # --- products ---
+
+    def product(
+        self, columns: int, rows: Array, a: Any, b: int, adds: bool, signs: Any, across: Any, kind: str
+    ) -> None:
+        first = int(rows[0])
+        if first not in self.sums:
+            self.sums[first] = rows, sums_of(self.R[rows].view(np.float32)).copy()
+            self.R[rows] = UNSET
+        elif len(self.sums[first][0]) != len(rows):
+            raise AssertionError(f"products of {columns} columns and others add to the same registers")
+        self.products.append(Product(first, columns, a, b, adds, signs, across, kind))
+        self._groups[-1].append(first)
+
+    def run_product(self) -> None:
+        product = self.products.popleft()
+        product.run(self.shared, self.number % 4, self.sums[product.sums][1])
+
+    def commit_products(self) -> None:
+        self._groups.append([])
+
+    def await_products(self, left: int) -> None:
+        """All but the last `left` groups are done, and their sums in registers."""
+        while len(self._groups) - 1 > left:
+            done = self._groups.pop(0)
+            while len(self.products) > sum(map(len, self._groups)):
+                self.run_product()
+            for first in set(done) - {f for group in self._groups for f in group}:
+                rows, sums = self.sums.pop(first)
+                self.R[rows] = np.ascontiguousarray(registers_of(sums)).view(np.uint32)
+
+    # --- running ---
+
+    def ready(self) -> bool:
+        if self.waits is not None and self.waits():
+            self.waits = None
+        return self.waits is None
+
+
+_BANKS = (("H", 0xFFFF, np.uint16), ("R", UNSET, np.uint32), ("D", UNSET, np.uint64))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A grid of one dimension, its arguments in order (tensor maps, addresses, numbers)."""
+
+    code: Code
+    programs: int
+    arguments: tuple[Any, ...]
+    shared_bytes: int
+
+
+@dataclass
+class Machine:
+    """Runs launches.
+
+    Attributes:
+        seed: of the order.
+        resident: CTAs at a time; they start in order.
+        promptness: share of the turns that go to what is asynchronous, while there is any.
+        turns: taken so far.
+    """
+
+    seed: int = 0
+    resident: int = 8
+    promptness: float = 0.3
+    turns: int = 0
+
+    def run(self, launch: Launch, memory: GlobalMemory) -> None:
+        """
+        Raises:
+            Deadlock: nothing can go on.
+            WrongAccess, WrongBarrier, Unsupported: what a kernel must not do, or the emulator cannot.
+        """
+        rng = random.Random(self.seed)
+        waiting = deque(range(launch.programs))
+        warps: list[Warp] = []
+        ctas: list[Cta] = []
+        with np.errstate(all="ignore"):
+            while waiting or warps:
+                while waiting and len(ctas) < self.resident:
+                    ctas.append(self._start(launch, waiting.popleft(), memory, warps))
+                self._turn(rng, launch.code, warps, ctas)
+                ctas[:] = [cta for cta in ctas if cta.live or _finish(cta)]
+
+    def _start(self, launch: Launch, program: int, memory: GlobalMemory, warps: list[Warp]) -> Cta:
+        threads = launch.code.threads
+        cta = Cta(SharedMemory(launch.shared_bytes), Barriers(threads), live=threads // 32)
+        for number in range(cta.live):
+            warp = Warp(launch.code, number, cta, memory, (program, launch.programs))
+            for i, argument in enumerate(launch.arguments):
+                warp.arguments.append(0 if isinstance(argument, TensorMap) else argument)
+                if isinstance(argument, TensorMap):
+                    warp.maps[address_of_param(i)] = argument
+            warps.append(warp)
+        return cta
+
+    def _turn(self, rng: random.Random, code: Code, warps: list[Warp], ctas: list[Cta]) -> None:
+        self.turns += 1
+        if rng.random() < self.promptness and _something_lands(rng, warps, ctas):
+            return
+        for _ in range(4):
+            warp = rng.choice(warps)
+            if warp.ready():
+                break
+        else:
+            able = [w for w in warps if w.ready()]
+            if not able:
+                if not _something_lands(rng, warps, ctas):
+                    raise Deadlock(f"{len(warps)} warps wait, at pieces {sorted({w.at for w in warps})}")
+                return
+            warp = rng.choice(able)
+        for _ in range(rng.randint(1, 6)):
+            warp.at = code.pieces[warp.at](warp)
+            if warp.at == DONE:
+                warp.await_products(0)
+                warp.cta.live -= 1
+                warps.remove(warp)
+                return
+            if not warp.ready():
+                return
+
+
+def _something_lands(rng: random.Random, warps: list[Warp], ctas: list[Cta]) -> bool:
+    """One copy or one product, if there is any."""
+    copying = [cta for cta in ctas if cta.copies]
+    multiplying = [warp for warp in warps if warp.products]
+    if not copying and not multiplying:
+        return False
+    chosen = rng.choice([*copying, *multiplying])
+    if isinstance(chosen, Warp):
+        chosen.run_product()
+    else:
+        chosen.copies.pop(rng.randrange(len(chosen.copies)))()
+    return True
+
+
+def _finish(cta: Cta) -> bool:
+    """What a CTA without warps has on its way lands; False: it is over."""
+    while cta.copies:
+        cta.copies.pop(0)()
+    return False

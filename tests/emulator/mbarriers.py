@@ -1,0 +1,88 @@
+"""Barriers in shared memory, and those that warps of a CTA meet at by number."""
+
+from dataclasses import dataclass, field
+
+
+class WrongBarrier(AssertionError):
+    """A barrier was used against its contract."""
+
+
+@dataclass
+class MBarrier:
+    """`mbarrier`: a phase ends when as many have arrived as expected and all bytes asked for are there."""
+
+    count: int
+    phase: int = 0
+    pending: int = 0
+    bytes_due: int = 0
+
+    def __post_init__(self) -> None:
+        self.pending = self.count
+
+    def arrive(self, times: int = 1, expect: int = 0) -> None:
+        self.bytes_due += expect
+        self.pending -= times
+        if self.pending < 0:
+            raise WrongBarrier(f"{times} arrivals where {self.pending + times} of {self.count} were due")
+        self._end()
+
+    def complete(self, size: int) -> None:
+        """`size` bytes have arrived."""
+        self.bytes_due -= size
+        self._end()
+
+    def _end(self) -> None:
+        if self.pending == 0 and self.bytes_due == 0:
+            self.phase += 1
+            self.pending = self.count
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of this parity has ended: the one under way has the other."""
+        return self.phase & 1 != parity & 1
+
+
+@dataclass
+class Meeting:
+    """`barrier.sync`, `bar.sync`: warps wait until `threads` are there."""
+
+    threads: int
+    arrived: int = 0
+    rounds: int = 0
+
+    def arrive(self) -> int:
+        """The round that the warp must see ended."""
+        self.arrived += 32
+        due = self.rounds
+        if self.arrived == self.threads:
+            self.arrived, self.rounds = 0, self.rounds + 1
+        return due
+
+
+@dataclass
+class Barriers:
+    """Those of a CTA of so many threads."""
+
+    threads: int
+    by_address: dict[int, MBarrier] = field(default_factory=dict)
+    by_number: dict[int, Meeting] = field(default_factory=dict)
+
+    def at(self, address: int) -> MBarrier:
+        """
+        Raises:
+            WrongBarrier: none was initialised there.
+        """
+        if address not in self.by_address:
+            raise WrongBarrier(f"no barrier at {address}, only at {sorted(self.by_address)}")
+        return self.by_address[address]
+
+    def numbered(self, number: int, threads: int | None) -> Meeting:
+        """
+        Raises:
+            WrongBarrier: others wait there for another number of threads.
+        """
+        meeting = self.by_number.setdefault(number, Meeting(threads or self.threads))
+        if meeting.threads != (threads or self.threads):
+            if meeting.arrived:
+                raise WrongBarrier(f"barrier {number}: {threads} threads, but {meeting.threads} for those that wait")
+            meeting.threads = threads or self.threads
+        return meeting
