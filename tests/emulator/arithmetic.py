@@ -19,8 +19,11 @@ def from_bf16(bits: Array) -> Array:
 
 def to_bf16(x: Array) -> Array:
     bits = np.ascontiguousarray(x, f32).view(u32)
-    rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16)
-    return np.where(np.isnan(x), u32(0x7FFF), rounded).astype(u16)
+    rounded = ((bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) >> u32(16)).astype(u16)
+    nan = (bits & u32(0x7FFFFFFF)) > u32(0x7F800000)
+    if nan.any():
+        rounded[nan] = 0x7FFF
+    return rounded
 
 
 def from_f16(bits: Array) -> Array:
@@ -102,7 +105,7 @@ def bfe(x: Array, at: Array, length: Array) -> Array:
 
 def mul_hi(a: Array, b: Array) -> Array:
     wide = i64 if a.dtype.kind == "i" else u64
-    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+    return ((a.astype(wide) * b.astype(wide)) >> wide(8 * a.dtype.itemsize)).astype(a.dtype)
 
 
 def mul_wide(a: Array, b: Array) -> Array:
@@ -140,10 +143,10 @@ def smaller(a: Array, b: Array) -> Array:
     return np.fmin(a, b)
 
 
-def to_integer(x: Array, kind: Any) -> Array:
-    """`cvt.rzi`: towards zero, held to the type's range, NaN to 0."""
+def to_integer(x: Array, kind: str) -> Array:
+    """Whole numbers, held to the type's range, NaN to 0."""
     limits = np.iinfo(kind)
-    return np.clip(np.trunc(np.nan_to_num(x.astype(f64))), limits.min, limits.max).astype(kind)
+    return np.clip(np.nan_to_num(x.astype(f64)), limits.min, limits.max).astype(kind)
 
 
 def shuffled(x: Array, lanes: Array) -> Array:

@@ -28,6 +28,7 @@ DTYPES = {
     "P": np.bool_, "H": np.uint16, "Hs": np.int16, "R": np.uint32, "S": np.int32, "F": np.float32, "D": np.uint64,
     "L": np.int64,
 }  # fmt: skip
+ROUNDED = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 SPECIAL = {"%tid.x": "w.tid", "%ctaid.x": "w.ctaid", "%nctaid.x": "w.nctaid", "%laneid": "w.lanes"}
 
 
@@ -162,7 +163,8 @@ def _cvt(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str
     if of in ("bf16", "f16"):
         return f"NARROW[{of!r}][0]({reads[0]})", into
     if of == "f32":
-        return f"to_integer({reads[0]}, np.dtype({DTYPES[VIEWS[into]].__name__!r}).type)", into
+        whole = next((f"{ROUNDED[p]}({reads[0]})" for p in parts if p in ROUNDED), reads[0])
+        return whole if into == "f32" else f"to_integer({whole}, {DTYPES[VIEWS[into]].__name__!r})", into
     return f"{reads[0]}.astype({DTYPES[VIEWS[into]].__name__!r})", into
 
 

@@ -1,6 +1,12 @@
-"""Barriers in shared memory, and those that warps of a CTA meet at by number."""
+"""Barriers in shared memory, and those that warps of a CTA meet at by number; with what those that wait learn."""
 
 from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.emulator.arithmetic import Array
+
+NOTHING: Array = np.zeros(1, np.int32)
 
 
 class WrongBarrier(AssertionError):
@@ -9,15 +15,24 @@ class WrongBarrier(AssertionError):
 
 @dataclass
 class MBarrier:
-    """`mbarrier`: a phase ends when as many have arrived as expected and all bytes asked for are there."""
+    """`mbarrier`: a phase ends when as many have arrived as expected and all bytes asked for are there.
+
+    Attributes:
+        told: what those that arrived in this phase and before knew (see races.py); `known`: at the last phase's end.
+    """
 
     count: int
     phase: int = 0
     pending: int = 0
     bytes_due: int = 0
+    told: Array = field(default_factory=lambda: NOTHING)
+    known: Array = field(default_factory=lambda: NOTHING)
 
     def __post_init__(self) -> None:
         self.pending = self.count
+
+    def tell(self, known: Array) -> None:
+        self.told = np.maximum(self.told, known)
 
     def arrive(self, times: int = 1, expect: int = 0) -> None:
         self.bytes_due += expect
@@ -35,6 +50,7 @@ class MBarrier:
         if self.pending == 0 and self.bytes_due == 0:
             self.phase += 1
             self.pending = self.count
+            self.known = self.told
 
     def passed(self, parity: int) -> bool:
         """Whether the phase of this parity has ended: the one under way has the other."""
@@ -48,13 +64,16 @@ class Meeting:
     threads: int
     arrived: int = 0
     rounds: int = 0
+    told: Array = field(default_factory=lambda: NOTHING)
+    known: Array = field(default_factory=lambda: NOTHING)
 
-    def arrive(self) -> int:
+    def arrive(self, known: Array) -> int:
         """The round that the warp must see ended."""
         self.arrived += 32
+        self.told = np.maximum(self.told, known)
         due = self.rounds
         if self.arrived == self.threads:
-            self.arrived, self.rounds = 0, self.rounds + 1
+            self.arrived, self.rounds, self.known = 0, self.rounds + 1, self.told
         return due
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tests.emulator.arithmetic import Array
+from tests.emulator.races import WORD, Races
 
 SHARED_BASE = 1024  # address of `global_smem`
 UNSET = 0xFF
@@ -82,7 +83,7 @@ class GlobalMemory:
 
 @dataclass
 class SharedMemory:
-    """Of one CTA.
+    """Of one CTA of so many warps.
 
     Attributes:
         seen: as threads see it.
@@ -91,15 +92,18 @@ class SharedMemory:
     """
 
     size: int
+    warps: int
     seen: Array = field(init=False)
     matrix: Array = field(init=False)
     barriers: Array = field(init=False)
+    races: Races = field(init=False)
     _unfenced: dict[int, list[Array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.seen = np.full(-(-self.size // 16) * 16, UNSET, np.uint8)  # whole words of every type
         self.matrix = self.seen.copy()
         self.barriers = np.zeros(len(self.seen), np.bool_)
+        self.races = Races(self.size, self.warps)
 
     def _index(self, addresses: Array, size: int) -> Array:
         at = addresses.astype(np.int64) - SHARED_BASE
@@ -109,20 +113,27 @@ class SharedMemory:
             raise WrongAccess(f"shared memory at {addresses} holds a barrier")
         return at
 
-    def load(self, addresses: Array, bits: int, count: int, mask: Array | None) -> tuple[Array, Array]:
+    def load(
+        self, warp: int, addresses: Array, bits: int, count: int, mask: Array | None
+    ) -> tuple[Array, Array]:
         """([count, active lanes] of `bits` each, which lanes)."""
         unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
         at = self._index(addresses[lanes], unit * count)
+        self.races.read(_words(at, unit * count), warp)
         index = at[None] // unit + np.arange(count)[:, None]
         return self.seen.view(f"u{unit}")[index], lanes
 
     def store(self, warp: int, addresses: Array, values: list[Array], bits: int, mask: Array | None) -> None:
         unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
         at = self._index(addresses[lanes], unit * len(values))
+        touched = (at[:, None] + np.arange(unit * len(values))).reshape(-1)
+        before = self.seen[touched]
         whole = self.seen.view(f"u{unit}")
         for i, value in enumerate(values):
             whole[at // unit + i] = value[lanes].astype(f"u{unit}")
-        self._unfenced.setdefault(warp, []).append((at[:, None] + np.arange(unit * len(values))).reshape(-1))
+        changed = touched[before != self.seen[touched]] // WORD
+        self.races.write(_words(at, unit * len(values)), warp, changed=changed)
+        self._unfenced.setdefault(warp, []).append(touched)
 
     def fence(self, warp: int) -> None:
         """What this warp wrote reaches the copy engine and the tensor cores."""
@@ -137,6 +148,6 @@ class SharedMemory:
         self.matrix[at] = values
 
 
-def lanes_of(mask: Any) -> int:
-    """How many lanes take part."""
-    return 32 if mask is None else int(np.count_nonzero(mask))
+def _words(at: Array, size: int) -> Array:
+    """The words that `size` bytes from each of `at` on lie in."""
+    return (at[:, None] + np.arange(0, size, WORD)).reshape(-1) // WORD

@@ -1,7 +1,7 @@
 """A kernel's PTX as Python functions: straight pieces of code that a warp runs one at a time.
 
-A piece ends where a warp may wait or where others may come in between: at barriers, copies and products. Each returns
-the number of the next, or `DONE`. Branches must be the same for all lanes, as Triton's are.
+A piece ends where a warp may wait or where others may come in between: at barriers, copies, products and branches. Each
+returns the number of the next, or `DONE`.
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.emulator import arithmetic
 from tests.emulator.arithmetic import Array
-from tests.emulator.lanes import Names, Unsupported, line_of, vector
+from tests.emulator.lanes import HANDLERS, Names, Unsupported, line_of, vector
 from tests.emulator.memory import SHARED_BASE
 from tests.emulator.ptx import Instruction, Program, parse
 
@@ -31,15 +31,32 @@ class Code:
     """A kernel, ready to run.
 
     Attributes:
-        pieces: what a warp runs, by number; the first is 0.
+        pieces: what a warp runs, by number, in the order of the text; the first is 0.
+        follows: which may come behind each.
+        pure: those that change registers and nothing else.
         sizes: registers of each bank.
         params: name and type of each.
     """
 
     pieces: list[Callable[["Warp"], int]]
+    follows: list[set[int]]
+    pure: set[int]
     sizes: dict[str, int]
     params: list[tuple[str, str]]
     threads: int
+
+    def meeting(self, one: int, other: int) -> int:
+        """Where lanes that went on at `one` and at `other` are together again."""
+        return min(self._ahead(one) & self._ahead(other))
+
+    def _ahead(self, piece: int) -> set[int]:
+        found, rest = set(), [piece]
+        while rest:
+            at = rest.pop()
+            if at not in found and at >= piece:
+                found.add(at)
+                rest += self.follows[at]
+        return found
 
 
 def address_of_param(index: int) -> int:
@@ -57,19 +74,26 @@ class _Translator:
     def code(self) -> Code:
         instructions = self.program.instructions
         for i, instruction in enumerate(instructions):
-            if _pauses(instruction.op):
+            if _pauses(instruction):
                 self.starts.add(i + 1)
         begins = sorted(s for s in self.starts if s < len(instructions))
         self.number = {begin: n for n, begin in enumerate(begins)} | {len(instructions): DONE}
-        text = []
+        text, follows, pure = [], [], set()
         for n, begin in enumerate(begins):
             end = begins[n + 1] if n + 1 < len(begins) else len(instructions)
             lines = [line for i in range(begin, end) for line in self._lines(instructions[i], i)]
             text.append("\n    ".join([f"def piece_{n}(w):", _PROLOGUE, *lines, f"return {self.number[end]}"]))
+            if all(_is_pure(ins) for ins in instructions[begin:end]):
+                pure.add(n)
+            onward = {self.number[end]} | {m for ins in instructions[begin:end] for m in self._targets(ins)}
+            follows.append(onward - {DONE})
         scope: dict[str, Any] = vars(arithmetic) | {"C": self.names.constants, "J": self.rows, "uniform": uniform}
         exec(compile("\n".join(text), "<kernel>", "exec"), scope)
         pieces = [scope[f"piece_{n}"] for n in range(len(begins))]
-        return Code(pieces, self.names.sizes, self.program.params, self.program.threads)
+        return Code(pieces, follows, pure, self.names.sizes, self.program.params, self.program.threads)
+
+    def _targets(self, ins: Instruction) -> list[int]:
+        return [self.number[self.program.labels[ins.operands[0]]]] if ins.op.startswith("bra") else []
 
     def _lines(self, ins: Instruction, at: int) -> list[str]:
         head = next((h for h in SPECIAL if ins.op.startswith(h)), "")
@@ -78,7 +102,7 @@ class _Translator:
         if ins.op.startswith(NOTHING):
             return []
         if ins.op.startswith("bra"):
-            return [self._branch(ins)]
+            return [self._branch(ins, at)]
         return [line_of(self.names, ins)]
 
     def mask(self, ins: Instruction) -> str:
@@ -90,9 +114,11 @@ class _Translator:
         self.rows.append(np.array([self.names.register(name) for name in registers]))
         return f"J[{len(self.rows) - 1}]"
 
-    def _branch(self, ins: Instruction) -> str:
+    def _branch(self, ins: Instruction, at: int) -> str:
         target = self.number[self.program.labels[ins.operands[0]]]
-        return f"if uniform({self.mask(ins)}): return {target}" if ins.guard else f"return {target}"
+        if not ins.guard:
+            return f"return {target}"
+        return f"return w.branch({self.mask(ins)}, {target}, {self.number[at + 1]})"
 
 
 _PROLOGUE = "P = w.P; H = w.H; Hs = w.Hs; R = w.R; S = w.S; F = w.F; D = w.D; L = w.L"
@@ -101,16 +127,23 @@ _PROLOGUE = "P = w.P; H = w.H; Hs = w.Hs; R = w.R; S = w.S; F = w.F; D = w.D; L 
 def uniform(condition: Array) -> bool:
     """
     Raises:
-        Unsupported: lanes of a warp would part ways.
+        Unsupported: lanes of a warp differ.
     """
     first = bool(condition[0])
     if (condition != first).any():
-        raise Unsupported("a branch that some lanes of a warp take and others do not")
+        raise Unsupported("lanes of a warp part ways where they must not")
     return first
 
 
-def _pauses(op: str) -> bool:
-    return op.startswith(("mbarrier", "bar.sync", "barrier", "cp.async.bulk", "wgmma.mma", "wgmma.wait", "atom"))
+def _pauses(ins: Instruction) -> bool:
+    """Whether a piece ends behind it."""
+    if ins.op.startswith("bra"):
+        return bool(ins.guard)
+    return ins.op.startswith(("mbarrier", "bar.sync", "barrier", "cp.async.bulk", "wgmma.mma", "wgmma.wait", "atom"))
+
+
+def _is_pure(ins: Instruction) -> bool:
+    return ins.op.split(".")[0] in ("bra", *HANDLERS) and not ins.op.startswith(("shfl", "redux"))
 
 
 def _bits(op: str) -> tuple[int, int]:
@@ -123,13 +156,13 @@ def _bits(op: str) -> tuple[int, int]:
 
 
 def _load(t: _Translator, ins: Instruction) -> str:
-    bits, count = _bits(ins.op)
-    space = "shared" if ".shared" in ins.op else "memory"
+    bits, _ = _bits(ins.op)
+    space = "shared" if ".shared" in ins.op else "global"
     target = vector(ins.operands[0])
     bank = {8: "b16", 16: "b16", 32: "b32", 64: "b64"}[bits]
     size = t.names._size(target[0]) if bits == 8 else bank
     into = ", ".join(t.names.written(name, size) for name in target)
-    return f"w.load(w.{space}, ({into},), {t.names.address(ins.operands[1])}, {bits}, {count}, {t.mask(ins)})"
+    return f"w.load_{space}(({into},), {t.names.address(ins.operands[1])}, {bits}, {t.mask(ins)})"
 
 
 def _store(t: _Translator, ins: Instruction) -> str:
@@ -164,6 +197,10 @@ def _product(t: _Translator, ins: Instruction) -> str:
 
 def _initialise(t: _Translator, ins: Instruction) -> str:
     return f"w.new_barrier({t.names.address(ins.operands[0])}, {int(ins.operands[1])}, {t.mask(ins)})"
+
+
+def _invalidate(t: _Translator, ins: Instruction) -> str:
+    return f"w.end_barrier({t.names.address(ins.operands[0])}, {t.mask(ins)})"
 
 
 def _arrive(t: _Translator, ins: Instruction) -> str:
@@ -238,6 +275,7 @@ SPECIAL: dict[str, Callable[[_Translator, Instruction], str]] = {
     "wgmma.commit_group": lambda t, ins: "w.commit_products()",
     "wgmma.wait_group": lambda t, ins: f"w.await_products({int(ins.operands[0])})",
     "mbarrier.init": _initialise,
+    "mbarrier.inval": _invalidate,
     "mbarrier.arrive": _arrive,
     "mbarrier.expect_tx": _arrive,
     "mbarrier.try_wait": _await,

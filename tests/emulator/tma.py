@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from tests.emulator.arithmetic import Array
 from tests.emulator.memory import SHARED_BASE, GlobalMemory, SharedMemory, WrongAccess
+from tests.emulator.races import WORD
 
 SWIZZLE_BITS = {0: 0, 1: 1, 2: 3, 3: 7}  # of a tensor map's mode: which 16 bytes of a line change places
 
@@ -49,35 +50,40 @@ class TensorMap:
         """Each element's place in the box, [elements, dimensions]."""
         return np.stack(np.meshgrid(*(np.arange(b) for b in self.box), indexing="ij"), -1).reshape(-1, len(self.box))
 
-    def _places(self, at: Sequence[int], to: int) -> tuple[Array, Array, Array]:
-        """(which elements lie in the tensor; their addresses; every byte's place in shared memory)."""
+    @lru_cache(maxsize=1024)  # noqa: B019  # frozen, and a launch has few
+    def places(self, start: int) -> tuple[Array, Array]:
+        """Where in shared memory the bytes of a box at address `start` lie, [elements, unit]; the words they are in."""
+        line = start + np.arange(len(self._inside)) * self.unit
+        line = swizzled(line, SWIZZLE_BITS[self.swizzle]) - SHARED_BASE
+        return line[:, None] + np.arange(self.unit), np.unique(line // WORD)
+
+    def _elements(self, at: Sequence[int]) -> tuple[Array, Array]:
+        """(which elements of the box at `at` lie in the tensor; their addresses)."""
         index = self._inside + np.asarray(at)
         held = ((index >= 0) & (index < np.asarray(self.shape))).all(-1)
-        where = self.base + index @ np.asarray(self.strides, np.int64)
-        line = to + np.arange(len(index)) * self.unit
-        line = swizzled(line, SWIZZLE_BITS[self.swizzle]) - SHARED_BASE
-        return held, where, line[:, None] + np.arange(self.unit)
+        return held, (self.base + index @ np.asarray(self.strides, np.int64))[held]
 
-    def load(self, memory: GlobalMemory, shared: SharedMemory, at: Sequence[int], to: int) -> None:
-        """The box at `at`, zeros outside the tensor."""
-        held, where, line = self._places(at, to)
+    def load(self, memory: GlobalMemory, shared: SharedMemory, at: Sequence[int], to: Array) -> None:
+        """The box at `at` to places `to`, zeros outside the tensor."""
+        held, where = self._elements(at)
         values = np.zeros((len(held), self.unit), np.uint8)
         if held.any():
-            values[held] = _bytes(memory, where[held], self.unit)
-        shared.bring(line.reshape(-1), values.reshape(-1))
+            region, index = _bytes(memory, where, self.unit)
+            values[held] = region[index]
+        shared.bring(to.reshape(-1), values.reshape(-1))
 
-    def store(self, memory: GlobalMemory, shared: SharedMemory, at: Sequence[int], of: int) -> None:
-        """The box at `at`, but for what lies outside the tensor."""
-        held, where, line = self._places(at, of)
+    def store(self, memory: GlobalMemory, shared: SharedMemory, at: Sequence[int], of: Array) -> None:
+        """Places `of` to the box at `at`, but for what lies outside the tensor."""
+        held, where = self._elements(at)
         if held.any():
-            region, first = memory.region(int(where[held].min()), int(np.ptp(where[held])) + self.unit)
-            to = where[held] - where[held].min() + first
-            region[to[:, None] + np.arange(self.unit)] = shared.matrix[line[held]]
+            region, index = _bytes(memory, where, self.unit)
+            region[index] = shared.matrix[of[held]]
 
 
-def _bytes(memory: GlobalMemory, where: Array, unit: int) -> Array:
+def _bytes(memory: GlobalMemory, where: Array, unit: int) -> tuple[Array, Array]:
+    """The tensor that elements at these addresses belong to, and the places of their bytes in it."""
     region, first = memory.region(int(where.min()), int(np.ptp(where)) + unit)
-    return region[(where - where.min() + first)[:, None] + np.arange(unit)]  # type: ignore[no-any-return]
+    return region, (where - where.min() + first)[:, None] + np.arange(unit)
 
 
 def tensor_map(descriptor: Any, meta: dict[str, Any]) -> TensorMap:

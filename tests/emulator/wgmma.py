@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.emulator.arithmetic import NARROW, Array
 from tests.emulator.memory import SHARED_BASE, SharedMemory, WrongAccess
+from tests.emulator.races import WORD
 from tests.emulator.tma import swizzled
 
 DEPTH = 16  # of an instruction with 16-bit operands
@@ -46,15 +47,31 @@ def _offsets(rows: int, across: bool, leading: int, stride: int, mode: int) -> A
     return row // wide * leading + row % wide * 2 + k // 8 * stride + k % 8 * line  # type: ignore[no-any-return]
 
 
-def matrix(shared: SharedMemory, bits: int, rows: int, first: int, across: bool, kind: str) -> Array:
-    """[rows, DEPTH] from row `first` on, in fp32."""
+@dataclass(frozen=True)
+class Places:
+    """Where in shared memory an operand lies: bytes of its elements `[rows, DEPTH]`, and the words that they are in."""
+
+    at: Array
+    words: Array
+
+
+@lru_cache(maxsize=4096)
+def places(size: int, bits: int, rows: int, first: int, across: bool) -> Places:
+    """A matrix from its row `first` on, of `size` bytes of shared memory.
+
+    Raises:
+        WrongAccess: it lies outside.
+    """
     d = Descriptor.of(bits)
     at = d.start + _offsets(first + rows, across, d.leading, d.stride, d.mode)[first:]
     at = swizzled(at, SWIZZLES[d.mode]) - SHARED_BASE
-    if at.min() < 0 or at.max() + 2 > shared.size:
-        raise WrongAccess(f"operands at {at.min()} to {at.max()} of {shared.size} bytes of shared memory: {d}")
-    halves = shared.matrix.view(np.uint16)[at // 2]
-    return NARROW[kind][0](halves)
+    if at.min() < 0 or at.max() + 2 > size:
+        raise WrongAccess(f"operands at {at.min()} to {at.max()} of {size} bytes of shared memory: {d}")
+    return Places(at, np.unique(at // WORD))
+
+
+def _matrix(shared: SharedMemory, at: Array, kind: str) -> Array:
+    return NARROW[kind][0](shared.matrix.view(np.uint16)[at // 2])
 
 
 def fragment(registers: Array, kind: str) -> Array:
@@ -81,27 +98,21 @@ class Product:
     """One instruction of one warp, in flight.
 
     Attributes:
-        a: four words a lane, or a descriptor.
-        sums: the first of the registers that it adds to, in `Warp.sums`.
+        sums: the first of the registers that it adds to, by which `Warp.sums` has them.
+        a: the warp's 16 rows, in fp32; or where they lie.
+        b: where the second operand lies.
     """
 
     sums: int
-    columns: int
-    a: Array | int
-    b: int
+    a: Array | Places
+    b: Places
     adds: bool
     signs: tuple[int, int]
-    across: tuple[bool, bool]
     kind: str
 
-    def run(self, shared: SharedMemory, warp: int, sums: Array) -> None:
-        """Adds to `sums` `[16, columns]` what warp `warp` of its group has of the product."""
-        if isinstance(self.a, int):
-            a = matrix(shared, self.a, 16, 16 * warp, self.across[0], self.kind)
-        else:
-            a = fragment(self.a, self.kind)
-        b = matrix(shared, self.b, self.columns, 0, self.across[1], self.kind)
-        product = (a * self.signs[0]) @ (b * self.signs[1]).T
+    def run(self, shared: SharedMemory, sums: Array) -> None:
+        """Adds to `sums` `[16, columns]`."""
+        a = _matrix(shared, self.a.at, self.kind) if isinstance(self.a, Places) else self.a
         if not self.adds:
             sums[:] = 0
-        sums += product
+        sums += (a * self.signs[0]) @ (_matrix(shared, self.b.at, self.kind) * self.signs[1]).T
