@@ -28,6 +28,7 @@ DTYPES = {
     "P": np.bool_, "H": np.uint16, "Hs": np.int16, "R": np.uint32, "S": np.int32, "F": np.float32, "D": np.uint64,
     "L": np.int64,
 }  # fmt: skip
+BYTES = {"s8": "i1", "u8": "u1"}  # held in 16 bits
 ROUNDED = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 SPECIAL = {"%tid.x": "w.tid", "%ctaid.x": "w.ctaid", "%nctaid.x": "w.nctaid", "%laneid": "w.lanes"}
 
@@ -155,6 +156,9 @@ def _mov(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str
 
 def _cvt(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str, str]:
     into, of = parts[-2], parts[-1]
+    if of in BYTES:
+        byte = f"{names.read(operands[1], 'b16')}.astype('{BYTES[of]}')"
+        return f"{byte}.astype({DTYPES[VIEWS[into]].__name__!r})", into
     reads = [names.read(o, of) for o in operands[1:]]
     if into in ("bf16x2", "f16x2"):
         return f"rounded_pair({into[:-2]!r}, {', '.join(reads)})", into
@@ -220,7 +224,8 @@ def _div(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str
 def _extreme(of_integers: str, of_floats: str) -> Handler:
     def handle(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str, str]:
         ordered = parts[-1] == "f32" and "NaN" not in parts
-        return _plain(of_floats if ordered else of_integers)(names, parts, operands)
+        expression, kind = _plain(of_floats if ordered else of_integers)(names, parts, operands)
+        return (f"np.maximum({expression}, 0)" if "relu" in parts else expression), kind
 
     return handle
 
@@ -265,6 +270,21 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
+_WAYS = {"wide", "lo", "hi"}
+MODIFIERS: dict[str, set[str]] = {  # beside types, and what changes nothing here
+    "min": {"NaN", "relu"},
+    "max": {"NaN", "relu"},
+    "mul": _WAYS,
+    "mad": _WAYS - {"hi"},
+    "setp": {"lt", "le", "gt", "ge", "eq", "ne", "ltu", "leu", "gtu", "geu", "equ", "neu"},
+    "cvt": {*ROUNDED, *BYTES},
+    "cvta": {"param"},
+    "shfl": {"sync", "idx", "bfly", "up", "down"},
+    "redux": {"sync", "or", "and", "xor", "add", "max"},
+}
+INDIFFERENT = {"rn", "ftz", "approx", "full"}
+
+
 def line_of(names: Names, instruction: Instruction) -> str:
     """The instruction as one line of Python.
 
@@ -272,7 +292,8 @@ def line_of(names: Names, instruction: Instruction) -> str:
         Unsupported: it has no meaning here.
     """
     parts, operands = instruction.op.split("."), instruction.operands
-    if parts[0] not in HANDLERS:
+    known = MODIFIERS.get(parts[0], set()) | INDIFFERENT | set(VIEWS)
+    if parts[0] not in HANDLERS or not known.issuperset(parts[1:]):
         raise Unsupported(str(instruction))
     if parts[0] == "mov" and operands[0].startswith("{"):
         return _taken_apart(names, parts[-1], operands)

@@ -7,6 +7,7 @@ returns the number of the next, or `DONE`.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,16 +47,26 @@ class Code:
     threads: int
 
     def meeting(self, one: int, other: int) -> int:
-        """Where lanes that went on at `one` and at `other` are together again."""
-        return min(self._ahead(one) & self._ahead(other))
+        """Where lanes that went on at `one` and at `other` are together again, at the latest: the first piece that
+        both come by on every way."""
+        shared = self._on_every_way[one] & self._on_every_way[other]
+        ways = [n for n in range(len(self.pieces)) if shared >> n & 1]
+        return max(ways, key=lambda n: self._on_every_way[n].bit_count())
 
-    def _ahead(self, piece: int) -> set[int]:
-        found, rest = set(), [piece]
-        while rest:
-            at = rest.pop()
-            if at not in found and at >= piece:
-                found.add(at)
-                rest += self.follows[at]
+    @cached_property
+    def _on_every_way(self) -> list[int]:
+        """Of each piece those that come after it whatever happens, as bits, itself too."""
+        every = (1 << len(self.pieces)) - 1
+        found = [every if onward else 1 << n for n, onward in enumerate(self.follows)]
+        changed = True
+        while changed:
+            changed = False
+            for n in reversed(range(len(found))):
+                behind = every if self.follows[n] else 0
+                for onward in self.follows[n]:
+                    behind &= found[onward]
+                changed |= found[n] != (behind | 1 << n)
+                found[n] = behind | 1 << n
         return found
 
 
@@ -85,15 +96,23 @@ class _Translator:
             text.append("\n    ".join([f"def piece_{n}(w):", _PROLOGUE, *lines, f"return {self.number[end]}"]))
             if all(_is_pure(ins) for ins in instructions[begin:end]):
                 pure.add(n)
-            onward = {self.number[end]} | {m for ins in instructions[begin:end] for m in self._targets(ins)}
-            follows.append(onward - {DONE})
+            follows.append(self._onward(instructions[begin:end], self.number[end]))
         scope: dict[str, Any] = vars(arithmetic) | {"C": self.names.constants, "J": self.rows, "uniform": uniform}
         exec(compile("\n".join(text), "<kernel>", "exec"), scope)
         pieces = [scope[f"piece_{n}"] for n in range(len(begins))]
         return Code(pieces, follows, pure, self.names.sizes, self.program.params, self.program.threads)
 
-    def _targets(self, ins: Instruction) -> list[int]:
-        return [self.number[self.program.labels[ins.operands[0]]]] if ins.op.startswith("bra") else []
+    def _onward(self, piece: list[Instruction], behind: int) -> set[int]:
+        """Which pieces may come after one; `behind` is that next to it."""
+        last = piece[-1]
+        labels = []
+        if last.op.startswith("bra"):
+            labels = [last.operands[0]]
+        elif last.op.startswith("brx"):
+            labels = self.program.targets[last.operands[1]]
+        leaves = last.op.startswith(("bra", "brx", "ret", "exit")) and not last.guard
+        found = {self.number[self.program.labels[label]] for label in labels}
+        return found if leaves or behind == DONE else found | {behind}
 
     def _lines(self, ins: Instruction, at: int) -> list[str]:
         head = next((h for h in SPECIAL if ins.op.startswith(h)), "")
@@ -138,8 +157,8 @@ def uniform(condition: Array) -> bool:
 def _pauses(ins: Instruction) -> bool:
     """Whether a piece ends behind it."""
     if ins.op.startswith("bra"):
-        return bool(ins.guard)
-    return ins.op.startswith(("mbarrier", "bar.sync", "barrier", "cp.async.bulk", "wgmma.mma", "wgmma.wait", "atom"))
+        return True
+    return ins.op.startswith(("brx", "ret", "exit", "mbarrier", "bar.sync", "barrier", "cp.async.bulk", "wgmma.mma", "wgmma.wait", "atom"))
 
 
 def _is_pure(ins: Instruction) -> bool:
@@ -204,6 +223,8 @@ def _invalidate(t: _Translator, ins: Instruction) -> str:
 
 
 def _arrive(t: _Translator, ins: Instruction) -> str:
+    if ".no" in ins.op or ".cluster." in ins.op:
+        raise Unsupported(str(ins))
     at = next(i for i, o in enumerate(ins.operands) if o.startswith("["))
     expect = ".expect_tx" in ins.op
     amount = t.names.read(ins.operands[at + 1], "u32") if len(ins.operands) > at + 1 else t.names.read("1", "u32")

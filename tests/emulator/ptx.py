@@ -103,6 +103,8 @@ def _read(program: Program, statement: str, scope: tuple[int, ...]) -> None:
             family = re.fullmatch(r"\s*(%\w+?)<\d+>\s*", name)
             plain = name.strip()
             program.kinds[family.group(1) if family else _scoped(plain, scope[-1], len(scope))] = kind[1:]
+    elif statement.startswith(("$L__tmp", "$L__func")):
+        pass  # for debuggers
     elif statement.endswith(":"):
         program.labels[_scoped(statement[:-1].strip(), scope[-1], len(scope))] = len(program.instructions)
     elif ".branchtargets" in statement:

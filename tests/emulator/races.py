@@ -3,7 +3,7 @@
 Agents are warps, and for each warp its products in flight and its boxes on their way out, which end with the group that
 it waits for, and barriers, for the boxes that they count. A clock is advanced by whoever hands on what it has done: an
 arrival, a meeting, a group; who waits for it knows all that it knew. An access must know of every conflicting one
-before it, where words of 4 bytes are told apart. An asynchronous access knows what its issuer knew.
+before it, where every 2 bytes are told apart. An asynchronous access knows what its issuer knew.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.emulator.arithmetic import Array
 
-WORD = 4  # bytes
+WORD = 2  # bytes: the least that a warp of ours stores
 MOST_BARRIERS = 64  # of a CTA
 
 

@@ -1,0 +1,131 @@
+"""`python -m tests.kernels.emulated_linear --form transposed`: products as compiled for Hopper, on the emulator.
+
+A process without Triton's interpreter. Every kind of tile and epilogue of both forms in Gluon, and of plain Triton in
+bf16, which its interpreter cannot: the rule at its strictest against the twin, statistics, rows past the count, the same
+bits in another order of warps and copies. Prints a line a case.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusedvit.kernels import linear as plain
+from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.hopper import linear as hopper
+from fusedvit.kernels.hopper import transposed
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
+from fusedvit.kernels.reference.linear import linear as linear_ref
+from tests.emulator.launches import emulated
+from tests.kernels.linear_cases import Fused, Layer, fused, scratch_for, tensors
+from tests.kernels.support import assert_rounded_once
+
+CPU = torch.device("cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PROGRAMS = 4  # of a persistent grid: several tiles each
+QKV = Layer(150, 192, 576, norm=True, part=64, heads=4)  # heads of 48, rows of three tiles and a part of one
+FC1 = Layer(150, 256, 272, norm=True, part=128, activation="gelu_tanh")  # columns of four chunks and a quarter
+FC2 = Layer(150, 272, 192, residual=True, stats=True)
+SWIGLU = Layer(150, 192, 320, norm=True, rms=True, part=64, activation="swiglu")
+TAPS = Layer(150, 192, 192, taps=True, stats=True)
+DEEP = Layer(70, 512, 256, norm=True, merged=4, part=64, activation="gelu")
+QKV_80 = Layer(90, 320, 480, norm=True, rms=True, part=64, heads=2)
+HOPPER = {
+    "taps": (TAPS, HopperLinearConfig(64, 192, 1, 5)),
+    "qkv": (QKV, HopperLinearConfig(64, 192, 1, 5)),
+    "qkv, three consumers": (QKV, HopperLinearConfig(64, 192, 3, 3)),
+    "qkv, 128 rows": (QKV, HopperLinearConfig(128, 128, 1, 4)),
+    "qkv, heads of 80, rms": (QKV_80, HopperLinearConfig(64, 192, 2, 4)),
+    "fc1": (FC1, HopperLinearConfig(64, 256, 2, 3)),
+    "fc1, quick": (replace(FC1, activation="quick_gelu"), HopperLinearConfig(64, 128, 3, 4)),
+    "fc1, massive channels": (replace(FC1, massive=True), HopperLinearConfig(64, 128, 1, 6)),
+    "swiglu": (SWIGLU, HopperLinearConfig(128, 128, 1, 4)),
+    "fc2": (FC2, HopperLinearConfig(64, 64, 1, 8)),
+    "fc2, three consumers": (FC2, HopperLinearConfig(64, 192, 3, 3)),
+    "fc2 in two": (replace(FC2, k=320), HopperLinearConfig(64, 128, 1, 6, splits=2)),
+    "fc2 of two in three": (replace(FC2, rows=100, k=448, n=128), HopperLinearConfig(64, 128, 2, 5, splits=3)),
+    "fc2 in four": (replace(FC2, rows=61, k=576), HopperLinearConfig(64, 192, 1, 5, splits=4)),
+    "deepstack fc1": (DEEP, HopperLinearConfig(64, 256, 2, 3)),
+    "merger fc2": (Layer(70, 256, 256, bias=False), HopperLinearConfig(64, 128, 1, 6)),
+}
+TRANSPOSED = {
+    "qkv, 112 rows": (replace(QKV, k=320), HopperTransposedConfig(112, 3, 5)),
+    "qkv, 192 rows": (replace(QKV, k=256, rows=250), HopperTransposedConfig(192, 3, 4)),
+    "qkv, 128 rows": (replace(QKV, k=320), HopperTransposedConfig(128, 1, 5)),
+    "qkv, 56 rows, heads of 80, rms": (QKV_80, HopperTransposedConfig(56, 2, 5)),
+    "proj, 112 rows": (replace(FC2, k=384), HopperTransposedConfig(112, 1, 6)),
+    "proj, 144 rows": (replace(FC2, k=256), HopperTransposedConfig(144, 3, 4)),
+    "proj, 24 rows": (replace(FC2, rows=61, k=384), HopperTransposedConfig(24, 1, 6)),
+    "fc1, 112 rows": (FC1, HopperTransposedConfig(112, 4, 4)),
+    "fc2, 96 rows": (replace(FC2, k=464), HopperTransposedConfig(96, 2, 6)),
+    "fc2, 40 rows": (replace(FC2, k=464), HopperTransposedConfig(40, 1, 8)),
+    "deepstack fc1, 64 rows": (DEEP, HopperTransposedConfig(64, 2, 8)),
+    "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperTransposedConfig(16, 1, 8)),
+}
+TRITON = {
+    name: (layer, config)
+    for name, layer, config in (
+        ("taps", TAPS, LinearConfig(64, 64, 64, 4, 3)),
+        ("qkv", QKV, LinearConfig(128, 64, 64, 4, 3)),
+        ("fc1", FC1, LinearConfig(128, 128, 64, 8, 3)),
+        ("swiglu", SWIGLU, LinearConfig(64, 128, 64, 4, 3)),
+        ("fc2", FC2, LinearConfig(128, 64, 64, 4, 4)),
+        ("fc2 in two", replace(FC2, k=320), LinearConfig(64, 64, 64, 4, 3, splits=2)),
+        ("deepstack fc1", DEEP, LinearConfig(64, 64, 64, 4, 3)),
+    )
+}
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "hopper": (hopper.linear, HOPPER),
+    "transposed": (transposed.linear, TRANSPOSED),
+    "triton": (plain.linear, TRITON),
+}
+
+
+def bits(arguments: Fused, op: Any, config: Any, seed: int, scratch: Scratch | None = None) -> list[torch.Tensor]:
+    """Rows of the output, and of its statistics."""
+    rows = arguments.layer.rows
+    with emulated(seed=seed, promptness=(0.02, 0.3, 0.9)[seed % 3]):
+        out, stats = arguments.run(op, config, scratch)
+    if stats is None:
+        return [out[:rows]]
+    assert stats.partials[rows:].isnan().all(), "statistics of rows that do not exist"
+    return [out[:rows], stats.partials[:rows]]
+
+
+def check(op: Any, layer: Layer, config: Any, dtype: torch.dtype) -> None:
+    if hasattr(config, "max_programs"):
+        config = replace(config, max_programs=PROGRAMS)
+    t = tensors(layer, dtype, CPU)
+    roomy = fused(layer, t, layer.rows + 70)
+    scratch = scratch_for(config, layer.rows + 70, layer.n, CPU)  # over which launches follow one another
+    first, again = (bits(roomy, op, config, seed, scratch) for seed in (0, 1))
+    twin, stats = fused(layer, t, wide=torch.float64).run(linear_ref, config)
+    assert_rounded_once(first[0], twin, "against the twin:")
+    if stats is not None:
+        expected = fused(layer, t).run(linear_ref, config)[1]
+        assert expected is not None
+        torch.testing.assert_close(first[1], expected.partials[: layer.rows], rtol=0.02, atol=0.05)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "other bits"
+    for rows in (0, 1, layer.rows - 5):
+        few = replace(layer, rows=rows)
+        made = [fused(few, tensors(few, dtype, CPU), room) for room in (max(rows, 1), layer.rows + 70)]
+        exact, more = (bits(arguments, op, config, 2) for arguments in made)
+        assert all(torch.equal(a, b) for a, b in zip(exact, more, strict=True)), f"{rows} rows"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--form", choices=list(FORMS), required=True)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    args = parser.parse_args()
+    op, cases = FORMS[args.form]
+    for name, (layer, config) in cases.items():
+        check(op, layer, config, DTYPES[args.dtype])
+        print(f"right: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
