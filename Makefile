@@ -36,6 +36,7 @@ OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
 TYPED := $(VENV)/typed
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+EMULATED := tests/kernels/test_emulated.py tests/fusedvit/test_emulated_tower.py
 HF_TESTS = $(wildcard tests/fusedvit/test_hf_*.py)
 
 .DEFAULT_GOAL := help
@@ -97,7 +98,8 @@ aot: $(SETUP)
 	$(PY) -m fusedvit.aot --arch 90 --dtype bf16 --tower hd72 hd64 --budget 256 4096 --alike --jobs $(JOBS)
 
 # Every kernel, configuration and architecture: in all sizes on the oldest Triton of our range, which the tables were
-# made with; on the installed one and the newest release one of those that are alike, half as many.
+# made with; on the installed one and the newest release one of those that are alike, half as many. Then what is compiled
+# for Hopper, run on the emulator of its instructions, which pytest does on the installed one.
 # MATRIX="--arch 90 --dtype bf16" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
@@ -112,6 +114,7 @@ aot-matrix: $(SETUP)
 	    echo "kernels on Triton $$version"; \
 	    alike=--alike; [ $$version != $(OLDEST_TRITON) ] || alike=; \
 	    PYTHONPATH=$$folder $(PY) -m fusedvit.aot $$alike --jobs $(JOBS) $(MATRIX) || failed="$$failed $$version"; \
+	    PYTHONPATH=$$folder $(PYTEST) -n $(JOBS) $(EMULATED) || failed="$$failed $$version (emulated)"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed on Triton$$failed" >&2; exit 1; }
 

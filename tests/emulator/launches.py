@@ -6,7 +6,7 @@
 In a process without `TRITON_INTERPRET`. The grid has one dimension.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,27 +19,39 @@ from fusedvit.kernels import aot
 from tests.emulator.machine import Launch, Machine
 from tests.emulator.memory import GlobalMemory
 from tests.emulator.program import Code, translate
+from tests.emulator.ptx import Program, parse
 from tests.emulator.tma import tensor_map
+
+Change = Callable[[Program], None]
 
 
 @cache
-def _built(launch: aot.Launch) -> tuple[Code, int, tuple[Any, ...]]:
+def _built(launch: aot.Launch) -> tuple[str, int, tuple[Any, ...]]:
+    """(PTX, bytes of shared memory, what is said of its tensor maps)."""
     built = aot.build(launch, 90)
-    return translate(built.asm["ptx"]), int(built.metadata.shared), tuple(built.metadata.tensordesc_meta or ())
+    return built.asm["ptx"], int(built.metadata.shared), tuple(built.metadata.tensordesc_meta or ())
+
+
+@cache
+def _code(ptx: str, change: Change | None) -> Code:
+    program = parse(ptx)
+    if change is not None:
+        change(program)
+    return translate(program)
 
 
 @contextmanager
-def emulated(**settings: Any) -> Iterator[Machine]:
-    """Inside, kernels run on a `Machine` of these settings."""
+def emulated(change: Change | None = None, **settings: Any) -> Iterator[Machine]:
+    """Inside, kernels run on a `Machine` of these settings, changed before by `change`."""
     machine = Machine(**settings)
 
     def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launch = aot.launch_of(self, args, kwargs)
-        code, shared, metas = _built(launch)
+        ptx, shared, metas = _built(launch)
         by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
         values = [by_name[name] for name, kind in launch.signature if kind != "constexpr"]
         passed = tuple(_expanded(values, iter(metas)))
-        machine.run(Launch(code, grid[0], passed, shared), GlobalMemory(_tensors(values)))
+        machine.run(Launch(_code(ptx, change), grid[0], passed, shared), GlobalMemory(_tensors(values)))
 
     with mock.patch.object(JITFunction, "run", run):
         yield machine

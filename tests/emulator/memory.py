@@ -7,7 +7,6 @@ NaN in every 16- and 32-bit type.
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -113,9 +112,7 @@ class SharedMemory:
             raise WrongAccess(f"shared memory at {addresses} holds a barrier")
         return at
 
-    def load(
-        self, warp: int, addresses: Array, bits: int, count: int, mask: Array | None
-    ) -> tuple[Array, Array]:
+    def load(self, warp: int, addresses: Array, bits: int, count: int, mask: Array | None) -> tuple[Array, Array]:
         """([count, active lanes] of `bits` each, which lanes)."""
         unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
         at = self._index(addresses[lanes], unit * count)

@@ -4,7 +4,6 @@ A piece ends where a warp may wait or where others may come in between: at barri
 returns the number of the next, or `DONE`.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +13,15 @@ import numpy as np
 
 from tests.emulator import arithmetic
 from tests.emulator.arithmetic import Array
-from tests.emulator.lanes import HANDLERS, Names, Unsupported, line_of, vector
+from tests.emulator.lanes import HANDLERS, line_of
 from tests.emulator.memory import SHARED_BASE
-from tests.emulator.ptx import Instruction, Program, parse
+from tests.emulator.names import Names, Unsupported
+from tests.emulator.ptx import Instruction, Program
+from tests.emulator.special import DONE, SPECIAL
 
 if TYPE_CHECKING:
-    from tests.emulator.machine import Warp
+    from tests.emulator.warp import Warp
 
-DONE = -1
 PARAMS = 0x7F00_0000  # where parameters would lie, in 32 bits; tensor maps are known by these addresses
 PARAM_BYTES = 128
 NOTHING = ("setmaxnreg", "griddepcontrol", "bar.warp.sync", "fence", "membar", "wgmma.fence", "prefetch", "nanosleep")
@@ -117,7 +117,8 @@ class _Translator:
     def _lines(self, ins: Instruction, at: int) -> list[str]:
         head = next((h for h in SPECIAL if ins.op.startswith(h)), "")
         if head:
-            return [SPECIAL[head](self, ins)]
+            seen = f"w.ran.add({at})"
+            return [f"if ({self.mask(ins)}).any(): {seen}" if ins.guard else seen, SPECIAL[head](self, ins)]
         if ins.op.startswith(NOTHING):
             return []
         if ins.op.startswith("bra"):
@@ -158,165 +159,19 @@ def _pauses(ins: Instruction) -> bool:
     """Whether a piece ends behind it."""
     if ins.op.startswith("bra"):
         return True
-    return ins.op.startswith(("brx", "ret", "exit", "mbarrier", "bar.sync", "barrier", "cp.async.bulk", "wgmma.mma", "wgmma.wait", "atom"))
+    return ins.op.startswith(
+        ("brx", "ret", "exit", "mbarrier", "bar.sync", "barrier", "cp.async.bulk", "wgmma.mma", "wgmma.wait", "atom")
+    )
 
 
 def _is_pure(ins: Instruction) -> bool:
     return ins.op.split(".")[0] in ("bra", *HANDLERS) and not ins.op.startswith(("shfl", "redux"))
 
 
-def _bits(op: str) -> tuple[int, int]:
-    """(bits of an element, elements) of a load or store."""
-    count = re.search(r"\.v(\d)", op)
-    bits = re.search(r"\.[bsuf](\d+)$", op)
-    if bits is None:
-        raise Unsupported(op)
-    return int(bits.group(1)), int(count.group(1)) if count else 1
+def translate(program: Program) -> Code:
+    """A kernel ready to run.
 
-
-def _load(t: _Translator, ins: Instruction) -> str:
-    bits, _ = _bits(ins.op)
-    space = "shared" if ".shared" in ins.op else "global"
-    target = vector(ins.operands[0])
-    bank = {8: "b16", 16: "b16", 32: "b32", 64: "b64"}[bits]
-    size = t.names._size(target[0]) if bits == 8 else bank
-    into = ", ".join(t.names.written(name, size) for name in target)
-    return f"w.load_{space}(({into},), {t.names.address(ins.operands[1])}, {bits}, {t.mask(ins)})"
-
-
-def _store(t: _Translator, ins: Instruction) -> str:
-    bits, _ = _bits(ins.op)
-    kind = "b16" if bits == 8 and t.names._size(vector(ins.operands[1])[0]) == "b16" else f"b{max(bits, 16)}"
-    values = ", ".join(t.names.read(o, kind) for o in vector(ins.operands[1]))
-    where = "store_shared" if ".shared" in ins.op else "store_global"
-    return f"w.{where}({t.names.address(ins.operands[0])}, [{values}], {bits}, {t.mask(ins)})"
-
-
-def _parameter(t: _Translator, ins: Instruction) -> str:
-    index = [name for name, _ in t.program.params].index(ins.operands[1].strip("[] "))
-    kind = ins.op.rsplit(".", 1)[1]
-    return f"{t.names.written(ins.operands[0], kind)}[:] = w.arguments[{index}]"
-
-
-def _product(t: _Translator, ins: Instruction) -> str:
-    found = re.search(r"\.m64n(\d+)k16\.f32\.(bf16|f16)\.", ins.op)
-    if found is None:
-        raise Unsupported(str(ins))
-    columns, kind = int(found.group(1)), found.group(2)
-    sums, a, b, adds, *signs = ins.operands
-    of_registers = a.startswith("{")
-    left = f"R[{t.rows_of(vector(a))}]" if of_registers else f"int({t.names.read(a, 'b64')}[0])"
-    across = [s != "0" for s in signs[2:]]
-    both = (False, across[0]) if of_registers else (across[0], across[1])
-    more = f"uniform({t.names.read(adds, 'pred')})" if t.program.kind(adds) else str(adds in ("1", "true", "-1"))
-    right = f"int({t.names.read(b, 'b64')}[0])"
-    rows, held = t.rows_of(vector(sums)), (int(signs[0]), int(signs[1]))
-    return f"w.product({columns}, {rows}, {left}, {right}, {more}, {held}, {both}, {kind!r})"
-
-
-def _initialise(t: _Translator, ins: Instruction) -> str:
-    return f"w.new_barrier({t.names.address(ins.operands[0])}, {int(ins.operands[1])}, {t.mask(ins)})"
-
-
-def _invalidate(t: _Translator, ins: Instruction) -> str:
-    return f"w.end_barrier({t.names.address(ins.operands[0])}, {t.mask(ins)})"
-
-
-def _arrive(t: _Translator, ins: Instruction) -> str:
-    if ".no" in ins.op or ".cluster." in ins.op:
-        raise Unsupported(str(ins))
-    at = next(i for i, o in enumerate(ins.operands) if o.startswith("["))
-    expect = ".expect_tx" in ins.op
-    amount = t.names.read(ins.operands[at + 1], "u32") if len(ins.operands) > at + 1 else t.names.read("1", "u32")
-    times = "0" if ins.op.startswith("mbarrier.expect_tx") else "1"
-    return f"w.arrive({t.names.address(ins.operands[at])}, {amount}, {expect}, {times}, {t.mask(ins)})"
-
-
-def _await(t: _Translator, ins: Instruction) -> str:
-    passed, at, parity = ins.operands[:3]
-    done = f"{t.names.written(passed, 'pred')}[:] = True"
-    return f"{done}; w.await_barrier({t.names.address(at)}, {t.names.read(parity, 'u32')})"
-
-
-def _meet(t: _Translator, ins: Instruction) -> str:
-    number = t.names.read(ins.operands[0], "u32")
-    threads = f"int({t.names.read(ins.operands[1], 'u32')}[0])" if len(ins.operands) > 1 else "None"
-    return f"w.meet(int({number}[0]), {threads})"
-
-
-def _copy(t: _Translator, ins: Instruction) -> str:
-    if "multicast" in ins.op or not re.search(r"\.tensor\.\dd\.(shared|global)", ins.op):
-        raise Unsupported(str(ins))
-    stores = ".global.shared" in ins.op
-    boxed, other = (ins.operands[0], ins.operands[1]) if stores else (ins.operands[1], ins.operands[0])
-    name, _, at = boxed.strip("[] ").partition(",")
-    place = ", ".join(t.names.read(o, "s32") for o in vector(at.strip()))
-    here, map_at = t.names.address(other), t.names.read(name.strip(), "u64")
-    barrier = "None" if stores else t.names.address(ins.operands[2])
-    return f"w.copy({map_at}, ({place},), {here}, {barrier}, {t.mask(ins)})"
-
-
-def _elect(t: _Translator, ins: Instruction) -> str:
-    lane, elected = ins.operands[0].split("|")
-    return f"{t.names.written(lane, 'b32')}[:] = 0; {t.names.written(elected, 'pred')}[:] = w.lanes == 0"
-
-
-def _atomic(t: _Translator, ins: Instruction) -> str:
-    if ".add." not in ins.op or not ins.op.endswith("32"):
-        raise Unsupported(str(ins))
-    into, value = t.names.written(ins.operands[0], "b32"), t.names.read(ins.operands[2], "u32")
-    return f"w.add({into}, {t.names.address(ins.operands[1])}, {value}, {t.mask(ins)})"
-
-
-def _matrix(t: _Translator, ins: Instruction) -> str:
-    if ".trans" in ins.op or ".m8n8." not in ins.op:
-        raise Unsupported(str(ins))
-    loads = ins.op.startswith("ldmatrix")
-    held, at = (ins.operands[0], ins.operands[1]) if loads else (ins.operands[1], ins.operands[0])
-    registers = ", ".join(t.names.written(name, "b32") for name in vector(held))
-    return f"w.{'load' if loads else 'store'}_matrices(({registers},), {t.names.address(at)})"
-
-
-def _jump(t: _Translator, ins: Instruction) -> str:
-    numbers = [t.number[t.program.labels[label]] for label in t.program.targets[ins.operands[1]]]
-    return f"return {numbers}[int({t.names.read(ins.operands[0], 'u32')}[0])]"
-
-
-def _leave(t: _Translator, ins: Instruction) -> str:
-    return f"if uniform({t.mask(ins)}): return {DONE}" if ins.guard else f"return {DONE}"
-
-
-SPECIAL: dict[str, Callable[[_Translator, Instruction], str]] = {
-    "ld.param": _parameter,
-    "ld.": _load,
-    "st.": _store,
-    "ldmatrix": _matrix,
-    "stmatrix": _matrix,
-    "wgmma.mma_async": _product,
-    "wgmma.commit_group": lambda t, ins: "w.commit_products()",
-    "wgmma.wait_group": lambda t, ins: f"w.await_products({int(ins.operands[0])})",
-    "mbarrier.init": _initialise,
-    "mbarrier.inval": _invalidate,
-    "mbarrier.arrive": _arrive,
-    "mbarrier.expect_tx": _arrive,
-    "mbarrier.try_wait": _await,
-    "bar.sync": _meet,
-    "barrier.sync": _meet,
-    "cp.async.bulk.commit_group": lambda t, ins: "w.commit_copies()",
-    "cp.async.bulk.wait_group": lambda t, ins: f"w.await_copies({int(ins.operands[0])})",
-    "cp.async.bulk.tensor": _copy,
-    "fence.proxy.async": lambda t, ins: "w.fence()",
-    "elect.sync": _elect,
-    "atom.": _atomic,
-    "brx.idx": _jump,
-    "ret": _leave,
-    "exit": _leave,
-}
-
-
-def translate(ptx: str) -> Code:
-    """
     Raises:
         Unsupported: an instruction without a meaning here.
     """
-    return _Translator(parse(ptx)).code()
+    return _Translator(program).code()

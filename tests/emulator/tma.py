@@ -55,7 +55,8 @@ class TensorMap:
         """Where in shared memory the bytes of a box at address `start` lie, [elements, unit]; the words they are in."""
         line = start + np.arange(len(self._inside)) * self.unit
         line = swizzled(line, SWIZZLE_BITS[self.swizzle]) - SHARED_BASE
-        return line[:, None] + np.arange(self.unit), line // WORD if self.unit == WORD else np.unique((line[:, None] + np.arange(0, self.unit, WORD)) // WORD)
+        line = line[:, None] + np.arange(self.unit)
+        return line, np.unique(line // WORD)
 
     def _elements(self, at: Sequence[int]) -> tuple[Array, Array]:
         """(which elements of the box at `at` lie in the tensor; their addresses)."""

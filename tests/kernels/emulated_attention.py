@@ -99,17 +99,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--head-dim", type=int, required=True)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--cases", type=int, default=4, help="random ones a schedule")
+    parser.add_argument("--cases", type=int, default=4, help="random ones a schedule that ships")
     args = parser.parse_args()
     dtype, rng = DTYPES[args.dtype], random.Random(args.head_dim)
     for name, config in shipped(args.head_dim):
         check(LENGTHS, args.head_dim, dtype, config)
         nothing_to_do(args.head_dim, dtype, config)
+        for change in () if name else (growing, creeping, massive):
+            check([100, 230, 5], args.head_dim, dtype, config, change)
         if not name:
-            for change in (growing, creeping, massive):
-                check([100, 230, 5], args.head_dim, dtype, config, change)
             nan_stays_in_its_frame(args.head_dim, dtype, config)
-        for seed in range(args.cases):
+        for seed in range(0 if name else args.cases):
             lengths = [rng.choice([1, 4, 63, 64, 65, 128, rng.randint(1, 250)]) for _ in range(rng.randint(1, 4))]
             check([*lengths, 200], args.head_dim, dtype, config, seed=seed)
         print(f"right: {config}", flush=True)

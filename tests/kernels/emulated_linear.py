@@ -1,8 +1,8 @@
 """`python -m tests.kernels.emulated_linear --form transposed`: products as compiled for Hopper, on the emulator.
 
 A process without Triton's interpreter. Every kind of tile and epilogue of both forms in Gluon, and of plain Triton in
-bf16, which its interpreter cannot: the rule at its strictest against the twin, statistics, rows past the count, the same
-bits in another order of warps and copies. Prints a line a case.
+bf16, which its interpreter cannot: the rule at its strictest against the twin, statistics, rows past the count, the
+same bits in another order of warps and copies. Prints a line a case.
 """
 
 import argparse

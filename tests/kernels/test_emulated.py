@@ -1,0 +1,43 @@
+"""Kernels as compiled for an H200, run without a GPU: see `tests/emulator`. On another Triton: PYTHONPATH."""
+
+import pytest
+
+from fusedvit.kernels.hopper import compat
+from tests.kernels.test_aot import run
+
+needs_gluon = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+
+
+def says_right(lines: int, *command: str) -> None:
+    done = run("-m", *command)
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    assert done.stdout.count("right: ") == lines, done.stdout
+
+
+@needs_gluon
+@pytest.mark.parametrize("head_dim, dtype", [(72, "bf16"), (80, "bf16"), (64, "bf16"), (128, "bf16"), (72, "fp16")])
+def test_attention(head_dim: int, dtype: str) -> None:
+    """Every schedule that ships, and a few that a tuner may choose."""
+    schedules = 4 if head_dim == 128 else 10
+    says_right(
+        schedules, "tests.kernels.emulated_attention", "--head-dim", str(head_dim), "--dtype", dtype, "--cases", "1"
+    )
+
+
+@pytest.mark.parametrize(
+    "form, dtype, cases",
+    [
+        pytest.param("hopper", "bf16", 16, marks=needs_gluon),
+        pytest.param("transposed", "bf16", 12, marks=needs_gluon),
+        pytest.param("transposed", "fp16", 12, marks=needs_gluon),
+        ("triton", "bf16", 7),
+    ],
+)
+def test_products(form: str, dtype: str, cases: int) -> None:
+    """Every kind of tile and epilogue."""
+    says_right(cases, "tests.kernels.emulated_linear", "--form", form, "--dtype", dtype)
+
+
+@needs_gluon
+def test_a_kernel_without_one_of_its_waits_arrivals_or_fences_is_noticed() -> None:
+    says_right(1, "tests.kernels.emulated_faults")
