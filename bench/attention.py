@@ -26,8 +26,6 @@ from fusedvit.kernels.forms import FormFailed
 from fusedvit.kernels.hopper import configs as hopper
 from fusedvit.kernels.hopper.attention_choice import (
     ALL_FRAMES,
-    BY_HEADS,
-    HEADS_AT_A_TIME,
     LONG_FRAMES,
     SHORT_FRAMES,
     WINDOW,
@@ -41,6 +39,7 @@ from fusedvit.kernels.launch import compiling_only
 
 HEADS = 16
 CALLS = 10  # of a graph
+BY_HEADS = 8192  # rows: keys and values of 16 heads of 64 are 32 MB here, which is what L2 keeps; a few heads' are less
 PEERS = ("fa3", "cudnn")
 MORE = {  # a tile or a wave more or less than SEQUENCES have; the last, what a plan with two lists of tiles is for
     "1 x 196": (196,),
@@ -72,7 +71,7 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
         return found
     others = _schedules(head_dim, max(lengths))
     if rows >= BY_HEADS and head_dim != 128:
-        others |= {f"{n} by heads": replace(others[n], together=HEADS_AT_A_TIME) for n in ("2 x 64", "3 x 64")}
+        others |= {f"{n} by heads": replace(others[n], together=4) for n in ("2 x 64", "3 x 64")}
     return found | {name: replace(c, max_programs=c.ctas * sms) for name, c in others.items()}
 
 

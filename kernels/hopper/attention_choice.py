@@ -29,9 +29,6 @@ from fusedvit.kernels.hopper.configs import (
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
 WINDOW = 64  # tokens of an attention window
 SHORT_FRAME = 512  # tokens of the longest frame of the first list of two; longer ones are in the other
-# From this budget on long frames are walked a few heads at a time: their keys stay in L2, which is less to draw, and
-# power is what bounds attention there (docs/hopper-attention.md).
-BY_HEADS, HEADS_AT_A_TIME = 8192, 4
 TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from here on gain by them: an empty launch takes 2.3 us
 ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = "", "short", "long", "window"  # an attention's kind
 
@@ -116,6 +113,4 @@ def hopper_attention_config(
         offered = offered[:1]
     sms = target.num_sms
     chosen = min(offered, key=lambda s: sum(microseconds(s, *c, heads, head_dim, sms) for c in held))
-    by_heads = rows >= BY_HEADS and kind in (ALL_FRAMES, LONG_FRAMES) and head_dim != 128  # not timed
-    together = HEADS_AT_A_TIME if by_heads else 0
-    return replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP, together=together)
+    return replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)

@@ -37,7 +37,7 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attention.forms((16384,), 72, BF16, target)
     by_heads = {"2 x 64 by heads", "3 x 64 by heads"}
     assert set(found) == {"ships", "apart", "triton", "2 x 64", "2 x 128", "3 x 64", "2 x 64 alone"} | by_heads
-    assert found["apart"] == (found["3 x 64 by heads"], configs.SHORT)
+    assert found["apart"] == (found["3 x 64"], configs.SHORT)
     assert (found["3 x 64 by heads"].together, found["3 x 64"].together) == (4, 0)
     assert [config.overlap for config in found["ships"]] == [True, True]
     found = attention.forms((4096,), 72, BF16, target)

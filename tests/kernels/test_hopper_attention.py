@@ -193,7 +193,7 @@ def test_what_is_chosen_is_near_the_best_that_was_timed(usable: None) -> None:
             kind = "short" if length <= SHORT_FRAME else "long"
         chosen = hopper_attention_config(rows, 16, head_dim, BF16, H200, kind)
         assert chosen is not None
-        chosen = dataclasses.replace(chosen, max_programs=132, overlap=False, together=0)
+        chosen = dataclasses.replace(chosen, max_programs=132, overlap=False)
         if chosen in us:
             # In the budget of 8 x 784 three consumers are a round less for 1 x 6336.
             limit = 1.12 if (head_dim, frames, length) == (80, 8, 784) else 1.1
@@ -217,20 +217,6 @@ def test_contents_nearly_fill_their_budget(rows: int) -> None:
     assert all(0.8 * rows < frames * length <= rows for frames, length in everything) and len(everything) > (rows > 64)
     assert contents(rows, "short") + contents(rows, "long") == sorted(everything, key=lambda c: c[1] > 512)
     assert contents(rows, "window") == [(rows // 64, 64)]
-
-
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
-def test_long_frames_of_large_budgets_are_walked_by_heads(usable: None, head_dim: int) -> None:
-    """Where all heads' keys and values are more than L2 holds; heads of 128 were not timed so."""
-
-    def together(rows: int, kind: str) -> int:
-        chosen = hopper_attention_config(rows, 16, head_dim, BF16, H200, kind)
-        assert chosen is not None
-        return chosen.together
-
-    walked = 0 if head_dim == 128 else 4
-    assert [together(rows, "") for rows in (4096, 7168, 8192)] == [0, 0, walked]
-    assert together(24576, "long") == walked and together(24576, "short") == together(24576, "window") == 0
 
 
 def test_windows_take_tiles_of_their_size(usable: None) -> None:
