@@ -6,7 +6,7 @@
 In a process without `TRITON_INTERPRET`. The grid has one dimension.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -41,8 +41,15 @@ def _code(ptx: str, change: Change | None) -> Code:
 
 
 @contextmanager
-def emulated(change: Change | None = None, **settings: Any) -> Iterator[Machine]:
-    """Inside, kernels run on a `Machine` of these settings, changed before by `change`."""
+def emulated(
+    change: Change | None = None, ready: Sequence[torch.Tensor] | None = None, **settings: Any
+) -> Iterator[Machine]:
+    """Inside, kernels run on a `Machine` of these settings.
+
+    Args:
+        change: made to a program before.
+        ready: of a launch begun early, what it may touch before it has waited for the one before; None for all.
+    """
     machine = Machine(**settings)
 
     def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -51,7 +58,10 @@ def emulated(change: Change | None = None, **settings: Any) -> Iterator[Machine]
         by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
         values = [by_name[name] for name, kind in launch.signature if kind != "constexpr"]
         passed = tuple(_expanded(values, iter(metas)))
-        machine.run(Launch(_code(ptx, change), grid[0], passed, shared), GlobalMemory(_tensors(values)))
+        tensors, early = _tensors(values), bool(dict(launch.options).get("launch_pdl"))
+        known = {t.untyped_storage().data_ptr() for t in ready or ()}
+        unready = [t for t in tensors if early and ready is not None and t.untyped_storage().data_ptr() not in known]
+        machine.run(Launch(_code(ptx, change), grid[0], passed, shared, early), GlobalMemory(tensors, unready))
 
     with mock.patch.object(JITFunction, "run", run):
         yield machine

@@ -24,6 +24,10 @@ class Deadlock(AssertionError):
     """No warp can go on, and nothing is on its way."""
 
 
+class Overtakes(AssertionError):
+    """A launch may end before the one that it follows."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """A grid of one dimension, its arguments in order (tensor maps, addresses, numbers)."""
@@ -32,6 +36,7 @@ class Launch:
     programs: int
     arguments: tuple[Any, ...]
     shared_bytes: int
+    early: bool = False  # begun before the one before it has ended
 
 
 @dataclass
@@ -69,7 +74,7 @@ class Machine:
                 if self.turns == end:
                     raise Deadlock(f"no end after {MOST_TURNS} turns, at pieces {sorted({w.at for w in warps})}")
                 self._turn(rng, code, warps, ctas)
-                ctas[:] = [cta for cta in ctas if cta.live or _finish(cta)]
+                ctas[:] = [cta for cta in ctas if cta.live or _finish(cta, launch.early)]
 
     def _start(self, launch: Launch, program: int, memory: GlobalMemory, warps: list[Warp]) -> Cta:
         threads = launch.code.threads
@@ -124,8 +129,14 @@ def _something_lands(rng: random.Random, warps: list[Warp], ctas: list[Cta]) -> 
     return True
 
 
-def _finish(cta: Cta) -> bool:
-    """What a CTA without warps has on its way lands; False: it is over."""
+def _finish(cta: Cta, early: bool) -> bool:
+    """What a CTA without warps has on its way lands; False: it is over.
+
+    Raises:
+        Overtakes: a launch begun early could end before the one before it, and so begin what reads that one's results.
+    """
+    if early and not cta.waited:
+        raise Overtakes("a CTA ends and has not waited for the launch before")
     while cta.copies:
         cta.copies.pop(0)()
     return False

@@ -27,53 +27,66 @@ def bytes_of(storage: torch.UntypedStorage) -> Array:
 
 
 class GlobalMemory:
-    """The storages of a launch's tensors."""
+    """The storages of a launch's tensors; of some of them the launch before may not be done yet."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], unready: list[torch.Tensor] | None = None) -> None:
+        self._unready = {t.untyped_storage().data_ptr() for t in unready or ()}
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
         self._begins = sorted(storages)
         self._bytes = [bytes_of(storages[begin]) for begin in self._begins]
 
-    def region(self, address: int, size: int) -> tuple[Array, int]:
+    def reach(self, storage: int, waited: bool) -> None:
+        """By a warp that has waited for the launch before, or has not.
+
+        Raises:
+            WrongAccess: it must have.
+        """
+        if not waited and storage in self._unready:
+            raise WrongAccess("a tensor is read or written while the launch before may still be at work on it")
+
+    def region(self, address: int, size: int, waited: bool = True) -> tuple[Array, int]:
         """The bytes of the tensor that holds `size` bytes from `address` on, and where in it they begin.
 
         Raises:
-            WrongAccess: no tensor does.
+            WrongAccess: no tensor does; or see `reach`.
         """
         i = bisect_right(self._begins, address) - 1
         if i < 0 or address + size > self._begins[i] + len(self._bytes[i]):
             raise WrongAccess(f"{size} bytes at {address:#x} are of no tensor of this launch")
+        self.reach(self._begins[i], waited)
         return self._bytes[i], address - self._begins[i]
 
-    def _lanes(self, addresses: Array, size: int, mask: Array | None) -> tuple[Array, Array]:
+    def _lanes(self, addresses: Array, size: int, mask: Array | None, waited: bool) -> tuple[Array, Array]:
         active = addresses if mask is None else addresses[mask]
         first, last = int(active.min()), int(active.max())
         if (active % size).any():
             raise WrongAccess(f"accesses of {size} bytes at addresses that are no multiple of it: {active}")
-        held, begin = self.region(first, last - first + size)
+        held, begin = self.region(first, last - first + size, waited)
         return held, (active - first + begin).astype(np.int64)
 
-    def load(self, addresses: Array, bits: int, count: int, mask: Array | None) -> tuple[Array, Array]:
+    def load(
+        self, addresses: Array, bits: int, count: int, mask: Array | None, waited: bool = True
+    ) -> tuple[Array, Array]:
         """([count, active lanes] of `bits` each, which lanes)."""
         unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
         if not lanes.size:
             return np.zeros((count, 0), f"u{unit}"), lanes
-        held, at = self._lanes(addresses.astype(np.int64), unit * count, mask)
+        held, at = self._lanes(addresses.astype(np.int64), unit * count, mask, waited)
         index = at[None] + np.arange(count)[:, None] * unit
         return held[index[..., None] + np.arange(unit)].view(f"u{unit}")[..., 0], lanes
 
-    def store(self, addresses: Array, values: list[Array], bits: int, mask: Array | None) -> None:
+    def store(self, addresses: Array, values: list[Array], bits: int, mask: Array | None, waited: bool = True) -> None:
         unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
         if not lanes.size:
             return
-        held, at = self._lanes(addresses.astype(np.int64), unit * len(values), mask)
+        held, at = self._lanes(addresses.astype(np.int64), unit * len(values), mask, waited)
         for i, value in enumerate(values):
             words = np.ascontiguousarray(value[lanes].astype(f"u{unit}")).view(np.uint8).reshape(-1, unit)
             held[(at + i * unit)[:, None] + np.arange(unit)] = words
 
-    def add(self, address: int, value: int) -> int:
+    def add(self, address: int, value: int, waited: bool = True) -> int:
         """`atom.add` of 32 bits; what was there."""
-        held, at = self.region(address, 4)
+        held, at = self.region(address, 4, waited)
         word = held[at : at + 4].view(np.uint32)
         old = int(word[0])
         word[0] = (old + value) & 0xFFFFFFFF

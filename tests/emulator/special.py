@@ -163,6 +163,7 @@ SPECIAL: dict[str, Callable[[Translator, Instruction], str]] = {
     "cp.async.bulk.wait_group": lambda t, ins: f"w.await_copies({int(ins.operands[0])})",
     "cp.async.bulk.tensor": _copy,
     "fence.proxy.async": lambda t, ins: "w.fence()",
+    "griddepcontrol.wait": lambda t, ins: "w.wait_for_launch()",
     "elect.sync": _elect,
     "atom.": _atomic,
     "brx.idx": _jump,

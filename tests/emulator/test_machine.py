@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.emulator.machine import Deadlock, Launch, Machine
+from tests.emulator.machine import Deadlock, Launch, Machine, Overtakes
 from tests.emulator.memory import GlobalMemory, WrongAccess
 from tests.emulator.names import Unsupported
 from tests.emulator.program import translate
@@ -31,11 +31,11 @@ HEAD = """
 """
 
 
-def run(body: str, seed: int = 0, shared: int = 1024) -> list[int]:
-    """What 64 threads leave in as many words."""
+def run(body: str, seed: int = 0, early: bool = False) -> list[int]:
+    """What 64 threads leave in as many words; `early`: on which the launch before may still be at work."""
     out = torch.zeros(64, dtype=torch.int32)
-    launch = Launch(translate(parse(HEAD + body + "\nret; }")), 1, (out.data_ptr(),), shared)
-    Machine(seed=seed).run(launch, GlobalMemory([out]))
+    launch = Launch(translate(parse(HEAD + body + "\nret; }")), 1, (out.data_ptr(),), 1024, early)
+    Machine(seed=seed).run(launch, GlobalMemory([out], [out] if early else []))
     return out.tolist()
 
 
@@ -86,6 +86,15 @@ def test_lanes_part_and_meet() -> None:
     assert run(PARTED.format("")) == [i + (i % 4 * 100 if i % 4 < 2 else 7) for i in range(64)]
     with pytest.raises(Unsupported, match="more than registers"):
         run(PARTED.format("st.global.b32 [%rd3], %r9;"))
+
+
+def test_a_launch_begun_early_waits() -> None:
+    store, wait = "st.global.b32 [%rd3], %r1;", "griddepcontrol.wait;"
+    assert run(wait + store, early=True) == list(range(64))
+    with pytest.raises(WrongAccess, match="the launch before"):
+        run(store + wait, early=True)
+    with pytest.raises(Overtakes, match="has not waited"):
+        run("", early=True)
 
 
 # Warp 1 arrives when it has written; warp 0 waits for it, and reads.

@@ -28,6 +28,7 @@ class TensorMap:
         box: what is copied at once.
         unit: bytes of an element.
         swizzle: mode (0: none; 1, 2, 3: lines of 32, 64, 128 bytes).
+        storage: where the tensor's memory begins.
     """
 
     base: int
@@ -36,6 +37,7 @@ class TensorMap:
     box: tuple[int, ...]
     unit: int
     swizzle: int
+    storage: int = 0
 
     def __post_init__(self) -> None:
         if self.base % 16 or any(s % 16 for s in self.strides[:-1]) or any(b > 256 for b in self.box):
@@ -92,4 +94,7 @@ def tensor_map(descriptor: Any, meta: dict[str, Any]) -> TensorMap:
     unit = meta["elem_size"]
     strides = tuple(int(s) * unit for s in descriptor.strides)
     shape = tuple(int(n) for n in descriptor.shape)
-    return TensorMap(descriptor.base.data_ptr(), shape, strides, tuple(meta["block_size"]), unit, meta["swizzle"])
+    tensor = getattr(descriptor.base, "tensor", descriptor.base)
+    storage = tensor.untyped_storage().data_ptr()
+    box, swizzle = tuple(meta["block_size"]), meta["swizzle"]
+    return TensorMap(descriptor.base.data_ptr(), shape, strides, box, unit, swizzle, storage)

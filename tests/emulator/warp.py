@@ -31,6 +31,7 @@ class Cta:
     barriers: Barriers
     copies: list[Callable[[], None]] = field(default_factory=list)
     live: int = 0
+    waited: bool = False  # one of its warps has, for the launch before
 
 
 class Warp:
@@ -60,6 +61,7 @@ class Warp:
         self.races = cta.shared.races
         self.at = 0
         self.ran: set[int] = set()
+        self.waited = False  # for the launch before
 
     # --- memory ---
 
@@ -69,7 +71,7 @@ class Warp:
             register[lanes] = value
 
     def load_global(self, into: tuple[Array, ...], at: Array, bits: int, mask: Array | None) -> None:
-        values, lanes = self.memory.load(at, bits, len(into), mask)
+        values, lanes = self.memory.load(at, bits, len(into), mask, self.waited)
         for register, value in zip(into, values, strict=True):
             register[lanes] = value
 
@@ -77,11 +79,11 @@ class Warp:
         self.shared.store(self.number, at, values, bits, mask)
 
     def store_global(self, at: Array, values: list[Array], bits: int, mask: Array | None) -> None:
-        self.memory.store(at, values, bits, mask)
+        self.memory.store(at, values, bits, mask, self.waited)
 
     def add(self, into: Array, at: Array, value: Array, mask: Array | None) -> None:
         for lane in _lanes(mask):
-            into[lane] = self.memory.add(int(at[lane]), int(value[lane]))
+            into[lane] = self.memory.add(int(at[lane]), int(value[lane]), self.waited)
 
     def load_matrices(self, into: tuple[Array, ...], at: Array) -> None:
         for i, register in enumerate(into):
@@ -93,6 +95,10 @@ class Warp:
 
     def fence(self) -> None:
         self.shared.fence(self.number)
+
+    def wait_for_launch(self) -> None:
+        """`griddepcontrol.wait`."""
+        self.waited = self.cta.waited = True
 
     # --- barriers ---
 
@@ -146,6 +152,7 @@ class Warp:
     ) -> None:
         for lane in _lanes(mask):
             box, at = self.maps[int(maps[lane])], [int(p[lane]) for p in reversed(place)]
+            self.memory.reach(box.storage, self.waited)
             if barrier is None:
                 self._send(box, at, int(here[lane]))
             else:

@@ -29,7 +29,7 @@ def shipped(head_dim: int) -> Iterator[tuple[str, HopperAttentionConfig]]:
     """The schedules that heuristics choose from, what the tuner may choose beside them, and one head after another."""
     middle = {64: [MIDDLE_OF_64], 128: []}.get(head_dim, [MIDDLE])
     for config in (*schedules(head_dim), *middle):
-        yield "", replace(config, max_programs=3)
+        yield "", replace(config, max_programs=3, overlap=True)
         if config.consumers > 1:
             yield "by heads", replace(config, max_programs=3, together=1)
             yield "other turns", replace(config, max_programs=3, ping_pong=not config.ping_pong)
@@ -40,7 +40,7 @@ def attend(
 ) -> torch.Tensor:
     segs = segments(lengths, config.block_m, CPU, room=5)
     promptness = (0.02, 0.3, 0.9)[seed % 3]
-    with emulated(seed=seed, promptness=promptness):
+    with emulated(seed=seed, promptness=promptness, ready=(segs.tiles, segs.num_tiles)):
         return attention_cases.run(attention.attention, with_room(qkv, ROOM), segs, head_dim, config)
 
 

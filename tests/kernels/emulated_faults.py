@@ -1,6 +1,6 @@
 """`python -m tests.kernels.emulated_faults`: attention's kernel with each wait, arrival and fence taken out in turn.
 
-The emulator must notice every one that ran: by a race, a deadlock, a wrong use of a barrier, or a wrong answer.
+The emulator must notice every one that ran: by a race, a deadlock, a wrong use of a barrier or of memory, or a wrong answer.
 Barriers that Triton puts in by itself are left alone: of two in a row either would do. A process without Triton's
 interpreter.
 """
@@ -16,16 +16,16 @@ from tests.emulator.ptx import Instruction, Program
 from tests.kernels import attention_cases
 from tests.kernels.attention_cases import packed, segments
 
-KINDS = ("mbarrier.try_wait", "mbarrier.arrive", "fence.proxy.async", "wgmma.wait_group")
+KINDS = ("mbarrier.try_wait", "mbarrier.arrive", "fence.proxy.async", "wgmma.wait_group", "griddepcontrol.wait")
 CPU, LENGTHS, HEAD_DIM = torch.device("cpu"), [70, 5, 130], 64
 
 
 def attend(change: object = None) -> tuple[torch.Tensor, set[int]]:
     """The answer, and which instructions ran."""
-    config = replace(TINY, max_programs=2)
+    config = replace(TINY, max_programs=2, overlap=True)
     qkv = packed(LENGTHS, HEAD_DIM, torch.bfloat16, CPU)
     segs = segments(LENGTHS, config.block_m, CPU)
-    with emulated(seed=1, change=change) as machine:
+    with emulated(seed=1, change=change, ready=(segs.tiles, segs.num_tiles)) as machine:
         out = attention_cases.run(attention.attention, qkv, segs, HEAD_DIM, config)
     return out, machine.ran
 
@@ -56,7 +56,7 @@ def main() -> None:
         tried += 1
         try:
             unlike = not torch.equal(attend(without(at))[0], right)
-        except AssertionError:  # Race, Deadlock, WrongBarrier, WrongAccess
+        except AssertionError:  # Race, Deadlock, WrongBarrier, WrongAccess, Overtakes
             unlike = True
         if not unlike:
             missed += 1

@@ -86,8 +86,11 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def bits(arguments: Fused, op: Any, config: Any, seed: int, scratch: Scratch | None = None) -> list[torch.Tensor]:
     """Rows of the output, and of its statistics."""
-    rows = arguments.layer.rows
-    with emulated(seed=seed, promptness=(0.02, 0.3, 0.9)[seed % 3]):
+    rows, e = arguments.layer.rows, arguments.epilogue
+    norm, taps = e.norm, e.taps
+    older = [arguments.weight, arguments.num_rows, e.bias, norm and norm.colsum, taps and taps.table]
+    ready = [t for t in older if t is not None]
+    with emulated(seed=seed, promptness=(0.02, 0.3, 0.9)[seed % 3], ready=ready):
         out, stats = arguments.run(op, config, scratch)
     if stats is None:
         return [out[:rows]]
@@ -96,6 +99,7 @@ def bits(arguments: Fused, op: Any, config: Any, seed: int, scratch: Scratch | N
 
 
 def check(op: Any, layer: Layer, config: Any, dtype: torch.dtype) -> None:
+    config = replace(config, overlap=True)
     if hasattr(config, "max_programs"):
         config = replace(config, max_programs=PROGRAMS)
     t = tensors(layer, dtype, CPU)
