@@ -1,8 +1,8 @@
 """`python -m tests.kernels.emulated_faults`: attention's kernel with each wait, arrival and fence taken out in turn.
 
-The emulator must notice every one that ran: by a race, a deadlock, a wrong use of a barrier or of memory, or a wrong answer.
-Barriers that Triton puts in by itself are left alone: of two in a row either would do. A process without Triton's
-interpreter.
+The emulator must notice every one that ran: by a race, a deadlock, a wrong use of a barrier or of memory, or a wrong
+answer. Barriers that Triton puts in by itself are left alone: of two in a row either would do. A process without
+Triton's interpreter.
 """
 
 from dataclasses import replace
