@@ -160,6 +160,7 @@ HANDLERS: dict[str, Handler] = {
     "shr": _shift("shr"),
     "bfe": _bfe,
     "prmt": lambda names, parts, ops: (f"prmt({', '.join(names.read(o, 'b32') for o in ops[1:])})", "b32"),
+    "popc": lambda names, parts, ops: (f"np.bitwise_count({names.read(ops[1], parts[-1])})", "b32"),
     "ex2": _plain("np.exp2"),
     "lg2": _plain("np.log2"),
     "tanh": _plain("np.tanh"),

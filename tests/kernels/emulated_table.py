@@ -1,0 +1,81 @@
+"""`python -m tests.kernels.emulated_table --part 0 --of 2`: the products that the shipped tables choose, emulated once.
+
+A process without Triton's interpreter. Each distinct tile and schedule of both forms in Gluon and of plain Triton, with
+the epilogue that it was chosen for, at sizes that leave a part of a tile in rows and in columns; launches begin early.
+Prints a line each.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusedvit.kernels import forms
+from fusedvit.kernels.reference.linear import linear as linear_ref
+from fusedvit.kernels.tables import SHIPPED, config_of
+from tests.kernels.emulated_linear import CPU, FORMS, bits
+from tests.kernels.linear_cases import Layer, fused, scratch_for, tensors
+from tests.kernels.support import assert_rounded_once
+
+ACTIVATIONS = {"gelu", "gelu_tanh", "quick_gelu", "swiglu"}
+
+
+def chosen() -> Iterator[tuple[str, str, Any]]:
+    """(form, kind, configuration), each once; walks of few programs, as there are few tiles."""
+    found: dict[tuple[str, str, Any], None] = {}
+    for path in sorted(SHIPPED.glob("*.json")):
+        for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
+            if entry["op"] != forms.LINEAR or entry["form"] not in FORMS:
+                continue
+            form = forms.named(forms.LINEAR, entry["form"])
+            assert form is not None, f"no form {entry['form']} in this Triton"
+            config = replace(config_of(form, entry["config"], path.name), overlap=True)
+            if hasattr(config, "max_programs"):
+                config = replace(config, max_programs=3, group_m=8)
+            found[entry["form"], entry["kind"], config] = None
+    yield from sorted(found, key=str)
+
+
+def layer_for(kind: str, config: Any) -> Layer:
+    """A tile and a half of rows, five 64s of columns or more, and as many steps of K as the configuration wants."""
+    parts = set(kind.split("+"))
+    tile = getattr(config, "block_m", 0) or config.rows
+    steps = max(5, getattr(config, "stages", 3), 2 * getattr(config, "splits", 1) + 1)
+    return Layer(
+        rows=tile + 37,
+        k=64 * steps,
+        n=384 if "rope" in parts else 320,
+        norm=bool(parts & {"norm", "rms"}),
+        rms="rms" in parts,
+        part=64,
+        heads=2 if "rope" in parts else 0,
+        taps="taps" in parts,
+        activation=next(iter(parts & ACTIVATIONS), "none"),
+        residual="residual" in parts,
+        stats="stats" in parts,
+    )
+
+
+def check(form: str, kind: str, config: Any, seed: int) -> None:
+    layer = layer_for(kind, config)
+    t = tensors(layer, torch.bfloat16, CPU, seed)
+    scratch = scratch_for(config, layer.rows + 20, layer.n, CPU)
+    out = bits(fused(layer, t, layer.rows + 20), FORMS[form][0], config, seed, scratch)[0]
+    assert_rounded_once(out, fused(layer, t, wide=torch.float64).run(linear_ref, config)[0], f"{form} {config}:")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1)
+    args = parser.parse_args()
+    for seed, (form, kind, config) in list(enumerate(chosen()))[args.part :: args.of]:
+        check(form, kind, config, seed)
+        print(f"right: {kind}, {config}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
