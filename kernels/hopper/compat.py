@@ -24,8 +24,9 @@ except (ImportError, AttributeError) as error:
     MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
 
 AVAILABLE = not MISSING
-# For the same code, as compiled with 3.9.
-NEEDS_MORE_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+NEEDS_MORE_REGISTERS = _VERSION >= (3, 8)  # for the same code, as compiled with 3.9
+WHOLE_VIEWS = _VERSION == (3, 8)  # a view of shared memory must be of all its bytes
 
 
 def usable(capability: int) -> bool:

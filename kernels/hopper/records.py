@@ -5,9 +5,11 @@ wants its constructor written out. Numbers and strings become compile-time const
 `warp_specialize`.
 """
 
+import math
+
 from triton.language import core
 
-from fusedvit.kernels.hopper.compat import aggregate, gl, gluon
+from fusedvit.kernels.hopper.compat import WHOLE_VIEWS, aggregate, gl, gluon
 
 
 def record(cls: type) -> type:
@@ -29,11 +31,38 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # 3.9
 
     @gluon.jit
     def reinterpret(memory, dtype, shape, layout):
-        """`memory` as another type, shape and layout of as many bytes."""
+        """The first bytes of `memory` as another type, shape and layout."""
         return memory.reinterpret(dtype, shape, layout)
+elif WHOLE_VIEWS:
+
+    @gluon.constexpr_function
+    def _leading(held, held_type, shape, dtype):
+        """How long the first dimension is where all bytes are used."""
+        bits = math.prod(held) * held_type.primitive_bitwidth
+        return bits // (math.prod(shape[1:]) * dtype.primitive_bitwidth)
+
+    @gluon.constexpr_function
+    def _is_of_boxes(layout):
+        return isinstance(layout, gl.NVMMASharedLayout)
+
+    @gluon.jit
+    def reinterpret(memory, dtype, shape, layout):
+        """The first bytes of `memory` as another type, shape and layout; what is no box, and is taken line by line, has
+        lines to spare, as no slice can be."""
+        ALL: gl.constexpr = _leading(memory.shape, memory.dtype, shape, dtype)
+        if len(shape) == 2:
+            whole = memory._reinterpret(dtype, [ALL, shape[1]], layout)
+        elif len(shape) == 3:
+            whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2]], layout)
+        else:
+            whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2], shape[3]], layout)
+        if shape[0] == ALL or not _is_of_boxes(layout):
+            return whole
+        else:
+            return whole.slice(0, shape[0])
 else:
 
     @gluon.jit
     def reinterpret(memory, dtype, shape, layout):
-        """`memory` as another type, shape and layout of as many bytes."""
+        """The first bytes of `memory` as another type, shape and layout."""
         return memory._reinterpret(dtype, shape, layout)
