@@ -18,6 +18,7 @@ class MBarrier:
     """`mbarrier`: a phase ends when as many have arrived as expected and all bytes asked for are there.
 
     Attributes:
+        before: phases of those that lay at the same address before.
         told: what those that arrived in this phase and before knew (see races.py); `known`: at the last phase's end.
     """
 
@@ -25,11 +26,17 @@ class MBarrier:
     phase: int = 0
     pending: int = 0
     bytes_due: int = 0
+    before: int = 0
     told: Array = field(default_factory=lambda: NOTHING)
     known: Array = field(default_factory=lambda: NOTHING)
 
     def __post_init__(self) -> None:
         self.pending = self.count
+
+    @property
+    def phases(self) -> int:
+        """That have ended at this address, ever."""
+        return self.before + self.phase
 
     def tell(self, known: Array) -> None:
         self.told = np.maximum(self.told, known)
@@ -84,6 +91,14 @@ class Barriers:
     threads: int
     by_address: dict[int, MBarrier] = field(default_factory=dict)
     by_number: dict[int, Meeting] = field(default_factory=dict)
+    _phases: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, address: int, count: int) -> None:
+        self.by_address[address] = MBarrier(count, before=self._phases.get(address, 0))
+
+    def end(self, address: int) -> None:
+        self._phases[address] = self.at(address).phases + 1
+        del self.by_address[address]
 
     def at(self, address: int) -> MBarrier:
         """

@@ -51,12 +51,13 @@ class Names:
     def register(self, name: str) -> int:
         """Row of a register in the bank of its type."""
         if name not in self.at:
-            bank = BANKS[self._size(name)]
+            bank = BANKS[self.size(name)]
             self.at[name] = self.sizes[bank]
             self.sizes[bank] += 1
         return self.at[name]
 
-    def _size(self, name: str) -> str:
+    def size(self, name: str) -> str:
+        """Type of a register by its size: "pred", "b16", "b32" or "b64"; "" of what is none."""
         kind = self.program.kind(name)
         return kind if kind == "pred" or not kind else f"b{kind[1:]}"
 
@@ -96,7 +97,7 @@ class Names:
         if not self.program.kind(base):
             value = self.symbols[base] + int(offset or 0)
             return self.read(str(value), "u32")
-        kind = "s64" if self._size(base) == "b64" else "u32"
+        kind = "s64" if self.size(base) == "b64" else "u32"
         return self.read(base, kind) + (f" + {self.read(offset, kind)}" if offset not in ("", "0") else "")
 
 

@@ -17,7 +17,7 @@ from tests.emulator.lanes import HANDLERS, line_of
 from tests.emulator.memory import SHARED_BASE
 from tests.emulator.names import Names, Unsupported
 from tests.emulator.ptx import Instruction, Program
-from tests.emulator.special import DONE, SPECIAL
+from tests.emulator.special import DONE, GUARDED, SPECIAL
 
 if TYPE_CHECKING:
     from tests.emulator.warp import Warp
@@ -117,6 +117,8 @@ class _Translator:
     def _lines(self, ins: Instruction, at: int) -> list[str]:
         head = next((h for h in SPECIAL if ins.op.startswith(h)), "")
         if head:
+            if ins.guard and head not in GUARDED:
+                raise Unsupported(str(ins))
             seen = f"w.ran.add({at})"
             return [f"if ({self.mask(ins)}).any(): {seen}" if ins.guard else seen, SPECIAL[head](self, ins)]
         if ins.op.startswith(NOTHING):

@@ -36,14 +36,14 @@ def _load(t: Translator, ins: Instruction) -> str:
     space = "shared" if ".shared" in ins.op else "global"
     target = vector(ins.operands[0])
     bank = {8: "b16", 16: "b16", 32: "b32", 64: "b64"}[bits]
-    size = t.names._size(target[0]) if bits == 8 else bank
+    size = t.names.size(target[0]) if bits == 8 else bank
     into = ", ".join(t.names.written(name, size) for name in target)
     return f"w.load_{space}(({into},), {t.names.address(ins.operands[1])}, {bits}, {t.mask(ins)})"
 
 
 def _store(t: Translator, ins: Instruction) -> str:
     bits, _ = _bits(ins.op)
-    kind = "b16" if bits == 8 and t.names._size(vector(ins.operands[1])[0]) == "b16" else f"b{max(bits, 16)}"
+    kind = "b16" if bits == 8 and t.names.size(vector(ins.operands[1])[0]) == "b16" else f"b{max(bits, 16)}"
     values = ", ".join(t.names.read(o, kind) for o in vector(ins.operands[1]))
     where = "store_shared" if ".shared" in ins.op else "store_global"
     return f"w.{where}({t.names.address(ins.operands[0])}, [{values}], {bits}, {t.mask(ins)})"
@@ -143,6 +143,11 @@ def _leave(t: Translator, ins: Instruction) -> str:
     return f"if uniform({t.mask(ins)}): return {DONE}" if ins.guard else f"return {DONE}"
 
 
+# Those that lanes may be kept out of, by a predicate.
+GUARDED = {
+    "ld.", "st.", "atom.", "mbarrier.init", "mbarrier.inval", "mbarrier.arrive", "mbarrier.expect_tx",
+    "cp.async.bulk.tensor", "ret", "exit",
+}  # fmt: skip
 SPECIAL: dict[str, Callable[[Translator, Instruction], str]] = {
     "ld.param": _parameter,
     "ld.": _load,

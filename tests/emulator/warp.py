@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.emulator.arithmetic import Array
-from tests.emulator.mbarriers import Barriers, MBarrier
+from tests.emulator.mbarriers import Barriers
 from tests.emulator.memory import SHARED_BASE, GlobalMemory, SharedMemory
 from tests.emulator.names import Unsupported
 from tests.emulator.program import Code
@@ -105,12 +105,12 @@ class Warp:
     def new_barrier(self, at: Array, count: int, mask: Array | None) -> None:
         if mask is None or mask.any():
             address = int(at[0])
-            self.cta.barriers.by_address[address] = MBarrier(count)
+            self.cta.barriers.begin(address, count)
             self.shared.barriers[address - SHARED_BASE :][:8] = True
 
     def end_barrier(self, at: Array, mask: Array | None) -> None:
         if mask is None or mask.any():
-            del self.cta.barriers.by_address[int(at[0])]
+            self.cta.barriers.end(int(at[0]))
             self.shared.barriers[int(at[0]) - SHARED_BASE :][:8] = False
 
     def arrive(self, at: Array, amount: Array, expect: bool, times: int, mask: Array | None) -> None:
@@ -128,7 +128,7 @@ class Warp:
                 return False
             if barrier.phase:
                 self.races.learn(self.number, barrier.known)
-                self.races.ended(self.number, self.races.barrier(address), barrier.phase)
+                self.races.ended(self.number, self.races.barrier(address), barrier.phases)
             return True
 
         self.waits = passed
@@ -160,7 +160,7 @@ class Warp:
 
     def _bring(self, box: TensorMap, at: list[int], start: int, address: int) -> None:
         barrier, (to, words) = self.cta.barriers.at(address), box.places(start)
-        self.races.write(words, self.number, self.races.barrier(address), barrier.phase + 1)
+        self.races.write(words, self.number, self.races.barrier(address), barrier.phases + 1)
         barrier.tell(self.races.hand_on(self.number))
 
         def land() -> None:
