@@ -37,7 +37,7 @@ OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
 TYPED := $(VENV)/typed
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EMULATED := tests/kernels/test_emulated.py tests/fusedvit/test_emulated_tower.py -k "bf16 or noticed or hd72"
+EMULATED := tests/kernels/test_emulated.py -k "72-bf16 or hopper-bf16 or transposed-bf16 or noticed or tables"
 HF_TESTS = $(wildcard tests/fusedvit/test_hf_*.py)
 
 .DEFAULT_GOAL := help
@@ -100,8 +100,8 @@ aot: $(SETUP)
 
 # Every kernel, configuration and architecture: in all sizes on the oldest Triton of our range, which the tables were
 # made with; on the installed one and the newest release one of those that are alike, half as many; on the one between
-# these what an H200 launches in bf16. Then what is compiled for Hopper, run on the emulator of its instructions, most of
-# what pytest does on the installed one.
+# these what an H200 launches in bf16 at two sizes. Then some of what is compiled for Hopper, run on the emulator of its
+# instructions, as pytest does on the installed one, and what the tables choose, on the one that they were made with.
 # MATRIX="--arch 90 --dtype bf16" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
@@ -116,7 +116,7 @@ aot-matrix: $(SETUP)
 	    echo "kernels on Triton $$version"; \
 	    case $$version in \
 	        $(OLDEST_TRITON)) some=;; \
-	        $(MIDDLE_TRITON)) some="--alike --arch 90 --dtype bf16";; \
+	        $(MIDDLE_TRITON)) some="--alike --arch 90 --dtype bf16 --tower hd72 windows --budget 256 4096";; \
 	        *) some=--alike;; \
 	    esac; \
 	    PYTHONPATH=$$folder $(PY) -m fusedvit.aot $$some --jobs $(JOBS) $(MATRIX) || failed="$$failed $$version"; \
