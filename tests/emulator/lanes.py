@@ -10,16 +10,17 @@ from tests.emulator.names import DTYPES, VIEWS, Names, Unsupported, vector
 from tests.emulator.ptx import Instruction
 
 BYTES = {"s8": "i1", "u8": "u1"}  # held in 16 bits
+WIDER = {"s32": "s64", "u32": "u64", "u16": "u32", "s16": "s32"}
 ROUNDED = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 
 Handler = Callable[[Names, list[str], tuple[str, ...]], tuple[str, str]]  # (expression, type of the destination)
 
 
-def _plain(function: str, *, at: int = -1) -> Handler:
+def _plain(function: str) -> Handler:
     """`op.type d, a, b, …`, a function of operands of that type."""
 
     def handle(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str, str]:
-        kind = parts[at]
+        kind = parts[-1]
         if kind in ("bf16", "f16", "bf16x2", "f16x2"):
             width, inner = ("in_pairs", kind[:-2]) if kind.endswith("x2") else ("in_halves", kind)
             reads = ", ".join(names.read(o, kind) for o in operands[1:])
@@ -81,8 +82,7 @@ def _mad(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str
     a, b = (names.read(o, kind) for o in operands[1:3])
     if parts[1] == "lo":
         return f"{a} * {b} + {names.read(operands[3], kind)}", kind
-    wide = {"s32": "s64", "u32": "u64", "u16": "u32", "s16": "s32"}[kind]
-    return f"mul_wide({a}, {b}) + {names.read(operands[3], wide)}", wide
+    return f"mul_wide({a}, {b}) + {names.read(operands[3], WIDER[kind])}", WIDER[kind]
 
 
 def _mul(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str, str]:
@@ -90,9 +90,8 @@ def _mul(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str
     if parts[1] not in ("lo", "hi", "wide"):
         return _plain("np.multiply")(names, parts, operands)
     a, b = (names.read(o, kind) for o in operands[1:3])
-    wide = {"s32": "s64", "u32": "u64", "u16": "u32", "s16": "s32"}
     if parts[1] == "wide":
-        return f"mul_wide({a}, {b})", wide[kind]
+        return f"mul_wide({a}, {b})", WIDER[kind]
     return (f"{a} * {b}" if parts[1] == "lo" else f"mul_hi({a}, {b})"), kind
 
 

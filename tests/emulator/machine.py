@@ -20,6 +20,11 @@ from tests.emulator.warp import Cta, Warp
 MOST_TURNS = 3_000_000  # some that wait for others ask again and again
 
 
+def promptness_for(seed: int) -> float:
+    """In turns: what is asynchronous lands late, now and then, early."""
+    return (0.02, 0.3, 0.9)[seed % 3]
+
+
 class Deadlock(AssertionError):
     """No warp can go on, and nothing is on its way."""
 

@@ -22,6 +22,11 @@ class WrongAccess(AssertionError):
     """A kernel touched memory that is not its own."""
 
 
+def lanes_of(mask: Array | None) -> Array:
+    """Which lanes take part."""
+    return np.arange(32) if mask is None else np.flatnonzero(mask)
+
+
 def bytes_of(storage: torch.UntypedStorage) -> Array:
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload, no-any-return]
 
@@ -68,7 +73,7 @@ class GlobalMemory:
         self, addresses: Array, bits: int, count: int, mask: Array | None, waited: bool = True
     ) -> tuple[Array, Array]:
         """([count, active lanes] of `bits` each, which lanes)."""
-        unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
+        unit, lanes = bits // 8, lanes_of(mask)
         if not lanes.size:
             return np.zeros((count, 0), f"u{unit}"), lanes
         held, at = self._lanes(addresses.astype(np.int64), unit * count, mask, waited)
@@ -76,7 +81,7 @@ class GlobalMemory:
         return held[index[..., None] + np.arange(unit)].view(f"u{unit}")[..., 0], lanes
 
     def store(self, addresses: Array, values: list[Array], bits: int, mask: Array | None, waited: bool = True) -> None:
-        unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
+        unit, lanes = bits // 8, lanes_of(mask)
         if not lanes.size:
             return
         held, at = self._lanes(addresses.astype(np.int64), unit * len(values), mask, waited)
@@ -127,14 +132,14 @@ class SharedMemory:
 
     def load(self, warp: int, addresses: Array, bits: int, count: int, mask: Array | None) -> tuple[Array, Array]:
         """([count, active lanes] of `bits` each, which lanes)."""
-        unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
+        unit, lanes = bits // 8, lanes_of(mask)
         at = self._index(addresses[lanes], unit * count)
         self.races.read(_words(at, unit * count), warp)
         index = at[None] // unit + np.arange(count)[:, None]
         return self.seen.view(f"u{unit}")[index], lanes
 
     def store(self, warp: int, addresses: Array, values: list[Array], bits: int, mask: Array | None) -> None:
-        unit, lanes = bits // 8, np.arange(32) if mask is None else np.flatnonzero(mask)
+        unit, lanes = bits // 8, lanes_of(mask)
         at = self._index(addresses[lanes], unit * len(values))
         touched = (at[:, None] + np.arange(unit * len(values))).reshape(-1)
         before = self.seen[touched]

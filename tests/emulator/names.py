@@ -75,7 +75,7 @@ class Names:
             self.constants.append(np.full(32, self._value(operand, kind), DTYPES[VIEWS[kind]]))
         return self._known[operand, kind]
 
-    def _value(self, operand: str, kind: str) -> Array | np.generic | bool:
+    def _value(self, operand: str, kind: str) -> Array | bool:
         if operand in self.symbols:
             value = self.symbols[operand]
         elif operand.startswith("0f"):
@@ -85,10 +85,8 @@ class Names:
         if kind == "pred":
             return value != 0
         dtype = np.dtype(DTYPES[VIEWS[kind]])
-        bits = 8 * dtype.itemsize
-        return np.array(value & ((1 << bits) - 1), f"u{dtype.itemsize}").view(dtype)[
-            ()
-        ]  # floats are given by their bits
+        bits = value & ((1 << 8 * dtype.itemsize) - 1)  # floats are given by theirs
+        return np.array(bits, f"u{dtype.itemsize}").view(dtype)
 
     def address(self, operand: str) -> str:
         """`[base + offset]` as 32 addresses."""

@@ -36,14 +36,12 @@ class Code:
         follows: which may come behind each.
         pure: those that change registers and nothing else.
         sizes: registers of each bank.
-        params: name and type of each.
     """
 
     pieces: list[Callable[["Warp"], int]]
     follows: list[set[int]]
     pure: set[int]
     sizes: dict[str, int]
-    params: list[tuple[str, str]]
     threads: int
 
     def meeting(self, one: int, other: int) -> int:
@@ -100,7 +98,7 @@ class _Translator:
         scope: dict[str, Any] = vars(arithmetic) | {"C": self.names.constants, "J": self.rows, "uniform": uniform}
         exec(compile("\n".join(text), "<kernel>", "exec"), scope)
         pieces = [scope[f"piece_{n}"] for n in range(len(begins))]
-        return Code(pieces, follows, pure, self.names.sizes, self.program.params, self.program.threads)
+        return Code(pieces, follows, pure, self.names.sizes, self.program.threads)
 
     def _onward(self, piece: list[Instruction], behind: int) -> set[int]:
         """Which pieces may come after one; `behind` is that next to it."""

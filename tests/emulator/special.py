@@ -57,10 +57,9 @@ def _parameter(t: Translator, ins: Instruction) -> str:
 
 def _product(t: Translator, ins: Instruction) -> str:
     found = re.search(r"\.m64n(\d+)k16\.f32\.(bf16|f16)\.", ins.op)
-    if found is None:
-        raise Unsupported(str(ins))
-    columns, kind = int(found.group(1)), found.group(2)
     sums, a, b, adds, *signs = ins.operands
+    if found is None or 2 * len(vector(sums)) != int(found.group(1)):
+        raise Unsupported(str(ins))
     of_registers = a.startswith("{")
     left = f"R[{t.rows_of(vector(a))}]" if of_registers else f"int({t.names.read(a, 'b64')}[0])"
     across = [s != "0" for s in signs[2:]]
@@ -68,7 +67,7 @@ def _product(t: Translator, ins: Instruction) -> str:
     more = f"uniform({t.names.read(adds, 'pred')})" if t.program.kind(adds) else str(adds in ("1", "true", "-1"))
     right = f"int({t.names.read(b, 'b64')}[0])"
     rows, held = t.rows_of(vector(sums)), (int(signs[0]), int(signs[1]))
-    return f"w.product({columns}, {rows}, {left}, {right}, {more}, {held}, {both}, {kind!r})"
+    return f"w.product({rows}, {left}, {right}, {more}, {held}, {both}, {found.group(2)!r})"
 
 
 def _initialise(t: Translator, ins: Instruction) -> str:

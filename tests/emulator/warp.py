@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.emulator.arithmetic import Array
 from tests.emulator.mbarriers import Barriers
-from tests.emulator.memory import SHARED_BASE, GlobalMemory, SharedMemory
+from tests.emulator.memory import SHARED_BASE, GlobalMemory, SharedMemory, lanes_of
 from tests.emulator.names import Unsupported
 from tests.emulator.program import Code
 from tests.emulator.tma import TensorMap
@@ -82,7 +82,7 @@ class Warp:
         self.memory.store(at, values, bits, mask, self.waited)
 
     def add(self, into: Array, at: Array, value: Array, mask: Array | None) -> None:
-        for lane in _lanes(mask):
+        for lane in lanes_of(mask):
             into[lane] = self.memory.add(int(at[lane]), int(value[lane]), self.waited)
 
     def load_matrices(self, into: tuple[Array, ...], at: Array) -> None:
@@ -114,7 +114,7 @@ class Warp:
             self.shared.barriers[int(at[0]) - SHARED_BASE :][:8] = False
 
     def arrive(self, at: Array, amount: Array, expect: bool, times: int, mask: Array | None) -> None:
-        for lane in _lanes(mask):
+        for lane in lanes_of(mask):
             barrier = self.cta.barriers.at(int(at[lane]))
             barrier.tell(self.races.hand_on(self.number))
             barrier.arrive(times if expect else int(amount[lane]), int(amount[lane]) if expect else 0)
@@ -150,7 +150,7 @@ class Warp:
     def copy(
         self, maps: Array, place: tuple[Array, ...], here: Array, barrier: Array | None, mask: Array | None
     ) -> None:
-        for lane in _lanes(mask):
+        for lane in lanes_of(mask):
             box, at = self.maps[int(maps[lane])], [int(p[lane]) for p in reversed(place)]
             self.memory.reach(box.storage, self.waited)
             if barrier is None:
@@ -196,7 +196,6 @@ class Warp:
 
     def product(
         self,
-        columns: int,
         rows: Array,
         a: Any,
         b: int,
@@ -205,8 +204,8 @@ class Warp:
         across: tuple[bool, bool],
         kind: str,
     ) -> None:
-        """Issues one; `a` are four registers, or a descriptor."""
-        first = int(rows[0])
+        """Issues one: `rows` are its sums' registers, one for two columns; `a` are four registers, or a descriptor."""
+        first, columns = int(rows[0]), 2 * len(rows)
         if first not in self.sums:
             self.sums[first] = rows, sums_of(self.R[rows].view(np.float32)).copy()
             self.R[rows] = UNSET
@@ -269,10 +268,6 @@ class Warp:
         if self.waits is not None and self.waits():
             self.waits = None
         return self.waits is None
-
-
-def _lanes(mask: Array | None) -> Any:
-    return range(32) if mask is None else np.flatnonzero(mask)
 
 
 def _rows_of_matrix(at: Array, i: int) -> Array:

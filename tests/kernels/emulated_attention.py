@@ -16,6 +16,7 @@ from fusedvit.kernels.hopper import attention
 from fusedvit.kernels.hopper.attention_choice import schedules
 from fusedvit.kernels.hopper.configs import MIDDLE, MIDDLE_OF_64, HopperAttentionConfig
 from tests.emulator.launches import emulated
+from tests.emulator.machine import promptness_for
 from tests.kernels import attention_cases
 from tests.kernels.attention_cases import packed, segments, with_room
 from tests.kernels.support import NAN, assert_within
@@ -39,8 +40,7 @@ def attend(
     qkv: torch.Tensor, lengths: list[int], head_dim: int, config: HopperAttentionConfig, seed: int
 ) -> torch.Tensor:
     segs = segments(lengths, config.block_m, CPU, room=5)
-    promptness = (0.02, 0.3, 0.9)[seed % 3]
-    with emulated(seed=seed, promptness=promptness, ready=(segs.tiles, segs.num_tiles)):
+    with emulated(seed=seed, promptness=promptness_for(seed), ready=(segs.tiles, segs.num_tiles)):
         return attention_cases.run(attention.attention, with_room(qkv, ROOM), segs, head_dim, config)
 
 

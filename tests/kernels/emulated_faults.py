@@ -11,7 +11,7 @@ import torch
 
 from fusedvit.kernels.hopper import attention
 from fusedvit.kernels.hopper.configs import TINY
-from tests.emulator.launches import emulated
+from tests.emulator.launches import Change, emulated
 from tests.emulator.ptx import Instruction, Program
 from tests.kernels import attention_cases
 from tests.kernels.attention_cases import packed, segments
@@ -20,7 +20,7 @@ KINDS = ("mbarrier.try_wait", "mbarrier.arrive", "fence.proxy.async", "wgmma.wai
 CPU, LENGTHS, HEAD_DIM = torch.device("cpu"), [70, 5, 130], 64
 
 
-def attend(change: object = None) -> tuple[torch.Tensor, set[int]]:
+def attend(change: Change | None = None) -> tuple[torch.Tensor, set[int]]:
     """The answer, and which instructions ran."""
     config = replace(TINY, max_programs=2, overlap=True)
     qkv = packed(LENGTHS, HEAD_DIM, torch.bfloat16, CPU)
@@ -30,7 +30,7 @@ def attend(change: object = None) -> tuple[torch.Tensor, set[int]]:
     return out, machine.ran
 
 
-def without(at: int) -> object:
+def without(at: int) -> Change:
     """A change that takes instruction `at` out; where it waits, it does not."""
 
     def change(program: Program) -> None:

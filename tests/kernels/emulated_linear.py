@@ -20,6 +20,7 @@ from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from tests.emulator.launches import emulated
+from tests.emulator.machine import promptness_for
 from tests.kernels.linear_cases import Fused, Layer, fused, scratch_for, tensors
 from tests.kernels.support import assert_rounded_once
 
@@ -90,7 +91,7 @@ def bits(arguments: Fused, op: Any, config: Any, seed: int, scratch: Scratch | N
     norm, taps = e.norm, e.taps
     older = [arguments.weight, arguments.num_rows, e.bias, norm and norm.colsum, taps and taps.table]
     ready = [t for t in older if t is not None]
-    with emulated(seed=seed, promptness=(0.02, 0.3, 0.9)[seed % 3], ready=ready):
+    with emulated(seed=seed, promptness=promptness_for(seed), ready=ready):
         out, stats = arguments.run(op, config, scratch)
     if stats is None:
         return [out[:rows]]
