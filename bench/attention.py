@@ -26,6 +26,7 @@ from fusedvit.kernels.forms import FormFailed
 from fusedvit.kernels.hopper import configs as hopper
 from fusedvit.kernels.hopper.attention_choice import (
     ALL_FRAMES,
+    HEADS_AT_A_TIME,
     LONG_FRAMES,
     SHORT_FRAMES,
     WINDOW,
@@ -39,7 +40,7 @@ from fusedvit.kernels.launch import compiling_only
 
 HEADS = 16
 CALLS = 10  # of a graph
-BY_HEADS = 8192  # rows: keys and values of 16 heads of 64 are 32 MB here, which is what L2 keeps; a few heads' are less
+BY_HEADS = 6144  # rows from which heads a few at a time take part
 PEERS = ("fa3", "cudnn")
 MORE = {  # a tile or a wave more or less than SEQUENCES have; the last, what a plan with two lists of tiles is for
     "1 x 196": (196,),
@@ -71,7 +72,7 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
         return found
     others = _schedules(head_dim, max(lengths))
     if rows >= BY_HEADS and head_dim != 128:
-        others |= {f"{n} by heads": replace(others[n], together=4) for n in ("2 x 64", "3 x 64")}
+        others |= {f"{n} by heads": replace(others[n], together=HEADS_AT_A_TIME) for n in ("2 x 64", "3 x 64")}
     return found | {name: replace(c, max_programs=c.ctas * sms) for name, c in others.items()}
 
 
@@ -82,13 +83,18 @@ def _one_or_both(configs: tuple[Any, ...]) -> Any:
 def _schedules(head_dim: int, longest: int) -> dict[str, HopperAttentionConfig]:
     if head_dim == 128:
         return {"1 x 64": hopper.SMALL_WIDE, "2 x 64": hopper.WIDE, "in turns": replace(hopper.WIDE, ping_pong=True)}
-    found = {"2 x 64": hopper.SHORT, "2 x 128": hopper.MIDDLE, "3 x 64": schedules(head_dim)[-1]}
+    short, long = schedules(head_dim)[1:]
+    found = {
+        "2 x 64": short,
+        "2 x 64, other turns": replace(short, ping_pong=not short.ping_pong),
+        "2 x 64, other barriers": replace(short, by_warp=not short.by_warp),
+        "2 x 128": hopper.MIDDLE_OF_64 if head_dim == 64 else hopper.MIDDLE,
+        "3 x 64": long,
+    }
+    if head_dim != 72:
+        found |= {f"{n}, other offsets": replace(found[n], near=not found[n].near) for n in ("2 x 64", "3 x 64")}
     if longest <= 1024:
         found["1 x 64"] = hopper.TINY
-    if head_dim < 80:
-        found["2 x 64 alone"] = replace(hopper.SHORT, ping_pong=False)
-    if head_dim == 64:
-        found["2 x 128 alone"] = replace(hopper.MIDDLE, ping_pong=False)
     return found
 
 

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import compat
-from fusedvit.kernels.hopper.configs import spare_bytes
+from fusedvit.kernels.hopper.attention_places import placed_bytes
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.kernels.sass import (
     disassemble,
@@ -192,8 +192,8 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
 def _misplaced_ring(launch: Launch, ptx: str) -> list[str]:
     """Whether instructions find those operands that they look for by address."""
     constants = dict(launch.constants)
-    if constants.get("SPARE"):
-        needed = spare_bytes(constants["CONSUMERS"], constants["STAGES"])
+    if constants.get("SPARE") or constants.get("SUMMED"):
+        needed = placed_bytes(*(constants[name] for name in ("HEAD_DIM", "CONSUMERS", "STAGES", "BY_WARP")))
     elif "transposed" in launch.name:
         config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
         needed = config.ring_bytes(constants["IN_PARTS"] > 0)

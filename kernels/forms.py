@@ -28,7 +28,7 @@ from fusedvit.kernels.cublaslt import CublasLtConfig
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper import configs as hopper_configs
-from fusedvit.kernels.hopper.attention_choice import hopper_attention_config
+from fusedvit.kernels.hopper.attention_choice import hopper_attention_config, hopper_attention_proposals
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.linear_configs import (
     HopperLinearConfig,
@@ -46,11 +46,15 @@ from fusedvit.kernels.hopper.transposed_configs import (
 if compat.AVAILABLE:  # elsewhere these modules cannot even be read
     from fusedvit.kernels.hopper import attention as hopper_attention
     from fusedvit.kernels.hopper import (
+        attention_barriers,
         attention_boxes,
         attention_consumer,
         attention_parts,
+        attention_places,
         attention_redo,
+        attention_softmax,
         attention_spare,
+        attention_sums,
         linear_consumer,
         linear_epilogue,
         linear_parts,
@@ -128,7 +132,7 @@ def _never_absent(target: Target, dtype: torch.dtype) -> str:
 
 
 def _by_shape(choose: Callable[..., Any]) -> Callable[[Key, torch.dtype, Target, int], Any]:
-    """A heuristic that goes by what a key says: (rows, n, k, dtype, target, kind)."""
+    """What goes by what a key says: (rows, n, k, dtype, target, kind)."""
     return lambda key, dtype, target, widest: choose(key.rows, key.n, key.k, dtype, target, key.kind)
 
 
@@ -164,7 +168,10 @@ def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int)
 def _hopper_forms() -> tuple[Form, ...]:
     if not compat.AVAILABLE:
         return ()
-    parts_of_attention = (attention_boxes, attention_consumer, attention_parts, attention_redo, attention_spare)
+    parts_of_attention = (
+        attention_barriers, attention_boxes, attention_consumer, attention_parts, attention_places, attention_redo,
+        attention_softmax, attention_spare, attention_sums,
+    )  # fmt: skip
     return (
         Form(
             name="transposed",
@@ -196,7 +203,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             absent=hopper_configs.absent,
             wrong=hopper_configs.wrong_hopper_attention,
             heuristic=_by_shape(hopper_attention_config),
-            candidates=lambda key, dtype, target, _: hopper_configs.hopper_attention_candidates(key.k, dtype, target),
+            candidates=_by_shape(hopper_attention_proposals),
             modules=(hopper_attention, *parts_of_attention, metadata),
         ),
     )

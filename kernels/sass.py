@@ -51,11 +51,12 @@ def misplaced_ring(ptx: str, ring_bytes: int) -> str:
     barriers = [at or 0 for at in _barriers(ptx)]
     handed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
     first = min(barriers + handed, default=0)
-    return "" if barriers and first >= ring_bytes else f"{ring_bytes} bytes of ring, but something lies at {first}"
+    behind = first >= ring_bytes and (barriers or handed)
+    return "" if behind else f"{ring_bytes} bytes of ring, but something lies at {first}"
 
 
 def rewritten_descriptors(sass: str) -> list[str]:
-    """Descriptors of a 16-wide product (A in registers) restored from ordinary registers behind its back.
+    """Descriptors of a product written as text (A in registers) restored from ordinary registers behind its back.
 
     ptxas 12.8 (Triton 3.6) does so in a chain of such products when it spills uniform registers; the hardware then
     reads shared memory anywhere. Seen on an H200 as illegal accesses; ptxas 13.0 compiles the same code rightly.
@@ -63,14 +64,14 @@ def rewritten_descriptors(sass: str) -> list[str]:
     problems = set()
     held: range = range(0)
     for line in sass.splitlines():
-        product = re.search(r"HGMMA\.64x16x16\.\S+ R\d+, R\d+, gdesc\[UR(\d+)\]", line)
+        product = re.search(r"HGMMA\.64x(?:16|24|72)x16\.\S+ R\d+, R\d+, gdesc\[UR(\d+)\]", line)
         restored = re.search(r"\*/\s+R2UR UR(\d+), R\d+", line)
         if product is not None:
             held = range(int(product.group(1)), int(product.group(1)) + 4)
         elif "WARPGROUP" in line:
             held = range(0)
         elif restored is not None and int(restored.group(1)) in held:
-            problems.add(f"UR{restored.group(1)} restored behind an asynchronous 16-wide product")
+            problems.add(f"UR{restored.group(1)} restored behind an asynchronous product")
     return sorted(problems)
 
 

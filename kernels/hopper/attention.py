@@ -14,21 +14,25 @@ scheme goes on: the end of one tile and the start of the next overlap, too.
 Every warp waits for the previous launch (`gdc_wait`) before it reads anything but tiles and their count, which must be
 older; also in a CTA without work. The next launch may begin once every producer has asked for its last block.
 
-Softmax keeps each row's maximum over the first block as its offset (attention_consumer.py). Where that overflows, the
+Softmax keeps each row's maximum over the first block as its offset (attention_softmax.py). Where that overflows, the
 tile is noted and redone at the end with a running maximum (attention_redo.py).
 """
 
 import torch
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
-from fusedvit.kernels.hopper.attention_boxes import MAX_HEAD, boxes
+from fusedvit.kernels.hopper import attention_places
+from fusedvit.kernels.hopper.attention_barriers import address_of_barriers, await_phase, handle, make_barriers
+from fusedvit.kernels.hopper.attention_boxes import boxes
 from fusedvit.kernels.hopper.attention_consumer import consumer
 from fusedvit.kernels.hopper.attention_parts import ROWS, SHIFT, SUMS, Memory, Sizes, first_item, stage_of, work_item
-from fusedvit.kernels.hopper.attention_spare import one_array, places
-from fusedvit.kernels.hopper.compat import async_load, gl, gluon
-from fusedvit.kernels.hopper.configs import HopperAttentionConfig, spare_bytes
+from fusedvit.kernels.hopper.attention_spare import one_array
+from fusedvit.kernels.hopper.attention_sums import one_array_with_ones
+from fusedvit.kernels.hopper.compat import async_load, barrier, gl, gluon
+from fusedvit.kernels.hopper.configs import MAX_HEAD, HopperAttentionConfig
+from fusedvit.kernels.hopper.records import reinterpret
 from fusedvit.kernels.launch import Loaded, launch
 from fusedvit.kernels.sass import misplaced_ring
 
@@ -47,6 +51,7 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
     Q_BYTES: gl.constexpr = s.CONSUMERS * ROWS * (s.HEAD + s.TAIL) * 2
     KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + (8 if s.SPARE else s.TAIL)) * 2
     num_tiles = gl.load(num_tiles_ptr)
+    barriers = address_of_barriers(num_tiles, s)
     EARLY: gl.constexpr = s.CONSUMERS < 3  # beside three there are no registers for it
     begin_0, end_0, first_0 = 0, 0, 0
     if EARLY:
@@ -62,24 +67,25 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         later = (index > gl.program_id(0)) if EARLY else True
         begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s, later, begin_0, end_0, first_0)
         buffer = nth & 1
-        mbarrier.wait(m.q_empty.index(buffer), ((nth >> 1) & 1) ^ 1)
-        mbarrier.expect(m.q_full.index(buffer), Q_BYTES)
+        q_full = handle(m, "q_full", buffer, s)
+        await_phase(m, "q_empty", buffer, ((nth >> 1) & 1) ^ 1, barriers, s)
+        mbarrier.expect(q_full, Q_BYTES)
         for c in gl.static_range(s.CONSUMERS):
             rows = first + c * ROWS
             i = buffer * s.CONSUMERS + c
-            async_load(q_desc, [rows, head * s.HEAD_DIM], m.q_full.index(buffer), m.q.index(s.Q_AT + i))
+            async_load(q_desc, [rows, head * s.HEAD_DIM], q_full, m.q.index(s.Q_AT + i))
             if s.TAIL > 0:
                 box = m.q_tail.index(s.Q_TAIL_AT + i)
                 if s.SPARE:
-                    async_load(q_tail_desc, [rows, head * s.HEAD_DIM + s.HEAD], m.q_full.index(buffer), box)
+                    async_load(q_tail_desc, [rows, head * s.HEAD_DIM + s.HEAD], q_full, box)
                 else:
-                    async_load(q_tail_desc, [rows, head, 0], m.q_full.index(buffer), box)
+                    async_load(q_tail_desc, [rows, head, 0], q_full, box)
         for row in range(begin, end, s.BLOCK_N):
             i = slot % s.STAGES
-            full = m.full.index(i)
+            full = handle(m, "full", i, s)
             last = gl.minimum(row + s.BLOCK_N, end)
             skip = row + s.BLOCK_N - last
-            mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
+            await_phase(m, "empty", i, ((slot // s.STAGES) & 1) ^ 1, barriers, s)
             mbarrier.expect(full, KV_BYTES, pred=slot == 0)
             mbarrier.expect(full, 2 * KV_BYTES, pred=slot > 0)
             k, k_tail, v, v_tail = stage_of(m, i, s)
@@ -90,13 +96,45 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         nth += 1
     if slot > 0:
         i = slot % s.STAGES
-        full = m.full.index(i)
-        mbarrier.wait(m.empty.index(i), ((slot // s.STAGES) & 1) ^ 1)
+        full = handle(m, "full", i, s)
+        await_phase(m, "empty", i, ((slot // s.STAGES) & 1) ^ 1, barriers, s)
         mbarrier.expect(full, KV_BYTES)
         k, k_tail, v, v_tail = stage_of(m, i, s)
         _load_block(kv_desc, kv_tail_desc, v, v_tail, full, v_last, v_skip, 2, v_head, s, True)
     # Not as this one begins: towers are slower so (docs/hopper.md).
     gdc_launch_dependents()
+
+
+places = gluon.constexpr_function(attention_places.places)
+UNIT = gl.constexpr(attention_places.UNIT)
+
+
+@gluon.jit
+def _barriers(array, s: Sizes):
+    """q_full, q_empty, full, empty and turn, ready for use; where `BY_WARP` five times the view that has them all."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    if s.BY_WARP:
+        make_barriers(gl.program_id(0), s)
+        every = reinterpret(array, gl.int64, [s.UNITS * UNIT // 8, 1], BARRIER)
+        q_full, q_empty, full, empty, turn = every, every, every, every, every
+    else:
+        q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        full = gl.allocate_shared_memory(gl.int64, [s.STAGES, 1], BARRIER)
+        empty = gl.allocate_shared_memory(gl.int64, [s.STAGES, 1], BARRIER)
+        turn = gl.allocate_shared_memory(gl.int64, [s.CONSUMERS, 1], BARRIER)
+        # In turns, as Triton has the CTA meet between two of one array. Those that nobody waits at must not be
+        # initialised: see `sass.overwritten_barriers`.
+        for i in gl.static_range(s.STAGES if s.STAGES > 3 else 3):
+            if i < s.STAGES:
+                mbarrier.init(full.index(i), count=1)
+                mbarrier.init(empty.index(i), count=s.CONSUMERS)
+            if i < 2:
+                mbarrier.init(q_full.index(i), count=1)
+                mbarrier.init(q_empty.index(i), count=s.CONSUMERS)
+            if i < s.CONSUMERS and s.PING_PONG:
+                mbarrier.init(turn.index(i), count=1)
+    return q_full, q_empty, full, empty, turn
 
 
 @gluon.jit
@@ -121,24 +159,29 @@ def _hopper_attention_kernel(
     LATE: gl.constexpr,
     ONES: gl.constexpr,
     SHIFTED: gl.constexpr,
+    NEAR: gl.constexpr,
     SPARE: gl.constexpr,
+    SUMMED: gl.constexpr,
+    BY_WARP: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a consumer's thread
 ):
     DTYPE: gl.constexpr = q_desc.dtype
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    AT: gl.constexpr = places(SPARE, CONSUMERS, STAGES)
+    AT: gl.constexpr = places(HEAD_DIM, CONSUMERS, STAGES, BY_WARP) if SPARE or SUMMED else (0,) * 9
+    NEAR_HERE: gl.constexpr = NEAR and gl.bfloat16 == DTYPE  # fp16 wants offsets that are HEADROOM at least
     s = Sizes(
-        HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, SPARE, DTYPE,
-        AT[0], AT[1], AT[2], AT[3], AT[4],
+        HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, NEAR_HERE,
+        SPARE, SUMMED, BY_WARP, DTYPE, AT[0], AT[1], AT[2], AT[3], AT[4], AT[5], AT[6], AT[7], AT[8],
     )  # fmt: skip
     if SPARE:
         q, q_tail, k, k_tail, v, v_tail = one_array(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
+    elif SUMMED:
+        q, q_tail, k, k_tail, v, v_tail = one_array_with_ones(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
     else:
         q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
         k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
         v = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
         q_tail, k_tail, v_tail = q, k, v
-    if TAIL > 0 and not SPARE:
+    if TAIL > 0 and not SPARE and not SUMMED:
         q_tail = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, 1, TAIL], q_tail_desc.layout)
         k_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
         v_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
@@ -147,22 +190,10 @@ def _hopper_attention_kernel(
         ones = gl.allocate_shared_memory(DTYPE, [CONSUMERS, SUMS, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
     if SHIFTED:
         one_keys = gl.allocate_shared_memory(DTYPE, [CONSUMERS, BLOCK_N, SHIFT], gl.NVMMASharedLayout(32, 16, 2))
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
-    # In turns, as Triton has the CTA meet between two of one array. Those that nobody waits at must not be initialised:
-    # see `sass.overwritten_barriers`.
-    for i in gl.static_range(STAGES if STAGES > 3 else 3):
-        if i < STAGES:
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=CONSUMERS)
-        if i < 2:
-            mbarrier.init(q_full.index(i), count=1)
-            mbarrier.init(q_empty.index(i), count=CONSUMERS)
-        if i < CONSUMERS and PING_PONG:
-            mbarrier.init(turn.index(i), count=1)
+    q_full, q_empty, full, empty, turn = _barriers(q, s)
+    if SUMMED or BY_WARP:  # ones, and barriers, are there for the tensor cores and the copy engine
+        fence_async_shared()
+        barrier()
     m = Memory(q, q_tail, k, k_tail, v, v_tail, ones, one_keys, q_full, q_empty, full, empty, turn)
     # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
     if CONSUMERS == 1:
@@ -258,8 +289,8 @@ def attention(
     options = {"num_warps": 4, "maxnreg": at_launch, "launch_pdl": config.overlap}
     described = boxes(qkv, heads, head_dim, config)
     loaded = launch(_hopper_attention_kernel, programs, described, pointers, constants, options)
-    if config.spare(head_dim) and loaded is not None and loaded not in _placed:
-        said = misplaced_ring(loaded.ptx(), spare_bytes(config.consumers, config.stages))
+    if config.placed_bytes(head_dim) and loaded is not None and loaded not in _placed:
+        said = misplaced_ring(loaded.ptx(), config.placed_bytes(head_dim))
         if said:
             raise RuntimeError(said)
         _placed.add(loaded)

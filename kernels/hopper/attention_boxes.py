@@ -19,9 +19,7 @@ import torch
 
 from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.hopper.compat import TensorDescriptor, gl
-from fusedvit.kernels.hopper.configs import QUERIES, HopperAttentionConfig
-
-MAX_HEAD = 128
+from fusedvit.kernels.hopper.configs import MAX_HEAD, QUERIES, HopperAttentionConfig
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper.configs import (
     LONG,
     LONG_OF_64,
+    LONG_OF_80,
     MEASURED,
     OVERLAP,
     SHORT,
@@ -24,12 +25,15 @@ from fusedvit.kernels.hopper.configs import (
     WIDE,
     HopperAttentionConfig,
     absent,
+    hopper_attention_candidates,
 )
 
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
 WINDOW = 64  # tokens of an attention window
 SHORT_FRAME = 512  # tokens of the longest frame of the first list of two; longer ones are in the other
 TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from here on gain by them: an empty launch takes 2.3 us
+KEPT_BYTES = 48 << 20  # of keys and values of all heads that L2 keeps, about
+HEADS_AT_A_TIME = 4  # where it does not
 ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = "", "short", "long", "window"  # an attention's kind
 
 
@@ -89,11 +93,23 @@ def contents(rows: int, kind: str) -> list[tuple[int, int]]:
     return [c for c in found if kind == ALL_FRAMES or (c[1] > SHORT_FRAME) == (kind == LONG_FRAMES)]
 
 
+def in_order(config: HopperAttentionConfig, rows: int, heads: int, head_dim: int, kind: str) -> HopperAttentionConfig:
+    """`config` with a few heads of every tile walked before the next ones where keys and values of all exceed L2.
+
+    By turns, each of which finds the GPU's clock up, that gives nothing; under load without a pause, as a batch of that
+    size is, 3 to 5 % of one long frame, as fetching costs power (docs/hopper-attention.md). So no tuner chooses it.
+    """
+    long = kind in (ALL_FRAMES, LONG_FRAMES) and 4 * rows * heads * head_dim > KEPT_BYTES
+    return replace(config, together=HEADS_AT_A_TIME if long else 0)
+
+
 def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
     """Those to choose from."""
     if head_dim == 128:
         return SMALL_WIDE, WIDE
-    return (TINY, SHORT_OF_64, LONG_OF_64) if head_dim == 64 else (TINY, SHORT, LONG)
+    if head_dim == 64:
+        return TINY, SHORT_OF_64, LONG_OF_64
+    return TINY, SHORT, LONG_OF_80 if head_dim == 80 else LONG
 
 
 def hopper_attention_config(
@@ -113,4 +129,13 @@ def hopper_attention_config(
         offered = offered[:1]
     sms = target.num_sms
     chosen = min(offered, key=lambda s: sum(microseconds(s, *c, heads, head_dim, sms) for c in held))
-    return replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)
+    chosen = replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)
+    return in_order(chosen, rows, heads, head_dim, kind)
+
+
+def hopper_attention_proposals(
+    rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target, kind: str = ALL_FRAMES
+) -> list[HopperAttentionConfig]:
+    """What is worth timing for such a budget."""
+    proposed = hopper_attention_candidates(head_dim, dtype, target)
+    return [in_order(config, rows, heads, head_dim, kind) for config in proposed]

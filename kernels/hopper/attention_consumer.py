@@ -1,24 +1,9 @@
-"""A consumer warpgroup of the Hopper attention kernel: products, softmax under them, and the order of both.
+"""A consumer warpgroup of the Hopper attention kernel: products, softmax under them, and the order of both."""
 
-    p = 2^(s - m)          s = q . k, q scaled for it; m fixed per row: the maximum over the first block of keys
-
-With m fixed the loop has no maximum, no rescaling and no shuffle, and any m gives the same softmax: the factor 2^-m
-cancels. It fails only where p or a sum overflows, which the row's sum shows; such tiles are redone (attention_redo.py).
-bf16 holds p up to 2^93 times the first block's largest; fp16 only 2^15, so there m is HEADROOM more: what that costs in
-small p, which are subnormal below 2^-8 of the largest, is less than the answer's own rounding.
-
-Where scores are `SHIFTED`, -m is three columns of q, and ones are three of k, from the second block on: the product
-subtracts, and a fifth of the loop's instructions are gone. Queries' further columns are in registers.
-"""
-
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
+from fusedvit.kernels.hopper.attention_barriers import address_of_barriers, arrive, await_phase
 from fusedvit.kernels.hopper.attention_parts import (
     ROWS,
     SHIFT,
@@ -30,31 +15,23 @@ from fusedvit.kernels.hopper.attention_parts import (
     of_threads,
     place,
     program_again,
-    store_rows,
-    subtracted,
     work_item,
 )
 from fusedvit.kernels.hopper.attention_redo import redo_tile
-from fusedvit.kernels.hopper.attention_spare import add_tail_values, prepare_ones, query_tail, tail_scores, with_offset
+from fusedvit.kernels.hopper.attention_softmax import (
+    SUMS_OF,
+    all_of,
+    finish_rows,
+    mask_keys,
+    partial_sum,
+    rounded,
+    start_rows,
+)
+from fusedvit.kernels.hopper.attention_spare import add_tail_values, prepare_ones, query_tail, tail_scores
+from fusedvit.kernels.hopper.attention_sums import add_tail_and_sums, add_values_and_sums
 from fusedvit.kernels.hopper.compat import barrier, gl, gluon
 
-HEADROOM = gl.constexpr(6.0)
 FLAGS = gl.constexpr(30)  # tiles of a CTA that are noted one by one; the last flag stands for all the others
-
-
-@gluon.jit
-def _mask_keys(scores, keys, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scores of keys from `keys` on become -inf; full blocks skip it."""
-    if keys < BLOCK_N:
-        column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        scores = gl.where(gl.expand_dims(column < keys, 0), scores, float("-inf"))
-    return scores
-
-
-@gluon.jit
-def _partial_sum(p, WIDTH: gl.constexpr):
-    """[ROWS, WIDTH] -> [ROWS, 8]: what one thread holds of a row, summed."""
-    return gl.sum(gl.reshape(p, [ROWS, WIDTH // 8, 8]), 1)
 
 
 @gluon.jit
@@ -68,17 +45,19 @@ def _scores(m: Memory, buffer, stage, tail, s: Sizes, LAYOUT: gl.constexpr, C: g
         zeros = gl.zeros([ROWS, s.BLOCK_N], gl.float32, LAYOUT)
         scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         if s.TAIL > 0:
-            q_tail = m.q_tail.index(buffer * s.CONSUMERS + C).reshape((ROWS, s.TAIL))
-            k_tail = m.k_tail.index(stage).reshape((s.BLOCK_N, s.TAIL)).permute((1, 0))
+            q_tail = m.q_tail.index(s.Q_TAIL_AT + buffer * s.CONSUMERS + C).reshape((ROWS, s.TAIL))
+            k_tail = m.k_tail.index(s.K_TAIL_AT + stage).reshape((s.BLOCK_N, s.TAIL)).permute((1, 0))
             scores = warpgroup_mma(q_tail, k_tail, scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _shifted_scores(m: Memory, buffer, stage, offset, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The same of a tile's later blocks, less their rows' offsets if `SHIFTED` or `SPARE`."""
+def _shifted_scores(
+    m: Memory, buffer, stage, offset, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr
+):
+    """The same of a tile's later blocks, less their rows' offsets if `SHIFTED` or `SPARE`; these are 0 unless `FAR`."""
     scores = _scores(m, buffer, stage, offset, s, LAYOUT, C)
-    if s.SHIFTED:
+    if s.SHIFTED and FAR:
         scores = warpgroup_mma(offset, m.one_keys.index(C).permute((1, 0)), scores, is_async=True)
     return scores
 
@@ -93,11 +72,16 @@ def _add_values(
         p_ones = gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2))
         sums = warpgroup_mma(p_ones, m.ones.index(C).permute((1, 0)), sums, is_async=True)
     p_head = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 2))
-    v = m.v.index(s.V_AT + stage).reshape((s.BLOCK_N, s.HEAD))
-    acc = warpgroup_mma(p_head, v, acc, is_async=True)
     p_tail = p_head
+    if s.SUMMED and s.TAIL == 0:
+        acc, sums = add_values_and_sums(acc, sums, p, stage, s, LAYOUT)
+    else:
+        v = m.v.index(s.V_AT + stage).reshape((s.BLOCK_N, s.HEAD))
+        acc = warpgroup_mma(p_head, v, acc, is_async=True)
     if s.SPARE:
         acc_tail = add_tail_values(acc_tail, p, stage, s, C)
+    elif s.SUMMED and s.TAIL > 0:
+        acc_tail, sums = add_tail_and_sums(acc_tail, sums, p, stage, s, TAIL_LAYOUT)
     elif s.TAIL > 0:
         p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, TAIL_LAYOUT, 2))
         v_tail = m.v_tail.index(stage).reshape((s.BLOCK_N, s.TAIL))
@@ -115,7 +99,11 @@ def _await_scores(scores, s: Sizes):
 @gluon.jit
 def _await_values(acc, acc_tail, sums, p_head, p_tail, s: Sizes):
     """The three sums. The next block's P is rounded behind this wait, into the registers that these have read."""
-    if s.TAIL > 0:
+    if s.SUMMED and s.TAIL > 0:
+        acc, acc_tail, sums, p_head = warpgroup_mma_wait(0, deps=(acc, acc_tail, sums, p_head))
+    elif s.SUMMED:
+        acc, sums, p_head = warpgroup_mma_wait(0, deps=(acc, sums, p_head))
+    elif s.TAIL > 0:
         acc, acc_tail, p_head, p_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail, p_head, p_tail))
     else:
         acc, p_head = warpgroup_mma_wait(0, deps=(acc, p_head))
@@ -125,67 +113,75 @@ def _await_values(acc, acc_tail, sums, p_head, p_tail, s: Sizes):
 
 
 @gluon.jit
-def _my_turn(m: Memory, slot, s: Sizes, C: gl.constexpr):
+def _my_turn(m: Memory, slot, barriers, s: Sizes, C: gl.constexpr):
     """There is a turn for each slot from 1 on."""
     if s.PING_PONG:
         if C == 0:
-            mbarrier.wait(m.turn.index(0), slot & 1)
+            await_phase(m, "turn", 0, slot & 1, barriers, s)
         else:
-            mbarrier.wait(m.turn.index(C), (slot & 1) ^ 1)
+            await_phase(m, "turn", C, (slot & 1) ^ 1, barriers, s)
 
 
 @gluon.jit
-def _next_turn(m: Memory, s: Sizes, C: gl.constexpr):
+def _next_turn(m: Memory, barriers, s: Sizes, C: gl.constexpr):
     if s.PING_PONG:
-        mbarrier.arrive(m.turn.index((C + 1) % s.CONSUMERS), count=1)
+        arrive(m, "turn", (C + 1) % s.CONSUMERS, barriers, s)
 
 
 @gluon.jit
-def _round(p, s: Sizes):
-    """Now, or late: by `_add_values`, under the next Q K and straight into the registers that P V reads. Rounded now
-    it lies in others until the last product has read those, and is moved."""
-    return p if s.LATE else p.to(s.DTYPE)
+def _stage_of(slot, stage, s: Sizes):
+    """The stage of a slot, which is known where stages are counted."""
+    return stage if s.BY_WARP else slot % s.STAGES
 
 
 @gluon.jit
-def _start_rows(scores, keys, tail, s: Sizes, LAYOUT: gl.constexpr):
-    """Softmax of a tile's first block: (P, offset of each row as later scores want it, what is known of their sums)."""
-    scores = _mask_keys(scores, keys, s.BLOCK_N, LAYOUT)
-    offset = gl.max(scores, 1)
-    if gl.float16 == s.DTYPE:
-        offset += HEADROOM
-    p = gl.exp2(scores - gl.expand_dims(offset, 1))
-    if s.SHIFTED:
-        QUERIES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-        offset = subtracted(gl.zeros([ROWS, SHIFT], s.DTYPE, QUERIES), offset, 0, s, QUERIES)
-    if s.SPARE:
-        offset = with_offset(tail, offset, s)
-    if s.ONES or s.SPARE:
-        sums = gl.zeros([ROWS, SUMS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS, 16]))
+def _await_next(m: Memory, slot, later, parity, barriers, s: Sizes):
+    """Waits for what the slot after this one needs."""
+    if s.BY_WARP:
+        await_phase(m, "full", later, parity, barriers, s)
     else:
-        sums = _partial_sum(p, s.BLOCK_N)
-    return _round(p, s), offset, sums
+        await_phase(m, "full", (slot + 1) % s.STAGES, ((slot + 1) // s.STAGES) & 1, barriers, s)
 
 
 @gluon.jit
-def _finish_rows(
-    out_ptr, acc, acc_tail, sums, first, end, head, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr
-):
-    """Normalises and stores; returns which rows overflowed, in the exponentials or in the accumulator."""
-    LIMIT: gl.constexpr = 1e28 if gl.bfloat16 == s.DTYPE else 32768.0
-    if s.SPARE:
-        column = gl.expand_dims(gl.arange(0, s.TAIL, gl.SliceLayout(0, TAIL_LAYOUT)), 0)
-        sums = _partial_sum(gl.where(column < 8, acc_tail * 0.0, acc_tail), s.TAIL)
-    sums += gl.convert_layout(_partial_sum(acc * 0.0, s.HEAD), sums.type.layout)  # 0, or NaN
-    if s.TAIL > 0 and not s.SPARE:
-        sums += gl.convert_layout(_partial_sum(acc_tail * 0.0, s.TAIL), sums.type.layout)
-    total = gl.sum(sums, 1)
-    if s.ONES or s.SPARE:
-        total /= SUMS  # of equal ones, exactly
-    total = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
-    store_rows(out_ptr, acc, acc_tail, total, first, end, head, s, LAYOUT, TAIL_LAYOUT)
-    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    return (rows < end) & ((total < LIMIT) == 0)
+def _onward(slot, stage, later, parity, s: Sizes):
+    """The next slot, its stage, the stage after that, and the parity of that one's round.
+
+    Counted, and a step ahead, where no barrier of a warpgroup's hides it: a division takes as long as some products.
+    """
+    if s.BY_WARP:
+        last = later == s.STAGES - 1
+        stage = later
+        later = gl.where(last, 0, later + 1)
+        parity = gl.where(last, parity ^ 1, parity)
+    return slot + 1, stage, later, parity
+
+
+@gluon.jit
+def _steps(
+    p, acc, acc_tail, sums, slot, stage, later, parity, m: Memory, barriers, buffer, steps, keys, offset, s: Sizes,
+    KEYS: gl.constexpr, WIDE: gl.constexpr, SLIM: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr,
+):  # fmt: skip
+    """A tile's blocks of keys but the first: scores of each, and P V of the one before."""
+    for step in range(1, steps):
+        stage = _stage_of(slot, stage, s)
+        _my_turn(m, slot, barriers, s, C)
+        scores = _shifted_scores(m, buffer, stage, offset, s, KEYS, C, FAR)
+        acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
+        _next_turn(m, barriers, s, C)
+        scores = _await_scores(scores, s)
+        scores = mask_keys(scores, keys - step * s.BLOCK_N, s.BLOCK_N, KEYS)
+        e = gl.exp2(scores) if s.SHIFTED or s.SPARE else gl.exp2(scores - gl.expand_dims(offset, 1))
+        if not s.ONES and not s.SPARE and not s.SUMMED:
+            sums += partial_sum(e, s.BLOCK_N)
+        p = rounded(e, s)
+        # Waited for here, though needed by the next step: only the border of a basic block keeps ptxas from moving the
+        # wait for P V above the exponentials.
+        _await_next(m, slot, later, parity, barriers, s)
+        acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
+        arrive(m, "empty", stage, barriers, s)
+        slot, stage, later, parity = _onward(slot, stage, later, parity, s)
+    return p, acc, acc_tail, sums, slot, stage, later, parity
 
 
 @gluon.jit
@@ -195,16 +191,17 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.HEAD, 16])
     SLIM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.TAIL if s.TAIL > 0 else 16, 16])
     work = num_tiles * s.HEADS
-    mbarrier.wait(m.q_full.index(0), 0)
-    mbarrier.wait(m.full.index(0), 0)
+    barriers = address_of_barriers(num_tiles, s)
+    await_phase(m, "q_full", 0, 0, barriers, s)
+    await_phase(m, "full", 0, 0, barriers, s)
     tail = query_tail(m, 0, s, C)
     scores = warpgroup_mma_wait(0, deps=(_scores(m, 0, 0, tail, s, KEYS, C),))
-    mbarrier.arrive(m.empty.index(0), count=1)
-    p, offset, sums = _start_rows(scores, end - begin, tail, s, KEYS)
+    arrive(m, "empty", 0, barriers, s)
+    p, offset, sums, far = start_rows(scores, end - first - C * ROWS, end - begin, tail, s, KEYS)
     flags = of_threads(gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WIDE)))
-    slot = 1
+    slot, stage, later, parity = 1, 1, 2 % s.STAGES, (2 // s.STAGES) & 1
     nth = 0
-    mbarrier.wait(m.full.index(1 % s.STAGES), (1 // s.STAGES) & 1)
+    await_phase(m, "full", 1 % s.STAGES, (1 // s.STAGES) & 1, barriers, s)
     for index in range(program_again(num_tiles), work, gl.num_programs(0)):
         after = index + gl.num_programs(0)
         next_begin, next_end, next_first, _ = following_item(index, tiles_ptr, num_tiles, s)
@@ -213,58 +210,58 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         steps = gl.where(first < end, blocks, 1)
         acc = gl.zeros([ROWS, s.HEAD], gl.float32, WIDE)
         acc_tail = gl.zeros([ROWS, s.TAIL if s.TAIL > 0 else 16], gl.float32, SLIM)
-        for step in range(1, steps):
-            stage = slot % s.STAGES
-            _my_turn(m, slot, s, C)
-            scores = _shifted_scores(m, nth & 1, stage, offset, s, KEYS, C)
-            acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
-            _next_turn(m, s, C)
-            scores = _await_scores(scores, s)
-            scores = _mask_keys(scores, end - begin - step * s.BLOCK_N, s.BLOCK_N, KEYS)
-            e = gl.exp2(scores) if s.SHIFTED or s.SPARE else gl.exp2(scores - gl.expand_dims(offset, 1))
-            if not s.ONES and not s.SPARE:
-                sums += _partial_sum(e, s.BLOCK_N)
-            p = _round(e, s)
-            slot += 1
-            # Waited for here, though needed by the next step: only the border of a basic block keeps ptxas from moving
-            # the wait for P V above the exponentials.
-            mbarrier.wait(m.full.index(slot % s.STAGES), (slot // s.STAGES) & 1)
-            acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
-            mbarrier.arrive(m.empty.index(stage), count=1)
+        if s.SUMMED:  # here, as ptxas serialises products of sums that are not begun where values' are (C7511)
+            sums = gl.zeros([ROWS, SUMS], gl.float32, SUMS_OF)
+        if s.NEAR:
+            if far:
+                p, acc, acc_tail, sums, slot, stage, later, parity = _steps(
+                    p, acc, acc_tail, sums, slot, stage, later, parity, m, barriers, nth & 1, steps, end - begin,
+                    offset, s, KEYS, WIDE, SLIM, C, True,
+                )  # fmt: skip
+            else:
+                p, acc, acc_tail, sums, slot, stage, later, parity = _steps(
+                    p, acc, acc_tail, sums, slot, stage, later, parity, m, barriers, nth & 1, steps, end - begin,
+                    offset, s, KEYS, WIDE, SLIM, C, False,
+                )  # fmt: skip
+        else:
+            p, acc, acc_tail, sums, slot, stage, later, parity = _steps(
+                p, acc, acc_tail, sums, slot, stage, later, parity, m, barriers, nth & 1, steps, end - begin,
+                offset, s, KEYS, WIDE, SLIM, C, True,
+            )  # fmt: skip
         for _ in range(steps, blocks):  # no query of this consumer lies inside the frame
-            _my_turn(m, slot, s, C)
-            _next_turn(m, s, C)
-            mbarrier.arrive(m.empty.index(slot % s.STAGES), count=1)
-            slot += 1
-            mbarrier.wait(m.full.index(slot % s.STAGES), (slot // s.STAGES) & 1)
+            _my_turn(m, slot, barriers, s, C)
+            _next_turn(m, barriers, s, C)
+            arrive(m, "empty", _stage_of(slot, stage, s), barriers, s)
+            _await_next(m, slot, later, parity, barriers, s)
+            slot, stage, later, parity = _onward(slot, stage, later, parity, s)
 
-        stage = slot % s.STAGES
+        stage = _stage_of(slot, stage, s)
         next_sums = sums
         if after < work:  # this tile's last P V beside the next tile's first Q K
-            mbarrier.wait(m.q_full.index((nth + 1) & 1), ((nth + 1) >> 1) & 1)
+            await_phase(m, "q_full", (nth + 1) & 1, ((nth + 1) >> 1) & 1, barriers, s)
             tail = query_tail(m, (nth + 1) & 1, s, C)
-            _my_turn(m, slot, s, C)
+            _my_turn(m, slot, barriers, s, C)
             scores = _scores(m, (nth + 1) & 1, stage, tail, s, KEYS, C)
             acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
-            _next_turn(m, s, C)
+            _next_turn(m, barriers, s, C)
             scores = _await_scores(scores, s)
-            mbarrier.arrive(m.q_empty.index(nth & 1), count=1)
-            p, offset, next_sums = _start_rows(scores, next_end - next_begin, tail, s, KEYS)
-            mbarrier.wait(m.full.index((slot + 1) % s.STAGES), ((slot + 1) // s.STAGES) & 1)
+            arrive(m, "q_empty", nth & 1, barriers, s)
+            rows = next_end - next_first - C * ROWS
+            p, offset, next_sums, far = start_rows(scores, rows, next_end - next_begin, tail, s, KEYS)
+            _await_next(m, slot, later, parity, barriers, s)
             acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
         else:
             acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
             acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
-        mbarrier.arrive(m.empty.index(stage), count=1)
-        slot += 1
+        arrive(m, "empty", stage, barriers, s)
+        slot, stage, later, parity = _onward(slot, stage, later, parity, s)
         _, head = place(index, num_tiles, s)  # worked out here: kept through a tile's blocks it takes a register
-        overflowed = _finish_rows(out_ptr, acc, acc_tail, sums, first, end, head, s, WIDE, SLIM)
+        overflowed = finish_rows(out_ptr, acc, acc_tail, sums, first, end, head, s, WIDE, SLIM)
         flags = flags | of_threads(gl.where(overflowed, 1 << gl.minimum(nth, FLAGS), 0))
         begin, end, first, sums = next_begin, next_end, next_first, next_sums
         nth += 1
 
-    # Every warp is handed all flags: a reduction across warps costs LONG a spilled word.
-    redo = gl.reduce_or(gl.convert_layout(flags, gl.BlockedLayout([1], [32], [4], [0])), 0)
+    redo = all_of(flags)
     if redo != 0:
         nth = 0
         for index in range(gl.program_id(0), work, gl.num_programs(0)):

@@ -24,21 +24,29 @@ class Sizes:
     LATE: gl.constexpr
     ONES: gl.constexpr
     SHIFTED: gl.constexpr
+    NEAR: gl.constexpr  # whether nothing is shifted where a tile's first scores are small: see attention_softmax.py
     SPARE: gl.constexpr  # whether what a tail leaves of its box holds ones: see attention_spare.py
+    SUMMED: gl.constexpr  # whether values' product sums P's rows as well: see attention_sums.py
+    BY_WARP: gl.constexpr  # whether each warp arrives for itself: see attention_barriers.py
     DTYPE: gl.constexpr
-    # Where each begins in its array: 0 where it has one of its own.
-    Q_TAIL_AT: gl.constexpr
+    # Where each begins in its array (attention_places.py): 0 where it has one of its own.
     Q_AT: gl.constexpr
+    Q_TAIL_AT: gl.constexpr
     K_AT: gl.constexpr
+    K_TAIL_AT: gl.constexpr
     V_AT: gl.constexpr
     V_TAIL_AT: gl.constexpr
+    ONES_AT: gl.constexpr
+    BARRIERS_AT: gl.constexpr
+    UNITS: gl.constexpr
 
 
 @record
 class Memory:
     """Shared memory of a CTA. `full` and `empty` belong to the same index of what is loaded; see attention.py.
 
-    Queries, keys, values and tails are views of one array where `SPARE`: see `attention_spare.one_array`.
+    Where `SPARE` or `SUMMED`, queries, keys, values and tails are views of one array; where `BY_WARP`, `full` is one of
+    all of it, in which barriers of every kind are.
     """
 
     q: gl.shared_memory_descriptor  # [2 * CONSUMERS, ROWS, HEAD]
@@ -59,7 +67,12 @@ class Memory:
 @gluon.jit
 def stage_of(m: Memory, i, s: Sizes):
     """Keys, their tail, values and their tail of stage `i`."""
-    return m.k.index(s.K_AT + i), m.k_tail.index(i), m.v.index(s.V_AT + i), m.v_tail.index(s.V_TAIL_AT + i)
+    return (
+        m.k.index(s.K_AT + i),
+        m.k_tail.index(s.K_TAIL_AT + i),
+        m.v.index(s.V_AT + i),
+        m.v_tail.index(s.V_TAIL_AT + i),
+    )
 
 
 @gluon.jit
@@ -72,6 +85,18 @@ def subtracted(columns, offset, FIRST: gl.constexpr, s: Sizes, LAYOUT: gl.conste
         columns = gl.where(column == FIRST + i, (-part).to(s.DTYPE), columns)
         rest -= part
     return columns
+
+
+@gluon.jit
+def halves(x):
+    """The first and the last columns."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@gluon.constexpr_function
+def of_product(sums, again, words):
+    """Constraints of a product as text: so many registers out, so many of them in as well, and so many others."""
+    return ",".join(["=f"] * sums + [str(i) for i in range(again)] + ["r"] * words)
 
 
 @gluon.jit

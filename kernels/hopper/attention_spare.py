@@ -11,25 +11,22 @@ as text, and find their operands by address: the memory that they are in lies wh
 
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from fusedvit.kernels.hopper import configs
-from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, subtracted
+from fusedvit.kernels.hopper import attention_places
+from fusedvit.kernels.hopper.attention_parts import ROWS, Memory, Sizes, halves, of_product, subtracted
 from fusedvit.kernels.hopper.compat import barrier, gl, gluon
 from fusedvit.kernels.hopper.records import reinterpret
 
 COLUMNS = gl.constexpr(16)  # of a tail's product, of which a head has half
 TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of [ROWS, COLUMNS]
-SLOT = gl.constexpr(configs.SPARE_SLOT)
+SLOT = gl.constexpr(attention_places.SPARE_UNIT)
 # Of a matrix of blocks without a swizzle: 128 bytes from 8 rows (keys) to the next ones, in units of 16.
 BLOCK = 128 >> 4
-
-
-places = gluon.constexpr_function(configs.places)
 
 
 @gluon.jit
 def one_array(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s: Sizes):
     """Queries, keys, values and their tails, all of it in one array: views that `Sizes` says the beginnings of."""
-    UNITS: gl.constexpr = s.V_AT + s.STAGES
+    UNITS: gl.constexpr = s.UNITS
     KEYS: gl.constexpr = kv_desc.layout
     SLIM: gl.constexpr = q_tail_desc.layout
     COLUMN: gl.constexpr = kv_tail_desc.layout
@@ -84,17 +81,11 @@ def _values_text(steps, stages, consumer, kind):
     return text + " wgmma.commit_group.sync.aligned; }"
 
 
-@gluon.constexpr_function
-def _constraints(sums, again, words):
-    """So many registers out, so many of them in as well, and so many others."""
-    return ",".join(["=f"] * sums + [str(i) for i in range(again)] + ["r"] * words)
-
-
 @gluon.jit
 def prepare_ones(m: Memory, s: Sizes, C: gl.constexpr):
     """This consumer's block of ones, before its first product."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
-    block = m.k_tail.index(2 * s.STAGES + C).reshape((s.BLOCK_N, 8))
+    block = m.k_tail.index(s.ONES_AT + C).reshape((s.BLOCK_N, 8))
     block.store(gl.full([s.BLOCK_N, 8], 1.0, s.DTYPE, LINES))
     fence_async_shared()
     barrier()
@@ -127,29 +118,23 @@ def tail_scores(tail, stage, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
     EACH: gl.constexpr = s.BLOCK_N // 2
     KIND: gl.constexpr = "bf16" if gl.bfloat16 == s.DTYPE else "f16"
     TEXT: gl.constexpr = _scores_text(s.BLOCK_N, s.STAGES, C, KIND)
-    REGISTERS: gl.constexpr = _constraints(EACH, 0, EACH // 2 + EACH)
+    REGISTERS: gl.constexpr = of_product(EACH, 0, EACH // 2 + EACH)
     return gl.inline_asm_elementwise(TEXT, REGISTERS, [wide, stage], dtype=gl.float32, is_pure=False, pack=EACH)
-
-
-@gluon.jit
-def _halves(p):
-    """The first and the last columns."""
-    return gl.split(gl.permute(gl.reshape(p, (p.shape[0], 2, p.shape[1] // 2)), (0, 2, 1)))
 
 
 @gluon.jit
 def add_tail_values(sums, p, stage, s: Sizes, C: gl.constexpr):
     """sums + P [v | 1], in flight."""
-    left, right = _halves(p)
-    a, b = _halves(left)
-    c, d = _halves(right)
+    left, right = halves(p)
+    a, b = halves(left)
+    c, d = halves(right)
     a = gl.convert_layout(a, TAIL, assert_trivial=True)
     b = gl.convert_layout(b, TAIL, assert_trivial=True)
     c = gl.convert_layout(c, TAIL, assert_trivial=True)
     d = gl.convert_layout(d, TAIL, assert_trivial=True)
     KIND: gl.constexpr = "bf16" if gl.bfloat16 == s.DTYPE else "f16"
     TEXT: gl.constexpr = _values_text(4, s.STAGES, C, KIND)
-    REGISTERS: gl.constexpr = _constraints(8, 8, 16 + 8)
+    REGISTERS: gl.constexpr = of_product(8, 8, 16 + 8)
     return gl.inline_asm_elementwise(
         TEXT, REGISTERS, [sums, a, b, c, d, stage], dtype=gl.float32, is_pure=False, pack=8
     )

@@ -4,13 +4,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.attention_places import placed_bytes
 
+MAX_HEAD = 128
 QUERIES = 64  # of a consumer
 SHIFT = 16  # columns of the step of K that shifts scores: the fewest that an instruction has
 SUMS = 8  # columns of a product with ones, all alike: the fewest that an instruction has
-SPARE_SLOT = 1024  # bytes of a block of 64 keys' last 8 columns, and of ones beside them: see attention_spare.py
 OVERLAP = True  # whether what is chosen here begins before the previous launch has ended
 
 
@@ -29,6 +31,8 @@ class HopperAttentionConfig:
         late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
         ones: rows of P are summed by a product with ones, not added up in registers.
         shifted: scores come out of the product less their row's offset, by a step of K more; no addition each.
+        near: that step is left out where a tile's first scores are small (see attention_softmax.py); in bfloat16.
+        by_warp: warps wait and arrive for themselves (see attention_barriers.py), where memory is placed for it.
         max_programs: bound of the persistent grid.
         overlap: begin before the previous launch has ended (programmatic dependent launch), see `OVERLAP`. The previous
             launch must not be what writes the tiles.
@@ -43,6 +47,8 @@ class HopperAttentionConfig:
     late: bool = False
     ones: bool = False
     shifted: bool = False
+    near: bool = False
+    by_warp: bool = False
     max_programs: int = 132
     overlap: bool = False
 
@@ -53,11 +59,22 @@ class HopperAttentionConfig:
 
     def spare(self, head_dim: int) -> bool:
         """Whether tails' products shift scores and sum rows as well (attention_spare.py)."""
-        return self.shifted and self.block_n == 64 and head_dim == 72
+        return self.shifted and self.block_n == QUERIES and head_dim == 72
+
+    def summed(self, head_dim: int) -> bool:
+        """Whether the last product with values sums rows of P as well (attention_sums.py)."""
+        return self.block_n == QUERIES and head_dim in (64, 80)
+
+    def placed_bytes(self, head_dim: int) -> int:
+        """Of the array of attention_places.py; 0 where there is none."""
+        if not (self.spare(head_dim) or self.summed(head_dim)):
+            return 0
+        return placed_bytes(head_dim, self.consumers, self.stages, self.by_warp)
 
     def constants(self, heads: int, head_dim: int) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
-        spare = self.spare(head_dim)
+        spare, summed = self.spare(head_dim), self.summed(head_dim)
+        shifted = self.shifted and not spare
         return {
             "CONSUMERS": self.consumers,
             "BLOCK_N": self.block_n,
@@ -65,50 +82,39 @@ class HopperAttentionConfig:
             "PING_PONG": self.ping_pong,
             "TOGETHER": self.together if self.together and heads % self.together == 0 else heads,
             "LATE": self.late,
-            "ONES": self.ones and not spare,
-            "SHIFTED": self.shifted and not spare,
+            "ONES": self.ones and not spare and not summed,
+            "SHIFTED": shifted,
+            "NEAR": self.near and shifted,
             "SPARE": spare,
+            "SUMMED": summed,
+            "BY_WARP": self.by_warp and (spare or summed),
         }
 
 
 MEASURED = (64, 72, 80, 128)  # head_dims that were timed on an H200; for others `fusedvit tune` may choose the form
 TINY = HopperAttentionConfig(1, 64, 3, ctas=2, shifted=True)
-SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True, ones=True, shifted=True)
+SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True, ones=True, shifted=True, by_warp=True)
 MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True)
 LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True, shifted=True)
-# The same as heads of 64 are fastest.
-SHORT_OF_64 = replace(SHORT, ping_pong=False)
+# The same as heads of 64 and 80 are fastest.
+SHORT_OF_64 = replace(SHORT, ping_pong=False, near=True, by_warp=False)
 MIDDLE_OF_64 = replace(MIDDLE, ping_pong=False, ones=True)
-LONG_OF_64 = replace(LONG, ping_pong=False, late=True)
+ROOMY = not compat.NEEDS_MORE_REGISTERS  # for three consumers, which spill else
+LONG_OF_64 = replace(LONG, ping_pong=False, late=ROOMY, near=ROOMY)
+LONG_OF_80 = replace(LONG, near=ROOMY, by_warp=ROOMY)
 SMALL_WIDE = HopperAttentionConfig(1, 64, 2, ctas=2)  # for heads of 128, as TINY
 WIDE = HopperAttentionConfig(2, 64, 4, late=True)  # for heads of 128
 
 
-def places(spare: bool, consumers: int, stages: int) -> tuple[int, int, int, int, int]:
-    """Where queries' tails (in units of 2 KiB), queries, keys, values (of 8 KiB) and values' tails (of 1 KiB) begin in
-    the one array that they share with keys' tails and ones where these are `spare`; 0 where each has its own."""
-    if not spare:
-        return 0, 0, 0, 0, 0
-    q_tail = (2 * stages + consumers + 1) // 2  # behind both kinds of tails and a block of ones a consumer
-    q = (q_tail + 2 * consumers + 3) // 4
-    k = q + 2 * consumers
-    return q_tail, q, k, k + stages, stages
-
-
-def spare_bytes(consumers: int, stages: int) -> int:
-    """Of that array."""
-    return (places(True, consumers, stages)[3] + stages) * 8 * SPARE_SLOT
-
-
-def shared_bytes(config: HopperAttentionConfig, head: int, tail: int, spare: bool = False) -> int:
+def shared_bytes(config: HopperAttentionConfig, head_dim: int) -> int:
     """Shared memory of a CTA: two tiles of queries, the ring, both kinds of ones, and lines of output on their way."""
-    row = 2 * (head + tail)
+    head, tail = split_head(head_dim, MAX_HEAD)
+    constants = config.constants(1, head_dim)
     lines = 0 if config.consumers == 3 else config.block_m * 2 * head
-    if spare:
-        return spare_bytes(config.consumers, config.stages) + lines + 1024
-    ones = config.ones * config.consumers * SUMS * config.block_n * 2
-    shift = config.shifted * config.consumers * config.block_n * SHIFT * 2
-    return 2 * config.block_m * row + 2 * config.stages * config.block_n * row + lines + ones + shift + 1024
+    ones = constants["ONES"] * config.consumers * SUMS * config.block_n * 2
+    shift = constants["SHIFTED"] * config.consumers * config.block_n * SHIFT * 2
+    tiles = 4 * (config.block_m + config.stages * config.block_n) * (head + tail)
+    return (config.placed_bytes(head_dim) or tiles) + lines + ones + shift + 1024
 
 
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
@@ -116,16 +122,16 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
     if head_dim == 128:
         in_turns = replace(WIDE, ping_pong=True)
         found = [SMALL_WIDE, WIDE, in_turns, replace(in_turns, stages=3), replace(WIDE, stages=3, shifted=True)]
-        found += [replace(WIDE, together=4)]
     else:
-        short, middle, long = SHORT, [MIDDLE], LONG
+        short, middle, long = SHORT, [MIDDLE], LONG_OF_80 if head_dim == 80 else LONG
         if head_dim == 64:
             short, long = SHORT_OF_64, LONG_OF_64
             middle = [MIDDLE_OF_64, HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True)]
-        varied = replace(long, late=True) if long.spare(head_dim) else replace(long, ones=True)
-        turned = [replace(short, ping_pong=not short.ping_pong), varied]
-        by_heads = [replace(config, together=4) for config in (short, long, *turned)]
-        found = [TINY, short, *middle, long, *turned, *by_heads]
+        turned = [replace(short, ping_pong=not short.ping_pong), replace(short, by_warp=not short.by_warp)]
+        if head_dim == 80:
+            turned += [replace(config, near=True) for config in (short, *turned)]
+        varied = [replace(long, late=not long.late), replace(long, near=not long.near)]
+        found = [TINY, short, *middle, long, *turned, *varied]
     found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 
@@ -147,7 +153,7 @@ def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype:
         return f"stages, ctas, together or max_programs out of range: {config}"
     if config.ping_pong and config.consumers == 1:
         return "one consumer has nobody to take turns with"
-    needed = config.ctas * shared_bytes(config, 64, 0)
+    needed = config.ctas * shared_bytes(config, 64)
     if needed > target.max_shared:
         return f"{needed} bytes of shared memory, limit {target.max_shared}"
     return absent(target, dtype)

@@ -34,6 +34,9 @@ def shipped(head_dim: int) -> Iterator[tuple[str, HopperAttentionConfig]]:
         if config.consumers > 1:
             yield "by heads", replace(config, max_programs=3, together=1)
             yield "other turns", replace(config, max_programs=3, ping_pong=not config.ping_pong)
+            other = replace(config, near=not config.near, by_warp=not config.by_warp)
+            if other.constants(HEADS, head_dim) != config.constants(HEADS, head_dim):
+                yield "other barriers", replace(other, max_programs=3)
 
 
 def attend(

@@ -11,7 +11,6 @@ import torch
 
 from fusedvit.aot import QWEN3_VL_8B
 from fusedvit.kernels import forms
-from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.forms import Key
 from fusedvit.kernels.hopper import attention as hopper_attention
@@ -76,7 +75,7 @@ def test_every_budget_has_an_answer_that_can_run(usable: None, head_dim: int, dt
     assert {c.block_n for c in chosen if c} == {64}
     for config in chosen:
         assert config and wrong_hopper_attention(config, H200, dtype) == ""
-        assert configs.shared_bytes(config, *split_head(head_dim), config.spare(head_dim)) <= H200.max_shared
+        assert configs.shared_bytes(config, head_dim) <= H200.max_shared
 
 
 def test_wrong_configurations_say_why(usable: None) -> None:
@@ -302,23 +301,25 @@ import torch
 from fusedvit.kernels.aot import _misplaced_ring, compile_launch, record
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.hopper import attention
-from fusedvit.kernels.hopper.configs import LONG, SHORT, TINY, shared_bytes
+from fusedvit.kernels.hopper.attention_choice import schedules
+from fusedvit.kernels.hopper.configs import shared_bytes
 
 integers = lambda *shape: torch.empty(shape, dtype=torch.int32, device="meta")
-for config, dtype in ((TINY, torch.float16), (SHORT, torch.bfloat16), (LONG, torch.bfloat16)):
+for head_dim, config in ((head_dim, config) for head_dim in (64, 72, 80) for config in schedules(head_dim)):
+    dtype = torch.float16 if config.consumers == 1 else torch.bfloat16
     segments = Segments(integers(9), integers(64, 4), integers(1), config.block_m)
-    qkv, out = (torch.empty(64, n * 144, dtype=dtype, device="meta") for n in (3, 1))
-    (launch,) = record(lambda: attention.attention(qkv, segments, out, 2, 72, config))
+    qkv, out = (torch.empty(64, 2 * n * head_dim, dtype=dtype, device="meta") for n in (3, 1))
+    (launch,) = record(lambda: attention.attention(qkv, segments, out, 2, head_dim, config))
     found = compile_launch(launch, 90)
-    assert config.spare(72) and not config.spare(80)
-    assert found.problems == () and found.shared_bytes <= shared_bytes(config, 64, 16, True), found
+    assert config.spare(head_dim) == (head_dim == 72) and config.summed(head_dim) == (head_dim != 72)
+    assert found.problems == () and found.shared_bytes <= shared_bytes(config, head_dim), found
     behind = "mov.b32 %r2, global_smem; add.s32 %r1, %r2, 999999; mbarrier.init.shared::cta.b64 [%r1], 1;"
     assert not _misplaced_ring(launch, behind)
     assert "something lies at" in _misplaced_ring(launch, "st.shared.b32 [global_smem], %r1;")[0]
 """
 
 
-def test_tails_with_spare_columns_lie_where_shared_memory_begins() -> None:
+def test_what_is_found_by_address_lies_where_shared_memory_begins() -> None:
     """And no spill, nor a product that waits for another. Where something else lies there, it is told."""
     done = run("-c", SPARE)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -13,22 +13,27 @@ from tests.kernels.barriers import Barrier, CopyEngine, Process, Slot, run
 
 @dataclass
 class Block:
-    """One CTA: `tiles` as (number of key blocks, per consumer whether any of its queries lies inside the frame)."""
+    """One CTA: `tiles` as (number of key blocks, per consumer whether any of its queries lies inside the frame).
+
+    `warps` of a consumer that wait and arrive for themselves: 1 where it arrives as a whole.
+    """
 
     tiles: list[tuple[int, tuple[bool, ...]]]
     consumers: int
     stages: int
     ping_pong: bool
+    warps: int = 1
     stored: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine = CopyEngine()
         self.q = [Slot() for _ in range(2 * self.consumers)]
         self.k, self.v = ([Slot() for _ in range(self.stages)] for _ in range(2))
-        self.q_full, self.q_empty = [Barrier(1) for _ in range(2)], [Barrier(self.consumers) for _ in range(2)]
+        arriving = self.consumers * self.warps
+        self.q_full, self.q_empty = [Barrier(1) for _ in range(2)], [Barrier(arriving) for _ in range(2)]
         self.full = [Barrier(1) for _ in range(self.stages)]
-        self.empty = [Barrier(self.consumers) for _ in range(self.stages)]
-        self.turn = [Barrier(1) for _ in range(self.consumers)]
+        self.empty = [Barrier(arriving) for _ in range(self.stages)]
+        self.turn = [Barrier(self.warps) for _ in range(self.consumers)]
 
     def producer(self) -> Process:
         slot, values = 0, None
@@ -119,27 +124,31 @@ class Block:
             self.stored.append((nth, c))
 
     def run(self, seed: int) -> None:
-        processes = [self.producer(), *(self.consumer(c) for c in range(self.consumers))]
+        consumers = [self.consumer(c) for c in range(self.consumers) for _ in range(self.warps)]
+        processes = [self.producer(), *consumers]
         run(processes, self.engine, random.Random(seed))
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 5])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
-def test_any_interleaving_ends_with_every_tile_stored(consumers: int, stages: int, ping_pong: bool) -> None:
+@pytest.mark.parametrize("warps", [1, 4])
+def test_any_interleaving_ends_with_every_tile_stored(warps: int, consumers: int, stages: int, ping_pong: bool) -> None:
     rng = random.Random(consumers * 10 + stages)
-    for seed in range(60):
+    for seed in range(60 // warps):
         tiles = [
             (rng.choice([1, 1, 2, 3, 7]), (True, *(rng.random() < 0.7 for _ in range(consumers - 1))))
             for _ in range(rng.choice([0, 1, 2, 3, 9]))
         ]
-        block = Block(tiles, consumers, stages, ping_pong)
+        block = Block(tiles, consumers, stages, ping_pong, warps)
         block.run(seed)
-        assert sorted(block.stored) == [(n, c) for n in range(len(tiles)) for c in range(consumers)]
+        whole = [(n, c) for n in range(len(tiles)) for c in range(consumers) for _ in range(warps)]
+        assert sorted(block.stored) == whole
 
 
+@pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("fault", ["frees early", "forgets to free", "one stage", "no turn"])
-def test_the_emulation_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulation_notices(fault: str, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: each must show under some interleaving."""
     stages, ping_pong = (1, False) if fault == "one stage" else (2, True)
     if fault == "frees early":
@@ -150,7 +159,7 @@ def test_the_emulation_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(Block, "next_turn", lambda self, c: None)
     with pytest.raises(AssertionError):
         for seed in range(200):
-            Block([(3, (True, True)), (2, (True, True)), (4, (True, False))], 2, stages, ping_pong).run(seed)
+            Block([(3, (True, True)), (2, (True, True)), (4, (True, False))], 2, stages, ping_pong, warps).run(seed)
 
 
 def _free_and_wait(self: Block, slot: int) -> Process:
