@@ -45,26 +45,8 @@ from fusedvit.kernels.hopper.transposed_configs import (
 
 if compat.AVAILABLE:  # elsewhere these modules cannot even be read
     from fusedvit.kernels.hopper import attention as hopper_attention
-    from fusedvit.kernels.hopper import (
-        attention_barriers,
-        attention_boxes,
-        attention_consumer,
-        attention_parts,
-        attention_places,
-        attention_redo,
-        attention_softmax,
-        attention_spare,
-        attention_sums,
-        linear_consumer,
-        linear_epilogue,
-        linear_parts,
-        linear_producer,
-        linear_split,
-        transposed_parts,
-        transposed_tail,
-        transposed_warps,
-    )
     from fusedvit.kernels.hopper import linear as hopper_linear
+    from fusedvit.kernels.hopper import sources
     from fusedvit.kernels.hopper import transposed as hopper_transposed
 
 LINEAR, ATTENTION = "linear", "attention"
@@ -168,10 +150,6 @@ def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int)
 def _hopper_forms() -> tuple[Form, ...]:
     if not compat.AVAILABLE:
         return ()
-    parts_of_attention = (
-        attention_barriers, attention_boxes, attention_consumer, attention_parts, attention_places, attention_redo,
-        attention_softmax, attention_spare, attention_sums,
-    )  # fmt: skip
     return (
         Form(
             name="transposed",
@@ -182,7 +160,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             wrong=wrong_hopper_transposed,
             heuristic=_by_shape(hopper_transposed_config),
             candidates=_likely(hopper_transposed_candidates),
-            modules=(hopper_transposed, transposed_parts, transposed_tail, transposed_warps, linear_epilogue),
+            modules=sources.TRANSPOSED,
         ),
         Form(
             name="hopper",
@@ -193,7 +171,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             wrong=wrong_hopper_linear,
             heuristic=_by_shape(hopper_linear_config),
             candidates=_likely(hopper_linear_candidates),
-            modules=(hopper_linear, linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split),
+            modules=sources.LINEAR,
         ),
         Form(
             name="hopper",
@@ -204,7 +182,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             wrong=hopper_configs.wrong_hopper_attention,
             heuristic=_by_shape(hopper_attention_config),
             candidates=_by_shape(hopper_attention_proposals),
-            modules=(hopper_attention, *parts_of_attention, metadata),
+            modules=(*sources.ATTENTION, metadata),
         ),
     )
 

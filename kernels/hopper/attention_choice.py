@@ -29,8 +29,9 @@ from fusedvit.kernels.hopper.configs import (
 )
 
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
+PICTURE = 2.0  # contents of a budget that one picture which fills it counts for
 WINDOW = 64  # tokens of an attention window
-SHORT_FRAME = 512  # tokens of the longest frame of the first list of two; longer ones are in the other
+SHORT_FRAME = 4096  # tokens of the longest frame of the first list of two; longer ones are in the other
 TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from here on gain by them: an empty launch takes 2.3 us
 KEPT_BYTES = 48 << 20  # of keys and values of all heads that L2 keeps, about
 HEADS_AT_A_TIME = 4  # where it does not
@@ -49,19 +50,19 @@ class Cost:
 # By (consumers, keys of a step), then by head_dim.
 COSTS = {
     (1, 64): {
-        64: Cost(3.6, 2.31, 0.218),
-        72: Cost(3.1, 2.38, 0.681),
-        80: Cost(3.5, 2.68, 0.359),
+        64: Cost(3.65, 2.24, 0.189),
+        72: Cost(3.06, 2.34, 0.733),
+        80: Cost(3.67, 2.59, 0.367),
         128: Cost(2.2, 3.10, 0.758),
     },
     (2, 64): {
-        64: Cost(3.7, 1.13, 0.436),
-        72: Cost(4.3, 1.21, 0.522),
-        80: Cost(4.2, 1.19, 0.568),
+        64: Cost(4.06, 0.87, 0.432),
+        72: Cost(4.08, 1.18, 0.520),
+        80: Cost(3.79, 1.06, 0.541),
         128: Cost(2.7, 1.60, 0.730),
     },
-    (2, 128): {64: Cost(4.5, 1.24, 0.904), 72: Cost(4.4, 1.83, 1.112), 80: Cost(4.3, 1.63, 1.124)},
-    (3, 64): {64: Cost(4.5, 1.38, 0.677), 72: Cost(4.9, 1.97, 0.732), 80: Cost(5.0, 1.99, 0.814)},
+    (2, 128): {64: Cost(4.97, 0.81, 1.033), 72: Cost(4.32, 1.96, 1.077), 80: Cost(4.14, 1.72, 1.084)},
+    (3, 64): {64: Cost(4.70, 1.33, 0.648), 72: Cost(4.80, 1.99, 0.737), 80: Cost(4.67, 1.97, 0.767)},
 }
 TIMED_TO = {TINY: 512, SMALL_WIDE: 1024}  # tokens of the longest frame that it was timed with, where that is few
 
@@ -117,8 +118,8 @@ def hopper_attention_config(
 ) -> HopperAttentionConfig | None:
     """The form for varlen attention over `rows` packed tokens (a budget), or None where it cannot run or was not timed.
 
-    Lengths are not known here: of the schedules timed with frames as long as any of `contents`, the one that takes the
-    least time over all of them.
+    Lengths are not known here: of the schedules timed with frames as long as any of `contents`, the one that is nearest
+    to the best of each, on average, one picture counting for more.
     """
     if absent(target, dtype) or head_dim not in MEASURED:
         return None
@@ -128,7 +129,12 @@ def hopper_attention_config(
     if kind == WINDOWS:  # a window fills a tile of one consumer, and two of them an SM: the fastest at every size
         offered = offered[:1]
     sms = target.num_sms
-    chosen = min(offered, key=lambda s: sum(microseconds(s, *c, heads, head_dim, sms) for c in held))
+    taken = {s: [microseconds(s, *c, heads, head_dim, sms) for c in held] for s in offered}
+    least = [min(us) for us in zip(*taken.values(), strict=True)]
+    weights = [PICTURE if frames == 1 else 1.0 for frames, _ in held]
+    chosen = min(
+        offered, key=lambda s: sum(w * us / best for w, us, best in zip(weights, taken[s], least, strict=True))
+    )
     chosen = replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)
     return in_order(chosen, rows, heads, head_dim, kind)
 

@@ -12,7 +12,7 @@ import torch
 
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME, schedules
+from fusedvit.kernels.hopper.attention_choice import schedules
 from fusedvit.kernels.hopper.configs import (
     LONG,
     MIDDLE,
@@ -168,7 +168,7 @@ def test_quick_nothing_to_do(device: torch.device) -> None:
 def test_quick_two_lists(device: torch.device) -> None:
     """Long frames in one launch, short ones in another: bit for bit what each frame is by itself, however many."""
     short, long = (replace(config, max_programs=132) for config in (SHORT, LONG))
-    limit = SHORT_FRAME
+    limit = 512
     for lengths in ([600, 196, 4, 512, 513, 64, 900], [196] * 9, [700, 800]):
         qkv = packed(lengths, 72, BF16, device, heads=HEADS)
         out = torch.full((len(qkv), HEADS * 72), NAN, dtype=BF16, device=device)
