@@ -19,6 +19,9 @@ from fusedvit.bench.readme_kernels import (
     loops_table,
     meetings_table,
     places_table,
+    products_table,
+    schedules_table,
+    sustained_table,
 )
 from fusedvit.bench.readme_speed import Table, explanation, speed_tables, sweep_tables
 
@@ -212,6 +215,21 @@ def attention() -> str:
     return _of_one_run("h200-attention.json", attention_table)
 
 
+def schedules() -> str:
+    """Each schedule of it, in turns."""
+    return _of_one_run("h200-attention.json", schedules_table)
+
+
+def without_pause() -> str:
+    """Some of them under load without a pause."""
+    return _of_one_run("h200-attention-sustained.json", sustained_table)
+
+
+def products() -> str:
+    """What an instruction of so many columns takes."""
+    return _of_one_run("h200-products.json", products_table)
+
+
 def _of_one_run(name: str, *tables: Callable[[dict[str, Any]], Table]) -> str:
     document = _load(name)
     lines = [line for table in tables for line in (*_table(*table(document)), "")]
@@ -222,7 +240,12 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"families": families, "figures": figures},
     "docs/hopper.md": {"gemms": gemms, "places": places, "loops": loops},
     "docs/speed.md": {"sweep": sweep},
-    "docs/hopper-attention.md": {"attention": attention},
+    "docs/hopper-attention.md": {
+        "attention": attention,
+        "schedules": schedules,
+        "sustained": without_pause,
+        "products": products,
+    },
 }
 
 

@@ -101,6 +101,44 @@ def attention_table(document: dict[str, Any]) -> Table:
     return ["head_dim", *LAYOUTS], [[str(w), *(_attention(found.get((w, name))) for name in LAYOUTS)] for w in widths]
 
 
+def schedules_table(document: dict[str, Any]) -> Table:
+    """Microseconds of every contender but what ships, by layouts."""
+    found = {(row["head_dim"], row["layout"]): row["us"] for row in document["rows"] if row["growth"] == 1.0}
+    layouts = list(dict.fromkeys(layout for _, layout in found))
+    lines = []
+    for width in dict.fromkeys(width for width, _ in found):
+        rows = [found.get((width, layout), {}) for layout in layouts]
+        names = dict.fromkeys(name for us in rows for name in us if name not in ("ships", "apart"))
+        lines += [[f"{width}: {name}", *(_us(us.get(name)) for us in rows)] for name in names]
+    return ["head_dim: schedule", *layouts], lines
+
+
+def sustained_table(document: dict[str, Any]) -> Table:
+    """Microseconds without a pause between launches, and the clock in MHz, by layouts."""
+    found = {
+        (row["head_dim"], one["name"], row["layout"]): f"{_us(one['us'])} ({one['mhz']:.0f})"
+        for row in document["rows"]
+        for one in row["sustained"]
+    }
+    layouts = list(dict.fromkeys(layout for *_, layout in found))
+    kinds = dict.fromkeys((width, name) for width, name, _ in found)
+    lines = [[f"{w}: {name}", *(found.get((w, name, layout), "–") for layout in layouts)] for w, name in kinds]
+    return ["head_dim: schedule", *layouts], lines
+
+
+def products_table(document: dict[str, Any]) -> Table:
+    """Clocks that an SM's tensor cores take for an instruction, two warpgroups at work, by its columns."""
+    found = {(row["left"], row["columns"]): row["clocks"]["2"] / row["instructions"] / 2 for row in document["rows"]}
+    columns = sorted({columns for _, columns in found})
+    kinds = dict.fromkeys(left for left, _ in found)
+    lines = [[left, *(_us(found.get((left, n))) for n in columns)] for left in kinds]
+    return ["clocks, left operand in", *(f"{n} columns" for n in columns)], lines
+
+
+def _us(us: float | None) -> str:
+    return "–" if us is None else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
 def _attention(row: dict[str, Any] | None) -> str:
     if row is None or "ships" not in row["us"]:
         return "–" if row is None else "wrong"

@@ -15,6 +15,9 @@ from fusedvit.bench.readme_kernels import (
     loops_table,
     meetings_table,
     places_table,
+    products_table,
+    schedules_table,
+    sustained_table,
 )
 
 
@@ -41,6 +44,41 @@ def test_attention_by_layouts() -> None:
     assert cells.pop("head_dim") == "72" and list(cells) == list(LAYOUTS)
     assert (cells["64 x 256"], cells["1 x 784"], cells["1 x 4096"]) == ("10.0 (1.20)", "wrong", "150.0")
     assert cells["1 x 1024"] == "–", "keys that grow are another matter"
+
+
+def test_schedules_by_layouts() -> None:
+    def row(head_dim: int, layout: str, **us: float) -> dict[str, Any]:
+        return {"head_dim": head_dim, "layout": layout, "growth": 1.0, "us": us}
+
+    rows = [
+        row(72, "1 x 784", fa3=12.04, ships=1.0, late=1234.6),
+        row(72, "1 x 64", fa3=2.0),
+        row(64, "1 x 784", x=3.0),
+    ]
+    rows.append(row(72, "1 x 64", fa3=9.0) | {"growth": 200.0})
+    head, found = schedules_table({"rows": rows})
+    assert head == ["head_dim: schedule", "1 x 784", "1 x 64"]
+    assert found == [["72: fa3", "12.0", "2.0"], ["72: late", "1235", "–"], ["64: x", "3.0", "–"]]
+
+
+def test_sustained_by_layouts() -> None:
+    def row(layout: str, **us: float) -> dict[str, Any]:
+        sustained = [{"name": name, "us": t, "mhz": 1650.0} for name, t in us.items()]
+        return {"head_dim": 72, "layout": layout, "sustained": sustained}
+
+    head, found = sustained_table({"rows": [row("1 x 784", fa3=12.04, late=1234.6), row("1 x 64", fa3=2.0)]})
+    assert head[1:] == ["1 x 784", "1 x 64"]
+    assert found == [["72: fa3", "12.0 (1650)", "2.0 (1650)"], ["72: late", "1235 (1650)", "–"]]
+
+
+def test_products_by_columns() -> None:
+    def row(left: str, columns: int, clocks: float) -> dict[str, Any]:
+        return {"left": left, "columns": columns, "instructions": 16, "clocks": {"1": 1.0, "2": clocks}}
+
+    rows = [row("registers", 64, 1024.0), row("shared memory", 64, 1025.0), row("registers", 8, 432.0)]
+    head, found = products_table({"rows": rows})
+    assert head[1:] == ["8 columns", "64 columns"]
+    assert found == [["registers", "13.5", "32.0"], ["shared memory", "–", "32.0"]]
 
 
 def test_main_loops_by_tiles() -> None:
