@@ -54,4 +54,4 @@ def test_what_the_tables_choose(part: int) -> None:
 
 @needs_gluon
 def test_a_kernel_without_one_of_its_waits_arrivals_or_fences_is_noticed() -> None:
-    says_right(1, "tests.kernels.emulated_faults")
+    says_right(3, "tests.kernels.emulated_faults")
