@@ -180,8 +180,8 @@ def test_overwritten_barriers(access: str, found: list[str]) -> None:
 @pytest.mark.parametrize(
     "sass, found",
     [
-        (PRODUCT + RESTORE, ["UR6 restored behind an asynchronous 16-wide product"]),
-        (PRODUCT + RESTORE * 2, ["UR6 restored behind an asynchronous 16-wide product"]),
+        (PRODUCT + RESTORE, ["UR6 restored behind an asynchronous product"]),
+        (PRODUCT + RESTORE * 2, ["UR6 restored behind an asynchronous product"]),
         (PRODUCT + WAIT + RESTORE, []),  # the hardware has read it
         (PRODUCT + RESTORE.replace("UR6", "UR8"), []),  # a descriptor is four registers: UR4 to UR7
         (RESTORE + PRODUCT, []),
