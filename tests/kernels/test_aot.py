@@ -182,6 +182,7 @@ def test_overwritten_barriers(access: str, found: list[str]) -> None:
     [
         (PRODUCT + RESTORE, ["UR6 restored behind an asynchronous product"]),
         (PRODUCT + RESTORE * 2, ["UR6 restored behind an asynchronous product"]),
+        (PRODUCT.replace("64x16x16", "64x72x16") + RESTORE, ["UR6 restored behind an asynchronous product"]),
         (PRODUCT + WAIT + RESTORE, []),  # the hardware has read it
         (PRODUCT + RESTORE.replace("UR6", "UR8"), []),  # a descriptor is four registers: UR4 to UR7
         (RESTORE + PRODUCT, []),
