@@ -51,7 +51,8 @@ def misplaced_ring(ptx: str, ring_bytes: int) -> str:
     barriers = [at or 0 for at in _barriers(ptx)]
     handed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
     first = min(barriers + handed, default=0)
-    behind = first >= ring_bytes and (barriers or handed)
+    inside = re.search(r"mbarrier\.init\S+ \[%r\d+\+\d+\]", ptx)  # those that have their place in the ring's own array
+    behind = first >= ring_bytes and (barriers or inside)
     return "" if behind else f"{ring_bytes} bytes of ring, but something lies at {first}"
 
 

@@ -1,5 +1,6 @@
 """Schedules of the attention kernel for Hopper: what there is, what can run, what the tuner tries."""
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ QUERIES = 64  # of a consumer
 SHIFT = 16  # columns of the step of K that shifts scores: the fewest that an instruction has
 SUMS = 8  # columns of a product with ones, all alike: the fewest that an instruction has
 OVERLAP = True  # whether what is chosen here begins before the previous launch has ended
+_placed_bytes = functools.cache(placed_bytes)  # asked at every launch
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class HopperAttentionConfig:
         ping_pong: consumers issue their products in turn.
         together: heads of every tile that are walked before the next ones (see `attention_parts.place`); all where
             it is 0 or does not divide their number.
-        late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_consumer._round`).
+        late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_softmax.rounded`).
         ones: rows of P are summed by a product with ones, not added up in registers.
         shifted: scores come out of the product less their row's offset, by a step of K more; no addition each.
         near: that step is left out where a tile's first scores are small (see attention_softmax.py); in bfloat16.
@@ -69,7 +71,7 @@ class HopperAttentionConfig:
         """Of the array of attention_places.py; 0 where there is none."""
         if not (self.spare(head_dim) or self.summed(head_dim)):
             return 0
-        return placed_bytes(head_dim, self.consumers, self.stages, self.by_warp)
+        return _placed_bytes(head_dim, self.consumers, self.stages, self.by_warp)
 
     def constants(self, heads: int, head_dim: int) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""

@@ -314,6 +314,7 @@ for head_dim, config in ((head_dim, config) for head_dim in (64, 72, 80) for con
     behind = "mov.b32 %r2, global_smem; add.s32 %r1, %r2, 999999; mbarrier.init.shared::cta.b64 [%r1], 1;"
     assert not _misplaced_ring(launch, behind)
     assert "something lies at" in _misplaced_ring(launch, "st.shared.b32 [global_smem], %r1;")[0]
+    assert _misplaced_ring(launch, "st.shared.b32 [global_smem+999999], %r1;"), "no barrier was seen"
 """
 
 
