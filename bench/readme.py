@@ -14,14 +14,17 @@ from fusedvit.bench.readme_families import explanation as families_explained
 from fusedvit.bench.readme_families import family_table, unsupported_table
 from fusedvit.bench.readme_kernels import (
     attention_table,
+    energy_table,
     gemm_table,
     later_table,
     loops_table,
     meetings_table,
+    multicast_table,
     places_table,
     products_table,
     schedules_table,
     sustained_table,
+    turns_table,
 )
 from fusedvit.bench.readme_speed import Table, explanation, speed_tables, sweep_tables
 
@@ -210,6 +213,16 @@ def places() -> str:
     return _of_one_run("h200-placement.json", places_table, later_table)
 
 
+def energy() -> str:
+    """What products of many rows take of time and of energy."""
+    return _of_one_run("h200-energy.json", energy_table, multicast_table)
+
+
+def turns() -> str:
+    """Kernels that hide a tile's end otherwise."""
+    return _of_one_run("h200-turns.json", turns_table)
+
+
 def attention() -> str:
     """Attention alone, at every width of heads."""
     return _of_one_run("h200-attention.json", attention_table)
@@ -238,7 +251,7 @@ def _of_one_run(name: str, *tables: Callable[[dict[str, Any]], Table]) -> str:
 
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"families": families, "figures": figures},
-    "docs/hopper.md": {"gemms": gemms, "places": places, "loops": loops},
+    "docs/hopper.md": {"gemms": gemms, "places": places, "loops": loops, "turns": turns, "energy": energy},
     "docs/speed.md": {"sweep": sweep},
     "docs/hopper-attention.md": {
         "attention": attention,

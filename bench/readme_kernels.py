@@ -1,5 +1,6 @@
 """The tables in docs/ of what ships: GEMMs beside cuBLAS, attention beside its peers."""
 
+from statistics import median
 from typing import Any
 
 Table = tuple[list[str], list[list[str]]]
@@ -133,6 +134,57 @@ def products_table(document: dict[str, Any]) -> Table:
     kinds = dict.fromkeys(left for left, _ in found)
     lines = [[left, *(_us(found.get((left, n))) for n in columns)] for left in kinds]
     return ["clocks, left operand in", *(f"{n} columns" for n in columns)], lines
+
+
+def energy_table(document: dict[str, Any]) -> Table:
+    """Microseconds in bursts and without a pause, and millijoules of the latter: operations alone, by tiles."""
+    found = {(f"{row['op']}, {row['rows']} rows", row["tile"]): row for row in document["rows"]}
+    tiles = list(dict.fromkeys(tile for _, tile in found))
+    lines = [[op, *(_energy(found.get((op, tile))) for tile in tiles)] for op in dict.fromkeys(op for op, _ in found)]
+    return ["us in bursts, without a pause (mJ)", *tiles], lines
+
+
+def multicast_table(document: dict[str, Any]) -> Table:
+    """The same of one tile alone and in clusters of two that share x, cuBLAS beside both; medians of two."""
+    kinds = dict.fromkeys((row["process"], row["tile"]) for row in document["multicast"])
+    sizes = dict.fromkeys(f"{row['op']}, {row['rows']} rows" for row in document["multicast"])
+    lines = []
+    for process, tile in kinds:
+        cells = []
+        for size in sizes:
+            of = process, tile, size
+            same = [r for r in document["multicast"] if (r["process"], r["tile"], f"{r['op']}, {r['rows']} rows") == of]
+            cells.append(_energy({key: median(r[key] for r in same) for key in ("burst_us", "us", "millijoules")}))
+        lines.append([f"{process}: {tile}", *cells])
+    return ["us in bursts, without a pause (mJ)", *sizes], lines
+
+
+def turns_table(document: dict[str, Any]) -> Table:
+    """Time over cuBLAS's with a bias alone, each kernel's best height in brackets, then what is chosen in its run; of
+    the first tower."""
+    tower = document["rows"][0]["tower"]
+    forms = list(dict.fromkeys(row["form"] for row in document["rows"]))
+    of_it = [row for row in document["rows"] if row["tower"] == tower]
+    found = {(f"{row['op']}, {row['rows']} rows", row["form"]): row for row in of_it}
+    lines = [
+        [what, *(_best_height(found.get((what, form))) for form in forms)]
+        for what in dict.fromkeys(what for what, _ in found)
+    ]
+    return ["best (rows of a tile), as chosen", *forms], lines
+
+
+def _energy(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    figures = f"{row['burst_us']:.1f}, {row['us']:.1f} ({row['millijoules']:.1f})"
+    return f"**{figures}**" if row.get("chosen") else figures
+
+
+def _best_height(row: dict[str, Any] | None) -> str:
+    if row is None or not row["us"]:
+        return "–"
+    height = min(row["us"], key=row["us"].__getitem__)
+    return f"{row['us'][height] / row['cublas_us']:.2f} ({height}), {row['chosen_us'] / row['cublas_us']:.2f}"
 
 
 def _us(us: float | None) -> str:

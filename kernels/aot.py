@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
 from fusedvit.kernels.hopper.attention_places import placed_bytes
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.kernels.sass import (
@@ -197,6 +198,8 @@ def _misplaced_ring(launch: Launch, ptx: str) -> list[str]:
     elif "transposed" in launch.name:
         config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
         needed = config.ring_bytes(constants["IN_PARTS"] > 0)
+    elif "alternating" in launch.name:
+        needed = HopperAlternatingConfig(constants["ROWS"], constants["STAGES"]).ring_bytes()
     else:
         return []
     said = misplaced_ring(ptx, needed)

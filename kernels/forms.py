@@ -3,6 +3,7 @@
     LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
     HopperLinearConfig              "hopper": Gluon, on sm_90, in 16 bits
     HopperTransposedConfig          "transposed": Gluon, on sm_90, in 16 bits, for products of one wave
+    HopperAlternatingConfig         "alternating": Gluon, on sm_90, in 16 bits, of many rows; only by a table
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
     CublasLtConfig                  "cublaslt": cuBLASLt with a bias, in 16 bits; only where a tuning table says so
 
@@ -26,7 +27,7 @@ from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.cublaslt import CublasLtConfig
 from fusedvit.kernels.epilogue import Epilogue
-from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper import alternating_configs, compat, transposed_configs
 from fusedvit.kernels.hopper import configs as hopper_configs
 from fusedvit.kernels.hopper.attention_choice import hopper_attention_config, hopper_attention_proposals
 from fusedvit.kernels.hopper.configs import HopperAttentionConfig
@@ -36,14 +37,9 @@ from fusedvit.kernels.hopper.linear_configs import (
     hopper_linear_config,
     wrong_hopper_linear,
 )
-from fusedvit.kernels.hopper.transposed_configs import (
-    HopperTransposedConfig,
-    hopper_transposed_candidates,
-    hopper_transposed_config,
-    wrong_hopper_transposed,
-)
 
 if compat.AVAILABLE:  # elsewhere these modules cannot even be read
+    from fusedvit.kernels.hopper import alternating as hopper_alternating
     from fusedvit.kernels.hopper import attention as hopper_attention
     from fusedvit.kernels.hopper import linear as hopper_linear
     from fusedvit.kernels.hopper import sources
@@ -147,6 +143,20 @@ def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int)
     return [CublasLtConfig()] if key.kind == "bias" and key.k % cublaslt.MULTIPLE == 0 else []
 
 
+def _alternating() -> Form:
+    return Form(
+        name="alternating",
+        op=LINEAR,
+        config=alternating_configs.HopperAlternatingConfig,
+        run=hopper_alternating.linear,
+        absent=hopper_configs.absent,
+        wrong=alternating_configs.wrong_hopper_alternating,
+        heuristic=lambda key, dtype, target, widest: None,
+        candidates=_likely(alternating_configs.hopper_alternating_candidates),
+        modules=sources.ALTERNATING,
+    )
+
+
 def _hopper_forms() -> tuple[Form, ...]:
     if not compat.AVAILABLE:
         return ()
@@ -154,12 +164,12 @@ def _hopper_forms() -> tuple[Form, ...]:
         Form(
             name="transposed",
             op=LINEAR,
-            config=HopperTransposedConfig,
+            config=transposed_configs.HopperTransposedConfig,
             run=hopper_transposed.linear,
             absent=hopper_configs.absent,
-            wrong=wrong_hopper_transposed,
-            heuristic=_by_shape(hopper_transposed_config),
-            candidates=_likely(hopper_transposed_candidates),
+            wrong=transposed_configs.wrong_hopper_transposed,
+            heuristic=_by_shape(transposed_configs.hopper_transposed_config),
+            candidates=_likely(transposed_configs.hopper_transposed_candidates),
             modules=sources.TRANSPOSED,
         ),
         Form(
@@ -173,6 +183,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             candidates=_likely(hopper_linear_candidates),
             modules=sources.LINEAR,
         ),
+        _alternating(),
         Form(
             name="hopper",
             op=ATTENTION,

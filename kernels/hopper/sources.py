@@ -1,6 +1,8 @@
 """Which files each form in Gluon is made of: what was timed is known by them. Read only where Gluon is there."""
 
 from fusedvit.kernels.hopper import (
+    alternating,
+    alternating_warps,
     attention,
     attention_barriers,
     attention_boxes,
@@ -37,3 +39,4 @@ ATTENTION = (
 )
 LINEAR = (linear, linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split)
 TRANSPOSED = (transposed, transposed_parts, transposed_tail, transposed_warps, linear_epilogue)
+ALTERNATING = (alternating, alternating_warps, *TRANSPOSED[1:])

@@ -10,14 +10,17 @@ from fusedvit.bench.readme_kernels import (
     PLACES,
     TOWERS,
     attention_table,
+    energy_table,
     gemm_table,
     later_table,
     loops_table,
     meetings_table,
+    multicast_table,
     places_table,
     products_table,
     schedules_table,
     sustained_table,
+    turns_table,
 )
 
 
@@ -114,3 +117,33 @@ def test_towers_beside_what_is_planned() -> None:
     us = {"base": 2000.0} | {way: 2000.4 + 10 * i for i, way in enumerate(TOWERS, -1)}
     head, found = later_table({"towers": [{"size": "1 x 448 px", "us": us}]})
     assert head[1:] == ["1 x 448 px"] and [line[1] for line in found] == ["-10", "+0", "+10", "+20", "+30", "+40"]
+
+
+def test_energy_by_tiles() -> None:
+    def row(tile: str, rows: int, **more: Any) -> dict[str, Any]:
+        return {"op": "fc1", "rows": rows, "tile": tile, "burst_us": 60.04, "us": 70.0, "millijoules": 50.06} | more
+
+    head, found = energy_table({"rows": [row("a", 4096), row("b", 4096, chosen=True), row("a", 16384)]})
+    assert head[1:] == ["a", "b"]
+    assert found[0] == ["fc1, 4096 rows", "60.0, 70.0 (50.1)", "**60.0, 70.0 (50.1)**"]
+    assert found[1] == ["fc1, 16384 rows", "60.0, 70.0 (50.1)", "–"]
+
+
+def test_multicast_by_rows() -> None:
+    rows = [
+        {"op": "fc1", "rows": 4096, "process": process, "tile": "t", "burst_us": us, "us": us, "millijoules": us}
+        for process, us in (("shared", 10.0), ("shared", 12.0), ("not", 9.0))
+    ]
+    head, found = multicast_table({"multicast": rows})
+    assert head[1:] == ["fc1, 4096 rows"]
+    assert found == [["shared: t", "11.0, 11.0 (11.0)"], ["not: t", "9.0, 9.0 (9.0)"]]
+
+
+def test_the_best_height_of_each_kernel() -> None:
+    def row(form: str, op: str, tower: str = "T", **us: float) -> dict[str, Any]:
+        return {"form": form, "tower": tower, "op": op, "rows": 8, "cublas_us": 10.0, "chosen_us": 11.0, "us": us}
+
+    rows = [row("a", "fc1", low=12.0, high=9.8), row("b", "fc1"), row("b", "fc2", x=20.0), row("b", "qkv", "another")]
+    head, found = turns_table({"rows": rows})
+    assert head[1:] == ["a", "b"]
+    assert found == [["fc1, 8 rows", "0.98 (high), 1.10", "–"], ["fc2, 8 rows", "–", "2.00 (x), 1.10"]]

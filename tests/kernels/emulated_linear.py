@@ -14,8 +14,9 @@ import torch
 from fusedvit.kernels import linear as plain
 from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.hopper import alternating, transposed
 from fusedvit.kernels.hopper import linear as hopper
-from fusedvit.kernels.hopper import transposed
+from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
 from fusedvit.kernels.reference.linear import linear as linear_ref
@@ -66,6 +67,16 @@ TRANSPOSED = {
     "deepstack fc1, 64 rows": (DEEP, HopperTransposedConfig(64, 2, 8)),
     "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperTransposedConfig(16, 1, 8)),
 }
+ALTERNATING = {
+    "qkv, 112 rows": (replace(QKV, k=320), HopperAlternatingConfig(112, 5)),
+    "qkv, 48 rows, heads of 80, rms": (QKV_80, HopperAlternatingConfig(48, 5)),
+    "proj, 128 rows": (replace(FC2, k=320, rows=290, n=320), HopperAlternatingConfig(128, 5)),
+    "fc1, 64 rows": (FC1, HopperAlternatingConfig(64, 4)),
+    "fc1, 128 rows, massive channels": (replace(FC1, k=320, massive=True), HopperAlternatingConfig(128, 5)),
+    "fc2, 80 rows": (replace(FC2, k=464), HopperAlternatingConfig(80, 5)),
+    "deepstack fc1, 32 rows": (DEEP, HopperAlternatingConfig(32, 8)),
+    "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperAlternatingConfig(16, 8)),
+}
 TRITON = {
     name: (layer, config)
     for name, layer, config in (
@@ -81,6 +92,7 @@ TRITON = {
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hopper": (hopper.linear, HOPPER),
     "transposed": (transposed.linear, TRANSPOSED),
+    "alternating": (alternating.linear, ALTERNATING),
     "triton": (plain.linear, TRITON),
 }
 

@@ -12,6 +12,11 @@ from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.epilogue import Scratch
 from fusedvit.kernels.forms import linear
 from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper.alternating_configs import (
+    LEAST_BUDGET,
+    HopperAlternatingConfig,
+    hopper_alternating_candidates,
+)
 from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, hopper_linear_candidates
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig, hopper_transposed_candidates
 from fusedvit.kernels.launch import compiling_only
@@ -103,18 +108,37 @@ TRANSPOSED = {
     "merger fc1, 48 rows": (Layer(MERGED, 4608, 4608, activation="gelu"), HopperTransposedConfig(48, 1, 12)),
     "merger fc2, 16 rows": (Layer(61, 4608, 4096, bias=False), HopperTransposedConfig(16, 1, 12)),
 }
-CASES |= TRANSPOSED
+ALTERNATING = {
+    "fc1, 128 rows in turns": (
+        Layer(ROWS, 1152, 4304, norm=True, part=64, activation="gelu_tanh"),
+        HopperAlternatingConfig(128, 5),
+    ),
+    "proj, 128 rows in turns, several tiles": (
+        Layer(2300, 1152, 1152, residual=True, stats=True),
+        HopperAlternatingConfig(128, 5, max_programs=20),
+    ),
+    "fc2, 112 rows in turns": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperAlternatingConfig(112, 5)),
+    "qkv, 64 rows in turns": (Layer(ROWS, 1152, 3456, norm=True, part=64, heads=16), HopperAlternatingConfig(64, 7)),
+}
+CASES |= TRANSPOSED | ALTERNATING
 SHIPS = (  # as heuristics choose
     "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
     "patch embed", "deepstack fc1", "fc2 in three", "merger fc1 in three", "merger fc1", "fc2 of two in three",
     *TRANSPOSED,
 )  # fmt: skip
-QUICK = (*SHIPS, "merger fc2 in two", "merger fc2 in four", "fc2 of two in two, 192 columns", "fc1 of Qwen2-VL")
+QUICK = (
+    *SHIPS, *ALTERNATING, "merger fc2 in two", "merger fc2 in four", "fc2 of two in two, 192 columns",
+    "fc1 of Qwen2-VL",
+)  # fmt: skip
 NAMES = [
     pytest.param(name, id=f"quick, ships: {name}" if name in SHIPS else f"quick: {name}" if name in QUICK else name)
     for name in CASES
 ]
-CANDIDATES = {"hopper": hopper_linear_candidates, "transposed": hopper_transposed_candidates}
+CANDIDATES = {
+    "hopper": hopper_linear_candidates, "transposed": hopper_transposed_candidates,
+    "alternating": hopper_alternating_candidates,
+}  # fmt: skip
+LEAST = {"alternating": LEAST_BUDGET}  # rows from which there are any
 KINDS = {  # what `CANDIDATES` know the layers by
     "qkv": "norm+rope", "proj": "residual+stats", "fc1": "norm+gelu_tanh", "fc2": "residual+stats",
     "patch embed": "taps+stats", "deepstack fc1": "norm+gelu", "swiglu": "rms+swiglu",
@@ -226,13 +250,15 @@ def test_random_cases_within_the_rule(form: str, name: str, dtype: torch.dtype, 
     """Three hundred a form in all, of any row count, in any configuration that a tuner may try; prints how errors
     spread."""
     rng, verdicts, base = pseudo_random.Random(f"{name} {dtype}"), [], CASES[name][0]
-    if not CANDIDATES[form](64, base.n, base.k, Target.of(device), KINDS[name]):
+    least = LEAST.get(form, 64)
+    if not CANDIDATES[form](least, base.n, base.k, Target.of(device), KINDS[name]):
         pytest.skip(f"{form} has no {KINDS[name]}")
     cases = []
     for seed in range(25 if form == "hopper" else 40):
-        most = 3000 if form == "hopper" else 192 * (132 // -(-base.n // 192))  # rows of one wave
+        most = 192 * (132 // -(-base.n // 192)) if form == "transposed" else max(3000, least)  # the former: of one wave
         rows = rng.choice([1, 63, 64, 65, 192, rng.randint(1, 300), rng.randint(1, most)])
-        config = rng.choice(CANDIDATES[form](min(most, budget(rows)), base.n, base.k, Target.of(device), KINDS[name]))
+        room = max(least, min(most, budget(rows)))
+        config = rng.choice(CANDIDATES[form](room, base.n, base.k, Target.of(device), KINDS[name]))
         cases.append((replace(base, rows=rows, massive=base.norm and seed % 5 == 4), config, seed))
     with compiling_only():
         for config in dict.fromkeys(config for _, config, _ in cases):

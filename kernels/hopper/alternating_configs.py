@@ -1,0 +1,118 @@
+"""Tiles of `kernels.hopper.alternating`, and which of them a tuner may try; no heuristic takes it."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fusedvit.kernels.configs import Target
+from fusedvit.kernels.hopper.linear_configs import begins_early, supports
+from fusedvit.kernels.hopper.transposed_configs import UNIT, UNIT_BYTES, chunks_of
+
+HALVES = 2  # of 64 features each, that a consumer's tile has
+COLS = HALVES * UNIT
+STAGED = 2 * HALVES  # units on their way in and out: each consumer's halves of a chunk
+LEAST_ROWS, MOST_ROWS, MULTIPLE = 16, 128, 16
+LEAST_BUDGET = 3328  # rows from which the tuner may try it: at 2048 others were faster on an H200
+TRIED = (128, 112)  # rows of tiles: others were slower
+FOLLOWING = {
+    "norm",
+    "rms",
+    "bias",
+    "gelu_tanh",
+    "gelu",
+    "quick_gelu",
+    "residual",
+    "stats",
+}  # behind rotary factors slower
+_MOMENTS_BYTES = 2 * 2 * 1024  # of both consumers
+_LAUNCH_REGISTERS = 168
+
+
+@dataclass(frozen=True)
+class HopperAlternatingConfig:
+    """Tile and schedule of one launch.
+
+    Attributes:
+        rows: rows of a tile, 16 to 128, a multiple of 16.
+        stages: depth of the operand ring.
+        max_programs: bounds the persistent grid.
+        overlap: see `HopperLinearConfig`.
+    """
+
+    rows: int
+    stages: int
+    max_programs: int = 132
+    overlap: bool = False
+
+    @property
+    def cols(self) -> int:
+        """Columns of a tile."""
+        return COLS
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a part of the row statistics."""
+        return UNIT
+
+    @property
+    def chunks(self) -> int:
+        """See `chunks_of`."""
+        return chunks_of(self.rows)
+
+    @property
+    def width(self) -> int:
+        """Rows of a chunk's sums: a power of two."""
+        return UNIT if self.chunks > 1 else 1 << (self.rows - 1).bit_length()
+
+    @property
+    def box(self) -> int:
+        """Rows of the last chunk that are brought at once: a power of two that divides it, and 64."""
+        return min(UNIT, self.rows & -self.rows)
+
+    def tiles(self, rows: int, n: int) -> int:
+        """Tiles of an output of `rows` rows and `n` columns."""
+        return -(-rows // self.rows) * -(-n // self.cols)
+
+    def ring_bytes(self) -> int:
+        """Operands of 16 bits."""
+        return self.stages * (HALVES + self.chunks) * UNIT_BYTES
+
+    def shared_bytes(self) -> int:
+        """Shared memory in bytes: the ring, chunks on their way, moments, barriers, what Triton hands to partitions."""
+        return self.ring_bytes() + STAGED * UNIT_BYTES + _MOMENTS_BYTES + 8 * (2 * self.stages + 4) + 256
+
+    def constants(self) -> dict[str, int | bool]:
+        """The kernel's compile-time arguments, in its order."""
+        return {"ROWS": self.rows, "WIDTH": self.width, "BOX": self.box, "STAGES": self.stages}
+
+    def options(self) -> dict[str, int]:
+        """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
+        return {"num_warps": 4, "maxnreg": _LAUNCH_REGISTERS, "launch_pdl": self.overlap}
+
+
+def wrong_hopper_alternating(config: HopperAlternatingConfig, target: Target, dtype: torch.dtype) -> str:
+    """Why `config` cannot run on `target`, or ""."""
+    if config.rows not in range(LEAST_ROWS, MOST_ROWS + 1, MULTIPLE):
+        return f"rows must be {LEAST_ROWS} to {MOST_ROWS} in {MULTIPLE}s, got {config}"
+    if config.stages < 2 or config.max_programs < 1:
+        return f"stages must be at least 2, max_programs positive, got {config}"
+    if config.shared_bytes() > target.max_shared:
+        return f"{config.shared_bytes()} bytes of shared memory, limit {target.max_shared}"
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def hopper_alternating_candidates(
+    rows: int, n: int, k: int, target: Target, kind: str
+) -> tuple[HopperAlternatingConfig, ...]:
+    """What a tuner may try; arguments as of `hopper_linear_config`."""
+    parts = set(kind.split("+"))
+    if rows < LEAST_BUDGET or n % 16 or not (parts <= FOLLOWING and supports(n, k, kind)):
+        return ()
+    none, one = (HopperAlternatingConfig(max(TRIED), stages).shared_bytes() for stages in (0, 1))
+    stages = (target.max_shared - none) // (one - none)
+    if -(-k // UNIT) < stages:
+        return ()
+    early = begins_early(rows, kind)
+    return tuple(HopperAlternatingConfig(height, stages, target.num_sms, early) for height in TRIED)
