@@ -7,7 +7,7 @@ import torch
 
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper.linear_configs import begins_early, supports
-from fusedvit.kernels.hopper.transposed_configs import UNIT, UNIT_BYTES, chunks_of
+from fusedvit.kernels.hopper.transposed_configs import UNIT, UNIT_BYTES, OfChunks
 
 HALVES = 2  # of 64 features each, that a consumer's tile has
 COLS = HALVES * UNIT
@@ -30,7 +30,7 @@ _LAUNCH_REGISTERS = 168
 
 
 @dataclass(frozen=True)
-class HopperAlternatingConfig:
+class HopperAlternatingConfig(OfChunks):
     """Tile and schedule of one launch.
 
     Attributes:
@@ -54,21 +54,6 @@ class HopperAlternatingConfig:
     def block_n(self) -> int:
         """Columns of a part of the row statistics."""
         return UNIT
-
-    @property
-    def chunks(self) -> int:
-        """See `chunks_of`."""
-        return chunks_of(self.rows)
-
-    @property
-    def width(self) -> int:
-        """Rows of a chunk's sums: a power of two."""
-        return UNIT if self.chunks > 1 else 1 << (self.rows - 1).bit_length()
-
-    @property
-    def box(self) -> int:
-        """Rows of the last chunk that are brought at once: a power of two that divides it, and 64."""
-        return min(UNIT, self.rows & -self.rows)
 
     def tiles(self, rows: int, n: int) -> int:
         """Tiles of an output of `rows` rows and `n` columns."""

@@ -33,8 +33,29 @@ PROVEN = {
 }  # fmt: skip
 
 
+class OfChunks:
+    """What follows from the rows of a tile that is ended a chunk at a time."""
+
+    rows: int
+
+    @property
+    def chunks(self) -> int:
+        """See `chunks_of`."""
+        return chunks_of(self.rows)
+
+    @property
+    def width(self) -> int:
+        """Rows of a chunk's sums: a power of two."""
+        return UNIT if self.chunks > 1 else 1 << (self.rows - 1).bit_length()
+
+    @property
+    def box(self) -> int:
+        """Rows of the last chunk that are brought at once: a power of two that divides it, and 64."""
+        return min(UNIT, self.rows & -self.rows)
+
+
 @dataclass(frozen=True)
-class HopperTransposedConfig:
+class HopperTransposedConfig(OfChunks):
     """Tile of one launch.
 
     Attributes:
@@ -58,21 +79,6 @@ class HopperTransposedConfig:
     def block_n(self) -> int:
         """Columns of a part of the row statistics."""
         return UNIT
-
-    @property
-    def chunks(self) -> int:
-        """See `chunks_of`."""
-        return chunks_of(self.rows)
-
-    @property
-    def width(self) -> int:
-        """Rows of a chunk's sums: a power of two."""
-        return UNIT if self.chunks > 1 else 1 << (self.rows - 1).bit_length()
-
-    @property
-    def box(self) -> int:
-        """Rows of the last chunk that are brought at once: a power of two that divides it, and 64."""
-        return min(UNIT, self.rows & -self.rows)
 
     def tiles(self, rows: int, n: int) -> int:
         """Tiles of an output of `rows` rows and `n` columns."""
