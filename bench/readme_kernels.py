@@ -138,7 +138,7 @@ def products_table(document: dict[str, Any]) -> Table:
 
 def energy_table(document: dict[str, Any]) -> Table:
     """Microseconds in bursts and without a pause, and millijoules of the latter: operations alone, by tiles."""
-    found = {(f"{row['op']}, {row['rows']} rows", row["tile"]): row for row in document["rows"]}
+    found = {(_product(row), row["tile"]): row for row in document["rows"]}
     tiles = list(dict.fromkeys(tile for _, tile in found))
     lines = [[op, *(_energy(found.get((op, tile))) for tile in tiles)] for op in dict.fromkeys(op for op, _ in found)]
     return ["us in bursts, without a pause (mJ)", *tiles], lines
@@ -146,16 +146,11 @@ def energy_table(document: dict[str, Any]) -> Table:
 
 def multicast_table(document: dict[str, Any]) -> Table:
     """The same of one tile alone and in clusters of two that share x, cuBLAS beside both; medians of two."""
-    kinds = dict.fromkeys((row["process"], row["tile"]) for row in document["multicast"])
-    sizes = dict.fromkeys(f"{row['op']}, {row['rows']} rows" for row in document["multicast"])
-    lines = []
-    for process, tile in kinds:
-        cells = []
-        for size in sizes:
-            of = process, tile, size
-            same = [r for r in document["multicast"] if (r["process"], r["tile"], f"{r['op']}, {r['rows']} rows") == of]
-            cells.append(_energy({key: median(r[key] for r in same) for key in ("burst_us", "us", "millijoules")}))
-        lines.append([f"{process}: {tile}", *cells])
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in document["multicast"]:
+        found.setdefault((f"{row['process']}: {row['tile']}", _product(row)), []).append(row)
+    kinds, sizes = dict.fromkeys(kind for kind, _ in found), dict.fromkeys(size for _, size in found)
+    lines = [[kind, *(_energy(_medians(found[kind, size])) for size in sizes)] for kind in kinds]
     return ["us in bursts, without a pause (mJ)", *sizes], lines
 
 
@@ -165,12 +160,20 @@ def turns_table(document: dict[str, Any]) -> Table:
     tower = document["rows"][0]["tower"]
     forms = list(dict.fromkeys(row["form"] for row in document["rows"]))
     of_it = [row for row in document["rows"] if row["tower"] == tower]
-    found = {(f"{row['op']}, {row['rows']} rows", row["form"]): row for row in of_it}
+    found = {(_product(row), row["form"]): row for row in of_it}
     lines = [
         [what, *(_best_height(found.get((what, form))) for form in forms)]
         for what in dict.fromkeys(what for what, _ in found)
     ]
     return ["best (rows of a tile), as chosen", *forms], lines
+
+
+def _product(row: dict[str, Any]) -> str:
+    return f"{row['op']}, {row['rows']} rows"
+
+
+def _medians(rows: list[dict[str, Any]]) -> dict[str, float]:
+    return {key: median(row[key] for row in rows) for key in ("burst_us", "us", "millijoules")}
 
 
 def _energy(row: dict[str, Any] | None) -> str:

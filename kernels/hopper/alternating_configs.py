@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.linear_configs import begins_early, supports
-from fusedvit.kernels.hopper.transposed_configs import UNIT, UNIT_BYTES, OfChunks
+from fusedvit.kernels.hopper.linear_configs import begins_early
+from fusedvit.kernels.hopper.transposed_configs import UNIT, UNIT_BYTES, OfChunks, supports
 
 HALVES = 2  # of 64 features each, that a consumer's tile has
 COLS = HALVES * UNIT
@@ -15,16 +15,6 @@ STAGED = 2 * HALVES  # units on their way in and out: each consumer's halves of 
 LEAST_ROWS, MOST_ROWS, MULTIPLE = 16, 128, 16
 LEAST_BUDGET = 3328  # rows from which the tuner may try it: at 2048 others were faster on an H200
 TRIED = (128, 112)  # rows of tiles: others were slower
-FOLLOWING = {
-    "norm",
-    "rms",
-    "bias",
-    "gelu_tanh",
-    "gelu",
-    "quick_gelu",
-    "residual",
-    "stats",
-}  # behind rotary factors slower
 _MOMENTS_BYTES = 2 * 2 * 1024  # of both consumers
 _LAUNCH_REGISTERS = 168
 
@@ -92,8 +82,7 @@ def hopper_alternating_candidates(
     rows: int, n: int, k: int, target: Target, kind: str
 ) -> tuple[HopperAlternatingConfig, ...]:
     """What a tuner may try; arguments as of `hopper_linear_config`."""
-    parts = set(kind.split("+"))
-    if rows < LEAST_BUDGET or n % 16 or not (parts <= FOLLOWING and supports(n, k, kind)):
+    if rows < LEAST_BUDGET or "rope" in kind.split("+") or not supports(n, k, kind):  # with these it was slower
         return ()
     none, one = (HopperAlternatingConfig(max(TRIED), stages).shared_bytes() for stages in (0, 1))
     stages = (target.max_shared - none) // (one - none)

@@ -6,6 +6,7 @@ from triton.language.extra.cuda import gdc_wait
 from fusedvit.kernels.hopper.alternating_configs import COLS, HALVES
 from fusedvit.kernels.hopper.compat import barrier, gl, gluon
 from fusedvit.kernels.hopper.linear_epilogue import _chan
+from fusedvit.kernels.hopper.linear_parts import Form, _tile_of, _walk
 from fusedvit.kernels.hopper.records import record, reinterpret
 from fusedvit.kernels.hopper.transposed_parts import (
     Ring,
@@ -44,34 +45,27 @@ class Turns:
 
 
 @gluon.jit
-def _walk(tile, num_rows):
-    """(tile rows, this program's tiles)."""
-    num_m = (num_rows + tile.ROWS - 1) // tile.ROWS
-    NUM_N: gl.constexpr = (tile.N + WIDE - 1) // WIDE
-    programs = gl.num_programs(0)
-    return num_m, (num_m * NUM_N - gl.program_id(0) + programs - 1) // programs
+def _grid(tile):
+    """What `linear`'s walk goes by: tiles of a consumer each, WIDE columns, not split."""
+    return Form(tile.N, tile.K, tile.ROWS, WIDE, 0, 1, tile.STAGES, 1, GROUP, False)
 
 
 @gluon.jit
-def _place(tile, i, num_m):
-    """(first row, first column) of this program's i-th tile: GROUP tile rows at a time."""
-    NUM_N: gl.constexpr = (tile.N + WIDE - 1) // WIDE
-    t = gl.program_id(0) + i * gl.num_programs(0)
-    group = t // (GROUP * NUM_N)
-    size = gl.minimum(num_m - group * GROUP, GROUP)
-    inside = t - group * (GROUP * NUM_N)
-    return (group * GROUP + inside % size) * tile.ROWS, inside // size * WIDE
+def _place(tile, t, num_m):
+    """(first row, first column) of tile t."""
+    tile_m, tile_n = _tile_of(_grid(tile), t, num_m)
+    return tile_m * tile.ROWS, tile_n * WIDE
 
 
 @gluon.jit
 def _producer(tile, tail, ring, turns, boxes):
     STEPS: gl.constexpr = (tile.K + 63) // 64
     dtype: gl.constexpr = ring.units.dtype
-    num_m, tiles = _walk(tile, tail.num_rows)
+    num_m, first, step, tiles = _walk(_grid(tile), tail.num_rows)
     # As many as there are stages, which the compiler does not know: one code for all of them.
     ahead = gl.minimum(tail.num_rows * tile.STAGES, tile.STAGES)
     if tiles > 0:
-        row0, col0 = _place(tile, 0, num_m)
+        row0, col0 = _place(tile, first, num_m)
         for k in range(0, ahead):  # while the previous launch is still busy with x
             _load_weights(tile, ring, boxes, k, col0, k, dtype)
         gdc_wait()
@@ -82,7 +76,7 @@ def _producer(tile, tail, ring, turns, boxes):
         for _ in range(ahead, tiles * STEPS):
             if k == STEPS:
                 k, i = none, i + 1
-                row0, col0 = _place(tile, i, num_m)
+                row0, col0 = _place(tile, first + i * step, num_m)
             mbarrier.wait(ring.empty.index(stage), phase)
             _load_weights(tile, ring, boxes, stage, col0, k, dtype)
             _load_rows(tile, tail, ring, boxes, stage, row0, k, dtype)
@@ -165,7 +159,7 @@ def _consumer(tile, tail, ring, turns, boxes, C: gl.constexpr):
     STEPS: gl.constexpr = (tile.K + 63) // 64
     CHUNKS: gl.constexpr = chunks_of(tile.ROWS)
     dtype: gl.constexpr = ring.units.dtype
-    num_m, tiles = _walk(tile, tail.num_rows)
+    num_m, first, step, tiles = _walk(_grid(tile), tail.num_rows)
     even, _ = _features(_zeros(tile)[0], tile.WIDTH)
     L: gl.constexpr = gl.SliceLayout(1, even.type.layout)
     # `transposed` has moments behind its ring's last stage: these are behind a ring of none.
@@ -173,7 +167,7 @@ def _consumer(tile, tail, ring, turns, boxes, C: gl.constexpr):
     places = Ring(reinterpret(turns.moments.index(C), dtype, [1, 16, 64], LINES), ring.full, ring.empty, ring.merged)
     gdc_wait()
     for i in range(C, tiles, 2):
-        row0, col0 = _place(tile, i, num_m)
+        row0, col0 = _place(tile, first + i * step, num_m)
         _make_room(tile, tail, turns, boxes, row0, col0, 0, C, dtype)
         if tail.IN_PARTS > 0:
             _keep_moments(ended, tail, places, row0)

@@ -39,4 +39,4 @@ ATTENTION = (
 )
 LINEAR = (linear, linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split)
 TRANSPOSED = (transposed, transposed_parts, transposed_tail, transposed_warps, linear_epilogue)
-ALTERNATING = (alternating, alternating_warps, *TRANSPOSED[1:])
+ALTERNATING = (alternating, alternating_warps, linear_parts, *TRANSPOSED[1:])

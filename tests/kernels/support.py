@@ -1,5 +1,9 @@
 """What the kernel tests share: tensors with poison around them, and the tolerance rule as an assertion."""
 
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
 import torch
 
 from fusedvit.tolerance import Comparison, compare
@@ -49,3 +53,15 @@ def assert_within(ours: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor, what:
 def assert_rounded_once(ours: torch.Tensor, ref: torch.Tensor, what: str = "") -> Comparison:
     """The rule at its strictest: as close to `ref` as if `ref` itself had been rounded to `ours`'s dtype."""
     return assert_within(ours, ref, ref.to(ours.dtype), what)
+
+
+def assert_ring_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch, form: ModuleType, run: Callable[[], object]) -> None:
+    """`run` launches what `form`, a module, runs: where shared memory begins with something else, it is refused."""
+
+    class Elsewhere:
+        def ptx(self) -> str:
+            return "mbarrier.init.shared::cta.b64 [%r1], 1;"
+
+    monkeypatch.setattr(form, "launch", lambda *arguments: Elsewhere())
+    with pytest.raises(RuntimeError, match="bytes of ring, but something lies at 0"):
+        run()

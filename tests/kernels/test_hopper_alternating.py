@@ -23,7 +23,7 @@ from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tables import Table, config_of
 from fusedvit.plan import plan_for, tasks
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
-from tests.kernels.support import assert_within
+from tests.kernels.support import assert_ring_elsewhere_is_told, assert_within
 from tests.kernels.test_aot import run
 
 if compat.AVAILABLE:
@@ -135,14 +135,9 @@ def test_compiled_code_has_its_ring_where_shared_memory_begins() -> None:
 
 @needs_gluon
 def test_a_triton_that_puts_the_ring_elsewhere_costs_the_form_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere:
-        def ptx(self) -> str:
-            return "mbarrier.init.shared::cta.b64 [%r1], 1;"
-
-    monkeypatch.setattr(alternating, "launch", lambda *arguments: Elsewhere())
-    with pytest.raises(RuntimeError, match="bytes of ring, but something lies at 0"):
-        fused(FC1, tensors(FC1, BF16, CPU)).run(alternating.linear, GOOD)
+    arguments = fused(FC1, tensors(FC1, BF16, CPU))
+    assert_ring_elsewhere_is_told(monkeypatch, alternating, lambda: arguments.run(alternating.linear, GOOD))
 
 
-def test_a_tile_is_both_consumers() -> None:
+def test_a_tile_is_both_halves() -> None:
     assert GOOD.cols == COLS == 128 and GOOD.tiles(225, 129) == 3 * 2
