@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 7 python -m fusedvit.bench.sanitize
 
 Each tensor is an allocation of its own, so that a step past its end is seen. First each operation alone, in every
-configuration that heuristics take at any budget (with `--candidates`, what the tuner may take too), at counts at and
+configuration that is chosen at any of four budgets (with `--candidates`, what the tuner may take too), at counts at and
 below its room. Then towers of few blocks through the API: metadata, norms, gathers, fingerprints.
 """
 
@@ -22,11 +22,11 @@ from fusedvit.bench.family_towers import spec_of as family_spec
 from fusedvit.bench.towers import patch_width
 from fusedvit.config import FuseConfig
 from fusedvit.huggingface import fuse
-from fusedvit.kernels import admit, forms
+from fusedvit.kernels import admit, forms, tables
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.ops import ops_for
-from fusedvit.plan import Task, heuristic, tasks
+from fusedvit.plan import Task, choose, heuristic, tasks
 from fusedvit.spec import VisionSpec
 
 TOWERS = ("Qwen3-VL-8B", "Qwen2.5-VL-7B", "GLM-4.1V-9B", "GLM-5.3-Flash")
@@ -92,8 +92,9 @@ def operations(
 
 
 def _configs(task: Task, dtype: torch.dtype, target: Target, every: bool) -> list[Any]:
-    """The heuristics' choice; of `every`, also what the tuner may take in forms other than plain Triton."""
-    found = [heuristic(task, dtype, target)]
+    """The table's choice and the heuristics'; of `every`, also what the tuner may take in forms other than plain
+    Triton."""
+    found = [choose(task, dtype, target, tables.table_for(target)), heuristic(task, dtype, target)]
     for form in forms.FORMS if every else ():
         if form.op == task.key.op and form.name != "triton" and not forms.why_absent(form, target, dtype):
             found += form.candidates(task.key, dtype, target, task.widest)

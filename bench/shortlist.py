@@ -15,7 +15,7 @@ from fusedvit.bench.cases import rotated_sets
 from fusedvit.bench.questions import Candidate, Question, compilation, contents_of, layouts
 from fusedvit.bench.roofline import attention_cost, linear_cost
 from fusedvit.bench.timing import LEAST_ROUNDS, WARM_UPS
-from fusedvit.beside import mean_us
+from fusedvit.beside import PRICED, mean_us
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.forms import Key
@@ -29,6 +29,8 @@ PLAIN_ROWS = 2048  # up to which plain Triton is timed where another form is the
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
 LIBRARIES = tuple(form.name for form in forms.FORMS if form.library)
+# Forms of products that no cost model knows: they are timed.
+UNPRICED = tuple(f.name for f in forms.FORMS if f.op == forms.LINEAR and f.name != PLAIN and f.config not in PRICED)
 
 # Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 1 s for plain Triton), of the
 # GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
@@ -54,16 +56,16 @@ def in_waves(asked: Iterable[Question], flagships: Collection[VisionSpec]) -> li
 
 
 def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dtype, target: Target) -> list[Candidate]:
-    """Of `proposed`, the heuristic's choice first, what is worth timing; all where there is plain Triton alone. A
-    library has one answer, which no model knows: it is timed."""
+    """Of `proposed`, the heuristic's choice first, what is worth timing; all where there is plain Triton alone, or what
+    no model knows."""
     key, own = question.task.key, proposed[0]
-    libraries = [c for c in proposed if c.form in LIBRARIES]
-    others = [c for c in proposed[1:] if c.form not in (PLAIN, *LIBRARIES)]
+    unpriced = [c for c in proposed if c.form in UNPRICED]
+    others = [c for c in proposed[1:] if c.form not in (PLAIN, *UNPRICED)]
     if not others:
         return list(proposed)
     predicted = mean_us if key.op == forms.LINEAR else _attention_us
     best = BEST if key.rows <= USUAL.stop else BEST_OF_LONG
-    others = sorted(others, key=lambda candidate: predicted(key, candidate.config, target))[:best] + libraries
+    others = sorted(others, key=lambda candidate: predicted(key, candidate.config, target))[:best] + unpriced
     if key.rows > PLAIN_ROWS and own.form != PLAIN:
         return list(dict.fromkeys([own, *others]))
     plain = forms.named(key.op, PLAIN)

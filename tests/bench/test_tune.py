@@ -327,6 +327,18 @@ def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypat
     assert min(predicted, key=predicted.__getitem__).config == chosen, "the model is the heuristic's own"
 
 
+@pytest.mark.parametrize("rows", [4096, 16384])
+def test_what_no_model_knows_is_timed(on_hopper: None, rows: int) -> None:
+    """Of every form that an H200 has; each that has a cost is ranked by it, none stops the tuner."""
+    asked = [q for q in questions.questions([QWEN3_VL_8B], (rows,), BF16) if q.task.key.op == "linear"]
+    for question in asked:
+        every = questions.candidates(question, BF16, H200)
+        found, unpriced = shortlist.shortlist(question, every, BF16, H200), set(shortlist.UNPRICED)
+        assert found[0] == every[0] and len(found) < len(every)
+        assert [c for c in found if c.form in unpriced] == [c for c in every if c.form in unpriced]
+    assert "alternating" in {c.form for q in asked for c in questions.candidates(q, BF16, H200)}
+
+
 def test_of_attention_the_model_ranks_schedules() -> None:
     every = questions.questions([QWEN3_VL_4B], (1024,), BF16)
     question = next(q for q in every if q.task.name == "attention")
