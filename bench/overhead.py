@@ -21,6 +21,7 @@ from fusedvit import guess, handle
 from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import Grid
 from fusedvit.handle import FusedEncoder
+from fusedvit.prepared import Look
 
 CASES: dict[str, Grid] = {
     "1 x 224 px": [(1, 14, 14)],
@@ -145,7 +146,8 @@ def _watched(encoder: FusedEncoder, seen: dict[str, list[tuple[int, int]]]) -> I
         (handle.reasons, "reason_of_call"), (handle, "check_pixels"), (handle, "check_grid"), (handle, "check_items"),
         (guess, "begin"), (prepared, "mark"), (handle, "run"), (manager._capture, "before_use"),
         (program, "admit"), (program, "table"), (program, "load_grid"), (guess, "new_outputs"), (program, "hand_over"),
-        (manager._capture, "after_use"), (prepared, "look"), (guess.Guess, "settle"), (prepared, "true"),
+        (manager._capture, "after_use"), (prepared, "look"), (prepared, "true"), (Look, "done"),
+        (guess.Guess, "settle"),
     ]  # fmt: skip
 
     def timed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,6 +113,41 @@ def begun(
     return guess, guess.mark, guess.made
 
 
+def settled(
+    guess: Guess | None,
+    tower: Tower,
+    begin: Mark | None,
+    grid: torch.Tensor | list[Item],
+    rows: int,
+    watching: bool,
+) -> tuple[EncoderOutputs | None, list[Item], bool, bool | None]:
+    """What the guess comes to once its grid is read; it is over then.
+
+    Args:
+        begin: from where to look at weights and grid.
+        grid: `[n, 3]` on the tower's device, or items, for which nothing is looked at here.
+        rows: patch tokens of the call.
+
+    Returns:
+        The outputs, if the guess stands; the items; whether the parameters held at `begin` what they did; whether the
+        tower is what it was, None where nothing was launched under which to walk over it.
+
+    Raises:
+        ValueError: the grid is not one of this call.
+    """
+    same, true = True, None
+    try:
+        if isinstance(grid, torch.Tensor):
+            look = tower.weights.look(begin, watching, grid)
+            true = tower.weights.true() if guess is not None and guess.outputs is not None else None
+            same, found = look.done()
+            grid = check_items(found, rows, tower.spec.merge_size)
+        return None if guess is None else guess.settle(grid), grid, same, true
+    finally:
+        if guess is not None:
+            guess.drop()
+
+
 def _replay(
     tower: Tower, graphs: Graphs, budget: int, pixels: torch.Tensor, grid: torch.Tensor | Read
 ) -> EncoderOutputs | None:

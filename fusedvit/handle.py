@@ -188,10 +188,10 @@ class FusedEncoder:
         if reason is None and not self.prepared.fits(self.prepared.parameter()):
             reason = self.prepared.reason()
         while reason is None:
-            outputs, items, made = self._run(pixel_values, grid_thw, self.prepared.parameter(), guess)
+            outputs, items, made, true = self._run(pixel_values, grid_thw, self.prepared.parameter(), guess)
             if self.prepared.made != made:
                 continue  # another thread made them anew meanwhile: this run may have used either
-            if self.prepared.true():  # looked at while the GPU works
+            if true:
                 self._stats.add(fused=1, items=len(items), tokens=sum(item.tokens for item in items))
                 return outputs
             reason = self.prepared.reason()
@@ -205,8 +205,9 @@ class FusedEncoder:
 
     def _run(
         self, pixel_values: torch.Tensor, grid_thw: Grid, parameter: torch.Tensor, guess: guesses.Guess | None
-    ) -> tuple[EncoderOutputs, list[Item], int]:
-        """One run, and which making of the weights it began with: known to be true then if that is still the last.
+    ) -> tuple[EncoderOutputs, list[Item], int, bool]:
+        """One run, which making of the weights it began with, and whether the tower is what these were made from: they
+        are known to be true then if that making is still the last.
 
         At most one host read: after the launches, or before them of a grid of which nothing can be guessed.
         """
@@ -224,31 +225,27 @@ class FusedEncoder:
         grid: torch.Tensor | list[Item],
         parameter: torch.Tensor,
         guess: guesses.Guess | None,
-    ) -> tuple[EncoderOutputs, list[Item], int]:
-        """With `grid` on the parameter's device: what it probably holds is launched, if not yet, then it is read."""
-        watching, outputs, same = self._watching(parameter.device), None, True
-        items = [] if isinstance(grid, torch.Tensor) else grid
+    ) -> tuple[EncoderOutputs, list[Item], int, bool]:
+        """With `grid` on the parameter's device: what it probably holds is launched, if not yet, then it is read.
+
+        The tower is walked over when the GPU works.
+        """
+        watching = self._watching(parameter.device)
         graphs, _ = self._graphs_on(parameter)
         tower, made = self._tower(parameter), self.prepared.made
         guess, begun, made = guesses.begun(guess, tower, pixels, grid, graphs, made, watching)
-        try:
-            if isinstance(grid, torch.Tensor):
-                same, rows = self.prepared.look(begun, watching, grid)
-                items = check_items(rows, pixels.shape[0], self.spec.merge_size)
-            if guess is not None:
-                outputs = guess.settle(items)
-        finally:
-            if guess is not None:
-                guess.drop()
+        outputs, items, same, true = guesses.settled(guess, tower, begun, grid, pixels.shape[0], watching)
         if outputs is None and same:
             outputs = self._launch(pixels, items, parameter)
-        if watching and items is grid:
-            same, _ = self.prepared.look(begun, True, None)
+        look = self.prepared.look(begun, True, None) if watching and items is grid else None
+        true = self.prepared.true() if true is None else true
+        if look is not None:
+            same, _ = look.done()
         if outputs is None or not same:
             self._make()
-            made, outputs = self.prepared.made, self._launch(pixels, items, parameter)
+            made, outputs, true = self.prepared.made, self._launch(pixels, items, parameter), self.prepared.true()
         self._last = guess
-        return outputs, items, made
+        return outputs, items, made, true
 
     def _tower(self, parameter: torch.Tensor) -> Tower:
         ladder = () if self._graphs is None else self._graphs.limits.token_budgets

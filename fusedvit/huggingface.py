@@ -5,6 +5,7 @@ same name, whose `forward` runs fused or hands over to the original.
 """
 
 import functools
+import operator
 import sys
 import types
 from typing import Any
@@ -141,6 +142,6 @@ def _to_hugging_face(original: type, handle: FusedEncoder, outputs: EncoderOutpu
     if handle.spec.merged_outputs:
         fields["pooler_output"] = outputs.pooled
     if handle.family.has_deepstack:
-        in_order = sorted(range(len(outputs.deepstack)), key=handle.spec.deepstack.__getitem__)
-        fields["deepstack_features"] = [outputs.deepstack[i] for i in in_order]  # Hugging Face lists them by block
+        pairs = sorted(zip(handle.spec.deepstack, outputs.deepstack, strict=True), key=operator.itemgetter(0))
+        fields["deepstack_features"] = [features for _, features in pairs]  # Hugging Face lists them by block
     return record(**fields)

@@ -50,6 +50,26 @@ class _Content:
         return ops_for(device).fingerprint(self.watched, host)
 
 
+@dataclass(frozen=True)
+class Look:
+    """What was asked for beside the encoder: fingerprints `[P]` to compare with `made`, and a grid's rows `[n, 3]`.
+
+    On the host, filled once `side` has got there; None on a CPU.
+    """
+
+    side: torch.cuda.Stream | None
+    found: torch.Tensor
+    made: torch.Tensor
+    rows: torch.Tensor | None
+
+    def done(self) -> tuple[bool, list[list[int]]]:
+        """Whether the parameters are the same, and the rows; waits for them."""
+        if self.side is not None:
+            self.side.synchronize()
+        same = self.found is self.made or torch.equal(self.found, self.made)
+        return same, [] if self.rows is None else self.rows.tolist()
+
+
 class PreparedWeights:
     """Made from the parameters when first needed, and again when they have changed.
 
@@ -106,11 +126,11 @@ class PreparedWeights:
         content = self._content
         return None if content is None or content.marks is None else content.marks.here()
 
-    def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> tuple[bool, list[list[int]]]:
-        """Whether the parameters held at `begin` what they held when the weights were made, and the rows of `grid`.
+    def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> "Look":
+        """Asks whether the parameters held at `begin` what they held when the weights were made, and for `grid`'s rows.
 
-        One host read, on a stream of its own beside whatever was launched since; it waits for nothing later than
-        `begin`.
+        One host read, which `Look.done` waits for, on a stream of its own beside whatever was launched since; it waits
+        for nothing later than `begin`.
 
         Args:
             begin: a `mark`; None on a CPU.
@@ -120,16 +140,14 @@ class PreparedWeights:
         content = self._content
         assert content is not None, "weights are made before a run"
         if content.side is None or begin is None:
-            same = not watch or torch.equal(content.look(), content.made)
-            return same, [] if grid is None else grid.tolist()
+            return Look(None, content.look() if watch else content.made, content.made, grid)
         with torch.cuda.stream(content.side):
             begin.wait_on(content.side)
             rows = None if grid is None else torch.empty(grid.shape, dtype=grid.dtype, pin_memory=True)
             if grid is not None and rows is not None:
                 rows.copy_(grid, non_blocking=True)
             found = content.look() if watch else content.made
-        content.side.synchronize()
-        return torch.equal(found, content.made), [] if rows is None else rows.tolist()
+        return Look(content.side, found, content.made, rows)
 
     def make(self) -> None:
         """Makes weights, snapshot and fingerprints from the parameters as they are; waits for the GPU."""

@@ -49,12 +49,14 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Parameters:
-    """Every parameter, and what it looked like; `versions` are of `counted`, those that are no inference tensors."""
+    """Every parameter, and what it looked like.
+
+    `versions` are of `counted`: those that are no inference tensors, and keep their counter whatever `p.data` becomes.
+    """
 
     places: _Places
     pointers: list[int]
     dtypes: list[torch.dtype]
-    inference: list[bool]
     counted: list[torch.Tensor]
     versions: list[int]
 
@@ -69,7 +71,6 @@ class _Parameters:
             places,
             [p.data_ptr() for p in found],
             [p.dtype for p in found],
-            [p.is_inference() for p in found],
             counted,
             [p._version for p in counted],
         )
@@ -80,7 +81,6 @@ class _Parameters:
             self.places.unchanged()
             and list(map(torch.Tensor.data_ptr, found)) == self.pointers
             and list(map(_dtype_of, found)) == self.dtypes
-            and list(map(torch.Tensor.is_inference, found)) == self.inference
             and list(map(_version_of, self.counted)) == self.versions
         )
 

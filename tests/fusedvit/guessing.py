@@ -82,6 +82,20 @@ def begun(case: Case) -> list[bool]:
     return notes
 
 
+def noted(*functions: tuple[Any, str]) -> list[str]:
+    """Names of these functions, (where each hangs, name), as they are called from now on."""
+    order: list[str] = []
+    for owner, name in functions:
+        real = getattr(owner, name)
+
+        def note(*given: Any, real: Any = real, name: str = name) -> Any:
+            order.append(name)
+            return real(*given)
+
+        mock.patch.object(owner, name, note).start()
+    return order
+
+
 @pytest.fixture(autouse=True)
 def unpatched() -> Iterator[None]:
     yield

@@ -9,7 +9,8 @@ import torch
 
 from fusedvit.config import FuseConfig
 from fusedvit.items import check_items
-from tests.fusedvit.guessing import BAD, GRID, Case, answer, begun, case, close, eager, right, same, unpatched
+from fusedvit.prepared import Look
+from tests.fusedvit.guessing import BAD, GRID, Case, answer, begun, case, close, eager, noted, right, same, unpatched
 from tests.fusedvit.towers import Call
 
 __all__ = ["case", "unpatched"]  # fixtures
@@ -107,6 +108,25 @@ def test_one_host_read_a_call(case: Case, grid: Any) -> None:
     with mock.patch.object(handle.prepared, "look", wraps=handle.prepared.look) as look:
         answer(tower, Call.of(tower, grid).pixels, grid)
     assert look.call_count == 1
+
+
+@pytest.mark.parametrize(
+    "grid, wanted",
+    [
+        (GRID, ["replay_unread", "look", "true", "done"]),
+        ([(9, 2, 2)], ["look", "done", "replay_unread", "replay_unread", "true"]),
+        ([(1, 20, 20)], ["look", "done", "true"]),
+    ],
+    ids=["one batch", "two batches", "eager"],
+)
+def test_the_walk_over_the_tower_is_under_the_gpus_work(case: Case, grid: Any, wanted: list[str]) -> None:
+    """And, where that is begun by then, under the look at weights and grid."""
+    tower, handle, graphs = case
+    assert right(case, grid)
+    prepared = handle.prepared
+    order = noted((graphs.manager, "replay_unread"), (prepared, "look"), (prepared, "true"), (Look, "done"))
+    answer(tower, Call.of(tower, grid).pixels, grid)
+    assert order == wanted
 
 
 def test_outputs_are_the_callers(case: Case) -> None:

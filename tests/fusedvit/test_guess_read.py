@@ -10,7 +10,7 @@ import torch
 from fusedvit import guess as guesses
 from fusedvit import reasons
 from fusedvit.config import FuseConfig
-from tests.fusedvit.guessing import BAD, GRID, Case, begun, case, close, eager, unpatched
+from tests.fusedvit.guessing import BAD, GRID, Case, begun, case, close, eager, noted, unpatched
 from tests.fusedvit.towers import Call
 
 __all__ = ["case", "unpatched"]  # fixtures
@@ -28,20 +28,9 @@ def on_the_host(case: Case) -> Iterator[Case]:
 
 def test_what_a_grid_on_the_host_says_is_begun_before_any_check(on_the_host: Case) -> None:
     tower, handle, graphs = on_the_host
-    order: list[str] = []
-    for owner, name in (
-        (graphs.manager, "replay_unread"),
-        (guesses, "begin"),
-        (handle.prepared, "look"),
-        (reasons, "reason_of_call"),
-    ):
-        real = getattr(owner, name)
-
-        def note(*given: Any, real: Any = real, name: str = name) -> Any:
-            order.append(name)
-            return real(*given)
-
-        mock.patch.object(owner, name, note).start()
+    order = noted(
+        (graphs.manager, "replay_unread"), (guesses, "begin"), (handle.prepared, "look"), (reasons, "reason_of_call")
+    )
     for grid in (GRID, [(1, 6, 4), (2, 4, 4)], [(1, 2, 2)], GRID):
         pixels = Call.of(tower, grid).pixels
         order.clear()

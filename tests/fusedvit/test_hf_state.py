@@ -650,6 +650,21 @@ def test_tower_made_in_inference_mode() -> None:
     ran_fused(handle, calls=3)
 
 
+def test_parameters_that_become_inference_tensors() -> None:
+    """In place, which no pointer and no version says: what they hold is what it was, until something is written."""
+    tower = tiny_tower()
+    call, handle = Call.of(tower, GRIDS["images"]), fusedvit.fuse(tower, STRICT)
+    expected, weight = call.run(tower), tower.blocks[0].mlp.linear_fc1.weight
+    with torch.inference_mode():
+        weight.data = torch.empty(0).set_(weight.untyped_storage(), 0, weight.shape, weight.stride())
+        assert weight.is_inference()
+        assert_same(call.run(tower), expected)
+        weight.mul_(1.5)
+        changed = call.run(tower)
+    assert handle.stats()["refreshes"] == 2 and not torch.equal(changed["pooler_output"], expected["pooler_output"])
+    ran_fused(handle, calls=3)
+
+
 def test_nothing_is_held_after_unfuse() -> None:
     import gc
     import weakref
