@@ -40,6 +40,7 @@ GRIDS: dict[str, Grid] = {name: WORKLOADS[name] for name in FEW} | {
     "1024 patches": [(1, 32, 32)],
     "2048 patches": [(1, 32, 64)],
 }
+LONG = {name: WORKLOADS[name] for name in ("1 x 1024 px", "8 x 448 px")}  # launches that begin when it is their turn
 SMALLEST, BATCHES = 64, 5  # merged tokens; batches that bits are compared on
 LOW, HIGH = (0, -1), (PRIORITY, 0)  # priorities of (mergers, blocks)
 
@@ -126,7 +127,8 @@ WAYS = {
     "24 SMs": Way(24, ALL),
 }
 BLOCK = ("qkv", "attention", "proj", "fc1", "fc2")
-LATE = {"fc2 early": Way(early=("fc2",)), "all late": Way(late=BLOCK)} | {f"{op} late": Way(late=(op,)) for op in BLOCK}
+BEGUN = {"all early": Way(early=BLOCK), "all late": Way(late=BLOCK)}
+BEGUN |= {f"{op} early": Way(early=(op,)) for op in BLOCK} | {f"{op} late": Way(late=(op,)) for op in BLOCK}
 
 
 class Line:
@@ -217,14 +219,14 @@ def main() -> int:
     parser.add_argument("--json", metavar="PATH", required=True)
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=sorted(set(towers.GEOMETRIES) - {"tiny"}))
-    parser.add_argument("--size", nargs="*", default=list(GRIDS), choices=list(GRIDS))
-    ways = WAYS | LATE
+    ways, grids = WAYS | BEGUN, GRIDS | LONG
+    parser.add_argument("--size", nargs="*", default=list(GRIDS), choices=list(grids))
     parser.add_argument("--way", nargs="*", default=list(WAYS), choices=list(ways), help="the first is compared with")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each size")
     args = parser.parse_args()
     begin = time.perf_counter()
     spec, weights = tower_of(args.tower)
-    lines = {s: {way: Line(spec, weights, ways[way], GRIDS[s]) for way in args.way} for s in args.size}
+    lines = {s: {way: Line(spec, weights, ways[way], grids[s]) for way in args.way} for s in args.size}
     with compiling_only():
         for line in (line for of_size in lines.values() for line in of_size.values()):
             line.compile()

@@ -3,7 +3,7 @@
     LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
     HopperLinearConfig              "hopper": Gluon, on sm_90, in 16 bits
     HopperTransposedConfig          "transposed": Gluon, on sm_90, in 16 bits, for products of one wave
-    HopperAlternatingConfig         "alternating": Gluon, on sm_90, in 16 bits, of many rows; only by a table
+    HopperAlternatingConfig         "alternating": Gluon, on sm_90, in 16 bits, for products of many rows
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
     CublasLtConfig                  "cublaslt": cuBLASLt with a bias, in 16 bits; only where a tuning table says so
 
@@ -151,7 +151,7 @@ def _alternating() -> Form:
         run=hopper_alternating.linear,
         absent=hopper_configs.absent,
         wrong=alternating_configs.wrong_hopper_alternating,
-        heuristic=lambda key, dtype, target, widest: None,
+        heuristic=_by_shape(alternating_configs.hopper_alternating_config),
         candidates=_likely(alternating_configs.hopper_alternating_candidates),
         modules=sources.ALTERNATING,
     )
@@ -172,6 +172,7 @@ def _hopper_forms() -> tuple[Form, ...]:
             candidates=_likely(transposed_configs.hopper_transposed_candidates),
             modules=sources.TRANSPOSED,
         ),
+        _alternating(),
         Form(
             name="hopper",
             op=LINEAR,
@@ -183,7 +184,6 @@ def _hopper_forms() -> tuple[Form, ...]:
             candidates=_likely(hopper_linear_candidates),
             modules=sources.LINEAR,
         ),
-        _alternating(),
         Form(
             name="hopper",
             op=ATTENTION,

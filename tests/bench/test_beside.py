@@ -69,14 +69,14 @@ def test_blocks_begin_as_a_ways_name_says(on_cpu: None) -> None:
     target = Target(name="NVIDIA H200")
     usual = plan_for(QWEN3_VL_8B, 784, beside.DTYPE, target)
     assert usual.beside is not None and usual.beside.chain and not usual.fc2.overlap and usual.qkv.overlap
-    for name, way in beside.LATE.items():
+    for name, way in beside.BEGUN.items():
         plan = way.plan(QWEN3_VL_8B, 784, beside.DTYPE, target)
         for launches, planned in ((plan, usual), (plan.narrowed(), usual.narrowed())):
             begun = {op: getattr(launches, op).overlap for op in beside.BLOCK}
             expected = {op: getattr(planned, op).overlap for op in beside.BLOCK}
             expected |= dict.fromkeys(way.early, True) | dict.fromkeys(way.late, False)
             assert begun == expected, name
-        assert beside.LATE["qkv late"].late == ("qkv",) and plan.merger_fc1 == usual.merger_fc1
+        assert beside.BEGUN["qkv late"].late == ("qkv",) and plan.merger_fc1 == usual.merger_fc1
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)

@@ -76,6 +76,12 @@ ALTERNATING = {
     "fc2, 80 rows": (replace(FC2, k=464), HopperAlternatingConfig(80, 5)),
     "deepstack fc1, 32 rows": (DEEP, HopperAlternatingConfig(32, 8)),
     "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperAlternatingConfig(16, 8)),
+    "patch embed, 128 rows, statistics alone": (Layer(290, 332, 320, stats=True), HopperAlternatingConfig(128, 5)),
+    "qkv, 112 rows, rms, no heads": (
+        Layer(150, 320, 272, norm=True, rms=True, part=64),
+        HopperAlternatingConfig(112, 5),
+    ),
+    "fc1 of Qwen2-VL, 128 rows": (replace(FC1, k=320, activation="quick_gelu"), HopperAlternatingConfig(128, 5)),
 }
 TRITON = {
     name: (layer, config)

@@ -119,12 +119,24 @@ ALTERNATING = {
     ),
     "fc2, 112 rows in turns": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperAlternatingConfig(112, 5)),
     "qkv, 64 rows in turns": (Layer(ROWS, 1152, 3456, norm=True, part=64, heads=16), HopperAlternatingConfig(64, 7)),
+    "patch embed without taps, 128 rows in turns": (
+        Layer(ROWS, 1176, 1280, bias=False, stats=True),
+        HopperAlternatingConfig(128, 5),
+    ),
+    "qkv without heads, rms, 128 rows in turns": (
+        Layer(ROWS, 1024, 3072, norm=True, rms=True, part=64),
+        HopperAlternatingConfig(128, 5),
+    ),
+    "fc1 of Qwen2-VL, 128 rows in turns": (
+        Layer(ROWS, 1280, 5120, norm=True, part=64, activation="quick_gelu"),
+        HopperAlternatingConfig(128, 5),
+    ),
 }
 CASES |= TRANSPOSED | ALTERNATING
 SHIPS = (  # as heuristics choose
     "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
     "patch embed", "deepstack fc1", "fc2 in three", "merger fc1 in three", "merger fc1", "fc2 of two in three",
-    *TRANSPOSED,
+    *TRANSPOSED, *(name for name in ALTERNATING if "64 rows" not in name),
 )  # fmt: skip
 QUICK = (
     *SHIPS, *ALTERNATING, "merger fc2 in two", "merger fc2 in four", "fc2 of two in two, 192 columns",

@@ -1,5 +1,6 @@
-"""What surrounds the alternating Hopper GEMM, without a GPU: what is offered and refused, and how it compiles."""
+"""What surrounds the alternating Hopper GEMM, without a GPU: what is offered, taken, refused, and how it compiles."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
+from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B, QWEN25_VL_7B
 from fusedvit.kernels import forms
 from fusedvit.kernels.configs import OVERLAP_ROWS, Target, budget
 from fusedvit.kernels.hopper import compat
@@ -17,11 +18,13 @@ from fusedvit.kernels.hopper.alternating_configs import (
     TRIED,
     HopperAlternatingConfig,
     hopper_alternating_candidates,
+    hopper_alternating_config,
     wrong_hopper_alternating,
 )
 from fusedvit.kernels.reference.linear import linear as linear_ref
-from fusedvit.kernels.tables import Table, config_of
+from fusedvit.kernels.tables import DTYPES, SHIPPED, Table, config_of, file_name
 from fusedvit.plan import plan_for, tasks
+from fusedvit.spec import VisionSpec
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
 from tests.kernels.support import assert_ring_elsewhere_is_told, assert_within
 from tests.kernels.test_aot import run
@@ -31,7 +34,7 @@ if compat.AVAILABLE:
 
 needs_gluon = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, H200 = torch.device("cpu"), Target(name="NVIDIA H200")
 KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task in tasks(spec, 64, BF16)]
 LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == forms.LINEAR]
@@ -54,13 +57,42 @@ def test_what_is_offered_can_run(rows: int, shape: tuple[int, int, str]) -> None
 
 
 @needs_gluon
-def test_only_a_table_chooses_it(on_hopper: None) -> None:
-    assert "alternating" not in plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices().values()
+def test_a_table_may_choose_it(on_hopper: None) -> None:
     form = forms.form_of(GOOD)
     assert forms.named(forms.LINEAR, "alternating") is form and config_of(form, asdict(GOOD), "here") == GOOD
-    (task,) = (task for task in tasks(QWEN3_VL_8B, 4096, BF16) if task.name == "fc1")
+    (task,) = (task for task in tasks(QWEN3_VL_8B, 4096, BF16) if task.name == "proj")
+    assert plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices()["proj"] == "hopper"
     table = Table({task.key: replace(GOOD, rows=128)})
-    assert plan_for(QWEN3_VL_8B, 4096, BF16, H200, table).choices()["fc1"] == "alternating"
+    assert plan_for(QWEN3_VL_8B, 4096, BF16, H200, table).choices()["proj"] == "alternating"
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "spec, rows, dtype, wanted",
+    [
+        (QWEN3_VL_8B, 4096, BF16, {"fc1"}),
+        (QWEN3_VL_8B, 16384, BF16, {"fc1", "proj", "merger_fc1"}),
+        (QWEN3_VL_8B, 2048, BF16, set()),
+        (QWEN3_VL_8B, 16384, FP16, set()),
+        (QWEN3_VL_4B, 16384, BF16, {"fc2", "merger_fc1"}),  # of the others K is 1024
+        (QWEN25_VL_7B, 8192, BF16, {"patch", "proj", "fc2"}),
+    ],
+)
+def test_where_heuristics_take_it(
+    on_hopper: None, spec: VisionSpec, rows: int, dtype: torch.dtype, wanted: set[str]
+) -> None:
+    chosen = plan_for(spec, rows, dtype, H200, Table()).choices()
+    assert {name for name, form in chosen.items() if form == "alternating"} == wanted
+    assert "alternating" not in plan_for(spec, rows, dtype, replace(H200, capability=100), Table()).choices().values()
+
+
+def test_its_height_is_what_the_tuner_finds() -> None:
+    """In the table that ships, of products where the heuristic takes it, too."""
+    table = json.loads((SHIPPED / file_name("NVIDIA H200")).read_text())
+    found = [entry for entry in table["entries"] if entry["form"] == "alternating"]
+    ours = [hopper_alternating_config(e["rows"], e["n"], e["k"], DTYPES[e["dtype"]], H200, e["kind"]) for e in found]
+    both = [(config.rows, e["config"]["rows"]) for config, e in zip(ours, found, strict=True) if config is not None]
+    assert len(both) > 0.6 * len(found) and sum(a == b for a, b in both) > 0.9 * len(both)
 
 
 @pytest.mark.parametrize(
