@@ -1,6 +1,6 @@
 """`python -m tests.kernels.emulated_table --part 0 --of 2`: the products that the shipped tables choose, emulated once.
 
-A process without Triton's interpreter. Each distinct tile and schedule of both forms in Gluon and of plain Triton, with
+A process without Triton's interpreter. Each distinct tile and schedule of the forms in Gluon and of plain Triton, with
 the epilogue that it was chosen for, at sizes that leave a part of a tile in rows and in columns; launches begin early.
 Prints a line each.
 """
@@ -33,8 +33,8 @@ def chosen() -> Iterator[tuple[str, str, Any]]:
             form = forms.named(forms.LINEAR, entry["form"])
             assert form is not None, f"no form {entry['form']} in this Triton"
             config = replace(config_of(form, entry["config"], path.name), overlap=True)
-            if hasattr(config, "max_programs"):
-                config = replace(config, max_programs=3, group_m=8)
+            few = {"max_programs": 3, "group_m": 8}
+            config = replace(config, **{name: value for name, value in few.items() if hasattr(config, name)})
             found[entry["form"], entry["kind"], config] = None
     yield from sorted(found, key=str)
 
