@@ -138,9 +138,8 @@ def settled(
     same, true = True, None
     try:
         if isinstance(grid, torch.Tensor):
-            look = tower.weights.look(begin, watching, grid)
-            true = tower.weights.true() if guess is not None and guess.outputs is not None else None
-            same, found = look.done()
+            walk = tower.weights.true if guess is not None and guess.outputs is not None else None
+            same, found, true = tower.weights.look(begin, watching, grid).done(walk)
             grid = check_items(found, rows, tower.spec.merge_size)
         return None if guess is None else guess.settle(grid), grid, same, true
     finally:

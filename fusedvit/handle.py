@@ -237,10 +237,9 @@ class FusedEncoder:
         outputs, items, same, true = guesses.settled(guess, tower, begun, grid, pixels.shape[0], watching)
         if outputs is None and same:
             outputs = self._launch(pixels, items, parameter)
-        look = self.prepared.look(begun, True, None) if watching and items is grid else None
+        if watching and items is grid:
+            same, _, true = self.prepared.look(begun, True, None).done(self.prepared.true)
         true = self.prepared.true() if true is None else true
-        if look is not None:
-            same, _ = look.done()
         if outputs is None or not same:
             self._make()
             made, outputs, true = self.prepared.made, self._launch(pixels, items, parameter), self.prepared.true()

@@ -62,12 +62,15 @@ class Look:
     made: torch.Tensor
     rows: torch.Tensor | None
 
-    def done(self) -> tuple[bool, list[list[int]]]:
-        """Whether the parameters are the same, and the rows; waits for them."""
-        if self.side is not None:
-            self.side.synchronize()
+    def done(self, meanwhile: Callable[[], bool] | None = None) -> tuple[bool, list[list[int]], bool | None]:
+        """Whether the parameters are the same, the rows, and what `meanwhile` says, which runs before this waits."""
+        try:
+            said = None if meanwhile is None else meanwhile()
+        finally:
+            if self.side is not None:
+                self.side.synchronize()  # whatever happened: until then what it fills is no memory to be used again
         same = self.found is self.made or torch.equal(self.found, self.made)
-        return same, [] if self.rows is None else self.rows.tolist()
+        return same, [] if self.rows is None else self.rows.tolist(), said
 
 
 class PreparedWeights:

@@ -29,10 +29,10 @@ def test_steps_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
         assert overhead.replay_of(handle, [(1, 4, 6)], call) == graphs.manager.graph(16).replay
     names = list(steps)
     first = ["call", "begin", "mark", "before_use", "admit", "replay"]
-    wanted = [*first, "reason_of_call", "check_pixels", "look", "true", "done", "settle"]
+    wanted = [*first, "reason_of_call", "check_pixels", "look", "done", "true", "settle"]
     assert [name for name in names if name in wanted] == wanted
     first.insert(first.index("admit"), "table")
-    wanted = [*first, "reason_of_call", "check_pixels", "check_items", "settle", "look", "true", "done"]
+    wanted = [*first, "reason_of_call", "check_pixels", "check_items", "settle", "look", "done", "true"]
     assert [name for name in read if name in wanted] == wanted, "a grid on the host, too, is checked afterwards"
     assert {"new_outputs", "after_use", "waiting for the GPU"} <= set(names)
     begins = [step["at_us"] for step in steps.values()]

@@ -113,9 +113,9 @@ def test_one_host_read_a_call(case: Case, grid: Any) -> None:
 @pytest.mark.parametrize(
     "grid, wanted",
     [
-        (GRID, ["replay_unread", "look", "true", "done"]),
-        ([(9, 2, 2)], ["look", "done", "replay_unread", "replay_unread", "true"]),
-        ([(1, 20, 20)], ["look", "done", "true"]),
+        (GRID, ["replay_unread", "look", "true"]),
+        ([(9, 2, 2)], ["look", "replay_unread", "replay_unread", "true"]),
+        ([(1, 20, 20)], ["look", "true"]),
     ],
     ids=["one batch", "two batches", "eager"],
 )
@@ -124,9 +124,31 @@ def test_the_walk_over_the_tower_is_under_the_gpus_work(case: Case, grid: Any, w
     tower, handle, graphs = case
     assert right(case, grid)
     prepared = handle.prepared
-    order = noted((graphs.manager, "replay_unread"), (prepared, "look"), (prepared, "true"), (Look, "done"))
+    order = noted((graphs.manager, "replay_unread"), (prepared, "look"), (prepared, "true"))
     answer(tower, Call.of(tower, grid).pixels, grid)
     assert order == wanted
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_look_is_waited_for_after_the_walk_whatever_becomes_of_that(fails: bool) -> None:
+    order: list[str] = []
+
+    class Side:
+        def synchronize(self) -> None:
+            order.append("waited")
+            found.copy_(torch.tensor([1, 2]))
+
+    def walk() -> bool:
+        order.append("walked")
+        if fails:
+            raise AttributeError("no such module")
+        return True
+
+    found, side = torch.zeros(2, dtype=torch.int32), Side()
+    look = Look(side, found, torch.tensor([1, 2], dtype=torch.int32), torch.tensor(GRID))  # type: ignore[arg-type]
+    with pytest.raises(AttributeError) if fails else contextlib.nullcontext():
+        assert look.done(walk) == (True, [list(row) for row in GRID], True)
+    assert order == ["walked", "waited"]
 
 
 def test_outputs_are_the_callers(case: Case) -> None:
