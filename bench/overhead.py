@@ -106,7 +106,8 @@ def in_turns(
 def timeline(encoder: FusedEncoder, call: Callable[[], Any]) -> dict[str, dict[str, float]]:
     """By step: microseconds from the call's begin to its first run, and those of all its runs, medians.
 
-    Steps hold one another: "begin" holds "load" and "replay". Each clock adds some half a microsecond to what holds it.
+    Steps hold one another: "begin" holds "admit" and "replay", "done" holds "true" if the walk is under it. Each clock
+    adds some half a microsecond to what holds it.
     """
     rounds: list[dict[str, list[tuple[int, int]]]] = []
     for i in range(ROUNDS + 5):

@@ -239,10 +239,11 @@ class FusedEncoder:
             outputs = self._launch(pixels, items, parameter)
         if watching and items is grid:
             same, _, true = self.prepared.look(begun, True, None).done(self.prepared.true)
-        true = self.prepared.true() if true is None else true
         if outputs is None or not same:
             self._make()
             made, outputs, true = self.prepared.made, self._launch(pixels, items, parameter), self.prepared.true()
+        elif true is None:
+            true = self.prepared.true()
         self._last = guess
         return outputs, items, made, true
 

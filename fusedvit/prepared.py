@@ -129,7 +129,7 @@ class PreparedWeights:
         content = self._content
         return None if content is None or content.marks is None else content.marks.here()
 
-    def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> "Look":
+    def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> Look:
         """Asks whether the parameters held at `begin` what they held when the weights were made, and for `grid`'s rows.
 
         One host read, which `Look.done` waits for, on a stream of its own beside whatever was launched since; it waits

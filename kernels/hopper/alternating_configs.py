@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.linear_configs import begins_early, hopper_linear_config
+from fusedvit.kernels.hopper.linear_configs import begins_early, hopper_linear_config, tile_of
 from fusedvit.kernels.hopper.transposed_configs import UNIT, UNIT_BYTES, OfChunks, supports
 
 HALVES = 2  # of 64 features each, that a consumer's tile has
@@ -20,7 +20,7 @@ TRIED = (128, 112)  # rows of tiles: others were slower
 # 12 % faster in 91 of 113 products with K above 1024, in most others as fast, and in 5 of 27 with a shorter K.
 INSTEAD = {torch.bfloat16: ("residual+stats", "norm+gelu_tanh", "norm+gelu", "norm+quick_gelu", "bias")}
 ALONE = {torch.bfloat16: ("stats", "rms")}
-LONG_K = 1025
+SHORT_K = 1024
 OF_A_TILE = 64  # what a tile takes whatever its height, in rows: so 205 of the tuner's 217 choices are the heuristic's
 _MOMENTS_BYTES = 2 * 2 * 1024  # of both consumers
 _LAUNCH_REGISTERS = 168
@@ -92,14 +92,13 @@ def hopper_alternating_config(
     `hopper_linear_config`."""
     if target.capability != 90:
         return None
-    if kind in INSTEAD.get(dtype, ()) and k >= LONG_K:
+    if kind in INSTEAD.get(dtype, ()) and k > SHORT_K:
         other = hopper_linear_config(rows, n, k, dtype, target, kind)
-        taken = other is not None and (other.rows, other.cols, other.consumers) == (2 * UNIT, COLS, 1)
+        taken = other is not None and tile_of(other) == (2 * UNIT, COLS, 1)
     else:
         taken = kind in ALONE.get(dtype, ())
     found = hopper_alternating_candidates(rows, n, k, target, kind) if taken else ()
-    rounds = {config: -(-config.tiles(rows, n) // config.max_programs) for config in found}
-    return min(found, key=lambda config: rounds[config] * (config.rows + OF_A_TILE), default=None)
+    return min(found, key=lambda c: -(-c.tiles(rows, n) // c.max_programs) * (c.rows + OF_A_TILE), default=None)
 
 
 @lru_cache(maxsize=4096)

@@ -158,11 +158,12 @@ _MEASURED: tuple[Costed, ...] = (
 )
 
 
-def _tile(config: HopperLinearConfig) -> tuple[int, int, int]:
+def tile_of(config: HopperLinearConfig) -> tuple[int, int, int]:
+    """What its costs go by."""
     return config.rows, config.cols, config.consumers
 
 
-_COSTS = {_tile(config): costs for config, *costs in _MEASURED}
+_COSTS = {tile_of(config): costs for config, *costs in _MEASURED}
 # What it costs parts to meet, and each [64, 64] that a part gives away: this by towers of 196 to 1296 rows since sums
 # travel in the order that threads hold them, not by the fit, which gave 1.5 before.
 _LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.0
@@ -220,7 +221,7 @@ def hopper_linear_mean_us(config: HopperLinearConfig, rows: int, n: int, k: int,
 
 def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str = "") -> float:
     """What a `[rows, k] x [n, k]` product takes by the costs of its parts, in us; inf for a tile without any."""
-    step_us, round_us, launch_us = _COSTS.get(_tile(config), (float("inf"),) * 3)
+    step_us, round_us, launch_us = _COSTS.get(tile_of(config), (float("inf"),) * 3)
     tiles, epilogue = config.tiles(max(1, rows), n), set(kind.split("+"))
     rounds = -(-tiles * config.splits // config.max_programs)
     steps = rounds * -(-k // CHUNK) / config.splits
