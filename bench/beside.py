@@ -40,7 +40,8 @@ GRIDS: dict[str, Grid] = {name: WORKLOADS[name] for name in FEW} | {
     "1024 patches": [(1, 32, 32)],
     "2048 patches": [(1, 32, 64)],
 }
-LONG = {name: WORKLOADS[name] for name in ("1 x 1024 px", "8 x 448 px")}  # launches that begin when it is their turn
+LONG: dict[str, Grid] = {"2560 patches": [(1, 40, 64)]}  # whose launches begin when it is their turn, but for some
+LONG |= {name: WORKLOADS[name] for name in ("1 x 1024 px", "8 x 448 px", "1 x 2048 px", "video, 64 frames 448 px")}
 SMALLEST, BATCHES = 64, 5  # merged tokens; batches that bits are compared on
 LOW, HIGH = (0, -1), (PRIORITY, 0)  # priorities of (mergers, blocks)
 
@@ -127,8 +128,10 @@ WAYS = {
     "24 SMs": Way(24, ALL),
 }
 BLOCK = ("qkv", "attention", "proj", "fc1", "fc2")
-BEGUN = {"all early": Way(early=BLOCK), "all late": Way(late=BLOCK)}
-BEGUN |= {f"{op} early": Way(early=(op,)) for op in BLOCK} | {f"{op} late": Way(late=(op,)) for op in BLOCK}
+SOME = {"all": BLOCK, "all but qkv": BLOCK[1:], "proj and fc2": ("proj", "fc2")} | {op: (op,) for op in BLOCK}
+BEGUN = {f"{of} early": Way(early=ops) for of, ops in SOME.items()} | {
+    f"{of} late": Way(late=ops) for of, ops in SOME.items()
+}
 
 
 class Line:

@@ -21,7 +21,7 @@ from fusedvit import guess, handle
 from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import Grid
 from fusedvit.handle import FusedEncoder
-from fusedvit.prepared import Look
+from fusedvit.look import Look
 
 CASES: dict[str, Grid] = {
     "1 x 224 px": [(1, 14, 14)],

@@ -137,6 +137,7 @@ def _launches_beside() -> list[Launch]:
     def launches() -> None:
         TRITON.fingerprint(watched, words.int())
         for grid in grids:
+            TRITON.fingerprint(watched, words.int(), grid, grid.long())
             TRITON.admit(grid, 4, 256, 2, table)
             for given, kept in itertools.product(pixels, pixels):
                 TRITON.admit(grid, 4, 256, 2, table, given, kept)

@@ -1,76 +1,17 @@
 """Prepared weights that stay true to a tower's parameters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fusedvit.families.record import Family
 from fusedvit.folding import prepare
-from fusedvit.kernels.fingerprint import Watched
-from fusedvit.ops import ops_for
+from fusedvit.look import Content, Look
 from fusedvit.spec import VisionSpec
-from fusedvit.streams import Mark, Marks
+from fusedvit.streams import Mark
 from fusedvit.watch import Snapshot, reason_of_tower
 from fusedvit.weights import EncoderWeights
-
-
-@dataclass(frozen=True)
-class _Content:
-    """Fingerprints of what the weights were made from.
-
-    Attributes:
-        watched: the parameters.
-        made: `[P]` int32 on the host, as they were then.
-        side: a stream to look at them while the encoder runs; None on the CPU.
-        marks: of the streams that run it; None on the CPU.
-    """
-
-    watched: Watched
-    made: torch.Tensor
-    side: torch.cuda.Stream | None
-    marks: Marks | None
-
-    @staticmethod
-    def of(parameters: list[nn.Parameter]) -> "_Content":
-        watched = Watched.of(parameters)
-        device = watched.pointers.device
-        made = ops_for(device).fingerprint(watched, torch.empty(len(parameters), dtype=torch.int32, device=device))
-        side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        return _Content(watched, made.cpu(), side, Marks(device) if device.type == "cuda" else None)
-
-    def look(self) -> torch.Tensor:
-        """`[P]` int32 on the host, filled once the current stream has got here.
-
-        A GPU writes to pinned memory itself: a copy less.
-        """
-        device = self.watched.pointers.device
-        host = torch.empty(self.made.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return ops_for(device).fingerprint(self.watched, host)
-
-
-@dataclass(frozen=True)
-class Look:
-    """What was asked for beside the encoder: fingerprints `[P]` to compare with `made`, and a grid's rows `[n, 3]`.
-
-    On the host, filled once `side` has got there; None on a CPU.
-    """
-
-    side: torch.cuda.Stream | None
-    found: torch.Tensor
-    made: torch.Tensor
-    rows: torch.Tensor | None
-
-    def done(self, meanwhile: Callable[[], bool] | None = None) -> tuple[bool, list[list[int]], bool | None]:
-        """Whether the parameters are the same, the rows, and what `meanwhile` says, which runs before this waits."""
-        try:
-            said = None if meanwhile is None else meanwhile()
-        finally:
-            if self.side is not None:
-                self.side.synchronize()  # whatever happened: until then what it fills is no memory to be used again
-        same = self.found is self.made or torch.equal(self.found, self.made)
-        return same, [] if self.rows is None else self.rows.tolist(), said
 
 
 class PreparedWeights:
@@ -87,7 +28,7 @@ class PreparedWeights:
         self._on_move = on_move
         self._snapshot: Snapshot | None = None
         self._weights: EncoderWeights | None = None
-        self._content: _Content | None = None
+        self._content: Content | None = None
 
     def get(self) -> EncoderWeights:
         """The weights; made before by `make`."""
@@ -140,17 +81,8 @@ class PreparedWeights:
             watch: without, the parameters count as unchanged.
             grid: `[n, 3]` on the weights' device; None if there is none to read.
         """
-        content = self._content
-        assert content is not None, "weights are made before a run"
-        if content.side is None or begin is None:
-            return Look(None, content.look() if watch else content.made, content.made, grid)
-        with torch.cuda.stream(content.side):
-            begin.wait_on(content.side)
-            rows = None if grid is None else torch.empty(grid.shape, dtype=grid.dtype, pin_memory=True)
-            if grid is not None and rows is not None:
-                rows.copy_(grid, non_blocking=True)
-            found = content.look() if watch else content.made
-        return Look(content.side, found, content.made, rows)
+        assert self._content is not None, "weights are made before a run"
+        return self._content.look(begin, watch, grid)
 
     def make(self) -> None:
         """Makes weights, snapshot and fingerprints from the parameters as they are; waits for the GPU."""
@@ -159,7 +91,7 @@ class PreparedWeights:
         with torch.inference_mode(False), torch.no_grad():
             weights = prepare(self._spec, self._family.names, self._family.source(parameters), reuse=old)
             snapshot = Snapshot.of(self._tower)
-            content = _Content.of(list(parameters.values()))
+            content = Content.of(list(parameters.values()))
         device = weights.patch.weight.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written

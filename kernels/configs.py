@@ -15,7 +15,7 @@ KIB = 1024
 # of 132 SMs in tiles of 192 x 128 over 1024 columns, or of 144 x 192 over 1152 (8 pictures of 784 fit).
 _LONG = {*range(2048, 4097, 256), *range(4096, 8193, 512), 6336}
 DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_LONG}))
-OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: longer ones gain nothing
+OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: most longer ones gain nothing
 SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS  # what the encoder has room for

@@ -2,17 +2,19 @@
 
     hash(p) = sum_i mix(word(p, i) + golden * (i + 1))   mod 2^32, over SAMPLES groups of four words, spread evenly
 
-One launch for all tensors; nothing is read back here.
+One launch for all tensors, and for the rows of a grid that is to be read with them; nothing is read back here.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.launch import launch
+from fusedvit.kernels.launch import Loaded, launch
 
 SAMPLES = 256
 
@@ -41,32 +43,79 @@ class Watched:
         return Watched(kept, pointers, words)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["watched", "items", "item_pitch", "side_pitch"],
+    do_not_specialize_on_alignment=["grid_ptr"],
+)
 def _fingerprint_kernel(
-    out_ptr,  # [P] int32
-    pointers_ptr,  # [P] int64, addresses
-    words_ptr,  # [P] int64, 16-bit words of each
+    grid_ptr,  # [items, 3] int64 or int32; None for none
+    rows_ptr,  # [items or more, 3] int64; None for none
+    out_ptr,  # [watched] int32
+    pointers_ptr,  # [watched] int64, addresses
+    words_ptr,  # [watched] int64, 16-bit words of each
+    watched,
+    items,
+    item_pitch,
+    side_pitch,
     SAMPLES: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    base = tl.load(pointers_ptr + pid).to(tl.pointer_type(tl.int16))
-    words = tl.load(words_ptr + pid)
     s = tl.arange(0, SAMPLES)
-    # Four neighbouring words a sample: of a wider type, the low words alone may be 0 in every value.
-    first = s.to(tl.int64) * words // SAMPLES // 4 * 4
-    total = s.to(tl.int64) * 0
-    for i in tl.static_range(4):
-        word = tl.load(base + first + i, mask=first + i < words, other=0)
-        x = word.to(tl.int32) + (4 * s + i + 1) * -1640531527  # 2^32 / golden ratio, as a signed word
-        x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
-        x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
-        total += (x ^ ((x >> 16) & 0xFFFF)).to(tl.int64)  # the interpreter's sums do not wrap
-    tl.store(out_ptr + pid, tl.sum(total, 0).to(tl.int32))
+    if pid < watched:
+        base = tl.load(pointers_ptr + pid).to(tl.pointer_type(tl.int16))
+        words = tl.load(words_ptr + pid)
+        # Four neighbouring words a sample: of a wider type, the low words alone may be 0 in every value.
+        first = s.to(tl.int64) * words // SAMPLES // 4 * 4
+        total = s.to(tl.int64) * 0
+        for i in tl.static_range(4):
+            word = tl.load(base + first + i, mask=first + i < words, other=0)
+            x = word.to(tl.int32) + (4 * s + i + 1) * -1640531527  # 2^32 / golden ratio, as a signed word
+            x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
+            x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B
+            total += (x ^ ((x >> 16) & 0xFFFF)).to(tl.int64)  # the interpreter's sums do not wrap
+        tl.store(out_ptr + pid, tl.sum(total, 0).to(tl.int32))
+    elif grid_ptr is not None:
+        at = (pid - watched) * SAMPLES + s
+        item = (at // 3).to(tl.int64)
+        here = item < items
+        side = tl.load(grid_ptr + item * item_pitch + (at % 3).to(tl.int64) * side_pitch, mask=here)
+        tl.store(rows_ptr + at, side.to(tl.int64), mask=here)
 
 
-def fingerprint(watched: Watched, out: torch.Tensor) -> torch.Tensor:
-    """Hashes the watched tensors into `out` `[P]` int32, on their device or in pinned memory of the host."""
-    if out.numel():
-        pointers = (out, watched.pointers, watched.words)
-        launch(_fingerprint_kernel, out.numel(), (), pointers, {"SAMPLES": SAMPLES}, {"num_warps": 4})
+_loaded: dict[tuple[Any, ...], Loaded] = {}  # by what decides the code
+
+
+def fingerprint(
+    watched: Watched,
+    out: torch.Tensor,
+    grid: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    stream: torch.cuda.Stream | None = None,
+) -> torch.Tensor:
+    """Hashes the watched tensors into `out`, and copies `grid` to `rows`; one launch.
+
+    Args:
+        out: `[P]` int32, on their device or in pinned memory of the host; empty for none of them.
+        grid: `[n, 3]` int64 or int32 on their device; pitches below 2^31.
+        rows: `[n or more, 3]` int64, contiguous, wherever `out` may lie.
+        stream: where to launch it; None for the current stream.
+    """
+    count, items = out.numel(), 0 if grid is None else grid.shape[0]
+    programs = count - (-3 * items // SAMPLES)
+    if not programs:
+        return out
+    pitches = (0, 0) if grid is None else grid.stride()
+    pointers = grid, rows, out, watched.pointers, watched.words
+    addresses = [None if p is None else p.data_ptr() for p in pointers]
+    aligned = not any([address is not None and address % 16 for address in addresses[1:]])
+    key = watched.words.device, None if grid is None else grid.dtype, rows is None, aligned
+    loaded = _loaded.get(key)
+    if loaded is not None:
+        loaded.launch(programs, (*addresses, count, items, *pitches), stream)
+        return out
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        constants, options = {"SAMPLES": SAMPLES}, {"num_warps": 4}
+        loaded = launch(_fingerprint_kernel, programs, (), pointers, constants, options, (count, items, *pitches))
+    if loaded is not None and aligned and watched.words.is_cuda:
+        _loaded[key] = loaded
     return out

@@ -33,13 +33,14 @@ class Loaded:
         self._run = kernel.run  # loads it
         self._function, self._metadata = kernel.function, kernel.packed_metadata
 
-    def launch(self, programs: int, arguments: Iterable[Any]) -> None:
-        """Launches it on a one-dimensional grid on the current stream; `arguments` are all but the constants."""
+    def launch(self, programs: int, arguments: Iterable[Any], on: torch.cuda.Stream | None = None) -> None:
+        """Launches it on a one-dimensional grid, `on` a stream or the current one; `arguments` are all but the
+        constants."""
         begin, end = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on is None else on.cuda_stream
         if getattr(begin, "calls", begin) or getattr(end, "calls", end):  # such as Triton's profiler
-            self._kernel[(programs, 1, 1)](*arguments, *self._constants)
+            self._kernel[(programs, 1, 1)](*arguments, *self._constants, stream=stream)
             return
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         hooks = None, None, None
         run, function, metadata = self._run, self._function, self._metadata
         run(programs, 1, 1, stream, function, metadata, *hooks, *arguments, *self._constants)

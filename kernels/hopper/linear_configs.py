@@ -19,7 +19,8 @@ PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
     "norm+quick_gelu",
 )  # fmt: skip
-# What begins early, with `OVERLAP`: not the first layer, before which the count is written; nothing of long launches.
+# What begins early, with `OVERLAP`: not the first layer, before which the count is written. Of launches of more than
+# `OVERLAP_ROWS` rows only those with a residual, which are a block's short ones (docs/hopper.md).
 OVERLAPPING = {"norm", "rms", "residual"}
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by; the tuner asks nearer to full where budgets are dense
 
@@ -205,7 +206,8 @@ def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinear
 
 def begins_early(rows: int, kind: str) -> bool:
     """Whether a product of `rows` rows followed by `kind` begins before the previous launch has ended."""
-    return OVERLAP and rows <= OVERLAP_ROWS and bool(OVERLAPPING & set(kind.split("+")))
+    epilogue = set(kind.split("+"))
+    return OVERLAP and ("residual" in epilogue or (rows <= OVERLAP_ROWS and bool(OVERLAPPING & epilogue)))
 
 
 def mean_over_contents(us: Callable[[int], float], rows: int) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from fusedvit.config import FuseConfig
 from fusedvit.items import check_items
-from fusedvit.prepared import Look
+from fusedvit.look import LEAST_ROOM, Content, Look, Place
 from tests.fusedvit.guessing import BAD, GRID, Case, answer, begun, case, close, eager, noted, right, same, unpatched
 from tests.fusedvit.towers import Call
 
@@ -144,11 +144,24 @@ def test_a_look_is_waited_for_after_the_walk_whatever_becomes_of_that(fails: boo
             raise AttributeError("no such module")
         return True
 
-    found, side = torch.zeros(2, dtype=torch.int32), Side()
-    look = Look(side, found, torch.tensor([1, 2], dtype=torch.int32), torch.tensor(GRID))  # type: ignore[arg-type]
+    found, side, places = torch.zeros(2, dtype=torch.int32), Side(), list[Place]()
+    place, made = Place(found, torch.tensor([*GRID, (9, 9, 9)])), torch.tensor([1, 2], dtype=torch.int32)
+    look = Look(side, place, made, len(GRID), places)  # type: ignore[arg-type]
     with pytest.raises(AttributeError) if fails else contextlib.nullcontext():
         assert look.done(walk) == (True, [list(row) for row in GRID], True)
     assert order == ["walked", "waited"]
+    assert places == [] if fails else places[0] is place, "what is filled is used again once it has been read"
+
+
+def test_memory_that_is_looked_into_is_nobody_elses() -> None:
+    """Places are used again, by one look at a time, and are as large as their grid."""
+    content = Content.of([torch.ones(3)])
+    first, second = (content._place(items) for items in (2, LEAST_ROOM + 1))
+    assert first.rows.shape[0] == LEAST_ROOM and second.rows.shape[0] == 2 * LEAST_ROOM
+    content.places.append(first)
+    assert content._place(LEAST_ROOM) is first and content._place(1) is not first and content.places == []
+    content.places.append(first)
+    assert content._place(LEAST_ROOM + 1) is not first
 
 
 def test_outputs_are_the_callers(case: Case) -> None:

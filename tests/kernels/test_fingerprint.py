@@ -72,3 +72,20 @@ def test_small_tensors_are_read_whole(device: torch.device) -> None:
 
 def test_nothing_to_watch(device: torch.device) -> None:
     assert hashes(fingerprint, []).numel() == 0
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("items", [0, 1, 5, SAMPLES])
+@pytest.mark.parametrize("watching", [True, False])
+def test_a_grid_is_copied_beside(watching: bool, items: int, dtype: torch.dtype, op: Op, device: torch.device) -> None:
+    """Its values as they are, of any sign; nothing past its last row is written."""
+    found = Watched.of(watched(device))
+    wide = torch.arange(8 * items, device=device).reshape(items, 8).to(dtype) * 2**20 - 3
+    rows = torch.full((items + 2, 3), -7, dtype=torch.int64, device=device)
+    out = torch.zeros(len(found.tensors) if watching else 0, dtype=torch.int32, device=device)
+    for grid in (wide[:, ::3], wide[:, :3].T.contiguous().T, wide[:, 1:4]):
+        op(found, out, grid, rows)
+        assert torch.equal(rows[:items], grid.long()) and (rows[items:] == -7).all()
+    if watching:
+        assert torch.equal(out, hashes(op, list(found.tensors)))

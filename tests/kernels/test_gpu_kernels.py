@@ -2,6 +2,7 @@
 change from run to run, and poison wherever nobody should look."""
 
 import dataclasses
+import itertools
 import random as pseudo_random
 
 import pytest
@@ -203,6 +204,22 @@ def test_fingerprint_is_its_twin(device: torch.device) -> None:
     watched.tensors[3].data.mul_(-1.0)
     again = fingerprint(watched, torch.zeros(4, dtype=torch.int32, device=device))
     assert (again != hashes).tolist() == [False, False, False, True]
+
+
+def test_fingerprints_and_a_grid_reach_the_host_on_a_stream_of_their_own(device: torch.device) -> None:
+    watched = Watched.of([random(n, 1152, seed=n, device=device).to(BF16) for n in (1, 1152)])
+    wanted = fingerprint_ref(watched, torch.zeros(2, dtype=torch.int32, device=device)).cpu()
+    stream = torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    for again, dtype in itertools.product(range(3), (torch.int32, torch.int64)):  # compiled, then launched directly
+        grid = torch.randint(1, 100, (90 + again, 3), device=device).to(dtype)
+        out = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        rows = torch.zeros(128, 3, dtype=torch.int64, pin_memory=True)
+        torch.cuda.synchronize(device)
+        fingerprint(watched, out, grid, rows, stream)
+        stream.synchronize()
+        assert torch.equal(out, wanted)
+        assert torch.equal(rows[: grid.shape[0]], grid.cpu().long()) and not rows[grid.shape[0] :].any()
 
 
 def test_linear_past_two_to_the_31(device: torch.device) -> None:

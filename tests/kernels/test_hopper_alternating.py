@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B, QWEN25_VL_7B
+from fusedvit.bench import kernel_bench, questions
 from fusedvit.kernels import forms
-from fusedvit.kernels.configs import OVERLAP_ROWS, Target, budget
+from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.alternating_configs import (
     COLS,
@@ -21,8 +22,9 @@ from fusedvit.kernels.hopper.alternating_configs import (
     hopper_alternating_config,
     wrong_hopper_alternating,
 )
+from fusedvit.kernels.hopper.configs import OVERLAP
 from fusedvit.kernels.reference.linear import linear as linear_ref
-from fusedvit.kernels.tables import DTYPES, SHIPPED, Table, config_of, file_name
+from fusedvit.kernels.tables import SHIPPED, Table, config_of, file_name
 from fusedvit.plan import plan_for, tasks
 from fusedvit.spec import VisionSpec
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
@@ -51,7 +53,8 @@ def test_what_is_offered_can_run(rows: int, shape: tuple[int, int, str]) -> None
     assert len(found) in (0, len(TRIED)) and len(found) == len(set(found))
     for config in found:
         assert not wrong_hopper_alternating(config, H200, BF16)
-        assert config.stages <= -(-k // 64) and config.overlap <= (rows <= OVERLAP_ROWS)
+        assert config.stages <= -(-k // 64)
+        assert config.overlap == (OVERLAP and "residual" in kind.split("+")), "these are long launches"
     left_out = {"rope", "taps", "swiglu"} & set(kind.split("+"))
     assert bool(found) == (rows >= LEAST_BUDGET and not left_out and n % 16 == 0), kind
 
@@ -87,12 +90,20 @@ def test_where_heuristics_take_it(
 
 
 def test_its_height_is_what_the_tuner_finds() -> None:
-    """In the table that ships, of products where the heuristic takes it, too."""
+    """Where heuristics take it, few entries of the table that ships say another height."""
     table = json.loads((SHIPPED / file_name("NVIDIA H200")).read_text())
     found = [entry for entry in table["entries"] if entry["form"] == "alternating"]
-    ours = [hopper_alternating_config(e["rows"], e["n"], e["k"], DTYPES[e["dtype"]], H200, e["kind"]) for e in found]
-    both = [(config.rows, e["config"]["rows"]) for config, e in zip(ours, found, strict=True) if config is not None]
-    assert len(both) > 0.6 * len(found) and sum(a == b for a, b in both) > 0.9 * len(both)
+    heights = {(e["kind"], e["n"], e["k"], e["rows"]): e["config"]["rows"] for e in found}
+    specs = [kernel_bench.spec_of(name) for name in kernel_bench.known() if name != "tiny"]
+    asked = {
+        (q.task.key.kind, q.task.key.n, q.task.key.k, q.task.key.rows)
+        for q in questions.questions(specs, questions.BUDGETS, BF16)
+        if q.task.key.op == forms.LINEAR
+    }
+    ours = {(kind, n, k, rows): hopper_alternating_config(rows, n, k, BF16, H200, kind) for kind, n, k, rows in asked}
+    taken = {product: config.rows for product, config in ours.items() if config is not None}
+    assert len(taken) > 200
+    assert sum(heights.get(product, height) != height for product, height in taken.items()) < 0.1 * len(taken)
 
 
 @pytest.mark.parametrize(
