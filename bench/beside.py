@@ -40,7 +40,8 @@ GRIDS: dict[str, Grid] = {name: WORKLOADS[name] for name in FEW} | {
     "1024 patches": [(1, 32, 32)],
     "2048 patches": [(1, 32, 64)],
 }
-LONG: dict[str, Grid] = {"2560 patches": [(1, 40, 64)]}  # whose launches begin when it is their turn, but for some
+# Of which some launches begin when it is their turn.
+LONG: dict[str, Grid] = {"2560 patches": [(1, 40, 64)], "3072 patches": [(1, 48, 64)]}
 LONG |= {name: WORKLOADS[name] for name in ("1 x 1024 px", "8 x 448 px", "1 x 2048 px", "video, 64 frames 448 px")}
 SMALLEST, BATCHES = 64, 5  # merged tokens; batches that bits are compared on
 LOW, HIGH = (0, -1), (PRIORITY, 0)  # priorities of (mergers, blocks)

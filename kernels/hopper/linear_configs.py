@@ -1,5 +1,6 @@
 """Tile shapes and schedules of `kernels.hopper.linear`, and the pure heuristic that chooses them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,9 +20,9 @@ PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
     "norm+quick_gelu",
 )  # fmt: skip
-# What begins early, with `OVERLAP`: not the first layer, before which the count is written. Of launches of more than
-# `OVERLAP_ROWS` rows only those with a residual, which are a block's short ones (docs/hopper.md).
-OVERLAPPING = {"norm", "rms", "residual"}
+# What begins early, with `OVERLAP`, up to how many rows, by the first that an epilogue has: not the first layer, before
+# which the count is written. Of long launches those with a residual, a block's short ones (docs/hopper.md).
+EARLY_ROWS = {"residual": math.inf, "rope": OVERLAP_ROWS, "norm": 3072, "rms": 3072}
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by; the tuner asks nearer to full where budgets are dense
 
 
@@ -206,8 +207,8 @@ def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinear
 
 def begins_early(rows: int, kind: str) -> bool:
     """Whether a product of `rows` rows followed by `kind` begins before the previous launch has ended."""
-    epilogue = set(kind.split("+"))
-    return OVERLAP and ("residual" in epilogue or (rows <= OVERLAP_ROWS and bool(OVERLAPPING & epilogue)))
+    epilogue = kind.split("+")
+    return OVERLAP and rows <= next((most for what, most in EARLY_ROWS.items() if what in epilogue), 0)
 
 
 def mean_over_contents(us: Callable[[int], float], rows: int) -> float:

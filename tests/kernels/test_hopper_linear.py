@@ -55,7 +55,7 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
     assert not wrong_hopper_linear(config, H200, dtype)
     assert config in hopper_linear_candidates(rows, n, k, H200, kind)
     assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
-    assert config.overlap <= (rows <= OVERLAP_ROWS or "residual" in kind)
+    assert config.overlap == linear_configs.begins_early(rows, kind)
     if config.splits > 1:
         sums, counters = config.scratch_sizes(rows, n)
         assert sums <= MAX_SUMS and counters <= MAX_COUNTERS, "the encoder's scratch has no room"
@@ -139,10 +139,10 @@ def test_what_is_not_proven_on_a_device_is_the_tuners_alone(n: int, k: int, kind
     assert hopper_linear_candidates(4096, n, k, H200, kind), "the tuner compares each with the twin"
 
 
-def test_of_long_launches_those_with_a_residual_begin_early() -> None:
-    kinds = ("residual+stats", "residual", "norm+rope", "norm+gelu_tanh", "rms+swiglu", "bias", "taps+stats")
-    for rows, early in ((OVERLAP_ROWS, 5), (OVERLAP_ROWS + 256, 2), (65536, 2)):
-        assert [linear_configs.begins_early(rows, kind) for kind in kinds] == [i < early for i in range(len(kinds))]
+@pytest.mark.parametrize("rows, early", [(OVERLAP_ROWS, 5), (OVERLAP_ROWS + 256, 4), (3072, 4), (3328, 2), (65536, 2)])
+def test_what_begins_early(rows: int, early: int) -> None:
+    kinds = ("residual+stats", "residual", "norm+gelu_tanh", "rms+swiglu", "norm+rope", "bias", "taps+stats", "stats")
+    assert [linear_configs.begins_early(rows, kind) for kind in kinds] == [i < early for i in range(len(kinds))]
 
 
 def test_launches_overlap_at_one_switch(monkeypatch: pytest.MonkeyPatch) -> None:

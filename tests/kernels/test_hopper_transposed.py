@@ -11,9 +11,9 @@ from fusedvit import buffers
 from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from fusedvit.beside import beside
 from fusedvit.kernels import forms
-from fusedvit.kernels.configs import OVERLAP_ROWS, Target, budget
+from fusedvit.kernels.configs import Target, budget
 from fusedvit.kernels.hopper import compat
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, begins_early
 from fusedvit.kernels.hopper.transposed_configs import (
     MOST_BUDGET,
     MOST_ROWS,
@@ -57,7 +57,7 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
         assert not wrong_hopper_transposed(candidate, H200, dtype)
         waves = 1 if rows <= MOST_BUDGET else MOST_WAVES  # nothing hides the end of a tile
         assert candidate.tiles(rows, n) <= waves * H200.num_sms
-        assert candidate.overlap <= (rows <= OVERLAP_ROWS or "residual" in kind)
+        assert candidate.overlap <= begins_early(rows, kind)
     if config is not None:
         assert kind in PROVEN[dtype] and config in hopper_transposed_candidates(rows, n, k, H200, kind)
         assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
