@@ -14,8 +14,10 @@ from fusedvit.bench.readme_families import explanation as families_explained
 from fusedvit.bench.readme_families import family_table, unsupported_table
 from fusedvit.bench.readme_kernels import (
     attention_table,
+    early_table,
     energy_table,
     gemm_table,
+    late_table,
     later_table,
     loops_table,
     meetings_table,
@@ -213,6 +215,11 @@ def places() -> str:
     return _of_one_run("h200-placement.json", places_table, later_table)
 
 
+def early() -> str:
+    """Which long launches begin early."""
+    return _of_one_run("h200-early.json", early_table, late_table)
+
+
 def energy() -> str:
     """What products of many rows take of time and of energy."""
     return _of_one_run("h200-energy.json", energy_table, multicast_table)
@@ -251,7 +258,14 @@ def _of_one_run(name: str, *tables: Callable[[dict[str, Any]], Table]) -> str:
 
 DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"families": families, "figures": figures},
-    "docs/hopper.md": {"gemms": gemms, "places": places, "loops": loops, "turns": turns, "energy": energy},
+    "docs/hopper.md": {
+        "gemms": gemms,
+        "places": places,
+        "early": early,
+        "loops": loops,
+        "turns": turns,
+        "energy": energy,
+    },
     "docs/speed.md": {"sweep": sweep},
     "docs/hopper-attention.md": {
         "attention": attention,

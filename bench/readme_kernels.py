@@ -1,5 +1,6 @@
 """The tables in docs/ of what ships: GEMMs beside cuBLAS, attention beside its peers."""
 
+import re
 from statistics import median
 from typing import Any
 
@@ -95,6 +96,16 @@ def later_table(document: dict[str, Any]) -> Table:
     return ["us of a tower", *found], lines
 
 
+def early_table(document: dict[str, Any]) -> Table:
+    """Microseconds that towers take less than where of long launches attention's alone begins early."""
+    return _ways_table(document["before"])
+
+
+def late_table(document: dict[str, Any]) -> Table:
+    """Microseconds that towers take less than with what begins early since."""
+    return _ways_table(document["after"])
+
+
 def attention_table(document: dict[str, Any]) -> Table:
     """Microseconds of what ships, and how many times as long the better peer takes: head widths by layouts."""
     found = {(row["head_dim"], row["layout"]): row for row in document["rows"] if row["growth"] == 1.0}
@@ -166,6 +177,21 @@ def turns_table(document: dict[str, Any]) -> Table:
         for what in dict.fromkeys(what for what, _ in found)
     ]
     return ["best (rows of a tile), as chosen", *forms], lines
+
+
+def _ways_table(runs: list[dict[str, Any]]) -> Table:
+    """Runs of `bench.beside`, a tower each, of the same sizes and ways: a line for each size, milliseconds of the way
+    that others are compared with and what these save."""
+    first, *ways = dict.fromkeys(row["way"] for row in runs[0]["rows"])
+    lines: list[list[str]] = []
+    for run in runs:
+        found = {(row["size"], row["way"]): row for row in run["rows"]}
+        tower = re.search(r"--tower (\S+)", run["passport"]["command"])
+        for size in dict.fromkeys(row["size"] for row in run["rows"]):
+            saved = [f"{found[size, way]['saved_us']:+.0f}" for way in ways]
+            ms = f"{found[size, first]['ms']['median']:.2f}"
+            lines.append([f"{tower[1] if tower else ''}, {size}", ms, *saved])
+    return ["us less of a tower", "ms", *ways], lines
 
 
 def _product(row: dict[str, Any]) -> str:

@@ -95,6 +95,7 @@ def test_odd_frame_count_repeats_the_last() -> None:
 @pytest.mark.gpu
 def test_agrees_with_the_video_processor() -> None:
     pytest.importorskip("torchvision")
+    pytest.importorskip("av")
     media = load(SAMPLE_VIDEO, frames=6)
     ours, theirs = rows_from_frames(media.frames, LAYOUT), prepare(media, LAYOUT)
     assert ours.grid_thw.tolist() == theirs.grid_thw.tolist()
