@@ -28,14 +28,14 @@ class Place(NamedTuple):
 class Look:
     """What was asked for: fingerprints to compare with `made`, if that is not None, and the rows of `items` items.
 
-    In `place` once `side` has got there, which then goes back to `places`; on a CPU, where both are None, at once.
+    In `place` once `side` has got there, which then goes back to `places`; on a CPU, without a `side`, at once.
     """
 
     side: torch.cuda.Stream | None
     place: Place
     made: torch.Tensor | None
     items: int
-    places: list[Place] | None
+    places: list[Place]
 
     def done(self, meanwhile: Callable[[], bool] | None = None) -> tuple[bool, list[list[int]], bool | None]:
         """Whether the parameters are the same, the rows, and what `meanwhile` says, which runs before this waits."""
@@ -46,8 +46,7 @@ class Look:
                 self.side.synchronize()  # whatever happened: until then what it fills is no memory to be used again
         same = self.made is None or torch.equal(self.place.found, self.made)
         rows = self.place.rows[: self.items].tolist() if self.items else []
-        if self.places is not None:
-            self.places.append(self.place)
+        self.places.append(self.place)
         return same, rows, said
 
 
@@ -73,25 +72,27 @@ class Content:
     def of(parameters: Sequence[torch.Tensor]) -> "Content":
         watched = Watched.of(parameters)
         device = watched.pointers.device
-        made = ops_for(device).fingerprint(watched, torch.empty(len(parameters), dtype=torch.int32, device=device))
+        ops = ops_for(device)
+        made = ops.fingerprint(watched, torch.empty(len(parameters), dtype=torch.int32, device=device))
+        for dtype in DTYPES:  # so that what a call launches is compiled by now
+            rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
+            ops.fingerprint(watched, made[:0], rows.to(dtype), rows)
         side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         return Content(watched, made.cpu(), side, Marks(device) if device.type == "cuda" else None)
 
     def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> Look:
         """See `PreparedWeights.look`."""
-        items = 0 if grid is None else grid.shape[0]
-        made, ops = self.made if watch else None, ops_for(self.watched.pointers.device)
-        if self.side is None or begin is None:
-            place = self._new_place(items)
-            ops.fingerprint(self.watched, place.found if watch else place.found[:0], grid, place.rows)
-            return Look(None, place, made, items, None)
-        begin.wait_on(self.side)
-        if grid is not None and (grid.dtype not in DTYPES or max(grid.stride()) > MOST):
-            with torch.cuda.stream(self.side):
-                grid = grid.long().contiguous()
-        place = self._place(items)
-        ops.fingerprint(self.watched, place.found if watch else place.found[:0], grid, place.rows, self.side)
-        return Look(self.side, place, made, items, self.places)
+        items, side = 0 if grid is None else grid.shape[0], self.side
+        if side is not None:
+            assert begin is not None, "where there is a GPU there are marks"
+            begin.wait_on(side)
+            if grid is not None and (grid.dtype not in DTYPES or max(grid.stride()) > MOST):
+                with torch.cuda.stream(side):
+                    grid = grid.long().contiguous()
+        place, made = self._place(items), self.made if watch else None
+        into = place.found if watch else place.found[:0], grid, None if grid is None else place.rows
+        ops_for(self.watched.pointers.device).fingerprint(self.watched, *into, side)
+        return Look(side, place, made, items, self.places)
 
     def _place(self, items: int) -> Place:
         """One with room for so many, from any thread: a list gives it to one of them only."""
@@ -102,9 +103,9 @@ class Content:
         return place if place.rows.shape[0] >= items else self._new_place(items)
 
     def _new_place(self, items: int) -> Place:
-        pinned = self.side is not None
-        room = max(LEAST_ROOM, 1 << max(0, items - 1).bit_length())
-        return Place(
-            torch.empty(self.made.shape, dtype=torch.int32, pin_memory=pinned),
-            torch.empty(room, 3, dtype=torch.int64, pin_memory=pinned),
-        )
+        pinned, room = self.side is not None, max(LEAST_ROOM, 1 << max(0, items - 1).bit_length())
+        with torch.inference_mode(False):  # it is used again in any mode
+            return Place(
+                torch.empty(self.made.shape, dtype=torch.int32, pin_memory=pinned),
+                torch.empty(room, 3, dtype=torch.int64, pin_memory=pinned),
+            )

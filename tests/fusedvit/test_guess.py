@@ -164,6 +164,14 @@ def test_memory_that_is_looked_into_is_nobody_elses() -> None:
     assert content._place(LEAST_ROOM + 1) is not first
 
 
+def test_a_place_of_one_mode_is_used_again_in_another() -> None:
+    content, grid = Content.of([torch.ones(3)]), torch.tensor(GRID)
+    for mode in (torch.inference_mode(), contextlib.nullcontext(), torch.no_grad()):
+        with mode:
+            assert content.look(None, True, grid).done() == (True, [list(row) for row in GRID], None)
+    assert len(content.places) == 1
+
+
 def test_outputs_are_the_callers(case: Case) -> None:
     tower, _, _ = case
     pixels = Call.of(tower, GRID).pixels

@@ -14,7 +14,8 @@ from fusedvit import FuseConfig, fuse, unfuse
 from fusedvit.bench import graph_trust as trust
 from fusedvit.bench.parity import build
 from fusedvit.handle import FusedEncoder
-from fusedvit.kernels import launch
+from fusedvit.kernels import fingerprint, launch
+from fusedvit.kernels.admit import DTYPES
 
 pytestmark = pytest.mark.gpu
 CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64)
@@ -85,6 +86,22 @@ def test_nothing_is_compiled_after_warmup(fused: tuple[nn.Module, FusedEncoder])
     after = len(launch._compiled)
     trust.held_outputs(fused[0], 60)
     assert len(launch._compiled) == after >= before
+
+
+def test_what_looks_at_weights_and_grid_is_compiled_with_the_weights(
+    fused: tuple[nn.Module, FusedEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower, handle = fused
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(fingerprint, "_loaded", {})
+    handle.refresh()
+    kernel = fingerprint._fingerprint_kernel.fn
+    found = [key for key in launch._compiled if key[0] is kernel]
+    assert len(found) == len(fingerprint._loaded) == 3, "no grid, and one of each dtype"
+    pixels = trust.pixels_of([(1, 8, 8)], torch.bfloat16, 0)
+    for grid in (torch.tensor([[1, 8, 8]], dtype=dtype, device=d) for dtype in DTYPES for d in ("cpu", "cuda")):
+        trust.call(tower, pixels, grid)
+    assert [key for key in launch._compiled if key[0] is kernel] == found and len(fingerprint._loaded) == 3
 
 
 def test_a_video_over_the_frame_budget_is_split_without_changing_a_bit(plain: nn.Module) -> None:
