@@ -37,10 +37,11 @@ class Loaded:
         """Launches it on a one-dimensional grid, `on` a stream or the current one; `arguments` are all but the
         constants."""
         begin, end = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on is None else on.cuda_stream
         if getattr(begin, "calls", begin) or getattr(end, "calls", end):  # such as Triton's profiler
-            self._kernel[(programs, 1, 1)](*arguments, *self._constants, stream=stream)
+            there = {} if on is None else {"stream": on.cuda_stream}
+            self._kernel[(programs, 1, 1)](*arguments, *self._constants, **there)
             return
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on is None else on.cuda_stream
         hooks = None, None, None
         run, function, metadata = self._run, self._function, self._metadata
         run(programs, 1, 1, stream, function, metadata, *hooks, *arguments, *self._constants)

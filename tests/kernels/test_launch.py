@@ -23,7 +23,7 @@ class Kernel:
         self.run_with.append(arguments)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments: self.launched.append((grid, *arguments))
+        return lambda *arguments, **named: self.launched.append((grid, *arguments, *named.items()))
 
 
 @pytest.fixture
@@ -45,6 +45,15 @@ def test_goes_to_the_current_stream_of_the_current_device(kernel: Kernel) -> Non
         (5, 1, 1, 0x7000 + device, "function", "metadata", *hooks, 0x100, 7, 1, True) for device in (0, 1)
     ]
     assert kernel.launched == []
+
+
+def test_goes_to_a_stream_that_is_named(kernel: Kernel) -> None:
+    loaded, stream = Loaded(kernel, {"A": 1}), SimpleNamespace(cuda_stream=0x9000)
+    loaded.launch(5, (0x100,), stream)  # type: ignore[arg-type]
+    assert kernel.run_with == [(5, 1, 1, 0x9000, "function", "metadata", None, None, None, 0x100, 1)]
+    with mock.patch.object(knobs.runtime, "launch_enter_hook", print):
+        loaded.launch(6, (0x100,), stream)  # type: ignore[arg-type]
+    assert kernel.launched == [((6, 1, 1), 0x100, 1, ("stream", 0x9000))]
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
