@@ -240,8 +240,8 @@ def main() -> int:
         for row in measured(of_size, args.seconds):
             found.append({"size": size} | row)
             _print(found[-1])
-    document: dict[str, Any] = {"passport": passport("beside", sys.argv[1:], args.commit), "rows": found}
-    document |= {"compiled_s": compiled - begin, "took_s": time.perf_counter() - begin}
+    document: dict[str, Any] = {"passport": passport("beside", sys.argv[1:], args.commit), "tower": args.tower}
+    document |= {"rows": found, "compiled_s": compiled - begin, "took_s": time.perf_counter() - begin}
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(document, file, indent=1)
     print(json.dumps({"took_s": document["took_s"], "wrong": sum(row["wrong"] for row in found)}))

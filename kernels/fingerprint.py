@@ -107,7 +107,7 @@ def fingerprint(
     pitches = (0, 0) if grid is None else grid.stride()
     pointers = grid, rows, out, watched.pointers, watched.words
     addresses = [None if p is None else p.data_ptr() for p in pointers]
-    aligned = not any([address is not None and address % 16 for address in addresses[1:]])
+    aligned = not any([(address or 0) % 16 for address in addresses[1:]])
     key = watched.words.device, None if grid is None else grid.dtype, rows is None, aligned
     loaded = _loaded.get(key)
     if loaded is not None:
