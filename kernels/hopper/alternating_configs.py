@@ -7,13 +7,15 @@ import torch
 
 from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper.linear_configs import begins_early, hopper_linear_config, tile_of
-from fusedvit.kernels.hopper.transposed_configs import UNIT, UNIT_BYTES, OfChunks, supports
+from fusedvit.kernels.hopper.transposed_configs import LONG_K, UNIT, UNIT_BYTES, OfChunks, supports
 
 HALVES = 2  # of 64 features each, that a consumer's tile has
 COLS = HALVES * UNIT
 STAGED = 2 * HALVES  # units on their way in and out: each consumer's halves of a chunk
 LEAST_ROWS, MOST_ROWS, MULTIPLE = 16, 128, 16
-LEAST_BUDGET = 3328  # rows from which the tuner may try it: at 2048 others were faster on an H200
+# Rows from which the tuner may try it: at 2048 of a block's others were faster on an H200. With a long K fewer will do,
+# if there are two tiles an SM.
+LEAST_BUDGET = 3328
 TRIED = (128, 112)  # rows of tiles: others were slower
 # Where the heuristic takes it, of what has run on an H200 and was right. In `ALONE` of plain Triton; in `INSTEAD` of
 # `linear.py`'s two consumers in turns with a tile of 128 x 128 each, which it does the other way round: it was 2 % to
@@ -106,7 +108,9 @@ def hopper_alternating_candidates(
     rows: int, n: int, k: int, target: Target, kind: str
 ) -> tuple[HopperAlternatingConfig, ...]:
     """What a tuner may try; arguments as of `hopper_linear_config`."""
-    if rows < LEAST_BUDGET or "rope" in kind.split("+") or not supports(n, k, kind):  # with these it was slower
+    if "rope" in kind.split("+") or not supports(n, k, kind):  # with these it was slower
+        return ()
+    if rows < LEAST_BUDGET and (k < LONG_K or rows * n < 2 * target.num_sms * MOST_ROWS * COLS):
         return ()
     none, one = (HopperAlternatingConfig(max(TRIED), stages).shared_bytes() for stages in (0, 1))
     stages = (target.max_shared - none) // (one - none)

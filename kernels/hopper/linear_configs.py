@@ -171,6 +171,10 @@ _COSTS = {tile_of(config): costs for config, *costs in _MEASURED}
 _LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.0
 # Of each [64, 64] of a tile: erf where nothing hides it, position taps in every round, as memory is what they wait for.
 _ERF_US, _TAPS_US = 1.15, 1.15
+# erf where a tile is shared by consumers and ended by nobody else, as much of it is in what a round costs: by mergers'
+# first layers of up to 3072 rows. Of more the tuner took other tiles, as power is what bounds them.
+_ERF_ROWS = 3072
+_SHARED_ERF_US = {(64, 256, 2): 0.1, (64, 192, 2): 0.6, (64, 192, 3): 0.1, (64, 128, 3): 0.35, (64, 128, 2): 0.1}
 # Bytes/us, of weights, or of the share of x, residual and output that nothing hides; us from asking for a step's
 # operands to landing.
 _MEMORY, _SHOWN, _LATENCY_US = 3.12e6, 0.4, 1.06
@@ -232,7 +236,8 @@ def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind
     moved = 2 * rows * (k + n * (2 if "residual" in epilogue else 1)) * _SHOWN / _MEMORY
     shown = 1 if config.consumers == 1 else rounds  # rounds whose end nothing hides
     cells = config.block_m * config.cols / CHUNK**2
-    after = cells / config.splits * (_ERF_US * shown * ("gelu" in epilogue) + _TAPS_US * rounds * ("taps" in epilogue))
+    erf_us = _SHARED_ERF_US.get(tile_of(config), _ERF_US) if config.splits == 1 and rows <= _ERF_ROWS else _ERF_US
+    after = cells / config.splits * (erf_us * shown * ("gelu" in epilogue) + _TAPS_US * rounds * ("taps" in epilogue))
     meeting = _MEETING_US + cells * (1 - 1 / config.splits) * _CELL_US if config.splits > 1 else 0.0
     return main + moved + rounds * round_us + launch_us + meeting + after
 

@@ -37,7 +37,7 @@ def test_graphs_have_the_bits_of_launches_in_line(tower: Tower, way: str, size: 
     assert line.wrong(line.capture(), BATCHES) == 0
 
 
-@pytest.mark.parametrize(("way", "size"), [("planned", "1 x 224 px"), ("last paired", "1 x 576 px")])
+@pytest.mark.parametrize(("way", "size"), [("planned", "1 x 224 px"), ("last paired", "1 x 448 px")])
 def test_eager_runs_have_the_same_bits(tower: Tower, way: str, size: str) -> None:
     """In buffers without room for mergers beside, where they run in line in place."""
     line = Line(*tower, WAYS[way], beside.GRIDS[size])

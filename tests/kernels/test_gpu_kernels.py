@@ -7,6 +7,7 @@ import random as pseudo_random
 
 import pytest
 import torch
+from triton import knobs
 
 from fusedvit.kernels.attention import attention
 from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target, attention_config, budget, linear_config
@@ -206,7 +207,14 @@ def test_fingerprint_is_its_twin(device: torch.device) -> None:
     assert (again != hashes).tolist() == [False, False, False, True]
 
 
-def test_fingerprints_and_a_grid_reach_the_host_on_a_stream_of_their_own(device: torch.device) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_fingerprints_and_a_grid_reach_the_host_on_a_stream_of_their_own(
+    device: torch.device, hooked: bool, request: pytest.FixtureRequest
+) -> None:
+    told: list[object] = []
+    if hooked:  # as Triton's profiler does
+        knobs.runtime.launch_enter_hook.add(told.append)
+        request.addfinalizer(lambda: knobs.runtime.launch_enter_hook.remove(told.append))
     watched = Watched.of([random(n, 1152, seed=n, device=device).to(BF16) for n in (1, 1152)])
     wanted = fingerprint_ref(watched, torch.zeros(2, dtype=torch.int32, device=device)).cpu()
     stream = torch.cuda.Stream(device)
@@ -220,6 +228,7 @@ def test_fingerprints_and_a_grid_reach_the_host_on_a_stream_of_their_own(device:
         stream.synchronize()
         assert torch.equal(out, wanted)
         assert torch.equal(rows[: grid.shape[0]], grid.cpu().long()) and not rows[grid.shape[0] :].any()
+    assert len(told) == 6 * hooked
 
 
 def test_linear_past_two_to_the_31(device: torch.device) -> None:

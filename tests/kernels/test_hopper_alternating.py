@@ -22,7 +22,7 @@ from fusedvit.kernels.hopper.alternating_configs import (
     hopper_alternating_config,
     wrong_hopper_alternating,
 )
-from fusedvit.kernels.hopper.configs import OVERLAP
+from fusedvit.kernels.hopper.linear_configs import begins_early
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tables import SHIPPED, Table, config_of, file_name
 from fusedvit.plan import plan_for, tasks
@@ -54,9 +54,11 @@ def test_what_is_offered_can_run(rows: int, shape: tuple[int, int, str]) -> None
     for config in found:
         assert not wrong_hopper_alternating(config, H200, BF16)
         assert config.stages <= -(-k // 64)
-        assert config.overlap == (OVERLAP and "residual" in kind.split("+")), "these are long launches"
+        assert config.overlap == begins_early(rows, kind)
+        assert not config.overlap or rows < LEAST_BUDGET or "residual" in kind.split("+"), "these are long launches"
     left_out = {"rope", "taps", "swiglu"} & set(kind.split("+"))
-    assert bool(found) == (rows >= LEAST_BUDGET and not left_out and n % 16 == 0), kind
+    many = rows >= LEAST_BUDGET or (k >= 2048 and rows * n >= 2 * 132 * 128 * 128)
+    assert bool(found) == (many and not left_out and n % 16 == 0), kind
 
 
 @needs_gluon

@@ -95,7 +95,7 @@ def test_what_is_chosen_is_hardly_slower_than_the_best() -> None:
         config = hopper_transposed_config(rows, n, k, BF16, H200, kind)
         taken = hopper_us if config is None else us.get((config.rows, config.consumers), 1.35 * min(us.values()))
         slower[name, rows] = taken / min(hopper_us, *us.values()) - 1
-    assert len(slower) == 61 and max(slower.values()) < 0.2, slower
+    assert len(slower) == 59 and max(slower.values()) < 0.2, slower
     assert sum(slower.values()) / len(slower) < 0.025, sum(slower.values()) / len(slower)
 
 
