@@ -5,6 +5,7 @@ the blocks leave memory idle, and some SMs: launches have fewer programs than th
 rounds with fewer. A merger beside the blocks is bounded to some SMs, and the blocks meanwhile to the others.
 
     gain of a merger = what it takes in line - blocks meanwhile (their time on the others - on all) - what sticks out
+                       - a share of these blocks
 
 where every time is that of the cost model of Hopper's product, and attention a share of its block's products.
 """
@@ -31,12 +32,13 @@ from fusedvit.kernels.hopper.transposed_configs import OF_LINEAR, HopperTranspos
 from fusedvit.kernels.hopper.transposed_configs import mean_us as transposed_mean_us
 from fusedvit.spec import VisionSpec
 
-# Of patches. On an H200 a tower of Qwen3-VL-8B gained 66 us of 1233 at 196 patches, 55 to 68 of 2150 at 784, 7 where
-# these are 4 frames, nothing at 1296, and at 2048 it lost 16 of 5130: `python -m fusedvit.bench.beside`.
-MOST_ROWS = 1024
-SMS = range(2, 34, 2)  # that mergers may have
+MOST_ROWS = 1024  # of patches; with more it lost: docs/hopper.md
+SMS = range(2, 26, 2)  # that mergers may have: with more they take too much of what blocks need
 ATTENTION_SHARE = 0.25  # of a block's products
 LEAST_GAIN = 0.2  # of what a merger takes in line
+# Of a block beside a merger, for memory, L2 and power that they share: Qwen3-VL-8B's tower gained less than the costs
+# promise without it by 0.04 to 0.1, at 196 to 1024 patches (H200, bench/results/h200-beside.json).
+MEANWHILE = 0.07
 LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("merger_fc1", "merger_fc2")
 PRICED = HopperLinearConfig, HopperTransposedConfig  # forms whose times are known
 Chosen = Mapping[str, tuple[Key, Any]]  # key and configuration of each operation of a plan, by its name
@@ -112,6 +114,7 @@ def on_sms(
     attention_us = ATTENTION_SHARE * block_us
     slower_us = total_us(((chosen[name][0], chain[name]) for name in LINEARS), narrow) - block_us
     slower_us += attention_us * (_rounds(*chosen["attention"], narrow.num_sms, target) - 1)
+    slower_us += MEANWHILE * (block_us + attention_us)
     own_us = total_us(((chosen["merger_fc1"][0], fc1), (chosen["merger_fc2"][0], fc2)), target)
     block_us += attention_us
     total, busy_until, mergers = 0.0, 0.0, {}

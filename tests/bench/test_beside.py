@@ -26,7 +26,7 @@ def test_it_measures_each_way(
         "--json",
         str(path),
         "--size",
-        "320 patches",
+        "512 patches",
         "--seconds",
         "0",
         "--way",
@@ -39,7 +39,7 @@ def test_it_measures_each_way(
     document = json.loads(path.read_text())
     rows, ran = document["rows"], document["passport"]
     assert ran["commit"] == "abc" and ran["command"] == (
-        "python -m fusedvit.bench.beside --json beside.json --size '320 patches' --seconds 0 "
+        "python -m fusedvit.bench.beside --json beside.json --size '512 patches' --seconds 0 "
         "--way 'in line' planned '24 SMs' 'all SMs, equal' 'last paired'"
     )
     assert [row["way"] for row in rows] == ways and all(row["wrong"] == 0 for row in rows)
@@ -67,10 +67,10 @@ def test_ways_differ_in_what_their_names_say(on_cpu: None, rows: int) -> None:
 def test_blocks_begin_as_a_ways_name_says(on_cpu: None) -> None:
     """All else as planned, beside mergers too."""
     target = Target(name="NVIDIA H200")
-    usual = plan_for(QWEN3_VL_8B, 784, beside.DTYPE, target)
+    usual = plan_for(QWEN3_VL_8B, 768, beside.DTYPE, target)
     assert usual.beside is not None and usual.beside.chain and not usual.fc2.overlap and usual.qkv.overlap
     for name, way in beside.BEGUN.items():
-        plan = way.plan(QWEN3_VL_8B, 784, beside.DTYPE, target)
+        plan = way.plan(QWEN3_VL_8B, 768, beside.DTYPE, target)
         for launches, planned in ((plan, usual), (plan.narrowed(), usual.narrowed())):
             begun = {op: getattr(launches, op).overlap for op in beside.BLOCK}
             expected = {op: getattr(planned, op).overlap for op in beside.BLOCK}

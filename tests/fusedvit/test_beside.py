@@ -5,11 +5,13 @@ also of one beside the last merger.
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from fusedvit.aot import QWEN3_VL_8B
+from fusedvit.beside import _best, beside
 from fusedvit.buffers import EncoderBuffers
 from fusedvit.graphs.branch import Serial
 from fusedvit.graphs.budgets import check_limits
@@ -17,8 +19,9 @@ from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
+from fusedvit.kernels.tables import Table
 from fusedvit.ops import TORCH
-from fusedvit.plan import EncoderPlan, plan_for
+from fusedvit.plan import EncoderPlan, chosen_for, plan_for
 from fusedvit.program import EncoderProgram
 from tests.fusedvit.branches import A100, H200, Late, Watch, beside_of, buffers_for, outputs, planned
 from tests.fusedvit.encoding import Encoder, Outputs
@@ -138,7 +141,7 @@ def assert_close(a: Outputs, b: Outputs) -> None:
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
-@pytest.mark.parametrize("rows", [256, 768, 896, 1024])
+@pytest.mark.parametrize("rows", [256, 448, 704, 768])
 def test_small_budgets_of_a_deepstack_tower_have_mergers_beside(rows: int, on_hopper: None) -> None:
     plan = planned(rows)
     assert plan.beside is not None and plan.beside.mergers[0] == 0
@@ -158,6 +161,18 @@ def test_small_budgets_of_a_deepstack_tower_have_mergers_beside(rows: int, on_ho
     assert plan == planned(rows) and plan.choices() == replace(plan, beside=None).choices()
     ends = [QWEN3_VL_8B.deepstack[m] + 1 + n for m, n in zip(plan.beside.mergers, plan.beside.blocks, strict=True)]
     assert all(end <= QWEN3_VL_8B.depth for end in ends)
+
+
+@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+def test_mergers_that_would_be_beside_many_blocks_are_in_line(on_hopper: None) -> None:
+    """At 784 patches six SMs are left, on which a merger takes nine blocks: an H200 lost what it gained by two."""
+    assert planned(784).beside is None
+    with mock.patch("fusedvit.beside.MEANWHILE", 0.0):
+        chosen = chosen_for(QWEN3_VL_8B, 784, torch.bfloat16, H200, Table())
+        _best.cache_clear()
+        found = beside(QWEN3_VL_8B, chosen, torch.bfloat16, H200)
+        _best.cache_clear()
+    assert found is not None and found.sms == 6 and sum(found.blocks) > 15
 
 
 @pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)

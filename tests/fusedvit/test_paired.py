@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.aot import QWEN3_VL_8B
+from fusedvit.aot import QWEN3_VL_4B, QWEN3_VL_8B
 from fusedvit.beside import total_us
 from fusedvit.graphs.branch import Serial
+from fusedvit.kernels.configs import Target
 from fusedvit.kernels.hopper import compat
 from fusedvit.kernels.tables import Table
 from fusedvit.ops import TORCH, Ops
@@ -19,7 +20,7 @@ from tests.fusedvit.encoding import Encoder
 from tests.fusedvit.towers import GRIDS, assert_bitwise, patches_of, pixels_for, vision_tower
 
 on_hopper_alone = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
-OFF = (("linear/transposed", "off"),)
+WITHOUT = replace(H200, without=(("linear/transposed", "off"),))
 GRID, DEEPSTACK, DEPTH = GRIDS["mix"], (0, 1, 3), 5
 
 
@@ -32,9 +33,11 @@ def encoder() -> Encoder:
 
 
 @on_hopper_alone
-@pytest.mark.parametrize(("rows", "hidden"), [(896, (0, 1)), (1408, ()), (2048, ())])
-def test_the_last_merger_in_line_is_paired(rows: int, hidden: tuple[int, ...], on_hopper: None) -> None:
-    plan = planned(rows)
+@pytest.mark.parametrize(
+    ("rows", "target", "hidden"), [(784, WITHOUT, (0, 1)), (784, H200, ()), (1408, H200, ()), (2048, H200, ())]
+)
+def test_the_last_merger_in_line_is_paired(rows: int, target: Target, hidden: tuple[int, ...], on_hopper: None) -> None:
+    plan = planned(rows, target=target)
     pair = plan.paired
     assert pair is not None and pair.merger == 2 and plan.apart == (*hidden, 2)
     assert (() if plan.beside is None else plan.beside.mergers) == hidden
@@ -43,11 +46,11 @@ def test_the_last_merger_in_line_is_paired(rows: int, hidden: tuple[int, ...], o
         assert not ours.overlap and ours == replace(last, overlap=False)
     assert pair.last_fc1.overlap == plan.merger_fc1.overlap
     assert plan.of_deepstack(2).merger_fc1 == pair.fc1 and plan.of_last().merger_fc2 == pair.last_fc2
-    chosen = chosen_for(QWEN3_VL_8B, rows, BF16, H200, Table())
+    chosen = chosen_for(QWEN3_VL_8B, rows, BF16, target, Table())
     layers = chosen["merger_fc1"], chosen["merger_fc2"]
     both_us = total_us([(layers[0][0], pair.fc1), (layers[1][0], pair.fc2)], replace(H200, num_sms=66))
     assert both_us < 2 * total_us(layers, H200) - 9
-    assert plan == planned(rows) and plan.choices() == replace(plan, paired=None).choices()
+    assert plan == planned(rows, target=target) and plan.choices() == replace(plan, paired=None).choices()
 
 
 @on_hopper_alone
@@ -55,14 +58,22 @@ def test_the_last_merger_in_line_is_paired(rows: int, hidden: tuple[int, ...], o
     "other",
     [
         {"rows": 256},  # all are beside the blocks
-        {"rows": 1024, "target": replace(H200, without=OFF)},  # mergers beside them are not done when these are
+        {"rows": 512, "spec": QWEN3_VL_4B, "target": WITHOUT},  # the one beside them is not done when these are
         {"rows": 4096},
         {"rows": 1408, "spec": replace(QWEN3_VL_8B, deepstack=(26,))},  # the last merger reads the same stream
         {"rows": 1408, "spec": replace(QWEN3_VL_8B, tail="downsample", merger_size=4096)},
         {"rows": 1408, "dtype": torch.float32},
         {"rows": 1408, "target": A100},
     ],
-    ids=["few rows", "late mergers", "many rows", "after the last block", "another last merger", "fp32", "another GPU"],
+    ids=[
+        "few rows",
+        "a late merger",
+        "many rows",
+        "after the last block",
+        "another last merger",
+        "fp32",
+        "another GPU",
+    ],
 )
 def test_else_none_is(other: dict[str, Any], on_hopper: None) -> None:
     plan = planned(**other)
@@ -71,10 +82,11 @@ def test_else_none_is(other: dict[str, Any], on_hopper: None) -> None:
 
 @on_hopper_alone
 def test_one_that_would_wait_for_others_is_not(on_hopper: None) -> None:
-    chosen, hidden = chosen_for(QWEN3_VL_8B, 896, BF16, H200, Table()), planned(896).beside
+    chosen, plan = chosen_for(QWEN3_VL_8B, 784, BF16, WITHOUT, Table()), planned(784, target=WITHOUT)
+    hidden = plan.beside
     assert hidden is not None and hidden.late_us == 0
-    assert paired(QWEN3_VL_8B, chosen, BF16, H200, hidden) == planned(896).paired is not None
-    assert paired(QWEN3_VL_8B, chosen, BF16, H200, replace(hidden, late_us=15.0)) is None
+    assert paired(QWEN3_VL_8B, chosen, BF16, WITHOUT, hidden) == plan.paired is not None
+    assert paired(QWEN3_VL_8B, chosen, BF16, WITHOUT, replace(hidden, late_us=50.0)) is None
 
 
 # what is launched

@@ -215,7 +215,7 @@ def test_mergers_beside_it_are_reckoned_in_one_run_s_times(on_hopper: None) -> N
     """A block that seems shorter than it is would have mergers stick out that do not."""
     found = {}
     for target in (H200, replace(H200, without=OFF)):
-        chosen = chosen_for(QWEN3_VL_8B, 784, BF16, target, Table())
+        chosen = chosen_for(QWEN3_VL_8B, 768, BF16, target, Table())
         found[target] = beside(QWEN3_VL_8B, chosen, BF16, target)
     with_it, without = found.values()
     assert with_it is not None and without is not None and with_it.mergers == without.mergers
