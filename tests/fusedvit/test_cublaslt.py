@@ -127,7 +127,7 @@ def test_mergers_beside_others_stay_there(rows: int, on_hopper: None) -> None:
     key = next(task.key for task in tasks(QWEN3_VL_8B, rows, BF16) if task.name == "merger_fc2")
     table = Table({key: LIBRARY})
     ours, usual = (plan_for(QWEN3_VL_8B, rows, BF16, H200, t) for t in (table, Table()))
-    assert ours.merger_fc2 == LIBRARY and ours.beside == usual.beside is not None
-    assert ours.paired == usual.paired and (usual.paired is None) == (rows == 256)
+    assert ours.merger_fc2 == LIBRARY and ours.beside == usual.beside and ours.paired == usual.paired
+    assert (usual.beside is not None) == (rows == 256) == (usual.paired is None)
     chosen = [chosen_for(QWEN3_VL_8B, rows, BF16, H200, t) for t in (table, Table())]
     assert priced(chosen[0], BF16, H200) == chosen[1] == priced(chosen[1], BF16, H200)
