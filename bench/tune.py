@@ -7,8 +7,9 @@
     verified   : the winner once more at its own size
 
 An entry is made only where another configuration than the heuristic's is more than `MARGIN` faster, or the heuristic's
-may not be used: elsewhere the heuristic keeps its say, also when it changes. Every result is appended to a log beside
-the table, so that a run that was cut goes on where it ended, and the table is written as it goes.
+may not be used: elsewhere the heuristic keeps its say, also when it changes. What the table in use says stays unless
+the heuristic's is as fast now, or another more than `MARGIN` faster than either. Every result is appended to a log
+beside the table, so that a run that was cut goes on where it ended, and the table is written as it goes.
 """
 
 import contextlib
@@ -141,8 +142,14 @@ class Tuner:
         target = Target.of(self.device)
         every = candidates(question, self.dtype, target)
         likely = every if self.thorough else shortlist(question, every, self.dtype, target)
-        now = tables.table_for(target).find(question.task.key, target, self.dtype)
-        return likely if now is None else list(dict.fromkeys([*likely, Candidate.of(now)]))
+        now = self.in_use(question)
+        return likely if now is None else list(dict.fromkeys([*likely, now]))
+
+    def in_use(self, question: Question) -> Candidate | None:
+        """What the table in use says."""
+        target = Target.of(self.device)
+        found = tables.table_for(target).find(question.task.key, target, self.dtype)
+        return None if found is None else Candidate.of(found)
 
     def entries(self, asked: Sequence[Question]) -> list[Entry]:
         """Of what is decided, where it is not the heuristic's choice."""
@@ -202,25 +209,25 @@ class Tuner:
             else:
                 measured.append((candidate, us))
         again = functools.partial(cases_of, question, self.dtype, self.device)
-        won = self._winner(measured, proposed[0], cases, again)
+        won = self._winner(measured, (proposed[0], self.in_use(question)), cases, again)
         tried = {"tried": len(measured), "unchecked": problems.count(None)}
         self.log.add(question.describe(), entry=_entry(question, won, measured, proposed[0]), **tried)
 
     def _winner(
         self,
         measured: list[tuple[Candidate, list[float]]],
-        own: Candidate,
+        chosen: tuple[Candidate, Candidate | None],
         cases: Sequence[Case],
         again: Callable[[], Sequence[Case]],
     ) -> tuple[Candidate, list[float]] | None:
-        """The fastest that is right; the heuristic's `own` unless another is faster by `MARGIN`, and at a full budget
-        not slower by as much: a mean of few contents may hide what one of them loses, or a slow spell."""
+        """The fastest that is right; one of the `chosen`, the heuristic's and the table's, unless another is faster by
+        `MARGIN`, and at a full budget not slower than the first measured by as much: a mean of few contents may hide
+        what one of them loses, or a slow spell."""
 
         def rank(pair: tuple[Candidate, list[float]]) -> float:
             full, *_ = ratios = [a / b for a, b in zip(pair[1], measured[0][1], strict=True)]
-            if pair[0] == own:
-                return 1 - MARGIN
-            return statistics.mean(ratios) if full <= 1 + MARGIN else math.inf
+            mean = statistics.mean(ratios) - MARGIN * (pair[0] in chosen)
+            return mean if full <= 1 + MARGIN or pair[0] == chosen[0] else math.inf
 
         for candidate, us in sorted(measured, key=rank):
             if not wrong_twice(candidate.config, cases, again):

@@ -280,6 +280,23 @@ def test_a_configuration_must_beat_the_heuristics_by_a_margin(
     assert len(tuner(log).run([question])) == taken and log.decided(question)
 
 
+@pytest.mark.parametrize("of_table, other, taken", [(9.9, 9.8, 16), (9.9, 9.6, 64), (10.1, 9.9, None)])
+def test_what_the_table_says_stays_unless_something_is_clearly_faster(
+    asked: list[questions.Question],
+    monkeypatch: pytest.MonkeyPatch,
+    of_table: float,
+    other: float,
+    taken: int | None,
+) -> None:
+    """The heuristic's takes 10."""
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    times(monkeypatch, lambda config: {32: 10.0, 16: of_table, 64: other}[config.block_m])
+    (question,) = [q for q in asked if q.task.name == "proj"]
+    (said,) = [c for c in three_tiles(question, BF16, H200) if c.config.block_m == 16]
+    monkeypatch.setattr(tables, "table_for", lambda target: tables.Table({question.task.key: said.config}))
+    assert [e["config"]["block_m"] for e in tuner(tune.Log(None, {})).run([question])] == [taken] * (taken is not None)
+
+
 def test_what_matters_most_comes_first() -> None:
     every = questions.questions([QWEN2_VL_7B, QWEN3_VL_8B], questions.BUDGETS, BF16)
     waves = shortlist.in_waves(every, [QWEN3_VL_8B])
