@@ -227,7 +227,7 @@ class Tuner:
         def rank(pair: tuple[Candidate, list[float]]) -> float:
             full, *_ = ratios = [a / b for a, b in zip(pair[1], measured[0][1], strict=True)]
             mean = statistics.mean(ratios) - MARGIN * (pair[0] in chosen)
-            return mean if full <= 1 + MARGIN or pair[0] == chosen[0] else math.inf
+            return mean if full <= 1 + MARGIN else math.inf
 
         for candidate, us in sorted(measured, key=rank):
             if not wrong_twice(candidate.config, cases, again):

@@ -150,7 +150,7 @@ CANDIDATES = {
     "hopper": hopper_linear_candidates, "transposed": hopper_transposed_candidates,
     "alternating": hopper_alternating_candidates,
 }  # fmt: skip
-LEAST = {"alternating": LEAST_BUDGET}  # rows from which there are any
+LEAST = {"alternating": LEAST_BUDGET}  # rows from which there are any, whatever K
 KINDS = {  # what `CANDIDATES` know the layers by
     "qkv": "norm+rope", "proj": "residual+stats", "fc1": "norm+gelu_tanh", "fc2": "residual+stats",
     "patch embed": "taps+stats", "deepstack fc1": "norm+gelu", "swiglu": "rms+swiglu",
