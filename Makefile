@@ -74,8 +74,7 @@ lint: ruff mypy
 ruff: $(SETUP)
 	$(PY) -m ruff check .
 
-# mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package, without
-# kernels/configs/, a folder of tables that it would take for a package in configs.py's place.
+# mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package, 
 # No cache: read back from one, packages without an __init__.py lose their modules.
 mypy: $(SETUP)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedvit/kernels
@@ -96,7 +95,7 @@ test-gpu: $(SETUP)
 # a tail.
 # aot-matrix compiles everything.
 aot: $(SETUP)
-	$(PY) -m fusedvit.aot --arch 90 --dtype bf16 --tower hd72 hd64 --budget 256 4096 --alike --jobs $(JOBS)
+	$(PY) -m fusedvit.runtime.ahead_of_time --arch 90 --dtype bf16 --tower hd72 hd64 --budget 256 4096 --alike --jobs $(JOBS)
 
 # Every kernel, configuration and architecture: in all sizes on the oldest Triton of our range, which the tables were
 # made with; on the installed one and the newest release one of those that are alike, half as many; on the one between
@@ -106,7 +105,7 @@ aot: $(SETUP)
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
 	echo "kernels on the installed Triton"; \
-	$(PY) -m fusedvit.aot --alike --jobs $(JOBS) $(MATRIX) || failed=" installed"; \
+	$(PY) -m fusedvit.runtime.ahead_of_time --alike --jobs $(JOBS) $(MATRIX) || failed=" installed"; \
 	newest=$$($(PY) -m pip index versions triton $(PIP_ARGS) 2>/dev/null \
 	    | sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep -m 1 -E '^3\.[6-9]\.[0-9]+$$' || true); \
 	for version in $(OLDEST_TRITON) $(MIDDLE_TRITON) $${newest:-$(NEWEST_TRITON)}; do \
@@ -119,7 +118,7 @@ aot-matrix: $(SETUP)
 	        $(MIDDLE_TRITON)) some="--alike --arch 90 --dtype bf16 --tower hd72 windows --budget 256 4096";; \
 	        *) some=--alike;; \
 	    esac; \
-	    PYTHONPATH=$$folder $(PY) -m fusedvit.aot $$some --jobs $(JOBS) $(MATRIX) || failed="$$failed $$version"; \
+	    PYTHONPATH=$$folder $(PY) -m fusedvit.runtime.ahead_of_time $$some --jobs $(JOBS) $(MATRIX) || failed="$$failed $$version"; \
 	    PYTHONPATH=$$folder $(PYTEST) -n $(JOBS) $(EMULATED) || failed="$$failed $$version (emulated)"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed on Triton$$failed" >&2; exit 1; }

@@ -21,22 +21,22 @@ from fusedvit.bench.kernel_bench import SEQUENCES, SEQUENCES_ON_CPU
 from fusedvit.bench.passport import passport
 from fusedvit.bench.power import sustained
 from fusedvit.bench.timing import Contender, captured, in_turns
-from fusedvit.kernels.configs import Target, attention_config, budget
-from fusedvit.kernels.forms import FormFailed
-from fusedvit.kernels.hopper import configs as hopper
-from fusedvit.kernels.hopper.attention_choice import (
+from fusedvit.kernels.backends import FormFailed
+from fusedvit.kernels.hopper import attention_configs as hopper
+from fusedvit.kernels.hopper.attention_configs import (
     ALL_FRAMES,
     HEADS_AT_A_TIME,
     LONG_FRAMES,
     SHORT_FRAMES,
     WINDOW,
     WINDOWS,
+    HopperAttentionConfig,
     hopper_attention_config,
     schedules,
     two_lists,
 )
-from fusedvit.kernels.hopper.configs import HopperAttentionConfig
 from fusedvit.kernels.launch import compiling_only
+from fusedvit.kernels.tile_configs import Target, attention_config, budget
 
 HEADS = 16
 CALLS = 10  # of a graph

@@ -18,19 +18,19 @@ from fusedvit.bench.passport import passport
 from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.timing import Contender, in_turns, spread
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
-from fusedvit.beside import MERGER, SMS, on_sms, priced
-from fusedvit.graphs.branch import PRIORITY, CapturedBranch
-from fusedvit.graphs.budgets import check_limits
 from fusedvit.graphs.capture import CudaCapture
+from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
-from fusedvit.kernels.configs import Target, budget
+from fusedvit.graphs.side_stream import PRIORITY, CapturedBranch
 from fusedvit.kernels.launch import compiling_only
-from fusedvit.ops import TRITON
-from fusedvit.paired import paired
-from fusedvit.plan import EncoderPlan, chosen_for, plan_for
-from fusedvit.program import EncoderProgram
-from fusedvit.spec import VisionSpec
-from fusedvit.weights import EncoderWeights
+from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.model.merger_overlap import MERGER, SMS, on_sms, priced
+from fusedvit.model.ops import TRITON
+from fusedvit.model.paired import paired
+from fusedvit.model.plan import EncoderPlan, chosen_for, plan_for
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import EncoderWeights
+from fusedvit.runtime.captured_encoder import EncoderProgram
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 FEW = ("1 x 224 px", "1 x 448 px", "video, 8 frames 224 px", "1 x 576 px")  # patches, so that mergers weigh

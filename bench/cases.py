@@ -15,22 +15,21 @@ import torch.nn.functional as F
 
 from fusedvit.bench import peer_attention
 from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
+from fusedvit.kernels import backends
 from fusedvit.kernels import epilogue as epilogues
-from fusedvit.kernels import forms
 from fusedvit.kernels.attention import Segments, query_scale
-from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
-from fusedvit.kernels.hopper.attention_choice import SHORT_FRAME
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
+from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
+from fusedvit.kernels.positions import width
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
-from fusedvit.kernels.reference.rope_words import rope_words
-from fusedvit.kernels.rope_words import width
-from fusedvit.kernels.row_stats import RowStats
-from fusedvit.ops import ops_for
-from fusedvit.plan import Task
-from fusedvit.spec import VisionSpec
+from fusedvit.kernels.reference.positions import rope_words
+from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
+from fusedvit.model.ops import ops_for
+from fusedvit.model.plan import Task
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import in_lines, row_pitch
 from fusedvit.tolerance import Comparison, compare
-from fusedvit.weights import in_lines, row_pitch
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
 MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
@@ -76,7 +75,7 @@ def wrong_twice(config: Any, cases: Sequence[Case], again: Callable[[], Sequence
 
 def supported(task: Task) -> bool:
     """Whether a case can be made: an epilogue of parts that are known here."""
-    return task.key.op == forms.ATTENTION or set(task.key.kind.split("+")) <= set(PARTS)
+    return task.key.op == backends.ATTENTION or set(task.key.kind.split("+")) <= set(PARTS)
 
 
 def linear_case(

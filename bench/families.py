@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fusedvit.api import fuse
 from fusedvit.bench import family_documents
 from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build, class_of
 from fusedvit.bench.passport import passport
@@ -27,9 +28,8 @@ from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
-from fusedvit.handle import FusedEncoder
-from fusedvit.huggingface import fuse
-from fusedvit.spec import VisionSpec
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.model.spec import VisionSpec
 
 TIMED: dict[str, Grid] = {
     "1024": [(1, 32, 32)],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.api import fuse
 from fusedvit.bench.families import numbers_of, rows_of
 from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build_one, class_of, shallow
 from fusedvit.bench.passport import passport
@@ -23,7 +24,6 @@ from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.cli.weights import cast_parameters_
 from fusedvit.config import FuseConfig
 from fusedvit.families.registry import family_of
-from fusedvit.huggingface import fuse
 
 DEPTH = 8
 GRIDS: dict[str, Grid] = {

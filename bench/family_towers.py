@@ -11,7 +11,7 @@ from torch import nn
 from fusedvit.bench.towers import wider
 from fusedvit.cli.weights import cast_parameters_, random_weights_
 from fusedvit.families.registry import family_of
-from fusedvit.spec import VisionSpec
+from fusedvit.model.spec import VisionSpec
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import nn
 
 from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.handle import FusedEncoder
-from fusedvit.items import Item
-from fusedvit.runner import Tower, run_eager
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.runtime.inputs import Item
+from fusedvit.runtime.runner import Tower, run_eager
 
 DEVICE = torch.device("cuda")
 

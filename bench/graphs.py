@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.api import fuse, unfuse
 from fusedvit.bench import graph_trust as trust
 from fusedvit.bench import overhead, towers
 from fusedvit.bench.parity import build, pixels_for
@@ -22,8 +23,7 @@ from fusedvit.bench.passport import passport
 from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.config import FuseConfig
-from fusedvit.handle import FusedEncoder
-from fusedvit.huggingface import fuse, unfuse
+from fusedvit.fused_encoder import FusedEncoder
 
 DEVICE = torch.device("cuda")
 BUDGETS = (64, 256, 1024, 2048, 4096, 8192)  # merged tokens; six, as the nine workloads need no more

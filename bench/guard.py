@@ -20,9 +20,9 @@ import torch
 from fusedvit.bench.cases import attention_case
 from fusedvit.bench.kernel_bench import Job, compile_jobs, linear_jobs, spec_of
 from fusedvit.bench.workloads import Grid
-from fusedvit.kernels import forms, tables
-from fusedvit.kernels.configs import Target, budget, note_failure
-from fusedvit.plan import attention_task, choose
+from fusedvit.kernels import backends, tuning_table
+from fusedvit.kernels.tile_configs import Target, budget, note_failure
+from fusedvit.model.plan import attention_task, choose
 
 SMALLEST_ROWS, FRAME, LONGEST = 256, 784, 4096
 TRUSTED = "triton"  # what is left where every other form fails
@@ -103,8 +103,8 @@ def jobs(name: str, rows: Iterable[int], dtype: torch.dtype, device: torch.devic
 def check(job: Job, dtype: torch.dtype, device: torch.device, seen: set[Any]) -> Iterator[dict[str, str]]:
     """Records of one job, the first before its launch; none where plain Triton runs it, or its like was checked."""
     target = Target.of(device)
-    config = choose(job.task, dtype, target, tables.table_for(target))
-    form, like = forms.form_of(config), (job.task.key.kind, job.task.key.n, job.task.key.k, config)
+    config = choose(job.task, dtype, target, tuning_table.table_for(target))
+    form, like = backends.form_of(config), (job.task.key.kind, job.task.key.n, job.task.key.k, config)
     if form.name == TRUSTED or like in seen:
         return
     seen.add(like)
@@ -112,7 +112,7 @@ def check(job: Job, dtype: torch.dtype, device: torch.device, seen: set[Any]) ->
     yield {"begins": name, "of": f"{job.tower} {job.task.name} {job.shape}"}
     try:
         problem = job.make().check(config).reason
-    except forms.FormFailed as error:
+    except backends.FormFailed as error:
         problem = str(error)
     yield {"form": name, "problem": problem}
 

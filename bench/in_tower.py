@@ -28,14 +28,14 @@ from fusedvit.bench.questions import BUDGETS, Candidate, Question, candidates, c
 from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, in_turns
 from fusedvit.bench.workloads import Grid
-from fusedvit.kernels import tables
-from fusedvit.kernels.configs import OVERLAP_ROWS, Target
-from fusedvit.kernels.hopper.linear_configs import begins_early
+from fusedvit.kernels import tuning_table
+from fusedvit.kernels.hopper.gemm_configs import begins_early
 from fusedvit.kernels.launch import compiling_only
-from fusedvit.kernels.tables import Table
-from fusedvit.plan import EncoderPlan, Task, choose, heuristic, plan_for, tasks
-from fusedvit.spec import VisionSpec
-from fusedvit.weights import EncoderWeights
+from fusedvit.kernels.tile_configs import OVERLAP_ROWS, Target
+from fusedvit.kernels.tuning_table import Table
+from fusedvit.model.plan import EncoderPlan, Task, choose, heuristic, plan_for, tasks
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import EncoderWeights
 
 OPERATIONS = ("fc2", "fc1", "qkv", "proj")  # what takes longest first
 MARGIN = 0.003  # of the tower, that another tile must save
@@ -155,7 +155,7 @@ def main() -> int:
     args = parser.parse_args()
     end, target = time.monotonic() + 60 * args.minutes, Target.of(beside.DEVICE)
     spec, weights = tower_of(args.tower)
-    table, done = tables.table_for(target), 0
+    table, done = tuning_table.table_for(target), 0
     with torch.inference_mode():
         for rows in args.rows:
             if time.monotonic() > end:

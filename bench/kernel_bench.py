@@ -14,11 +14,11 @@ from fusedvit.bench.cases import STATS_WIDTH, Case, attention_case, linear_case,
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.bench.tower_bench import Step
 from fusedvit.families import qwen3
-from fusedvit.kernels import forms, tables
-from fusedvit.kernels.configs import Target
+from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.launch import compiling_only
-from fusedvit.plan import Task, attention_task, choose, plan_for, tasks
-from fusedvit.spec import VisionSpec
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.plan import Task, attention_task, choose, plan_for, tasks
+from fusedvit.model.spec import VisionSpec
 
 ROWS = (256, 784, 1296, 4096, 16384)
 ROWS_ON_CPU = (64,)
@@ -102,7 +102,7 @@ def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) 
     spec = spec_of(name)
     plan = plan_for(spec, rows, dtype, Target.of(device))
     for task in tasks(spec, rows, dtype):
-        if task.key.op == forms.LINEAR and supported(task):
+        if task.key.op == backends.LINEAR and supported(task):
             own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
             width = getattr(plan, STATS_FROM[task.name]).block_n if task.name in STATS_FROM else STATS_WIDTH
             make = functools.partial(linear_case, task, spec, dtype, device, own, width)
@@ -114,7 +114,7 @@ def compile_jobs(jobs: Sequence[Job], dtype: torch.dtype, device: torch.device) 
     target = Target.of(device)
     with compiling_only():
         for job in jobs:
-            job.make().run(choose(job.task, dtype, target, tables.table_for(target)), 0)
+            job.make().run(choose(job.task, dtype, target, tuning_table.table_for(target)), 0)
 
 
 def known() -> list[str]:
@@ -135,11 +135,11 @@ def spec_of(name: str) -> VisionSpec:
 
 def _row(job: Job, dtype: torch.dtype, device: torch.device) -> KernelRow:
     target, case = Target.of(device), job.make()
-    config = choose(job.task, dtype, target, tables.table_for(target))
-    form = forms.form_of(config).name
+    config = choose(job.task, dtype, target, tuning_table.table_for(target))
+    form = backends.form_of(config).name
     try:
         verdict = case.check(config)
-    except forms.FormFailed:  # at its first launch; chosen again, it is another form
+    except backends.FormFailed:  # at its first launch; chosen again, it is another form
         return _row(job, dtype, device)
     contenders = [Contender(n, captured(run, case.sets, device), "gpu") for n, run in case.peers.items()]
     if verdict.passed:

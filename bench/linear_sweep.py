@@ -23,11 +23,11 @@ from fusedvit.bench.kernel_bench import spec_of
 from fusedvit.bench.prune import in_processes
 from fusedvit.bench.questions import Candidate, Question, compilation, contents_of
 from fusedvit.bench.timing import Contender, captured, in_turns
-from fusedvit.kernels import configs, forms
-from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.linear_configs import hopper_linear_candidates, hopper_linear_config
-from fusedvit.kernels.hopper.transposed_configs import hopper_transposed_candidates, mean_us
-from fusedvit.plan import tasks
+from fusedvit.kernels import backends, tile_configs
+from fusedvit.kernels.hopper.gemm_configs import hopper_linear_candidates, hopper_linear_config
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_transposed_candidates, mean_us
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.plan import tasks
 
 ROWS = (256, 896, 1536, 4096, 7168, 16384)
 NEAR = 1.3  # times the least of the transposed form by its costs
@@ -37,7 +37,7 @@ Pair = tuple[Question, Candidate]
 def questions(tower: str, rows: tuple[int, ...], names: tuple[str, ...]) -> list[Question]:
     """Every linear layer of the tower at every budget; `names`: only these."""
     spec = spec_of(tower)
-    found = [task for n in rows for task in tasks(spec, n, torch.bfloat16) if task.key.op == forms.LINEAR]
+    found = [task for n in rows for task in tasks(spec, n, torch.bfloat16) if task.key.op == backends.LINEAR]
     return [Question(task, spec) for task in found if not names or task.name in names]
 
 
@@ -76,7 +76,9 @@ def checked(asked: list[Question], jobs: int, device: torch.device, seconds: flo
 def timed(question: Question, found: list[Any], device: torch.device) -> Iterator[dict[str, Any]]:
     """A record for each content of the budget, in us."""
     key, dtype = question.task.key, torch.bfloat16
-    plain = configs.linear_config(key.rows, key.n, key.k, dtype, Target.of(device), max_block_n=question.task.widest)
+    plain = tile_configs.linear_config(
+        key.rows, key.n, key.k, dtype, Target.of(device), max_block_n=question.task.widest
+    )
     case = linear_case(question.task, question.spec, dtype, device, key.rows)
     assert case.fill is not None
     replays = [captured(functools.partial(case.run, c), case.sets, device) for c in (plain, *found)]
@@ -88,7 +90,7 @@ def timed(question: Question, found: list[Any], device: torch.device) -> Iterato
         sets = [case.sets] * len(replays) + [peer.sets] * len(peer.peers)
         times = in_turns(contenders, device, seconds=0).values()
         us = [round(1e3 * statistics.median(t) / n, 2) for t, n in zip(times, sets, strict=True)]
-        ours = [{"form": forms.form_of(c).name, **asdict(c), "us": t} for c, t in zip(found, us[1:], strict=False)]
+        ours = [{"form": backends.form_of(c).name, **asdict(c), "us": t} for c, t in zip(found, us[1:], strict=False)]
         yield {
             "name": question.task.name, **asdict(key), "content": rows, "triton_us": us[0],
             "peers_us": dict(zip(peer.peers, us[len(replays) :], strict=True)), "ours": ours,

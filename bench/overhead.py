@@ -17,11 +17,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fusedvit import guess, handle
+from fusedvit import fused_encoder
 from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import Grid
-from fusedvit.handle import FusedEncoder
-from fusedvit.look import Look
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.runtime import speculative_replay
+from fusedvit.runtime.readback import Look
 
 CASES: dict[str, Grid] = {
     "1 x 224 px": [(1, 14, 14)],
@@ -144,11 +145,11 @@ def _watched(encoder: FusedEncoder, seen: dict[str, list[tuple[int, int]]]) -> I
     graphs = encoder.graphs()
     manager, program, prepared = graphs.manager, graphs.program, encoder.prepared
     steps: list[tuple[Any, str]] = [
-        (handle.reasons, "reason_of_call"), (handle, "check_pixels"), (handle, "check_grid"), (handle, "check_items"),
-        (guess, "begin"), (prepared, "mark"), (handle, "run"), (manager._capture, "before_use"),
-        (program, "admit"), (program, "table"), (program, "load_grid"), (guess, "new_outputs"), (program, "hand_over"),
+        (fused_encoder.fallback, "reason_of_call"), (fused_encoder, "check_pixels"), (fused_encoder, "check_grid"), (fused_encoder, "check_items"),
+        (speculative_replay, "begin"), (prepared, "mark"), (fused_encoder, "run"), (manager._capture, "before_use"),
+        (program, "admit"), (program, "table"), (program, "load_grid"), (speculative_replay, "new_outputs"), (program, "hand_over"),
         (manager._capture, "after_use"), (prepared, "look"), (prepared, "true"), (Look, "done"),
-        (guess.Guess, "settle"),
+        (speculative_replay.Guess, "settle"),
     ]  # fmt: skip
 
     def timed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

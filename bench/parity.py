@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.api import fuse, unfuse
 from fusedvit.bench import towers
 from fusedvit.bench.passport import passport
 from fusedvit.bench.stages import lay_out, stages
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.config import FuseConfig
-from fusedvit.huggingface import fuse, unfuse
-from fusedvit.ops import TRITON
+from fusedvit.model.ops import TRITON
 from fusedvit.tolerance import Comparison, compare, summarize
 
 MASSIVE_CHANNELS, MASSIVE = (7, 130, 600, 1021), 200.0

@@ -2,7 +2,7 @@
 
 import torch
 
-from fusedvit.buffers import EncoderBuffers
+from fusedvit.model.buffers import EncoderBuffers
 
 
 def poison_buffers(buffers: EncoderBuffers) -> None:

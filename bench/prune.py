@@ -18,9 +18,9 @@ import torch
 
 from fusedvit.bench.cases import Case, attention_case, linear_case, wrong_twice
 from fusedvit.bench.questions import Candidate, Question
-from fusedvit.kernels import forms
-from fusedvit.kernels.aot import Compiled, Launch, compile_in_place
-from fusedvit.kernels.configs import Target
+from fusedvit.kernels import backends
+from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
+from fusedvit.kernels.tile_configs import Target
 
 ROWS, LENGTHS = 300, (196, 104)  # neither a multiple of a tile
 PATIENCE_S = 60.0  # for one pair, a process's start included
@@ -34,7 +34,7 @@ Prune = Callable[[Sequence[Pair]], Found]
 def small_case(question: Question, dtype: torch.dtype, device: torch.device) -> Case:
     """The question's operation at a size that runs in no time."""
     key = question.task.key
-    if key.op == forms.LINEAR:
+    if key.op == backends.LINEAR:
         rows = max(1, min(ROWS, key.rows - 1))  # a split product has room for its budget alone
         return linear_case(question.task, question.spec, dtype, device, rows, sets=1)
     return attention_case(key.n, key.k, LENGTHS, dtype, device, fa3=False)
@@ -55,7 +55,7 @@ def problem_of(
     """
     question, candidate = pair
     case = small_case(question, dtype, device)
-    if device.type == "cuda" and not forms.form_of(candidate.config).library:
+    if device.type == "cuda" and not backends.form_of(candidate.config).library:
         capability, known = Target.of(device).capability, {} if known is None else known
         for compiled in compile_in_place(lambda: case.run(candidate.config, 0), capability, known):
             if compiled.problems:

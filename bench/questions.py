@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from fusedvit.bench.cases import Case, attention_case, linear_case, supported
-from fusedvit.kernels import forms
-from fusedvit.kernels.configs import Target, ladder
-from fusedvit.kernels.forms import Key
-from fusedvit.kernels.hopper.attention_choice import contents
-from fusedvit.plan import Task, heuristic, tasks
-from fusedvit.spec import VisionSpec
+from fusedvit.kernels import backends
+from fusedvit.kernels.backends import Key
+from fusedvit.kernels.hopper.attention_configs import contents
+from fusedvit.kernels.tile_configs import Target, ladder
+from fusedvit.model.plan import Task, heuristic, tasks
+from fusedvit.model.spec import VisionSpec
 
 SMALLEST = 64  # of any product's budgets
 BUDGETS = tuple(ladder(256, 65536))  # patch tokens: graphs' own ladder, from 256
@@ -42,7 +42,7 @@ class Candidate:
     @staticmethod
     def of(config: Any) -> "Candidate":
         """The configuration of whichever form it is of."""
-        return Candidate(forms.form_of(config).name, config)
+        return Candidate(backends.form_of(config).name, config)
 
     def as_dict(self) -> dict[str, Any]:
         return {"form": self.form, "config": asdict(self.config)}
@@ -63,7 +63,7 @@ def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[C
     """The heuristic's choice first, then every form's proposals, each once."""
     task = question.task
     configs = [heuristic(task, dtype, target)]
-    for form in forms.present(task.key.op, target, dtype):
+    for form in backends.present(task.key.op, target, dtype):
         proposed = form.candidates(task.key, dtype, target, task.widest)
         configs += [c for c in proposed if not form.wrong(c, target, dtype)]
     return [Candidate.of(config) for config in dict.fromkeys(configs)]
@@ -72,7 +72,7 @@ def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[C
 def compilation(question: Question, candidate: Candidate) -> str:
     """What is compiled once, whatever the rows; windows and frames are attended to by the same code."""
     key = question.task.key
-    kind = "" if key.op == forms.ATTENTION else f" {key.kind}"
+    kind = "" if key.op == backends.ATTENTION else f" {key.kind}"
     compiled = {name: value for name, value in asdict(candidate.config).items() if name not in AT_LAUNCH}
     return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.form} {compiled}"
 
@@ -92,6 +92,6 @@ def contents_of(rows: int) -> tuple[int, int]:
 def cases_of(question: Question, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """The contents that a budget is judged by: one linear case that is filled, or attention over several layouts."""
     key = question.task.key
-    if key.op == forms.LINEAR:
+    if key.op == backends.LINEAR:
         return [linear_case(question.task, question.spec, dtype, device, key.rows)]
     return [attention_case(key.n, key.k, lengths, dtype, device, fa3=False) for lengths in layouts(key)]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.kernels import forms
-from fusedvit.plan import Task, tasks
-from fusedvit.spec import VisionSpec
+from fusedvit.kernels import backends
+from fusedvit.model.plan import Task, tasks
+from fusedvit.model.spec import VisionSpec
 
 PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # an H200's measured ceilings: an 8192^3 bf16 product, an elementwise copy
 ITEM = 2  # bytes of a value in bf16
@@ -52,7 +52,7 @@ def tower_costs(spec: VisionSpec, grid: Grid) -> dict[str, Cost]:
     """The cost of one call by operation, named as in `plan.EncoderPlan`; all attention together."""
     found: dict[str, Cost] = {}
     for task in tasks(spec, tokens(grid), torch.bfloat16):
-        if task.key.op == forms.ATTENTION:
+        if task.key.op == backends.ATTENTION:
             found.setdefault("attention", _attention(spec, grid))
             continue
         merged = task.name.startswith(MERGED)

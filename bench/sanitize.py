@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
+from fusedvit.api import fuse
 from fusedvit.bench.cases import Case, attention_case, linear_case, supported
 from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build_one, class_of, shallow
 from fusedvit.bench.family_towers import spec_of as family_spec
 from fusedvit.bench.towers import patch_width
 from fusedvit.config import FuseConfig
-from fusedvit.huggingface import fuse
-from fusedvit.kernels import admit, forms, tables
-from fusedvit.kernels.configs import Target
+from fusedvit.kernels import backends, load_inputs, tuning_table
 from fusedvit.kernels.launch import compiling_only
-from fusedvit.ops import ops_for
-from fusedvit.plan import Task, choose, heuristic, tasks
-from fusedvit.spec import VisionSpec
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.ops import ops_for
+from fusedvit.model.plan import Task, choose, heuristic, tasks
+from fusedvit.model.spec import VisionSpec
 
 TOWERS = ("Qwen3-VL-8B", "Qwen2.5-VL-7B", "GLM-4.1V-9B", "GLM-5.3-Flash")
 BUDGETS = (256, 1024, 4096, 16384)  # whose configurations are taken, patch tokens
@@ -53,7 +53,7 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
 def grids(device: torch.device) -> Iterator[str]:
     """A grid and pixels taken over as a graph's call does it, in room for as many and for more."""
     rows = sum(t * h * w for t, h, w in GRID)
-    for dtype in admit.DTYPES:
+    for dtype in load_inputs.DTYPES:
         for room in (len(GRID), 64):
             table = torch.empty(room, 3, dtype=torch.int32, device=device)
             pixels = torch.randn(rows, WIDTH, device=device)
@@ -94,16 +94,16 @@ def operations(
 def _configs(task: Task, dtype: torch.dtype, target: Target, every: bool) -> list[Any]:
     """The table's choice and the heuristics'; of `every`, also what the tuner may take in forms other than plain
     Triton."""
-    found = [choose(task, dtype, target, tables.table_for(target)), heuristic(task, dtype, target)]
-    for form in forms.FORMS if every else ():
-        if form.op == task.key.op and form.name != "triton" and not forms.why_absent(form, target, dtype):
+    found = [choose(task, dtype, target, tuning_table.table_for(target)), heuristic(task, dtype, target)]
+    for form in backends.FORMS if every else ():
+        if form.op == task.key.op and form.name != "triton" and not backends.why_absent(form, target, dtype):
             found += form.candidates(task.key, dtype, target, task.widest)
     return list(dict.fromkeys(found))
 
 
 def _case(spec: VisionSpec, task: Task, dtype: torch.dtype, device: torch.device) -> Case:
     key = task.key
-    if key.op == forms.ATTENTION:
+    if key.op == backends.ATTENTION:
         return attention_case(key.n, key.k, LENGTHS, dtype, device, fa3=False)
     return linear_case(task, spec, dtype, device, min(ROWS, key.rows), sets=1)
 

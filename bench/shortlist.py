@@ -15,28 +15,30 @@ from fusedvit.bench.cases import rotated_sets
 from fusedvit.bench.questions import Candidate, Question, compilation, contents_of, layouts
 from fusedvit.bench.roofline import attention_cost, linear_cost
 from fusedvit.bench.timing import LEAST_ROUNDS, WARM_UPS
-from fusedvit.beside import PRICED, mean_us
-from fusedvit.kernels import forms
-from fusedvit.kernels.configs import Target
-from fusedvit.kernels.forms import Key
-from fusedvit.kernels.hopper import attention_choice
-from fusedvit.kernels.hopper.configs import HopperAttentionConfig
-from fusedvit.spec import VisionSpec
+from fusedvit.kernels import backends
+from fusedvit.kernels.backends import Key
+from fusedvit.kernels.hopper import attention_configs
+from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.merger_overlap import PRICED, mean_us
+from fusedvit.model.spec import VisionSpec
 
 BEST, BEST_OF_LONG = 3, 2  # by the cost model, beside the heuristics' choices; of what takes long to time
 USUAL = range(256, 16384 + 1)  # budgets, patch tokens
 PLAIN_ROWS = 2048  # up to which plain Triton is timed where another form is the heuristics' choice: it takes 1.1 to 3 x
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
-LIBRARIES = tuple(form.name for form in forms.FORMS if form.library)
+LIBRARIES = tuple(form.name for form in backends.FORMS if form.library)
 # Forms of products that no cost model knows: they are timed.
-UNPRICED = tuple(f.name for f in forms.FORMS if f.op == forms.LINEAR and f.name != PLAIN and f.config not in PRICED)
+UNPRICED = tuple(
+    f.name for f in backends.FORMS if f.op == backends.LINEAR and f.name != PLAIN and f.config not in PRICED
+)
 
 # Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 1 s for plain Triton), of the
 # GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
 COMPILE_S = {
-    forms.LINEAR: {PLAIN: 1.3, "hopper": 3.8, **dict.fromkeys(LIBRARIES, 0.2)},
-    forms.ATTENTION: {PLAIN: 2.0, "hopper": 5.5},
+    backends.LINEAR: {PLAIN: 1.3, "hopper": 3.8, **dict.fromkeys(LIBRARIES, 0.2)},
+    backends.ATTENTION: {PLAIN: 2.0, "hopper": 5.5},
 }
 START_S, QUESTION_S, CANDIDATE_S = 8.0, 0.05, 0.012
 OVER_FLOOR = 1.5  # what an operation takes of its floor
@@ -63,12 +65,12 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
     others = [c for c in proposed[1:] if c.form not in (PLAIN, *UNPRICED)]
     if not others:
         return list(proposed)
-    predicted = mean_us if key.op == forms.LINEAR else _attention_us
+    predicted = mean_us if key.op == backends.LINEAR else _attention_us
     best = BEST if key.rows <= USUAL.stop else BEST_OF_LONG
     others = sorted(others, key=lambda candidate: predicted(key, candidate.config, target))[:best] + unpriced
     if key.rows > PLAIN_ROWS and own.form != PLAIN:
         return list(dict.fromkeys([own, *others]))
-    plain = forms.named(key.op, PLAIN)
+    plain = backends.named(key.op, PLAIN)
     assert plain is not None, "every operation has a plain form"
     fallback = Candidate(PLAIN, plain.heuristic(key, dtype, target, question.task.widest))
     return list(dict.fromkeys([own, *others, fallback]))
@@ -76,10 +78,10 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
 
 def _attention_us(key: Key, config: HopperAttentionConfig, target: Target) -> float:
     """What the heuristic's cost model says, over the contents that it judges by; 0 of a head that it does not know."""
-    if key.k not in attention_choice.COSTS.get((config.consumers, config.block_n), {}):
+    if key.k not in attention_configs.COSTS.get((config.consumers, config.block_n), {}):
         return 0.0
-    held = attention_choice.contents(key.rows, key.kind)
-    return sum(attention_choice.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
+    held = attention_configs.contents(key.rows, key.kind)
+    return sum(attention_configs.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def estimate(
 def _timed_s(key: Key, dtype: torch.dtype) -> float:
     """Seconds of the GPU for one candidate."""
     runs = LEAST_ROUNDS + WARM_UPS
-    if key.op == forms.ATTENTION:
+    if key.op == backends.ATTENTION:
         floors = [attention_cost(list(lengths), key.n, key.k).floor_ms for lengths in layouts(key)]
         return OVER_FLOOR * runs * sum(floors) / 1e3
     sets = rotated_sets(key.n * key.k * dtype.itemsize, key.rows, torch.device("cuda"))

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fusedvit.bench.workloads import Grid
-from fusedvit.handle import FusedEncoder
-from fusedvit.ops import Ops, ops_for
-from fusedvit.program import EncoderProgram
-from fusedvit.weights import EncoderWeights, LinearWeights
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.model.ops import Ops, ops_for
+from fusedvit.model.weights import EncoderWeights, LinearWeights
+from fusedvit.runtime.captured_encoder import EncoderProgram
 
 Times = list[tuple[str, float]]
 

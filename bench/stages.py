@@ -9,20 +9,19 @@ import torch
 from einops import rearrange
 from torch import nn
 
-from fusedvit.buffers import Capacity, EncoderBuffers, allocate
-from fusedvit.encoder import encode
-from fusedvit.items import Item
 from fusedvit.kernels.attention import query_scale
-from fusedvit.kernels.configs import Target
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats
 from fusedvit.kernels.metadata import MERGED, TOKENS
 from fusedvit.kernels.reference.linear import store_moments
 from fusedvit.kernels.reference.metadata import vision_metadata
-from fusedvit.kernels.row_stats import RowStats
-from fusedvit.ops import Ops
-from fusedvit.plan import EncoderPlan, plan_for
-from fusedvit.spec import VisionSpec
-from fusedvit.weights import EncoderWeights, MergerWeights
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
+from fusedvit.model.encoder import encode
+from fusedvit.model.ops import Ops
+from fusedvit.model.plan import EncoderPlan, plan_for
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import EncoderWeights, MergerWeights
+from fusedvit.runtime.inputs import Item
 
 
 @dataclass(frozen=True)

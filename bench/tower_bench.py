@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.api import fuse
 from fusedvit.bench import engine_like, family_towers, peer_attention, roofline, split, towers
 from fusedvit.bench.families import rows_of
 from fusedvit.bench.timing import Contender, first_ms, in_long_turns, ratios, spread
@@ -24,10 +25,9 @@ from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import peak_mib
 from fusedvit.config import FuseConfig
-from fusedvit.handle import FusedEncoder
-from fusedvit.huggingface import fuse
-from fusedvit.kernels.configs import Target
-from fusedvit.plan import plan_for
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.plan import plan_for
 
 OURS, ALONE, ENGINE = "ours", "ours, graph alone", "engine-like"
 BELIEVED = 0.9  # of the floor: its rates are measured ones, which a good day may pass a little

@@ -7,9 +7,9 @@ from torch import nn
 
 from fusedvit.cli.weights import cast_parameters_, random_weights_
 from fusedvit.families.registry import family_of
-from fusedvit.folding import prepare
-from fusedvit.spec import VisionSpec
-from fusedvit.weights import EncoderWeights
+from fusedvit.model.prepare_weights import prepare
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import EncoderWeights
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "Qwen3-VL-8B": {

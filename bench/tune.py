@@ -32,9 +32,9 @@ from fusedvit.bench.prune import Prune
 from fusedvit.bench.questions import Candidate, Question, candidates, cases_of, compilation, contents_of
 from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, captured, in_turns
-from fusedvit.kernels import forms, tables
-from fusedvit.kernels.configs import Target
-from fusedvit.kernels.forms import FORMS, Key
+from fusedvit.kernels import backends, tuning_table
+from fusedvit.kernels.backends import FORMS, Key
+from fusedvit.kernels.tile_configs import Target
 
 PRUNING = 0.6  # of the time, at most
 MARGIN = 0.02  # that another configuration must be faster by
@@ -87,7 +87,7 @@ def time_candidates(
         for i, config in enumerate(configs):
             try:
                 replay = captured(functools.partial(case.run, config), case.sets, device)
-            except forms.FormFailed as error:
+            except backends.FormFailed as error:
                 found[i] = str(error)
                 continue
             contenders.append(Contender(str(i), replay, "gpu"))
@@ -148,7 +148,7 @@ class Tuner:
     def in_use(self, question: Question) -> Candidate | None:
         """What the table in use says."""
         target = Target.of(self.device)
-        found = tables.table_for(target).find(question.task.key, target, self.dtype)
+        found = tuning_table.table_for(target).find(question.task.key, target, self.dtype)
         return None if found is None else Candidate.of(found)
 
     def entries(self, asked: Sequence[Question]) -> list[Entry]:
@@ -251,9 +251,9 @@ def _entry(
 
 def passport(gpu: str) -> dict[str, Any]:
     """What a table must say of itself, see `kernels.tables`."""
-    sources = {f"{form.op}/{form.name}": tables.fingerprint(form) for form in FORMS}
+    sources = {f"{form.op}/{form.name}": tuning_table.fingerprint(form) for form in FORMS}
     versions = {"torch": torch.__version__, "fusedvit": __version__, "triton_version": triton.__version__}
-    return {"gpu": gpu, "triton": tables.TRITON, "sources": sources, **versions}
+    return {"gpu": gpu, "triton": tuning_table.TRITON, "sources": sources, **versions}
 
 
 def write(path: Path, gpu: str, entries: list[Entry], decided: Iterable[Key] = ()) -> None:
@@ -273,16 +273,16 @@ def write(path: Path, gpu: str, entries: list[Entry], decided: Iterable[Key] = (
     whole = path.with_name(path.name + ".new")
     whole.write_text(text, encoding="utf-8")
     whole.replace(path)  # a run that is cut here leaves the one before
-    tables.forget()
+    tuning_table.forget()
 
 
 def _holding(document: dict[str, Any]) -> list[Entry]:
     """A table's entries of forms that are still what they were."""
     made = document["passport"]
-    if made["triton"] != tables.TRITON:
+    if made["triton"] != tuning_table.TRITON:
         return []
     known = {f"{form.op}/{form.name}" for form in FORMS}
-    hold = known.difference(*tables.stale_forms(made["sources"], made["torch"]))
+    hold = known.difference(*tuning_table.stale_forms(made["sources"], made["torch"]))
     return [entry for entry in document["entries"] if f"{entry['op']}/{entry['form']}" in hold]
 
 

@@ -8,10 +8,10 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fusedvit.api import fuse, unfuse
     from fusedvit.config import FuseConfig
     from fusedvit.errors import UnsupportedModel
-    from fusedvit.huggingface import fuse, unfuse
-    from fusedvit.spec import VisionSpec
+    from fusedvit.model.spec import VisionSpec
 
 __version__ = "0.1.0"
 __all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse", "unfuse"]
@@ -19,9 +19,9 @@ __all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse"
 _HOMES = {
     "FuseConfig": "fusedvit.config",
     "UnsupportedModel": "fusedvit.errors",
-    "VisionSpec": "fusedvit.spec",
-    "fuse": "fusedvit.huggingface",
-    "unfuse": "fusedvit.huggingface",
+    "VisionSpec": "fusedvit.model.spec",
+    "fuse": "fusedvit.api",
+    "unfuse": "fusedvit.api",
 }
 
 

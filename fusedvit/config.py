@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusedvit.graphs.budgets import check_limits
+from fusedvit.graphs.limits import check_limits
 
 ANY_BUDGET = 2**31  # stands for budgets that are inferred later
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, isfinite
 
-from fusedvit.graphs.budgets import Limits
+from fusedvit.graphs.limits import Limits
 
 IDLE_SHARE = 0.001  # what a token of room costs beside a token of content
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fusedvit.graphs.budgets import Limits
 from fusedvit.graphs.capture import Capture, Graph
+from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Batch
 
 logger = logging.getLogger("fusedvit")

@@ -12,8 +12,8 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from fusedvit.graphs.budgets import Limits
 from fusedvit.graphs.cost import CostModel, PriceList, price_list
+from fusedvit.graphs.limits import Limits
 
 TOKENS = "token budget"
 FRAMES = "frame budget"

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.configs import AttentionConfig
-from fusedvit.kernels.descriptor import box
 from fusedvit.kernels.launch import launch
+from fusedvit.kernels.tile_configs import AttentionConfig
+from fusedvit.kernels.tma import box
 
 
 @dataclass(frozen=True)

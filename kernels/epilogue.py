@@ -1,10 +1,133 @@
-"""What follows a linear layer's product, as frozen records shared by the kernel and its torch twin."""
+"""What plain Triton does with a tile's sums between the product and rounding: see linear.py for the formula."""
 
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
-from fusedvit.kernels.row_stats import RowStats
+# ── row stats ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Partial row moments: what a producing epilogue writes so that the next product can fold its normalisation in.
+#
+# A row of `length` channels is cut into parts of `width`; of each part the mean and the sum of squared deviations (M2)
+# are kept in fp32 and merged by the reader with the pairwise update of Chan, Golub and LeVeque (1979). Unlike sums of
+# squares this stays exact when a channel is hundreds of times the rest, as trained towers have.
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Partial moments of rows.
+
+    Attributes:
+        partials: `[rows, parts, 2]` fp32, (mean, M2) of each part.
+        width: channels of a part; the last part of each `length` may be narrower.
+        length: channels of one producing row. A reader whose rows are several producing rows (a merger) sees
+            `parts` grow by that factor: see `merged`.
+    """
+
+    partials: torch.Tensor
+    width: int
+    length: int
+
+    @property
+    def parts(self) -> int:
+        return self.partials.shape[1]
+
+    @staticmethod
+    def over(storage: torch.Tensor, rows: int, length: int, width: int) -> "RowStats":
+        """Stats of `rows` rows laid over flat fp32 `storage` (at least `rows * ceil(length / width) * 2` long)."""
+        parts = -(-length // width)
+        return RowStats(storage[: rows * parts * 2].view(rows, parts, 2), width, length)
+
+    def merged(self, factor: int) -> "RowStats":
+        """The same moments for rows that are `factor` producing rows side by side."""
+        rows, parts, _ = self.partials.shape
+        return RowStats(self.partials.view(rows // factor, parts * factor, 2), self.width, self.length)
+
+
+@triton.jit
+def _merge_moments(
+    stats_ptr,  # [T, PARTS, 2] fp32
+    rows,  # [BLOCK_M] int64
+    mask_m,  # [BLOCK_M]
+    eps,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """(mean, 1 / sqrt(var + eps)) of each row, merged from its parts CHUNK at a time."""
+    PER_LENGTH: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
+    offs = tl.arange(0, CHUNK)
+    count = 0.0
+    mean = tl.zeros([rows.shape[0]], tl.float32)
+    m2 = tl.zeros([rows.shape[0]], tl.float32)
+    for start in tl.static_range(0, PARTS, CHUNK):
+        part = start + offs
+        size = tl.minimum(LENGTH - (part % PER_LENGTH) * WIDTH, WIDTH)
+        size = tl.where(part < PARTS, size, 0).to(tl.float32)
+        ptrs = stats_ptr + rows[:, None] * (2 * PARTS) + 2 * part[None, :]
+        mask = mask_m[:, None] & (part < PARTS)[None, :]
+        part_mean = tl.load(ptrs, mask=mask, other=0.0)  # [BLOCK_M, CHUNK]
+        part_m2 = tl.load(ptrs + 1, mask=mask, other=0.0)
+        chunk_count = tl.sum(size, 0)
+        chunk_mean = tl.sum(part_mean * size[None, :], 1) / chunk_count
+        spread = part_mean - chunk_mean[:, None]
+        chunk_m2 = tl.sum(part_m2 + size[None, :] * spread * spread, 1)
+        total = count + chunk_count
+        delta = chunk_mean - mean
+        mean += delta * (chunk_count / total)
+        m2 += chunk_m2 + delta * delta * (count * chunk_count / total)
+        count = total
+    return mean, 1.0 / tl.sqrt(m2 / count + eps)
+
+
+@triton.jit
+def _merge_squares(
+    stats_ptr,  # [T, PARTS, 2] fp32
+    rows,  # [BLOCK_M] int64
+    mask_m,  # [BLOCK_M]
+    eps,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """1 / sqrt(mean of squares + eps) of each row: a part's sum of squares is M2 + size mean^2, all of one sign."""
+    PER_LENGTH: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
+    offs = tl.arange(0, CHUNK)
+    squares = tl.zeros([rows.shape[0]], tl.float32)
+    for start in tl.static_range(0, PARTS, CHUNK):
+        part = start + offs
+        size = tl.minimum(LENGTH - (part % PER_LENGTH) * WIDTH, WIDTH).to(tl.float32)
+        ptrs = stats_ptr + rows[:, None] * (2 * PARTS) + 2 * part[None, :]
+        mask = mask_m[:, None] & (part < PARTS)[None, :]
+        mean = tl.load(ptrs, mask=mask, other=0.0)  # [BLOCK_M, CHUNK]
+        squares += tl.sum(tl.load(ptrs + 1, mask=mask, other=0.0) + size[None, :] * mean * mean, 1)
+    return 1.0 / tl.sqrt(squares / (PARTS // PER_LENGTH * LENGTH) + eps)
+
+
+@triton.jit
+def _store_moments(
+    y,  # [BLOCK_M, BLOCK_N] fp32, the rounded output
+    stats_ptr,  # [T, PARTS, 2] fp32
+    rows,  # [BLOCK_M] int64
+    mask_m,
+    mask_n,
+    part,
+    size,  # columns of this part
+    PARTS: tl.constexpr,
+):
+    """Writes (mean, M2) of this tile's columns for each row."""
+    mean = tl.sum(tl.where(mask_n[None, :], y, 0.0), 1) / size
+    spread = tl.where(mask_n[None, :], y - mean[:, None], 0.0)
+    ptrs = stats_ptr + rows * (2 * PARTS) + 2 * part
+    tl.store(ptrs, mean, mask=mask_m)
+    tl.store(ptrs + 1, tl.sum(spread * spread, 1), mask=mask_m)
+
+
+# ── epilogue ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What follows a linear layer's product, as frozen records shared by the kernel and its torch twin.
 
 ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
 
@@ -119,3 +242,80 @@ class Epilogue:
     def gated(self) -> bool:
         """The output has one column for two of the product."""
         return self.activation == "swiglu"
+
+
+# ── linear epilogue ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _activate(x, ACT: tl.constexpr):
+    """The activation on fp32 values. gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))."""
+    if ACT == "gelu_tanh":
+        return x / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
+    elif ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "quick_gelu":
+        return x / (1.0 + tl.exp2(-2.45546696 * x))
+    else:
+        return x
+
+
+@triton.jit
+def _gate_pairs(acc, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of (gate, up) pairs -> silu(gate) up, [BLOCK_M, BLOCK_N / 2]."""
+    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
+
+
+@triton.jit
+def _unpack(word):
+    """(cos, sin) from the halves u of a word: u / 32768 - 1, exact in fp32. As the mantissa of 2^23, u makes 2^23 + u
+    without the unit that makes integers floats, a quarter as wide as others: by that one words were 5 % slower."""
+    cos = ((word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+    sin = (((word >> 16) & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+    return cos * (1.0 / 32768) - 257.0, sin * (1.0 / 32768) - 257.0
+
+
+@triton.jit
+def _rotate_pairs(
+    acc,  # [BLOCK_M, BLOCK_N] fp32
+    rope_ptr,  # [T, WORDS] int32: cos and sin of a pair (see rope_words.py); or [T, 2, HEAD_DIM / 2] fp32
+    rows,  # [BLOCK_M] int64
+    mask_m,
+    col0,
+    ROPE_COLS: tl.constexpr,  # q and k columns; the rest (v) is left alone
+    HEAD_DIM: tl.constexpr,
+    WORDS: tl.constexpr,  # 0: factors in fp32
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    a, b = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    pair = col0 // 2 + tl.arange(0, BLOCK_N // 2)
+    turned = (pair < ROPE_COLS // 2)[None, :]
+    mask = mask_m[:, None] & turned
+    if WORDS > 0:
+        word = tl.load(rope_ptr + rows[:, None] * WORDS + (pair % (HEAD_DIM // 2))[None, :], mask=mask, other=0)
+        cos, sin = _unpack(word)
+        if ROPE_COLS % BLOCK_N != 0:
+            cos, sin = tl.where(turned, cos, 1.0), tl.where(turned, sin, 0.0)
+    else:
+        ptrs = rope_ptr + rows[:, None] * HEAD_DIM + (pair % (HEAD_DIM // 2))[None, :]
+        cos = tl.load(ptrs, mask=mask, other=1.0)
+        sin = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def _add_taps(
+    acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N: tl.constexpr, TAPS: tl.constexpr
+):
+    for i in tl.static_range(TAPS):
+        index = tl.load(tap_index_ptr + rows * TAPS + i, mask=mask_m, other=0).to(tl.int64)  # [BLOCK_M]
+        weight = tl.load(tap_weight_ptr + rows * TAPS + i, mask=mask_m, other=0.0)
+        mask = mask_m[:, None] & mask_n[None, :]
+        row = tl.load(table_ptr + index[:, None] * N + cols[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
+        acc += weight[:, None] * row.to(tl.float32)
+    return acc

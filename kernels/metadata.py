@@ -19,11 +19,170 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.divide import _divide
-from fusedvit.kernels.locate import _locate
-from fusedvit.kernels.positions import _frequencies, _store_bicubic, _store_bilinear, _store_rope
-from fusedvit.kernels.rope_words import width
-from fusedvit.kernels.windows import _span, _window_of_token, _window_tile, _window_tiles, _windows
+from fusedvit.kernels.positions import _frequencies, _store_bicubic, _store_bilinear, _store_rope, width
+
+# ── divide ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Division of offsets and sizes, which are never negative.
+
+
+@triton.jit
+def _divide(a, b):
+    """(quotient, remainder) of int32: unsigned, it is two thirds of the instructions."""
+    quotient = (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+    return quotient, a - quotient * b
+
+
+# ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Where attention windows lie in a frame whose tokens come window by window.
+#
+# A frame of h x w patches is cut into windows of SIDE x SIDE, row by row from the top left; those at the right and lower
+# border may be narrower or lower. A window's tokens come in merge-block order, like a small frame's.
+
+
+@triton.jit
+def _window_of_token(within, h, w, SIDE: tl.constexpr, MERGE: tl.constexpr):
+    """(row, col) in the frame of its tokens `within` 0 .. h w - 1 in window order."""
+    window_row, inside = _divide(within, SIDE * w)  # windows of a row hold all its SIDE rows of patches, w wide
+    height = tl.minimum(h - window_row * SIDE, SIDE)
+    window_col, inside = _divide(inside, height * SIDE)
+    width = tl.minimum(w - window_col * SIDE, SIDE)
+    block_row, block_col = _divide(inside // (MERGE * MERGE), width // MERGE)
+    row = block_row * MERGE + inside // MERGE % MERGE
+    col = block_col * MERGE + inside % MERGE
+    return window_row * SIDE + row, window_col * SIDE + col
+
+
+@triton.jit
+def _span(window_row, window_col, h, w, SIDE: tl.constexpr):
+    """(first token within the frame, tokens) of a window."""
+    height = tl.minimum(h - window_row * SIDE, SIDE)
+    width = tl.minimum(w - window_col * SIDE, SIDE)
+    return window_row * (SIDE * w) + window_col * (height * SIDE), height * width
+
+
+@triton.jit
+def _windows(h, w, SIDE: tl.constexpr):
+    """How many windows a frame has."""
+    return ((h + SIDE - 1) // SIDE) * ((w + SIDE - 1) // SIDE)
+
+
+@triton.jit
+def _tiles_of_row(height, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Query tiles of a row of windows, `height` patches high."""
+    last = (height * (w % SIDE) + BLOCK_Q - 1) // BLOCK_Q
+    return w // SIDE * ((height * SIDE + BLOCK_Q - 1) // BLOCK_Q) + last
+
+
+@triton.jit
+def _window_tiles(h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """How many query tiles the windows of a frame have."""
+    return h // SIDE * _tiles_of_row(SIDE, w, SIDE, BLOCK_Q) + _tiles_of_row(h % SIDE, w, SIDE, BLOCK_Q)
+
+
+@triton.jit
+def _window_tile(tile, h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """(first token within the frame, tokens) of the window of the frame's tile `tile`, and which of its tiles it is."""
+    full = tl.maximum(_tiles_of_row(SIDE, w, SIDE, BLOCK_Q), 1)
+    window_row = tl.minimum(_divide(tile, full)[0], h // SIDE)  # whole rows of windows, then perhaps a lower one
+    tile -= window_row * full
+    height = tl.minimum(h - window_row * SIDE, SIDE)
+    each = tl.maximum((height * SIDE + BLOCK_Q - 1) // BLOCK_Q, 1)
+    window_col = tl.minimum(_divide(tile, each)[0], w // SIDE)
+    begin, size = _span(window_row, window_col, h, w, SIDE)
+    return begin, size, tile - window_col * each
+
+
+# ── locate ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Which item of a grid table something belongs to: sums over items, looked up 64 at a time.
+#
+# A lane of a warp has two items, and every warp all 64, so that sums, searches and exchanges stay within a warp: no
+# barriers, and no second wait for memory before the 65th item.
+
+LANES = tl.constexpr(32)
+
+
+@triton.jit
+def _size(
+    item, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
+    ABOVE: tl.constexpr, UP_TO: tl.constexpr,
+):  # fmt: skip
+    """(how many of KIND, tokens) of items; none past the table."""
+    mask = item < num_items
+    t = tl.load(grid_ptr + 3 * item, mask=mask, other=0)
+    h = tl.load(grid_ptr + 3 * item + 1, mask=mask, other=0)
+    w = tl.load(grid_ptr + 3 * item + 2, mask=mask, other=0)
+    tokens = t * h * w
+    if KIND == 0:
+        size = tokens
+    elif KIND == 2:
+        size = t
+    elif KIND == 3:
+        size = t * ((h * w + BLOCK_Q - 1) // BLOCK_Q)
+        if ABOVE > 0:
+            size = tl.where(h * w > ABOVE, size, 0)
+        if UP_TO > 0:
+            size = tl.where(h * w <= UP_TO, size, 0)
+    elif KIND == 4:
+        size = t * _windows(h, w, WINDOW)
+    else:
+        size = t * _window_tiles(h, w, WINDOW, BLOCK_Q)
+    return size, tokens
+
+
+@triton.jit
+def _search(end, offs):
+    """Of intervals that follow each other up to each of `end` [LANES], which each of `offs` lies in: how many end at or
+    before it, empty ones too. The last, if it lies past them all."""
+    found = offs * 0
+    for i in tl.static_range(5):
+        found = tl.where(tl.gather(end, found + ((16 >> i) - 1), 0) <= offs, found + (16 >> i), found)
+    return found
+
+
+@triton.jit
+def _locate(
+    offs, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
+    ABOVE: tl.constexpr = 0, UP_TO: tl.constexpr = 0,
+):  # fmt: skip
+    """Which item each of `offs` belongs to, by KIND: tokens (0), frames (2), tiles (3), windows (4), their tiles.
+
+    Only frames of more than ABOVE tokens have tiles, and of at most UP_TO, if that is not 0.
+    Returns, for each: its offset within the item, the item's first token, height, width (past the total: undefined,
+    height and width 0); and the totals.
+    """
+    total = 0
+    total_tokens = 0
+    within = offs * 0
+    first = offs * 0
+    height = offs * 0
+    width = offs * 0
+    for start in tl.range(0, num_items, 2 * LANES):
+        even = start + 2 * tl.arange(0, LANES)
+        size, tokens = _size(even, grid_ptr, num_items, KIND, BLOCK_Q, WINDOW, ABOVE, UP_TO)
+        odd_size, odd_tokens = _size(even + 1, grid_ptr, num_items, KIND, BLOCK_Q, WINDOW, ABOVE, UP_TO)
+        both = size + odd_size
+        end = total + tl.cumsum(both, 0)  # [LANES], of pairs of items
+        pair = _search(end, offs)
+        here = (offs >= total) & (offs < total + tl.sum(both, 0))
+        middle = tl.gather(end - odd_size, pair, 0)
+        odd = offs >= middle
+        within = tl.where(here, offs - tl.where(odd, middle, middle - tl.gather(size, pair, 0)), within)
+        total += tl.sum(both, 0)
+        if KIND != 0:
+            both_tokens = tokens + odd_tokens
+            middle = total_tokens + tl.gather(tl.cumsum(both_tokens, 0) - odd_tokens, pair, 0)
+            first = tl.where(here, tl.where(odd, middle, middle - tl.gather(tokens, pair, 0)), first)
+            total_tokens += tl.sum(both_tokens, 0)
+        item = start + 2 * pair + odd.to(tl.int32)
+        height = tl.load(grid_ptr + 3 * item + 1, mask=here, other=height)
+        width = tl.load(grid_ptr + 3 * item + 2, mask=here, other=width)
+    if KIND == 0:
+        first = offs - within
+        total_tokens = total
+    return within, first, height, width, total, total_tokens
+
+
+# ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
 BLOCK = 32  # one a lane: code is unrolled over more, and most of the time is spent fetching it

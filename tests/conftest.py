@@ -30,4 +30,4 @@ def device() -> torch.device:
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans as on a Hopper GPU; the interpreter, which runs no Gluon, is not asked."""
-    monkeypatch.setattr("fusedvit.kernels.hopper.compat.usable", lambda capability: capability == 90)
+    monkeypatch.setattr("fusedvit.kernels.hopper.gluon_compat.usable", lambda capability: capability == 90)

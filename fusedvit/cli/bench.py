@@ -17,8 +17,8 @@ from fusedvit.bench.passport import passport
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.cli import documents
 from fusedvit.cli.progress import with_progress
-from fusedvit.kernels import forms
-from fusedvit.kernels.configs import note_failure
+from fusedvit.kernels import backends
+from fusedvit.kernels.tile_configs import note_failure
 
 app = typer.Typer(help="Measure towers and operations against their peers.", invoke_without_command=True)
 
@@ -41,7 +41,7 @@ Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when
 
 def _leave_out(asked: list[str] | None) -> list[str] | None:
     """As if these forms did not compile here."""
-    known = {f"{form.op}/{form.name}" for form in forms.FORMS if form.name != "triton"}
+    known = {f"{form.op}/{form.name}" for form in backends.FORMS if form.name != "triton"}
     _refuse_unknown(asked or [], known, "--without")
     for form in asked or []:
         note_failure(form, "left out by --without")

@@ -14,11 +14,11 @@ import fusedvit
 from fusedvit.cli import environment, kernel_checks
 from fusedvit.cli.encoding import kernel_calls
 from fusedvit.cli.measure import Latency, Launches, gpu_launches, latency, operators, peak_mib
+from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, Media, load
 from fusedvit.cli.packing import PackedCall, packed_calls
 from fusedvit.cli.processors import VisionInput, prepare
 from fusedvit.cli.towers import checkpoint_tower, geometry_of, layout_of, random_tower
 from fusedvit.cli.weights import cast_parameters_
-from fusedvit.media import SAMPLE_IMAGE, SAMPLE_VIDEO, Media, load
 from fusedvit.tolerance import Comparison, Summary, compare, summarize
 
 Step = Callable[[str], None]

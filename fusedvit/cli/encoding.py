@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from fusedvit.buffers import Capacity, allocate
-from fusedvit.encoder import EncoderOutputs, encode
-from fusedvit.families.record import Family
-from fusedvit.folding import prepare
-from fusedvit.items import Item
-from fusedvit.kernels.configs import Target
-from fusedvit.ops import Ops
-from fusedvit.plan import plan_for
-from fusedvit.spec import VisionSpec
+from fusedvit.families.base import Family
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.buffers import Capacity, allocate
+from fusedvit.model.encoder import EncoderOutputs, encode
+from fusedvit.model.ops import Ops
+from fusedvit.model.plan import plan_for
+from fusedvit.model.prepare_weights import prepare
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.inputs import Item
 
 H100 = Target(90, 132, 227 * 1024)  # whose tiles are taken where there is no GPU to ask
 

@@ -16,8 +16,8 @@ from fusedvit.cli.encoding import encode_once
 from fusedvit.cli.towers import TINY
 from fusedvit.cli.weights import random_weights_
 from fusedvit.families.registry import family_of
-from fusedvit.items import Item
-from fusedvit.ops import TRITON
+from fusedvit.model.ops import TRITON
+from fusedvit.runtime.inputs import Item
 from fusedvit.tolerance import Comparison, compare
 
 ONE_BLOCK = {**TINY, "depth": 1, "deepstack_visual_indexes": [0]}

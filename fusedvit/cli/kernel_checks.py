@@ -51,7 +51,19 @@ def interpreted_block() -> KernelCheck:
 def compiled_kernels() -> KernelCheck:
     """Every kernel that Qwen3-VL-8B's tower launches in bf16, in every configuration, compiled for sm_90."""
     what = f"Qwen3-VL-8B's kernels for sm_{ARCH}"
-    command = ["fusedvit.aot", "--arch", str(ARCH), "--tower", "hd72", "--dtype", "bf16", "--jobs", "2", "--json", "-"]
+    command = [
+        "fusedvit.runtime.ahead_of_time",
+        "--arch",
+        str(ARCH),
+        "--tower",
+        "hd72",
+        "--dtype",
+        "bf16",
+        "--jobs",
+        "2",
+        "--json",
+        "-",
+    ]
     summary, error = _json_of(command, {"TRITON_INTERPRET": "0"})
     if summary is None:
         return KernelCheck(what, False, error, {})

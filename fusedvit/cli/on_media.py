@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from fusedvit.cli.demo import Step, load_media
+from fusedvit.cli.media import Media, MediaError
 from fusedvit.cli.progress import with_progress
 from fusedvit.errors import UnsupportedModel
-from fusedvit.media import Media, MediaError
 
 Result = TypeVar("Result")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fusedvit.graphed import limits_for
-from fusedvit.graphs.budgets import Limits
+from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Work, pack
-from fusedvit.pricing import expected_cost
+from fusedvit.runtime.pricing import expected_cost
+from fusedvit.runtime.tower_graphs import limits_for
 
 FREE_BYTES = 16 * 2**30  # of device memory, where there is no GPU to ask
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from fusedvit.cli.demo import CallResult, Demo
 from fusedvit.cli.environment import device_name
+from fusedvit.cli.media import Media
 from fusedvit.cli.names import shorten, stem
-from fusedvit.media import Media
 from fusedvit.tolerance import FACTOR_MAX, FACTOR_RMS
 
 GREY, BLUE, RED, INK = "#b9bec6", "#2463c9", "#c8372d", "#22262d"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from fusedvit.media import Media
+from fusedvit.cli.media import Media
 
 
 @dataclass(frozen=True)

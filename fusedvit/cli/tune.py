@@ -14,7 +14,7 @@ from rich.table import Table
 from fusedvit.bench import kernel_bench, prune, questions, shortlist, tune
 from fusedvit.cli import documents
 from fusedvit.cli.progress import CountedStep, with_bar
-from fusedvit.kernels import tables
+from fusedvit.kernels import tuning_table
 
 CPU_NAME = "CPU"
 FLAGSHIPS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
@@ -60,7 +60,7 @@ def command(
     dtype = torch.bfloat16 if device.type == "cuda" or dry_run else torch.float32
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
     waves, console = _asked(names, budget, operation, dtype), Console()
-    path = out or tables.user_folder() / tables.file_name(gpu)
+    path = out or tuning_table.user_folder() / tuning_table.file_name(gpu)
     log = tune.Log(path.with_suffix(".log.jsonl"), tune.passport(gpu) | {"thorough": thorough})
     pruned = prune.in_processes(jobs, dtype, device) if device.type == "cuda" else prune.here(dtype, device)
     tuner = tune.Tuner(device, dtype, log, pruned, deadline=deadline, thorough=thorough)

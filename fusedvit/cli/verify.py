@@ -13,9 +13,9 @@ from rich.table import Table
 import fusedvit
 from fusedvit.cli import demo, documents, environment
 from fusedvit.cli.demo import OutputParity, Step
+from fusedvit.cli.media import Media
 from fusedvit.cli.on_media import on_media
 from fusedvit.cli.towers import checkpoint_tower
-from fusedvit.media import Media
 from fusedvit.tolerance import Summary, summarize
 
 

@@ -7,9 +7,9 @@ no positions but the rotary ones and normalise q and k; GLM-5.3 clamps both SwiG
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.record import LINEAR_PATCH_EMBED, Family, rope_theta_of
-from fusedvit.names import DownsampleNames, WeightNames
-from fusedvit.spec import VisionSpec
+from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.families.param_names import DownsampleNames, WeightNames
+from fusedvit.model.spec import VisionSpec
 
 NAMES = WeightNames(
     patch="patch_embed.proj",

@@ -4,9 +4,9 @@ models that took one of these towers over."""
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.record import LINEAR_PATCH_EMBED, Family, rope_theta_of
-from fusedvit.names import MergerNames, WeightNames
-from fusedvit.spec import VisionSpec
+from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.families.param_names import MergerNames, WeightNames
+from fusedvit.model.spec import VisionSpec
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
 _SIDE_IS_SQUARE = "num_position_embeddings must be a square number, got {}"

@@ -1,9 +1,9 @@
 """Every family that can be fused."""
 
-from fusedvit.families import glm, qwen2, qwen3, qwen25
-from fusedvit.families.record import Family
+from fusedvit.families import glm, qwen2, qwen2_5, qwen3
+from fusedvit.families.base import Family
 
-FAMILIES: tuple[Family, ...] = (*qwen2.FAMILIES, *qwen25.FAMILIES, *qwen3.FAMILIES, *glm.FAMILIES)
+FAMILIES: tuple[Family, ...] = (*qwen2.FAMILIES, *qwen2_5.FAMILIES, *qwen3.FAMILIES, *glm.FAMILIES)
 
 
 def family_of(class_name: str) -> Family | None:

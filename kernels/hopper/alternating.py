@@ -21,17 +21,15 @@ import torch
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from fusedvit.kernels.codegen_checks import misplaced_ring
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.hopper.alternating_configs import HALVES, HopperAlternatingConfig
 from fusedvit.kernels.hopper.alternating_warps import Turns, _consumer, _producer
-from fusedvit.kernels.hopper.compat import gl, gluon
-from fusedvit.kernels.hopper.linear import _constants
-from fusedvit.kernels.hopper.linear_epilogue import Tail
-from fusedvit.kernels.hopper.transposed import _boxes, unsupported
-from fusedvit.kernels.hopper.transposed_parts import Boxes, Ring, Tile, chunks_of
-from fusedvit.kernels.hopper.transposed_tail import LINES
+from fusedvit.kernels.hopper.gemm import _constants
+from fusedvit.kernels.hopper.gemm_epilogue import Tail
+from fusedvit.kernels.hopper.gemm_swap_ab import LINES, Boxes, Ring, Tile, _boxes, chunks_of, unsupported
+from fusedvit.kernels.hopper.gluon_compat import gl, gluon
 from fusedvit.kernels.launch import Loaded, launch
-from fusedvit.kernels.sass import misplaced_ring
 
 HALF = gl.constexpr(HALVES)
 

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import torch
 
-from fusedvit.kernels.configs import Target
-from fusedvit.kernels.hopper.linear_configs import begins_early, hopper_linear_config, tile_of
-from fusedvit.kernels.hopper.transposed_configs import LONG_K, UNIT, UNIT_BYTES, OfChunks, supports
+from fusedvit.kernels.hopper.gemm_configs import begins_early, hopper_linear_config, tile_of
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import LONG_K, UNIT, UNIT_BYTES, OfChunks, supports
+from fusedvit.kernels.tile_configs import Target
 
 HALVES = 2  # of 64 features each, that a consumer's tile has
 COLS = HALVES * UNIT

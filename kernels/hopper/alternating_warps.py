@@ -4,31 +4,31 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from fusedvit.kernels.hopper.alternating_configs import COLS, HALVES
-from fusedvit.kernels.hopper.compat import barrier, gl, gluon
-from fusedvit.kernels.hopper.linear_epilogue import _chan
-from fusedvit.kernels.hopper.linear_parts import Form, _tile_of, _walk
-from fusedvit.kernels.hopper.records import record, reinterpret
-from fusedvit.kernels.hopper.transposed_parts import (
-    Ring,
-    Tile,
-    _multiply,
-    _next_stage,
-    _settle,
-    _weights,
-    chunks_of,
-)
-from fusedvit.kernels.hopper.transposed_tail import (
+from fusedvit.kernels.hopper.gemm import Form, _tile_of, _walk
+from fusedvit.kernels.hopper.gemm_epilogue import _chan
+from fusedvit.kernels.hopper.gemm_swap_ab import (
     LINES,
     ROOM,
+    Ring,
+    Tile,
     _ask_moments,
+    _bring,
     _end_chunk,
     _features,
+    _load_rows,
     _load_vectors,
+    _load_weights,
     _merge_parts,
+    _multiply,
+    _next_stage,
     _places,
+    _settle,
+    _weights,
+    _zeros,
+    chunks_of,
     share_of,
 )
-from fusedvit.kernels.hopper.transposed_warps import _bring, _load_rows, _load_weights, _zeros
+from fusedvit.kernels.hopper.gluon_compat import barrier, gl, gluon, record, reinterpret
 
 GROUP = gl.constexpr(8)  # tile rows that are walked together, so that weights stay in L2
 WIDE = gl.constexpr(COLS)

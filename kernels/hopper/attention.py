@@ -23,18 +23,27 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.attention import Segments, split_head
-from fusedvit.kernels.hopper import attention_places
-from fusedvit.kernels.hopper.attention_barriers import address_of_barriers, await_phase, handle, make_barriers
-from fusedvit.kernels.hopper.attention_boxes import boxes
-from fusedvit.kernels.hopper.attention_consumer import consumer
-from fusedvit.kernels.hopper.attention_parts import ROWS, SHIFT, SUMS, Memory, Sizes, first_item, stage_of, work_item
-from fusedvit.kernels.hopper.attention_spare import one_array
-from fusedvit.kernels.hopper.attention_sums import one_array_with_ones
-from fusedvit.kernels.hopper.compat import async_load, barrier, gl, gluon
-from fusedvit.kernels.hopper.configs import MAX_HEAD, HopperAttentionConfig
-from fusedvit.kernels.hopper.records import reinterpret
+from fusedvit.kernels.codegen_checks import misplaced_ring
+from fusedvit.kernels.hopper import attention_configs
+from fusedvit.kernels.hopper.attention_configs import MAX_HEAD, HopperAttentionConfig
+from fusedvit.kernels.hopper.attention_consumer import consumer, one_array, one_array_with_ones
+from fusedvit.kernels.hopper.attention_smem import (
+    ROWS,
+    SHIFT,
+    SUMS,
+    Memory,
+    Sizes,
+    address_of_barriers,
+    await_phase,
+    boxes,
+    first_item,
+    handle,
+    make_barriers,
+    stage_of,
+    work_item,
+)
+from fusedvit.kernels.hopper.gluon_compat import async_load, barrier, gl, gluon, reinterpret
 from fusedvit.kernels.launch import Loaded, launch
-from fusedvit.kernels.sass import misplaced_ring
 
 
 @gluon.jit
@@ -105,8 +114,8 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
     gdc_launch_dependents()
 
 
-places = gluon.constexpr_function(attention_places.places)
-UNIT = gl.constexpr(attention_places.UNIT)
+places = gluon.constexpr_function(attention_configs.places)
+UNIT = gl.constexpr(attention_configs.UNIT)
 
 
 @gluon.jit

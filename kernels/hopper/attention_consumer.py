@@ -3,33 +3,452 @@
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from fusedvit.kernels.hopper.attention_barriers import address_of_barriers, arrive, await_phase
-from fusedvit.kernels.hopper.attention_parts import (
+from fusedvit.kernels.hopper import attention_configs
+from fusedvit.kernels.hopper.attention_smem import (
     ROWS,
     SHIFT,
     SUMS,
     Memory,
     Sizes,
+    address_of_barriers,
+    arrive,
+    await_phase,
     first_item,
     following_item,
+    halves,
+    of_product,
     of_threads,
     place,
     program_again,
+    store_rows,
+    subtracted,
     work_item,
 )
-from fusedvit.kernels.hopper.attention_redo import redo_tile
-from fusedvit.kernels.hopper.attention_softmax import (
-    SUMS_OF,
-    all_of,
-    finish_rows,
-    mask_keys,
-    partial_sum,
-    rounded,
-    start_rows,
-)
-from fusedvit.kernels.hopper.attention_spare import add_tail_values, prepare_ones, query_tail, tail_scores
-from fusedvit.kernels.hopper.attention_sums import add_tail_and_sums, add_values_and_sums
-from fusedvit.kernels.hopper.compat import barrier, gl, gluon
+from fusedvit.kernels.hopper.gluon_compat import barrier, gl, gluon, reinterpret
+
+# ── attention spare ───────────────────────────────────────────────────────────────────────────────────────────────────
+# Tails of heads of 72 in the Hopper attention kernel: the 8 columns that they leave of an instruction's 16 work, too.
+#
+#     [q | -m] . [k | 1] = q . k - m        p [v | 1] = [p v | sum of p]
+#
+# so that shifting scores and summing rows take no products of their own. The copy engine writes a box of 8 columns
+# densely, which is a column of an unswizzled matrix: blocks of 8 x 8, 128 bytes each. The other column is one block of
+# ones for all stages; a descriptor of a matrix says how far it is. Gluon has no such products, so they are written here
+# as text, and find their operands by address: the memory that they are in lies where shared memory begins, as
+# `sass.misplaced_ring` makes sure.
+
+COLUMNS = gl.constexpr(16)  # of a tail's product, of which a head has half
+TAIL = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of [ROWS, COLUMNS]
+SLOT = gl.constexpr(attention_configs.SPARE_UNIT)
+# Of a matrix of blocks without a swizzle: 128 bytes from 8 rows (keys) to the next ones, in units of 16.
+BLOCK = 128 >> 4
+
+
+@gluon.jit
+def one_array(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s: Sizes):
+    """Queries, keys, values and their tails, all of it in one array: views that `Sizes` says the beginnings of."""
+    UNITS: gl.constexpr = s.UNITS
+    KEYS: gl.constexpr = kv_desc.layout
+    SLIM: gl.constexpr = q_tail_desc.layout
+    COLUMN: gl.constexpr = kv_tail_desc.layout
+    q = gl.allocate_shared_memory(s.DTYPE, [UNITS, ROWS, s.HEAD], q_desc.layout)
+    k = reinterpret(q, s.DTYPE, [UNITS, 1, s.BLOCK_N, s.HEAD], KEYS)
+    q_tail = reinterpret(q, s.DTYPE, [4 * UNITS, ROWS, s.TAIL], SLIM)
+    k_tail = reinterpret(q, s.DTYPE, [8 * UNITS, 1, s.BLOCK_N, 8], COLUMN)
+    return q, q_tail, k, k_tail, k, k_tail
+
+
+@gluon.constexpr_function
+def _scores_text(keys, stages, consumer, kind):
+    """Scores first, then queries' tails (a place each 16 keys, all alike, of which the first is read), then the stage.
+
+    Keys lie along: from columns to ones is the leading distance, from keys to keys the stride.
+    """
+    held = keys // 2
+    sums = ", ".join(f"${i}" for i in range(held))
+    queries = ", ".join(f"${held + i}" for i in range(4))
+    stage = f"${held + held // 2}"
+    onward = SLOT.value >> 4  # from stage to stage; ones are as much nearer
+    ones = (2 * stages + consumer) * onward
+    return f"""{{ .reg .b32 at, low, high; .reg .b64 k; .reg .pred more;
+        setp.ne.u32 more, 0, 0;
+        mov.u32 at, global_smem; shr.u32 at, at, 4; add.u32 at, at, {ones << 16};
+        mad.lo.u32 low, {stage}, {(onward - (onward << 16)) & 0xFFFFFFFF}, at;
+        mov.u32 high, {BLOCK}; mov.b64 k, {{low, high}};
+        wgmma.fence.sync.aligned;
+        wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.{kind}.{kind} {{{sums}}}, {{{queries}}}, k, more, 1, 1, 0;
+        wgmma.commit_group.sync.aligned; }}"""
+
+
+@gluon.constexpr_function
+def _values_text(steps, stages, consumer, kind):
+    """Sums first, then P, 16 keys at a time, then the stage. Keys lie across: `_scores_text`, the other way round."""
+    held = 8
+    sums = ", ".join(f"${i}" for i in range(held))
+    stage = f"${2 * held + 4 * steps}"
+    onward = SLOT.value >> 4
+    text = f"""{{ .reg .b32 low, high, at; .reg .b64 v; .reg .pred more;
+        setp.eq.u32 more, 0, 0;
+        mov.u32 at, global_smem; shr.u32 at, at, 4; add.u32 at, at, {stages * onward + (BLOCK << 16)};
+        mad.lo.u32 low, {stage}, {onward}, at;
+        mul.lo.u32 high, {stage}, {-onward & 0xFFFFFFFF}; add.u32 high, high, {(stages + consumer) * onward};
+        mov.b64 v, {{low, high}};
+        wgmma.fence.sync.aligned;"""
+    for step in range(steps):
+        p = ", ".join(f"${2 * held + 4 * step + i}" for i in range(4))
+        text += f"""
+        wgmma.mma_async.sync.aligned.m64n16k16.f32.{kind}.{kind} {{{sums}}}, {{{p}}}, v, more, 1, 1, 1;
+        add.u64 v, v, {2 * BLOCK};"""
+    return text + " wgmma.commit_group.sync.aligned; }"
+
+
+@gluon.jit
+def prepare_ones(m: Memory, s: Sizes, C: gl.constexpr):
+    """This consumer's block of ones, before its first product."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
+    block = m.k_tail.index(s.ONES_AT + C).reshape((s.BLOCK_N, 8))
+    block.store(gl.full([s.BLOCK_N, 8], 1.0, s.DTYPE, LINES))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def query_tail(m: Memory, buffer, s: Sizes, C: gl.constexpr):
+    """Queries' last 8 columns, and zeros where minus their offsets will be."""
+    tail = gl.zeros([ROWS, COLUMNS], s.DTYPE, TAIL)
+    if s.SPARE:
+        column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, TAIL)), 0)
+        tail = gl.where(column < 8, m.q_tail.index(s.Q_TAIL_AT + buffer * s.CONSUMERS + C).load(TAIL), tail)
+    return tail
+
+
+@gluon.jit
+def with_offset(tail, offset, s: Sizes):
+    """`tail` with minus each row's offset beside it."""
+    return subtracted(tail, offset, 8, s, TAIL)
+
+
+@gluon.jit
+def tail_scores(tail, stage, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """[q | -m] . [k | 1], in flight."""
+    wide = tail
+    for _ in gl.static_range(2):
+        both = gl.permute(gl.join(wide, wide), (0, 2, 1))
+        wide = gl.reshape(both, (ROWS, both.shape[1] * both.shape[2]))
+    wide = gl.convert_layout(wide, LAYOUT, assert_trivial=True)
+    EACH: gl.constexpr = s.BLOCK_N // 2
+    KIND: gl.constexpr = "bf16" if gl.bfloat16 == s.DTYPE else "f16"
+    TEXT: gl.constexpr = _scores_text(s.BLOCK_N, s.STAGES, C, KIND)
+    REGISTERS: gl.constexpr = of_product(EACH, 0, EACH // 2 + EACH)
+    return gl.inline_asm_elementwise(TEXT, REGISTERS, [wide, stage], dtype=gl.float32, is_pure=False, pack=EACH)
+
+
+@gluon.jit
+def add_tail_values(sums, p, stage, s: Sizes, C: gl.constexpr):
+    """sums + P [v | 1], in flight."""
+    left, right = halves(p)
+    a, b = halves(left)
+    c, d = halves(right)
+    a = gl.convert_layout(a, TAIL, assert_trivial=True)
+    b = gl.convert_layout(b, TAIL, assert_trivial=True)
+    c = gl.convert_layout(c, TAIL, assert_trivial=True)
+    d = gl.convert_layout(d, TAIL, assert_trivial=True)
+    KIND: gl.constexpr = "bf16" if gl.bfloat16 == s.DTYPE else "f16"
+    TEXT: gl.constexpr = _values_text(4, s.STAGES, C, KIND)
+    REGISTERS: gl.constexpr = of_product(8, 8, 16 + 8)
+    return gl.inline_asm_elementwise(
+        TEXT, REGISTERS, [sums, a, b, c, d, stage], dtype=gl.float32, is_pure=False, pack=8
+    )
+
+
+# ── attention sums ────────────────────────────────────────────────────────────────────────────────────────────────────
+# Rows of P summed by the last product with values in the Hopper attention kernel: heads of 64 and 80.
+#
+#     p [v | 1] = [p v | sum of p]
+#
+# in 72 columns an instruction, or 24 of a tail of 16: a product of its own with 8 columns of ones takes as long as one of
+# 27. Gluon has no such widths, so that they are written here as text, and find their operands by address: the memory that
+# they are in lies where shared memory begins, as `sass.misplaced_ring` makes sure.
+
+DEEP = gl.constexpr(16)  # keys of an instruction
+UNIT, TAIL_UNIT = gl.constexpr(attention_configs.UNIT), gl.constexpr(attention_configs.TAIL_UNIT)
+EIGHT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))  # of [ROWS, 8]
+
+
+@gluon.jit
+def one_array_with_ones(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s: Sizes):
+    """Queries, keys, values, their tails and ones in one array: views that `Sizes` says the beginnings of."""
+    UNITS: gl.constexpr = s.UNITS
+    QUERIES: gl.constexpr = q_desc.layout
+    KEYS: gl.constexpr = kv_desc.layout
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    q = gl.allocate_shared_memory(s.DTYPE, [UNITS, ROWS, s.HEAD], QUERIES)
+    k = reinterpret(q, s.DTYPE, [UNITS, 1, s.BLOCK_N, s.HEAD], KEYS)
+    q_tail, k_tail = q, k
+    if s.TAIL > 0:
+        SLIM: gl.constexpr = q_tail_desc.layout
+        SLIM_KEYS: gl.constexpr = kv_tail_desc.layout
+        q_tail = reinterpret(q, s.DTYPE, [4 * UNITS, ROWS, 1, s.TAIL], SLIM)
+        k_tail = reinterpret(q, s.DTYPE, [4 * UNITS, 1, s.BLOCK_N, s.TAIL], SLIM_KEYS)
+    ones = reinterpret(q, s.DTYPE, [4 * UNITS, DEEP, s.HEAD], QUERIES)
+    ones.index(s.ONES_AT).store(gl.full([DEEP, s.HEAD], 1.0, s.DTYPE, LINES))
+    return q, q_tail, k, k_tail, k, k_tail
+
+
+@gluon.constexpr_function
+def _text(columns, values, unit, ones, kind):
+    """Sums of values' columns, then of 8 ones, then P, 8 keys at a time, then the stage, four times.
+
+    Values lie across, in swizzled lines of all their columns: the leading distance is that to the columns behind them,
+    which are ones wherever these are; the stride is that from 8 keys to the next. Bytes; `unit`: of a stage.
+    """
+    held, line = columns // 2 + 4, columns * 2
+    sums = ", ".join(f"${i}" for i in range(held))
+    stage = f"${2 * held + 16}"
+    onward, deep = unit >> 4, DEEP.value * line >> 4
+    mode = {128: 1, 32: 3}[line]
+    text = f"""{{ .reg .b32 low, high, at; .reg .b64 v; .reg .pred more;
+        setp.eq.u32 more, 0, 0;
+        mov.u32 at, global_smem; shr.u32 at, at, 4;
+        add.u32 at, at, {(values >> 4) + (ones - values >> 4 << 16)};
+        mad.lo.u32 low, {stage}, {(onward - (onward << 16)) & 0xFFFFFFFF}, at;
+        mov.u32 high, {mode << 30 | 8 * line >> 4};
+        wgmma.fence.sync.aligned;"""
+    for step in range(4):
+        p = ", ".join(f"${2 * held + 4 * step + i}" for i in range(4))
+        text += f"""
+        mov.b64 v, {{low, high}};
+        wgmma.mma_async.sync.aligned.m64n{columns + 8}k16.f32.{kind}.{kind} {{{sums}}}, {{{p}}}, v, more, 1, 1, 1;
+        add.u32 low, low, {(deep - (deep << 16)) & 0xFFFFFFFF};"""
+    return text + " wgmma.commit_group.sync.aligned; }"
+
+
+@gluon.jit
+def _pair(x):
+    """Of 16 columns, 8 at a time."""
+    left, right = halves(x)
+    return gl.convert_layout(left, EIGHT, assert_trivial=True), gl.convert_layout(right, EIGHT, assert_trivial=True)
+
+
+@gluon.jit
+def _eighths(x):
+    """Of 64 columns, 8 at a time."""
+    left, right = halves(x)
+    a, b = halves(left)
+    c, d = halves(right)
+    return _pair(a) + _pair(b) + _pair(c) + _pair(d)
+
+
+@gluon.jit
+def _beside(left, right):
+    """The reverse of `halves`."""
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
+
+
+@gluon.jit
+def add_values_and_sums(acc, sums, p, stage, s: Sizes, LAYOUT: gl.constexpr):
+    """acc + P V of one block, of a head of 64, and sums + P 1, in flight."""
+    KIND: gl.constexpr = "bf16" if gl.bfloat16 == s.DTYPE else "f16"
+    TEXT: gl.constexpr = _text(64, s.V_AT * UNIT, UNIT, s.ONES_AT * TAIL_UNIT, KIND)
+    REGISTERS: gl.constexpr = of_product(36, 36, 16 + 4)
+    a0, a1, a2, a3, a4, a5, a6, a7 = _eighths(acc)
+    p0, p1, p2, p3, p4, p5, p6, p7 = _eighths(p)
+    a0, a1, a2, a3, a4, a5, a6, a7, sums = gl.inline_asm_elementwise(
+        TEXT, REGISTERS, [a0, a1, a2, a3, a4, a5, a6, a7, sums, p0, p1, p2, p3, p4, p5, p6, p7, stage],
+        dtype=(gl.float32,) * 9, is_pure=False, pack=4,
+    )  # fmt: skip
+    left = _beside(_beside(a0, a1), _beside(a2, a3))
+    right = _beside(_beside(a4, a5), _beside(a6, a7))
+    return gl.convert_layout(_beside(left, right), LAYOUT, assert_trivial=True), sums
+
+
+@gluon.jit
+def add_tail_and_sums(acc, sums, p, stage, s: Sizes, LAYOUT: gl.constexpr):
+    """The same of the tail of a head of 80."""
+    KIND: gl.constexpr = "bf16" if gl.bfloat16 == s.DTYPE else "f16"
+    TEXT: gl.constexpr = _text(16, s.V_TAIL_AT * TAIL_UNIT, TAIL_UNIT, s.ONES_AT * TAIL_UNIT, KIND)
+    REGISTERS: gl.constexpr = of_product(12, 12, 16 + 4)
+    a0, a1 = _pair(acc)
+    p0, p1, p2, p3, p4, p5, p6, p7 = _eighths(p)
+    a0, a1, sums = gl.inline_asm_elementwise(
+        TEXT, REGISTERS, [a0, a1, sums, p0, p1, p2, p3, p4, p5, p6, p7, stage],
+        dtype=(gl.float32,) * 3, is_pure=False, pack=4,
+    )  # fmt: skip
+    return gl.convert_layout(_beside(a0, a1), LAYOUT, assert_trivial=True), sums
+
+
+# ── attention softmax ─────────────────────────────────────────────────────────────────────────────────────────────────
+# Softmax of the Hopper attention kernel: a row's exponentials with a fixed offset, and how its sum ends.
+#
+#     p = 2^(s - m)          s = q . k, q scaled for it
+#
+# With m fixed the loop has no maximum, no rescaling and no shuffle, and any m gives the same softmax: the factor 2^-m
+# cancels. m is the maximum over the first block of keys; where that is `NEAR` 0 in all rows of a consumer's tile, m is 0,
+# and nothing need be subtracted. It fails only where p or a sum overflows, which the row's sum shows; such tiles are
+# redone (attention_redo.py). bf16 holds p up to 2^93; fp16 only 2^15, so there m is HEADROOM more, never 0: what that
+# costs in small p, which are subnormal below 2^-8 of the largest, is less than the answer's own rounding.
+#
+# Where scores are `SHIFTED`, -m is three columns of q, and ones are three of k, from the second block on: the product
+# subtracts. Queries' further columns are in registers.
+
+HEADROOM = gl.constexpr(6.0)
+NEARLY = gl.constexpr(32.0)  # of 0, in powers of 2: small beside the 93 that sums may grow to
+EVERY_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # what a reduction takes no other warp for
+SUMS_OF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SUMS.value, 16]))  # [ROWS, SUMS] of a product
+
+
+@gluon.jit
+def mask_keys(scores, keys, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scores of keys from `keys` on become -inf; full blocks skip it."""
+    if keys < BLOCK_N:
+        column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        scores = gl.where(gl.expand_dims(column < keys, 0), scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def partial_sum(p, WIDTH: gl.constexpr):
+    """[ROWS, WIDTH] -> [ROWS, 8]: what one thread holds of a row, summed."""
+    return gl.sum(gl.reshape(p, [ROWS, WIDTH // 8, 8]), 1)
+
+
+@gluon.jit
+def rounded(p, s: Sizes):
+    """Now, or late: by whoever multiplies, under the next Q K and straight into the registers that P V reads. Rounded
+    now it lies in others until the last product has read those, and is moved."""
+    return p if s.LATE else p.to(s.DTYPE)
+
+
+@gluon.jit
+def all_of(flags):
+    """Any row's bits, of `of_threads`. Every warp is handed all: a reduction across warps spills a word in `LONG`."""
+    return gl.reduce_or(gl.convert_layout(flags, EVERY_WARP), 0)
+
+
+@gluon.jit
+def start_rows(scores, rows, keys, tail, s: Sizes, LAYOUT: gl.constexpr):
+    """Softmax of a tile's first block: (P, offset of each row as later scores want it, what is known of their sums,
+    whether any offset may be other than 0). The first `rows` of the consumer's are the frame's."""
+    scores = mask_keys(scores, keys, s.BLOCK_N, LAYOUT)
+    offset = gl.max(scores, 1)
+    far = True
+    if s.NEAR:
+        mine = gl.arange(0, ROWS, offset.type.layout) < rows
+        far = gl.where(mine & (gl.abs(offset) > NEARLY), 1, 0)
+        far = (all_of(of_threads(far)) != 0) | (keys <= s.BLOCK_N)
+        offset = gl.where(far, offset, 0.0)
+    if gl.float16 == s.DTYPE:
+        offset += HEADROOM
+    p = gl.exp2(scores - gl.expand_dims(offset, 1))
+    if s.SHIFTED:
+        QUERIES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+        offset = subtracted(gl.zeros([ROWS, SHIFT], s.DTYPE, QUERIES), offset, 0, s, QUERIES)
+    if s.SPARE:
+        offset = with_offset(tail, offset, s)
+    sums = gl.zeros([ROWS, SUMS], gl.float32, SUMS_OF) if s.ONES or s.SPARE or s.SUMMED else partial_sum(p, s.BLOCK_N)
+    return rounded(p, s), offset, sums, far
+
+
+@gluon.jit
+def finish_rows(
+    out_ptr, acc, acc_tail, sums, first, end, head, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr
+):
+    """Normalises and stores; returns which rows overflowed, in the exponentials or in the accumulator."""
+    LIMIT: gl.constexpr = 1e28 if gl.bfloat16 == s.DTYPE else 32768.0
+    if s.SPARE:
+        column = gl.expand_dims(gl.arange(0, s.TAIL, gl.SliceLayout(0, TAIL_LAYOUT)), 0)
+        sums = partial_sum(gl.where(column < 8, acc_tail * 0.0, acc_tail), s.TAIL)
+    sums += gl.convert_layout(partial_sum(acc * 0.0, s.HEAD), sums.type.layout)  # 0, or NaN
+    if s.TAIL > 0 and not s.SPARE:
+        sums += gl.convert_layout(partial_sum(acc_tail * 0.0, s.TAIL), sums.type.layout)
+    total = gl.sum(sums, 1)
+    if s.ONES or s.SPARE or s.SUMMED:
+        total /= SUMS  # of equal ones, exactly
+    total = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
+    store_rows(out_ptr, acc, acc_tail, total, first, end, head, s, LAYOUT, TAIL_LAYOUT)
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return (rows < end) & ((total < LIMIT) == 0)
+
+
+# ── attention redo ────────────────────────────────────────────────────────────────────────────────────────────────────
+# One tile of attention with a running maximum: for rows whose fixed offset overflowed. Right for any finite input.
+#
+# Slow and rare: a consumer that noted such a tile runs it after all others, 32 keys at a time, loading through pointers
+# into the space of its own queries, which nobody needs any more.
+
+STEP = gl.constexpr(32)  # keys
+
+
+@gluon.jit
+def _copy(qkv_ptr, box, first, end, col, limit, s: Sizes, COUNT: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows of q | k | v into shared memory, zeros past `end` and past `limit` columns."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    offs = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    rows = first + gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT))
+    pitch: gl.constexpr = 3 * s.HEADS * s.HEAD_DIM
+    ptrs = qkv_ptr + gl.expand_dims(rows.to(gl.int64) * pitch, 1) + gl.expand_dims(col + offs, 0)
+    mask = gl.expand_dims(rows < end, 1) & gl.expand_dims(offs < limit, 0)
+    box.store(gl.load(ptrs, mask=mask, other=0.0))
+
+
+@gluon.jit
+def _copy_head(qkv_ptr, box, box_tail, first, end, section, head, s: Sizes, COUNT: gl.constexpr):
+    barrier()  # nobody reads what lies there
+    col = (section * s.HEADS + head) * s.HEAD_DIM
+    _copy(qkv_ptr, box, first, end, col, s.HEAD, s, COUNT, s.HEAD)
+    if s.TAIL > 0:
+        _copy(qkv_ptr, box_tail, first, end, col + s.HEAD, s.HEAD_DIM - s.HEAD, s, COUNT, s.TAIL)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _rescale(acc, factor, LAYOUT: gl.constexpr):
+    return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT)), 1)
+
+
+@gluon.jit
+def redo_tile(m: Memory, qkv_ptr, out_ptr, begin, end, first, head, s: Sizes, C: gl.constexpr):
+    """Queries `first` to `first + ROWS` of one head, online softmax."""
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.HEAD, 16])
+    SLIM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.TAIL if s.TAIL > 0 else 16, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, KEYS)
+    q = m.q.index(s.Q_AT + C)
+    x = m.q.index(s.Q_AT + s.CONSUMERS + C).slice(0, STEP)
+    q_tail, x_tail = q, x
+    if s.TAIL > 0:
+        q_tail = m.q_tail.index(s.Q_TAIL_AT + C).reshape((ROWS, s.TAIL))
+        x_tail = m.q_tail.index(s.Q_TAIL_AT + s.CONSUMERS + C).reshape((ROWS, s.TAIL)).slice(0, STEP)
+    _copy_head(qkv_ptr, q, q_tail, first, end, 0, head, s, ROWS)
+    largest = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    total = gl.full([ROWS], 0.0, gl.float32, ROW)
+    acc = gl.zeros([ROWS, s.HEAD], gl.float32, WIDE)
+    acc_tail = gl.zeros([ROWS, s.TAIL if s.TAIL > 0 else 16], gl.float32, SLIM)
+    column = gl.arange(0, STEP, gl.SliceLayout(0, KEYS))
+    for row in range(begin, end, STEP):
+        _copy_head(qkv_ptr, x, x_tail, row, end, 1, head, s, STEP)
+        scores = warpgroup_mma(q, x.permute((1, 0)), gl.zeros([ROWS, STEP], gl.float32, KEYS), use_acc=False)
+        if s.TAIL > 0:
+            scores = warpgroup_mma(q_tail, x_tail.permute((1, 0)), scores)
+        scores = gl.where(gl.expand_dims(row + column < end, 0), scores, float("-inf"))
+        larger = gl.maximum(largest, gl.max(scores, 1))
+        e = gl.exp2(scores - gl.expand_dims(larger, 1))
+        factor = gl.exp2(largest - larger)
+        largest = larger
+        total = total * factor + gl.sum(e, 1)
+        p = e.to(s.DTYPE)
+        _copy_head(qkv_ptr, x, x_tail, row, end, 2, head, s, STEP)
+        acc = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, WIDE, 2)), x, _rescale(acc, factor, WIDE))
+        if s.TAIL > 0:
+            p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, SLIM, 2))
+            acc_tail = warpgroup_mma(p_tail, x_tail, _rescale(acc_tail, factor, SLIM))
+    store_rows(
+        out_ptr, acc, acc_tail, gl.convert_layout(total, gl.SliceLayout(1, WIDE)), first, end, head, s, WIDE, SLIM
+    )
+
+
+# ── attention consumer ────────────────────────────────────────────────────────────────────────────────────────────────
 
 FLAGS = gl.constexpr(30)  # tiles of a CTA that are noted one by one; the last flag stands for all the others
 

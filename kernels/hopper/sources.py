@@ -4,39 +4,26 @@ from fusedvit.kernels.hopper import (
     alternating,
     alternating_warps,
     attention,
-    attention_barriers,
-    attention_boxes,
+    attention_configs,
     attention_consumer,
-    attention_parts,
-    attention_places,
-    attention_redo,
-    attention_softmax,
-    attention_spare,
-    attention_sums,
-    linear,
-    linear_consumer,
-    linear_epilogue,
-    linear_parts,
-    linear_producer,
-    linear_split,
-    transposed,
-    transposed_parts,
-    transposed_tail,
-    transposed_warps,
+    attention_smem,
+    gemm,
+    gemm_epilogue,
+    gemm_swap_ab,
 )
 
 ATTENTION = (
     attention,
-    attention_barriers,
-    attention_boxes,
+    attention_smem,
+    attention_smem,
     attention_consumer,
-    attention_parts,
-    attention_places,
-    attention_redo,
-    attention_softmax,
-    attention_spare,
-    attention_sums,
+    attention_smem,
+    attention_configs,
+    attention_consumer,
+    attention_consumer,
+    attention_consumer,
+    attention_consumer,
 )
-LINEAR = (linear, linear_consumer, linear_epilogue, linear_parts, linear_producer, linear_split)
-TRANSPOSED = (transposed, transposed_parts, transposed_tail, transposed_warps, linear_epilogue)
-ALTERNATING = (alternating, alternating_warps, linear_parts, *TRANSPOSED[1:])
+LINEAR = (gemm, gemm, gemm_epilogue, gemm, gemm, gemm)
+TRANSPOSED = (gemm_swap_ab, gemm_swap_ab, gemm_swap_ab, gemm_swap_ab, gemm_epilogue)
+ALTERNATING = (alternating, alternating_warps, gemm, *TRANSPOSED[1:])

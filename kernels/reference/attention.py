@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.configs import AttentionConfig
+from fusedvit.kernels.tile_configs import AttentionConfig
 
 
 def attention(

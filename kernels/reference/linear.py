@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from fusedvit.kernels.configs import LinearConfig
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
-from fusedvit.kernels.row_stats import RowStats
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
+from fusedvit.kernels.tile_configs import LinearConfig
 
 
 def _wide(t: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fusedvit.kernels.metadata import (
     Layout,
     Metadata,
 )
-from fusedvit.kernels.reference.rope_words import rope_words
+from fusedvit.kernels.reference.positions import rope_words
 
 
 def _positions(h: int, w: int, merge: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 
-from fusedvit.kernels import aot
+from fusedvit.kernels import codegen_checks
 from tests.emulator.machine import Launch, Machine
 from tests.emulator.memory import GlobalMemory
 from tests.emulator.program import Code, translate
@@ -26,9 +26,9 @@ Change = Callable[[Program], None]
 
 
 @cache
-def _built(launch: aot.Launch) -> tuple[str, int, tuple[Any, ...]]:
+def _built(launch: codegen_checks.Launch) -> tuple[str, int, tuple[Any, ...]]:
     """(PTX, bytes of shared memory, what is said of its tensor maps)."""
-    built = aot.build(launch, 90)
+    built = codegen_checks.build(launch, 90)
     return built.asm["ptx"], int(built.metadata.shared), tuple(built.metadata.tensordesc_meta or ())
 
 
@@ -53,7 +53,7 @@ def emulated(
     machine = Machine(**settings)
 
     def run(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch = aot.launch_of(self, args, kwargs)
+        launch = codegen_checks.launch_of(self, args, kwargs)
         ptx, shared, metas = _built(launch)
         by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
         values = [by_name[name] for name, kind in launch.signature if kind != "constexpr"]

@@ -11,10 +11,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fusedvit.kernels.aot import Compiled, Launch, compile_in_place
-from fusedvit.kernels.configs import LinearConfig
+from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.linear import linear
+from fusedvit.kernels.tile_configs import LinearConfig
 
 
 class Driver:

@@ -1,4 +1,4 @@
-"""What a whole tower launches beside what `fusedvit.aot` compiles for it; prints a line per budget: patch tokens, how
+"""What a whole tower launches beside what `fusedvit.runtime.ahead_of_time` compiles for it; prints a line per budget: patch tokens, how
 many kernels are launched and not compiled, how many compiled and not launched.
 
 A program of its own: it must run without the interpreter that the tests need.
@@ -6,10 +6,10 @@ A program of its own: it must run without the interpreter that the tests need.
 
 import torch
 
-from fusedvit.aot import TOWERS, launches_of, recorded
-from fusedvit.kernels.aot import MAX_SHARED, Launch
-from fusedvit.kernels.configs import Target
-from fusedvit.plan import plan_for
+from fusedvit.kernels.codegen_checks import MAX_SHARED, Launch
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.plan import plan_for
+from fusedvit.runtime.ahead_of_time import TOWERS, launches_of, recorded
 
 HOPPER, BF16 = Target(90, 132, MAX_SHARED[90]), torch.bfloat16
 # All deepstack mergers of the tower beside its blocks; two, and one beside the last merger; two in line and one beside

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 
 from fusedvit.kernels.attention import Segments, query_scale
-from fusedvit.kernels.configs import AttentionConfig
+from fusedvit.kernels.tile_configs import AttentionConfig
 from tests.kernels.support import NAN, count, random
 
 HEADS = 2

@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from fusedvit.kernels.hopper import attention
-from fusedvit.kernels.hopper.attention_choice import schedules
-from fusedvit.kernels.hopper.configs import MIDDLE, MIDDLE_OF_64, HopperAttentionConfig
+from fusedvit.kernels.hopper.attention_configs import MIDDLE, MIDDLE_OF_64, HopperAttentionConfig, schedules
 from tests.emulator.launches import emulated
 from tests.emulator.machine import promptness_for
 from tests.kernels import attention_cases

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusedvit.kernels.hopper import attention
-from fusedvit.kernels.hopper.configs import SHORT, TINY, HopperAttentionConfig
+from fusedvit.kernels.hopper.attention_configs import SHORT, TINY, HopperAttentionConfig
 from tests.emulator.launches import Change, emulated
 from tests.emulator.ptx import Instruction, Program
 from tests.kernels import attention_cases

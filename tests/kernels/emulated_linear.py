@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from fusedvit.kernels import linear as plain
-from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Scratch
-from fusedvit.kernels.hopper import alternating, transposed
-from fusedvit.kernels.hopper import linear as hopper
+from fusedvit.kernels.hopper import alternating, gemm_swap_ab
+from fusedvit.kernels.hopper import gemm as hopper
 from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
-from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig
 from fusedvit.kernels.reference.linear import linear as linear_ref
+from fusedvit.kernels.tile_configs import LinearConfig
 from tests.emulator.launches import emulated
 from tests.emulator.machine import promptness_for
 from tests.kernels.linear_cases import Fused, Layer, fused, scratch_for, tensors
@@ -97,7 +97,7 @@ TRITON = {
 }
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hopper": (hopper.linear, HOPPER),
-    "transposed": (transposed.linear, TRANSPOSED),
+    "transposed": (gemm_swap_ab.linear, TRANSPOSED),
     "alternating": (alternating.linear, ALTERNATING),
     "triton": (plain.linear, TRITON),
 }

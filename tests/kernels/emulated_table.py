@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fusedvit.kernels import forms
+from fusedvit.kernels import backends
 from fusedvit.kernels.reference.linear import linear as linear_ref
-from fusedvit.kernels.tables import SHIPPED, config_of
+from fusedvit.kernels.tuning_table import SHIPPED, config_of
 from tests.kernels.emulated_linear import CPU, FORMS, bits
 from tests.kernels.linear_cases import Layer, fused, scratch_for, tensors
 from tests.kernels.support import assert_rounded_once
@@ -28,9 +28,9 @@ def chosen() -> Iterator[tuple[str, str, Any]]:
     found: dict[tuple[str, str, Any], None] = {}
     for path in sorted(SHIPPED.glob("*.json")):
         for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
-            if entry["op"] != forms.LINEAR or entry["form"] not in FORMS:
+            if entry["op"] != backends.LINEAR or entry["form"] not in FORMS:
                 continue
-            form = forms.named(forms.LINEAR, entry["form"])
+            form = backends.named(backends.LINEAR, entry["form"])
             assert form is not None, f"no form {entry['form']} in this Triton"
             config = replace(config_of(form, entry["config"], path.name), overlap=True)
             few = {"max_programs": 3, "group_m": 8}

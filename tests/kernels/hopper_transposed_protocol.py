@@ -1,4 +1,4 @@
-"""The protocol of kernels/hopper/transposed.py in plain Python, step by step as the kernel has it, for `barriers.run`.
+"""The protocol of kernels/hopper/gemm_swap_ab.py in plain Python, step by step as the kernel has it, for `barriers.run`.
 
 `Faults` leave one rule out, so that a test can see that the emulation notices.
 """

@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from fusedvit.kernels.configs import LinearConfig
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
+from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig
 from fusedvit.kernels.launch import only_compiling
+from fusedvit.kernels.positions import width
 from fusedvit.kernels.reference.linear import store_moments
-from fusedvit.kernels.reference.rope_words import rope_words
-from fusedvit.kernels.rope_words import width
-from fusedvit.kernels.row_stats import RowStats
+from fusedvit.kernels.reference.positions import rope_words
+from fusedvit.kernels.tile_configs import LinearConfig
 from tests.kernels.support import NAN, assert_nothing_behind, count, padded, random
 
 EPS = 1e-6

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from fusedvit.kernels.metadata import TOKENS, Layout, Metadata
-from fusedvit.kernels.rope_words import width
+from fusedvit.kernels.positions import width
 
 Grid = Sequence[tuple[int, int, int]]
 SIDES = st.integers(1, 9)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.items import check_items
-from fusedvit.kernels.admit import DTYPES, PIXELS, admit, takes
-from fusedvit.kernels.reference.admit import admit as admit_ref
+from fusedvit.kernels.load_inputs import DTYPES, PIXELS, admit, takes
+from fusedvit.kernels.reference.load_inputs import admit as admit_ref
+from fusedvit.runtime.inputs import check_items
 
 OPS = {"kernel": admit, "twin": admit_ref}
 ROOM, FRAMES = 6, 9

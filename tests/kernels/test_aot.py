@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from fusedvit import aot
-from fusedvit.kernels.aot import MAX_SHARED, Launch, _problems, _shortage, narrow_row_offsets
+from fusedvit.kernels.codegen_checks import (
+    MAX_SHARED,
+    Launch,
+    _problems,
+    _shortage,
+    exposed_exponentials,
+    narrow_row_offsets,
+    overwritten_barriers,
+    rewritten_descriptors,
+)
 from fusedvit.kernels.linear import _linear_kernel
-from fusedvit.kernels.sass import exposed_exponentials, overwritten_barriers, rewritten_descriptors
+from fusedvit.runtime import ahead_of_time
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("aot_probes.py")
@@ -27,7 +35,9 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_passes_on_what_ships() -> None:
-    done = run("-m", "fusedvit.aot", "--arch", "90", "--dtype", "bf16", "--tower", "hd72", "--budget", "64")
+    done = run(
+        "-m", "fusedvit.runtime.ahead_of_time", "--arch", "90", "--dtype", "bf16", "--tower", "hd72", "--budget", "64"
+    )
     assert done.returncode == 0, done.stderr
     assert "kernels compiled, 0 failed" in done.stderr
 
@@ -38,19 +48,19 @@ def _launch(n: int, splits: int, dtype: str, eps: float = 1e-6) -> Launch:
 
 
 def test_alike_are_sizes_and_16_bit_types_alone() -> None:
-    one = aot.kind_of(_launch(1152, 2, "bf16"))
-    assert one == aot.kind_of(_launch(4304, 2, "fp16"))
+    one = ahead_of_time.kind_of(_launch(1152, 2, "bf16"))
+    assert one == ahead_of_time.kind_of(_launch(4304, 2, "fp16"))
     others = [_launch(1152, 3, "bf16"), _launch(1152, 2, "fp32"), _launch(1152, 2, "bf16", 0.0)]
-    assert one not in [aot.kind_of(other) for other in others]
-    assert {"N", "EPS"} < aot.SIZES <= set(_linear_kernel.arg_names)
+    assert one not in [ahead_of_time.kind_of(other) for other in others]
+    assert {"N", "EPS"} < ahead_of_time.SIZES <= set(_linear_kernel.arg_names)
 
 
 def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [_launch(64, 2, "bf16"), _launch(64, 2, "fp16"), _launch(64, 3, "bf16"), _launch(128, 3, "bf16")]
-    monkeypatch.setattr(aot, "_launches_beside", lambda: [])
-    monkeypatch.setattr(aot, "launches_of", lambda *_: every)
-    matrix = aot.Matrix((80, 90), ("bf16",), ("hd72",), (64,))
-    jobs_of = aot.jobs_of.__wrapped__  # past what other tests have listed
+    monkeypatch.setattr(ahead_of_time, "_launches_beside", lambda: [])
+    monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: every)
+    matrix = ahead_of_time.Matrix((80, 90), ("bf16",), ("hd72",), (64,))
+    jobs_of = ahead_of_time.jobs_of.__wrapped__  # past what other tests have listed
     assert jobs_of(matrix) == [(launch, arch) for arch in (80, 90) for launch in every]
     assert set(jobs_of(replace(matrix, alike=True))) == {(every[i], arch) for arch in (80, 90) for i in (0, 2)}
 
@@ -58,19 +68,21 @@ def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -
 def test_a_matrix_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By each process: listed for each of its jobs it took three times as long as compiling them."""
     listed = []
-    monkeypatch.setattr(aot, "_launches_beside", lambda: listed.append(1) or [])
-    monkeypatch.setattr(aot, "launches_of", lambda *_: [_launch(64, 2, "bf16"), _launch(64, 3, "bf16")])
-    monkeypatch.setattr(aot, "compile_or_fail", lambda launch, arch: (launch, arch))
-    matrix = aot.Matrix((90,), ("bf16",), ("hd72",), (64,))
-    aot.jobs_of.cache_clear()
-    assert [aot._compile(i, matrix) for i in (0, 1)] == aot.compile_all(matrix)
-    aot.jobs_of.cache_clear()
+    monkeypatch.setattr(ahead_of_time, "_launches_beside", lambda: listed.append(1) or [])
+    monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: [_launch(64, 2, "bf16"), _launch(64, 3, "bf16")])
+    monkeypatch.setattr(ahead_of_time, "compile_or_fail", lambda launch, arch: (launch, arch))
+    matrix = ahead_of_time.Matrix((90,), ("bf16",), ("hd72",), (64,))
+    ahead_of_time.jobs_of.cache_clear()
+    assert [ahead_of_time._compile(i, matrix) for i in (0, 1)] == ahead_of_time.compile_all(matrix)
+    ahead_of_time.jobs_of.cache_clear()
     assert listed == [1]
 
 
 def test_command_refuses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    done = subprocess.run([sys.executable, "-m", "fusedvit.aot"], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "fusedvit.runtime.ahead_of_time"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr
 
 

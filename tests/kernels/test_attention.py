@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusedvit.kernels.attention import attention, split_head
-from fusedvit.kernels.configs import AttentionConfig
 from fusedvit.kernels.reference.attention import attention as attention_ref
+from fusedvit.kernels.tile_configs import AttentionConfig
 from tests.kernels.attention_cases import HEADS, packed, plain, run, segments, with_room
 from tests.kernels.support import NAN, assert_within
 

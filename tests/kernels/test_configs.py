@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.buffers import NARROWEST_TILE
-from fusedvit.kernels.configs import (
+from fusedvit.kernels.tile_configs import (
     MAX_COUNTERS,
     MAX_SUMS,
     LinearConfig,
@@ -22,6 +21,7 @@ from fusedvit.kernels.configs import (
     wrong_attention,
     wrong_linear,
 )
+from fusedvit.model.buffers import NARROWEST_TILE
 
 KIB = 1024
 TARGETS = {  # as torch reports them

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.aot import GLM_45V, QWEN3_VL_8B
 from fusedvit.bench import tune
-from fusedvit.kernels import forms, tables
-from fusedvit.kernels.aot import compile_in_place, record
-from fusedvit.kernels.configs import LinearConfig, Target
+from fusedvit.kernels import backends, tuning_table
+from fusedvit.kernels.backends import Key
+from fusedvit.kernels.codegen_checks import compile_in_place, record
 from fusedvit.kernels.cublaslt import CublasLtConfig, linear, unsupported
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
-from fusedvit.kernels.forms import Key
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.reference.linear import linear as linear_ref
-from fusedvit.kernels.row_stats import RowStats
-from fusedvit.kernels.tables import Table
-from fusedvit.plan import plan_for, tasks
-from fusedvit.report import choices
+from fusedvit.kernels.tile_configs import LinearConfig, Target
+from fusedvit.kernels.tuning_table import Table
+from fusedvit.model.plan import plan_for, tasks
+from fusedvit.runtime.ahead_of_time import GLM_45V, QWEN3_VL_8B
+from fusedvit.stats import choices
 from tests.kernels.linear_cases import Layer, apart, fused, tensors
 from tests.kernels.support import NAN, assert_rounded_once, count, random
 
@@ -93,27 +92,29 @@ def test_other_dtypes_and_shapes_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"\[4, 16\]\), weight torch.Size\(\[8, 24\]\)"):
         linear(x.half(), torch.zeros(8, 24).half(), count(4, CPU), torch.zeros(4, 8).half(), Epilogue(), CONFIG)
     for dtype, why in ((FP32, "bfloat16 and float16 only"), (BF16, ""), (FP16, "")):
-        form = forms.form_of(CONFIG)
-        assert forms.why_absent(form, H200, dtype) == forms.why_absent(form, A100, dtype) == why
+        form = backends.form_of(CONFIG)
+        assert backends.why_absent(form, H200, dtype) == backends.why_absent(form, A100, dtype) == why
         assert form.wrong(CONFIG, H200, dtype) == why
 
 
 def test_sums_of_fp16_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A setting of the user's, which stays; the form is out of later plans, by name."""
     noted: list[tuple[str, str]] = []
-    monkeypatch.setattr(forms.configs, "note_failure", lambda *words: noted.append(words))
+    monkeypatch.setattr(backends.configs, "note_failure", lambda *words: noted.append(words))
     arguments = {dtype: fused(LAYERS["bias"], tensors(LAYERS["bias"], dtype, CPU)) for dtype in (FP16, BF16)}
     before = torch.backends.cuda.matmul.allow_fp16_accumulation
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        with pytest.raises(forms.FormFailed, match="linear in its cublaslt form: RuntimeError: .*sums would be of 16"):
-            arguments[FP16].run(forms.linear, CONFIG)
-        arguments[BF16].run(forms.linear, CONFIG)
+        with pytest.raises(
+            backends.FormFailed, match="linear in its cublaslt form: RuntimeError: .*sums would be of 16"
+        ):
+            arguments[FP16].run(backends.linear, CONFIG)
+        arguments[BF16].run(backends.linear, CONFIG)
         assert torch.backends.cuda.matmul.allow_fp16_accumulation
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = before
     assert [name for name, _ in noted] == ["linear/cublaslt"]
-    arguments[FP16].run(forms.linear, CONFIG)
+    arguments[FP16].run(backends.linear, CONFIG)
 
 
 def test_nothing_is_launched_where_kernels_are_only_compiled() -> None:
@@ -137,10 +138,10 @@ def keys(spec: Any, rows: int = 1024) -> dict[str, Key]:
 
 
 def test_a_table_is_what_chooses_it() -> None:
-    odd = Key(forms.LINEAR, "bias", 1280, 3420, 1024, "bfloat16")
-    assert not forms.form_of(CONFIG).candidates(odd, BF16, H200, 256)
+    odd = Key(backends.LINEAR, "bias", 1280, 3420, 1024, "bfloat16")
+    assert not backends.form_of(CONFIG).candidates(odd, BF16, H200, 256)
     for spec, asked in ((QWEN3_VL_8B, {"merger_fc2"}), (GLM_45V, {"patch", "downsample", "merger_proj", "merger_fc2"})):
-        offered = {n for n, key in keys(spec).items() if forms.form_of(CONFIG).candidates(key, BF16, H200, 256)}
+        offered = {n for n, key in keys(spec).items() if backends.form_of(CONFIG).candidates(key, BF16, H200, 256)}
         assert offered == asked
         for target in (H200, A100):
             assert "cublaslt" not in plan_for(spec, 1024, BF16, target, Table()).choices().values()
@@ -159,23 +160,23 @@ def entry(key: Key) -> dict[str, Any]:
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An H200's table, read from a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
-    tables.forget()
-    yield tmp_path / "shipped" / tables.file_name(H200.name)
-    tables.forget()
+    monkeypatch.setattr(tuning_table, "SHIPPED", tmp_path / "shipped")
+    tuning_table.forget()
+    yield tmp_path / "shipped" / tuning_table.file_name(H200.name)
+    tuning_table.forget()
 
 
 def test_written_to_a_table_and_read_back(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = keys(QWEN3_VL_8B)["merger_fc2"]
     tune.write(shipped, H200.name, [entry(key)])
-    assert tables.read(shipped, H200.name) == Table({key: CONFIG})
+    assert tuning_table.read(shipped, H200.name) == Table({key: CONFIG})
     assert plan_for(QWEN3_VL_8B, 1024, BF16, H200).merger_fc2 == CONFIG
     (line,) = [line for line in choices(QWEN3_VL_8B, BF16, H200, [1024]) if "per-op choice" in line]
     assert "cublaslt: merger_fc2" in line
     bad = entry(key) | {"config": {"block_n": 64}}
     tune.write(shipped, H200.name, [bad])
-    with pytest.raises(tables.TableError, match="CublasLtConfig has no block_n"):
-        tables.read(shipped, H200.name)
+    with pytest.raises(tuning_table.TableError, match="CublasLtConfig has no block_n"):
+        tuning_table.read(shipped, H200.name)
 
 
 def test_another_pytorch_makes_it_stale_and_no_other_form(
@@ -186,24 +187,24 @@ def test_another_pytorch_makes_it_stale_and_no_other_form(
     plain = LinearConfig(64, 64, 64, 4, 3)
     other = {**asdict(both["proj"]), "form": "triton", "config": asdict(plain), "us": 9.0}
     tune.write(shipped, H200.name, [entry(both["merger_fc2"]), other])
-    monkeypatch.setattr(tables, "TORCH", "2.0")
-    found = tables.read(shipped, H200.name)
+    monkeypatch.setattr(tuning_table, "TORCH", "2.0")
+    found = tuning_table.read(shipped, H200.name)
     assert found.entries == {both["proj"]: plain} and found.elsewhere
     assert found.stale == ("linear/cublaslt was measured with another PyTorch than 2.0",)
     with caplog.at_level(logging.INFO, "fusedvit"):
         assert "cublaslt" not in plan_for(QWEN3_VL_8B, 1024, BF16, H200).choices().values()
-        tables.user_folder().mkdir(parents=True)
-        shipped.rename(tables.user_folder() / shipped.name)
-        tables.forget()
-        tables.table_for(H200)
+        tuning_table.user_folder().mkdir(parents=True)
+        shipped.rename(tuning_table.user_folder() / shipped.name)
+        tuning_table.forget()
+        tuning_table.table_for(H200)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"], "shipped, then the user's own"
-    tune.write(tables.user_folder() / shipped.name, H200.name, [])
-    assert tables.read(tables.user_folder() / shipped.name, H200.name) == Table({both["proj"]: plain})
+    tune.write(tuning_table.user_folder() / shipped.name, H200.name, [])
+    assert tuning_table.read(tuning_table.user_folder() / shipped.name, H200.name) == Table({both["proj"]: plain})
 
 
 def test_the_other_forms_are_as_tables_know_them() -> None:
     """No table that was made before this form is out of date by it."""
-    parts = {f"{form.op}/{form.name}": {module.__name__ for module in form.modules} for form in forms.FORMS}
+    parts = {f"{form.op}/{form.name}": {module.__name__ for module in form.modules} for form in backends.FORMS}
     own = parts.pop("linear/cublaslt")
     assert own == {"fusedvit.kernels.cublaslt"} and not any(own & others for others in parts.values())
-    assert [form.name for form in forms.FORMS if form.library] == ["cublaslt"]
+    assert [form.name for form in backends.FORMS if form.library] == ["cublaslt"]

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from fusedvit.kernels.hopper import compat
-from fusedvit.kernels.tables import SHIPPED, TRITON
+from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.tuning_table import SHIPPED, TRITON
 from tests.kernels.test_aot import run
 
-needs_gluon = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+needs_gluon = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 
 
 def says_right(least: int, *command: str) -> None:

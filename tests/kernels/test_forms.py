@@ -8,15 +8,15 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from fusedvit import program
-from fusedvit.aot import QWEN3_VL_8B
-from fusedvit.graphs.budgets import check_limits
-from fusedvit.kernels import configs, forms
-from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
-from fusedvit.kernels.tables import Table
-from fusedvit.ops import TORCH
-from fusedvit.plan import plan_for, tasks
-from fusedvit.report import choices
+from fusedvit.graphs.limits import check_limits
+from fusedvit.kernels import backends, tile_configs
+from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
+from fusedvit.kernels.tuning_table import Table
+from fusedvit.model.ops import TORCH
+from fusedvit.model.plan import plan_for, tasks
+from fusedvit.runtime import captured_encoder
+from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
+from fusedvit.stats import choices
 
 BF16, FP32 = torch.bfloat16, torch.float32
 H200, A100 = Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
@@ -27,18 +27,18 @@ class OtherConfig:
     block_n: int = 192
 
 
-def other(run: Any) -> forms.Form:
+def other(run: Any) -> backends.Form:
     """A linear form for bf16 on sm_90, of one kind of epilogue."""
-    return forms.Form(
+    return backends.Form(
         name="other",
-        op=forms.LINEAR,
+        op=backends.LINEAR,
         config=OtherConfig,
         run=run,
         absent=lambda target, dtype: "" if target.capability == 90 and dtype == BF16 else "bf16 on sm_90 only",
         wrong=lambda config, target, dtype: "",
         heuristic=lambda key, dtype, target, widest: OtherConfig() if key.kind == "residual+stats" else None,
         candidates=lambda key, dtype, target, widest: [OtherConfig()],
-        modules=(configs,),
+        modules=(tile_configs,),
     )
 
 
@@ -47,10 +47,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Calls that the other form got."""
     calls: list[Any] = []
     form = other(lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(forms, "FORMS", (form, *forms.FORMS))
-    monkeypatch.setitem(forms._BY_CONFIG, OtherConfig, form)
+    monkeypatch.setattr(backends, "FORMS", (form, *backends.FORMS))
+    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, form)
     yield calls
-    configs._failed.clear()
+    tile_configs._failed.clear()
 
 
 def test_every_plan_is_of_forms_that_are_known() -> None:
@@ -79,10 +79,10 @@ def test_the_table_answers_first(registered: list[Any]) -> None:
 
 
 def test_the_type_of_the_config_decides(registered: list[Any]) -> None:
-    forms.linear("x", "w", "rows", "out", "epilogue", OtherConfig())
+    backends.linear("x", "w", "rows", "out", "epilogue", OtherConfig())
     assert registered == [("x", "w", "rows", "out", "epilogue", OtherConfig())]
     with pytest.raises(AssertionError, match="no form runs a str"):
-        forms.attention(None, None, None, 1, 64, "config")
+        backends.attention(None, None, None, 1, 64, "config")
 
 
 @pytest.mark.parametrize("error", [OutOfResources(3, 2, "shared memory"), RuntimeError("PassManager::run failed")])
@@ -92,10 +92,10 @@ def test_a_failed_form_is_out_of_later_plans(
     def fail(*arguments: Any) -> torch.Tensor:
         raise error
 
-    monkeypatch.setitem(forms._BY_CONFIG, OtherConfig, other(fail))
-    with pytest.raises(forms.FormFailed, match="linear in its other form"):
-        forms.linear(None, None, None, None, None, OtherConfig())
-    without = replace(H200, without=tuple(configs._failed.items()))
+    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, other(fail))
+    with pytest.raises(backends.FormFailed, match="linear in its other form"):
+        backends.linear(None, None, None, None, None, OtherConfig())
+    without = replace(H200, without=tuple(tile_configs._failed.items()))
     assert "other" not in plan_for(QWEN3_VL_8B, 784, BF16, without, Table()).choices().values()
     assert any("linear in its other form: " in line for line in choices(QWEN3_VL_8B, BF16, without, [784]))
 
@@ -104,10 +104,10 @@ def test_errors_of_the_device_are_nobodys_fallback(registered: list[Any], monkey
     def fail(*arguments: Any) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError("no memory")
 
-    monkeypatch.setitem(forms._BY_CONFIG, OtherConfig, other(fail))
+    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, other(fail))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        forms.linear(None, None, None, None, None, OtherConfig())
-    assert not configs._failed
+        backends.linear(None, None, None, None, None, OtherConfig())
+    assert not tile_configs._failed
 
 
 def test_an_encoder_goes_on_without_a_failed_form(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +116,13 @@ def test_an_encoder_goes_on_without_a_failed_form(registered: list[Any], monkeyp
     def encode(spec: Any, weights: Any, buffers: Any, ops: Any, plan: Any, branch: Any) -> None:
         seen.append(plan.choices()["proj"])
         if seen[-1] == "other":
-            configs.note_failure("linear/other", "does not compile")
-            raise forms.FormFailed
+            tile_configs.note_failure("linear/other", "does not compile")
+            raise backends.FormFailed
 
-    monkeypatch.setattr(program, "encode", encode)
-    monkeypatch.setattr(Target, "of", lambda device: replace(H200, without=tuple(configs._failed.items())))
+    monkeypatch.setattr(captured_encoder, "encode", encode)
+    monkeypatch.setattr(Target, "of", lambda device: replace(H200, without=tuple(tile_configs._failed.items())))
     cpu = torch.device("cpu")
-    made = program.EncoderProgram(replace(QWEN3_VL_8B, depth=1, deepstack=()), TORCH, BF16, cpu, lambda: None)
+    made = captured_encoder.EncoderProgram(replace(QWEN3_VL_8B, depth=1, deepstack=()), TORCH, BF16, cpu, lambda: None)
     made.allocate(check_limits((16, 64), 4, 8))
     made.run(64)
     made.run(64)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fusedvit.kernels.gather import gather_rows
-from fusedvit.kernels.reference.gather import gather_rows as gather_rows_ref
+from fusedvit.kernels.norms import gather_rows
+from fusedvit.kernels.reference.norms import gather_rows as gather_rows_ref
 from tests.kernels.support import NAN, count, padded, random
 
 OPS = {"kernel": gather_rows, "twin": gather_rows_ref}

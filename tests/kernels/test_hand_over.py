@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fusedvit.kernels.hand_over import hand_over
-from fusedvit.kernels.reference.hand_over import hand_over as hand_over_ref
+from fusedvit.kernels.reference.store_outputs import hand_over as hand_over_ref
+from fusedvit.kernels.store_outputs import hand_over
 from tests.kernels.support import NAN, random
 
 OPS = {"kernel": hand_over, "twin": hand_over_ref}

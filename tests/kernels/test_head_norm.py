@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fusedvit.kernels.head_norm import head_norm_rope
-from fusedvit.kernels.reference.head_norm import head_norm_rope as head_norm_rope_ref
+from fusedvit.kernels.norms import head_norm_rope
+from fusedvit.kernels.reference.norms import head_norm_rope as head_norm_rope_ref
 from tests.kernels.support import NAN, assert_within, count, random
 
 OPS = {"kernel": head_norm_rope, "twin": head_norm_rope_ref}

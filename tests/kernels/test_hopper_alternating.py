@@ -8,11 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B, QWEN25_VL_7B
 from fusedvit.bench import kernel_bench, questions
-from fusedvit.kernels import forms
-from fusedvit.kernels.configs import Target, budget
-from fusedvit.kernels.hopper import compat
+from fusedvit.kernels import backends
+from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.alternating_configs import (
     COLS,
     LEAST_BUDGET,
@@ -22,24 +20,26 @@ from fusedvit.kernels.hopper.alternating_configs import (
     hopper_alternating_config,
     wrong_hopper_alternating,
 )
-from fusedvit.kernels.hopper.linear_configs import begins_early
+from fusedvit.kernels.hopper.gemm_configs import begins_early
 from fusedvit.kernels.reference.linear import linear as linear_ref
-from fusedvit.kernels.tables import SHIPPED, Table, config_of, file_name
-from fusedvit.plan import plan_for, tasks
-from fusedvit.spec import VisionSpec
+from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.kernels.tuning_table import SHIPPED, Table, config_of, file_name
+from fusedvit.model.plan import plan_for, tasks
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B, QWEN25_VL_7B
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
 from tests.kernels.support import assert_ring_elsewhere_is_told, assert_within
 from tests.kernels.test_aot import run
 
-if compat.AVAILABLE:
+if gluon_compat.AVAILABLE:
     from fusedvit.kernels.hopper import alternating
 
-needs_gluon = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+needs_gluon = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, H200 = torch.device("cpu"), Target(name="NVIDIA H200")
 KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task in tasks(spec, 64, BF16)]
-LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == forms.LINEAR]
+LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == backends.LINEAR]
 GOOD = HopperAlternatingConfig(112, 5)
 FC1 = Layer(40, 704, 256, norm=True, part=64, activation="gelu_tanh")
 FC2 = Layer(40, 704, 192, residual=True, stats=True)
@@ -63,8 +63,8 @@ def test_what_is_offered_can_run(rows: int, shape: tuple[int, int, str]) -> None
 
 @needs_gluon
 def test_a_table_may_choose_it(on_hopper: None) -> None:
-    form = forms.form_of(GOOD)
-    assert forms.named(forms.LINEAR, "alternating") is form and config_of(form, asdict(GOOD), "here") == GOOD
+    form = backends.form_of(GOOD)
+    assert backends.named(backends.LINEAR, "alternating") is form and config_of(form, asdict(GOOD), "here") == GOOD
     (task,) = (task for task in tasks(QWEN3_VL_8B, 4096, BF16) if task.name == "proj")
     assert plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices()["proj"] == "hopper"
     table = Table({task.key: replace(GOOD, rows=128)})
@@ -100,7 +100,7 @@ def test_its_height_is_what_the_tuner_finds() -> None:
     asked = {
         (q.task.key.kind, q.task.key.n, q.task.key.k, q.task.key.rows)
         for q in questions.questions(specs, questions.BUDGETS, BF16)
-        if q.task.key.op == forms.LINEAR
+        if q.task.key.op == backends.LINEAR
     }
     ours = {(kind, n, k, rows): hopper_alternating_config(rows, n, k, BF16, H200, kind) for kind, n, k, rows in asked}
     taken = {product: config.rows for product, config in ours.items() if config is not None}
@@ -150,7 +150,7 @@ def test_the_twin_takes_its_configurations() -> None:
 
 COMPILED = """
 import torch
-from fusedvit.kernels.aot import _misplaced_ring, compile_launch, record
+from fusedvit.kernels.codegen_checks import _misplaced_ring, compile_launch, record
 from fusedvit.kernels.hopper import alternating
 from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig as Config
 from tests.kernels.linear_cases import Layer, fused, tensors

@@ -9,27 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.aot import QWEN3_VL_8B
-from fusedvit.kernels import forms
-from fusedvit.kernels.configs import Target, budget
-from fusedvit.kernels.forms import Key
+from fusedvit.kernels import backends
+from fusedvit.kernels.backends import Key
 from fusedvit.kernels.hopper import attention as hopper_attention
-from fusedvit.kernels.hopper import attention_choice, attention_parts, compat, configs
-from fusedvit.kernels.hopper.attention_choice import (
+from fusedvit.kernels.hopper import attention_configs, attention_smem, gluon_compat
+from fusedvit.kernels.hopper.attention_configs import (
     SHORT_FRAME,
+    HopperAttentionConfig,
     contents,
+    hopper_attention_candidates,
     hopper_attention_config,
     microseconds,
     two_lists,
-)
-from fusedvit.kernels.hopper.configs import (
-    HopperAttentionConfig,
-    hopper_attention_candidates,
     wrong_hopper_attention,
 )
-from fusedvit.kernels.tables import Table
-from fusedvit.plan import attention_task, plan_for
-from fusedvit.report import choices
+from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.kernels.tuning_table import Table
+from fusedvit.model.plan import attention_task, plan_for
+from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
+from fusedvit.stats import choices
 from tests.kernels.attention_cases import segments
 from tests.kernels.attention_times import TIMES, WIDE_TIMES
 from tests.kernels.test_aot import run
@@ -41,7 +39,7 @@ H200, A100, B200 = Target(), Target(80, 108, 163 * 1024), Target(100, 148)
 @pytest.fixture
 def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process without the interpreter."""
-    monkeypatch.setattr(compat, "usable", lambda capability: capability == 90)
+    monkeypatch.setattr(gluon_compat, "usable", lambda capability: capability == 90)
 
 
 def test_the_interpreter_runs_no_gluon() -> None:
@@ -60,10 +58,10 @@ def test_the_interpreter_runs_no_gluon() -> None:
 )
 def test_where_there_is_no_answer(usable: None, head_dim: int, dtype: torch.dtype, target: Target, why: str) -> None:
     assert hopper_attention_config(1024, 16, head_dim, dtype, target) is None
-    assert why in configs.absent(target, dtype)
+    assert why in attention_configs.absent(target, dtype)
 
 
-@pytest.mark.parametrize("head_dim", configs.MEASURED)
+@pytest.mark.parametrize("head_dim", attention_configs.MEASURED)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_budget_has_an_answer_that_can_run(usable: None, head_dim: int, dtype: torch.dtype) -> None:
     budgets = {budget(rows) for rows in range(1, 70000, 61)}
@@ -75,11 +73,11 @@ def test_every_budget_has_an_answer_that_can_run(usable: None, head_dim: int, dt
     assert {c.block_n for c in chosen if c} == {64}
     for config in chosen:
         assert config and wrong_hopper_attention(config, H200, dtype) == ""
-        assert configs.shared_bytes(config, head_dim) <= H200.max_shared
+        assert attention_configs.shared_bytes(config, head_dim) <= H200.max_shared
 
 
 def test_wrong_configurations_say_why(usable: None) -> None:
-    good = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True, overlap=configs.OVERLAP)
+    good = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True, overlap=attention_configs.OVERLAP)
     wrong = {
         "consumers must be": dataclasses.replace(good, consumers=4),
         "block_n 64 or 128": dataclasses.replace(good, block_n=96),
@@ -124,7 +122,7 @@ def test_bad_input_is_named_before_any_launch(
     segs = segments([64], given["block_m"], torch.device("cpu"))
     monkeypatch.setattr(hopper_attention, "launch", lambda *arguments: pytest.fail("launched"))
     with pytest.raises(error, match=said):
-        hopper_attention.attention(qkv, segs, out, given["heads"], given["head_dim"], configs.SHORT)
+        hopper_attention.attention(qkv, segs, out, given["heads"], given["head_dim"], attention_configs.SHORT)
 
 
 def test_reports_say_what_attention_does_without(usable: None) -> None:
@@ -150,23 +148,23 @@ def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads
         where=lambda yes, a, b: a if yes else b,
         load=lambda pointer, mask, other: flat[pointer] if mask else other,
     )
-    monkeypatch.setattr(attention_parts, "gl", stand_in)
-    monkeypatch.setattr(attention_parts, "place", attention_parts.place.fn)
+    monkeypatch.setattr(attention_smem, "gl", stand_in)
+    monkeypatch.setattr(attention_smem, "place", attention_smem.place.fn)
     for count in range(1, 8):
-        items = [attention_parts.work_item.fn(i, 0, count, sizes) for i in range(count * heads)]
+        items = [attention_smem.work_item.fn(i, 0, count, sizes) for i in range(count * heads)]
         assert sorted(items) == sorted((*tile, head) for tile in tiles[:count] for head in range(heads))
         assert [item[3] // together for item in items] == sorted(item[3] // together for item in items)
         assert {item[3] for item in items[:together]} == set(range(together))
-        known = [attention_parts.work_item.fn(i, 0, count, sizes, False, 1, 2, 3) for i in range(count * heads)]
+        known = [attention_smem.work_item.fn(i, 0, count, sizes, False, 1, 2, 3) for i in range(count * heads)]
         assert known == [(1, 2, 3, item[3]) for item in items], "a tile that is known is not read"
 
 
 def timings() -> Iterator[tuple[int, int, int, dict[HopperAttentionConfig, float]]]:
     """(head_dim, frames, tokens of each, microseconds of each schedule that has a cost)."""
     for head_dim, frames, length, *us in (*TIMES, *WIDE_TIMES):
-        schedules = attention_choice.schedules(head_dim)
+        schedules = attention_configs.schedules(head_dim)
         if head_dim < 128:  # the tuner's alone
-            middle = configs.MIDDLE_OF_64 if head_dim == 64 else configs.MIDDLE
+            middle = attention_configs.MIDDLE_OF_64 if head_dim == 64 else attention_configs.MIDDLE
             schedules = *schedules[:2], middle, schedules[2]
         yield head_dim, frames, length, {c: t for c, t in zip(schedules, us, strict=True) if t is not None}
 
@@ -175,7 +173,7 @@ def test_costs_are_what_was_timed(usable: None) -> None:
     errors = []
     for head_dim, frames, length, us in timings():
         for config, timed in us.items():
-            if length >= 196 or config == configs.TINY:  # nothing else is asked for windows
+            if length >= 196 or config == attention_configs.TINY:  # nothing else is asked for windows
                 errors.append(microseconds(config, frames, length, 16, head_dim, 132) / timed - 1)
     assert len(errors) > 100
     assert max(map(abs, errors)) < 0.12
@@ -217,18 +215,18 @@ def test_contents_nearly_fill_their_budget(rows: int) -> None:
 
 
 def test_windows_take_tiles_of_their_size(usable: None) -> None:
-    form = forms.named(forms.ATTENTION, "hopper")
+    form = backends.named(backends.ATTENTION, "hopper")
     assert form is not None
-    key = Key(forms.ATTENTION, "window", 16, 80, 4096, "bfloat16")
+    key = Key(backends.ATTENTION, "window", 16, 80, 4096, "bfloat16")
     assert form.heuristic(key, BF16, H200, 256).block_m == 64
     assert form.heuristic(dataclasses.replace(key, kind=""), BF16, H200, 256).block_m == 128
 
 
 def test_what_was_timed_is_known_by_every_file_of_the_kernel() -> None:
     """But the heuristic, which a table takes the place of."""
-    form = forms.named(forms.ATTENTION, "hopper")
+    form = backends.named(backends.ATTENTION, "hopper")
     assert form is not None
-    files = {path.stem for path in Path(attention_parts.__file__).parent.glob("attention*.py")}
+    files = {path.stem for path in Path(attention_smem.__file__).parent.glob("attention*.py")}
     assert {Path(module.__file__).stem for module in form.modules} >= files - {"attention_choice"}
 
 
@@ -251,8 +249,8 @@ def test_what_ships_compiles_clean(tower: str, tokens: str) -> None:
     """Registers, spills, C75xx, wgmma, the order of exponentials and waits; all of them: make aot-matrix."""
     code = f"""
 import torch
-from fusedvit.aot import SMS, TOWERS, compile_or_fail, launches_of
-from fusedvit.kernels.configs import Target
+from fusedvit.runtime.ahead_of_time import SMS, TOWERS, compile_or_fail, launches_of
+from fusedvit.kernels.tile_configs import Target
 launches = launches_of(*TOWERS["{tower}"], torch.bfloat16, {tokens}, Target())
 launches = [launch for launch in launches if "hopper_attention" in launch.name]
 assert len(launches) == 2, launches
@@ -296,11 +294,11 @@ for role in ptx.split("griddepcontrol.wait")[:-1]:
 
 SPARE = """
 import torch
-from fusedvit.kernels.aot import _misplaced_ring, compile_launch, record
+from fusedvit.kernels.codegen_checks import _misplaced_ring, compile_launch, record
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.hopper import attention
-from fusedvit.kernels.hopper.attention_choice import schedules
-from fusedvit.kernels.hopper.configs import shared_bytes
+from fusedvit.kernels.hopper.attention_configs import schedules
+from fusedvit.kernels.hopper.attention_configs import shared_bytes
 
 integers = lambda *shape: torch.empty(shape, dtype=torch.int32, device="meta")
 for head_dim, config in ((head_dim, config) for head_dim in (64, 72, 80) for config in schedules(head_dim)):

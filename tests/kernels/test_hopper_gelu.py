@@ -6,9 +6,9 @@ import types
 import pytest
 import torch
 
-from fusedvit.kernels.hopper import compat
+from fusedvit.kernels.hopper import gluon_compat
 
-pytestmark = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+pytestmark = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 INF = math.inf
 OFF = 4e-5  # of itself; fp16 rounds by 2.4e-4 to 4.9e-4
 TINY, TORCH_OFF = 1e-37, 1e-6  # where fp32 ends, and what torch's cancellation leaves
@@ -30,10 +30,10 @@ class OnTorch:
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """`_gelu_erf` of fp32 values."""
-    from fusedvit.kernels.hopper import linear_epilogue
+    from fusedvit.kernels.hopper import gemm_epilogue
 
-    found = {"gl": OnTorch, "tl": linear_epilogue.tl, "_reciprocal": torch.reciprocal}
-    return types.FunctionType(linear_epilogue._gelu_erf.fn.__code__, found)(x)
+    found = {"gl": OnTorch, "tl": gemm_epilogue.tl, "_reciprocal": torch.reciprocal}
+    return types.FunctionType(gemm_epilogue._gelu_erf.fn.__code__, found)(x)
 
 
 def exact(x: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit import buffers
-from fusedvit.aot import GLM_45V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
-from fusedvit.buffers import Capacity, allocate
-from fusedvit.kernels import forms
-from fusedvit.kernels.configs import MAX_COUNTERS, MAX_SUMS, OVERLAP_ROWS, Target, budget
-from fusedvit.kernels.descriptor import rows_behind
+from fusedvit.kernels import backends
 from fusedvit.kernels.epilogue import Epilogue, Scratch
-from fusedvit.kernels.hopper import compat, linear_configs
-from fusedvit.kernels.hopper.linear_configs import (
+from fusedvit.kernels.hopper import gemm_configs, gluon_compat
+from fusedvit.kernels.hopper.gemm_configs import (
     CONTENTS,
     PROVEN,
     HopperLinearConfig,
@@ -25,23 +20,28 @@ from fusedvit.kernels.hopper.linear_configs import (
     hopper_linear_us,
     wrong_hopper_linear,
 )
+from fusedvit.kernels.positions import width
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments
-from fusedvit.kernels.rope_words import width
-from fusedvit.kernels.tables import Table, config_of
-from fusedvit.plan import plan_for, tasks
+from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS, OVERLAP_ROWS, Target, budget
+from fusedvit.kernels.tma import rows_behind
+from fusedvit.kernels.tuning_table import Table, config_of
+from fusedvit.model import buffers
+from fusedvit.model.buffers import Capacity, allocate
+from fusedvit.model.plan import plan_for, tasks
+from fusedvit.runtime.ahead_of_time import GLM_45V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from tests.kernels.linear_cases import EPS, Layer, fused, plain, tensors
 from tests.kernels.linear_times import TIMES
 from tests.kernels.support import assert_within
 from tests.kernels.test_aot import run
 
-if compat.AVAILABLE:
-    from fusedvit.kernels.hopper import linear as hopper_linear
+if gluon_compat.AVAILABLE:
+    from fusedvit.kernels.hopper import gemm as hopper_linear
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, H200, A100 = torch.device("cpu"), Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
 KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task in tasks(spec, 64, BF16)]
-LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == forms.LINEAR]
+LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == backends.LINEAR]
 
 
 @settings(max_examples=300, deadline=None)
@@ -55,7 +55,7 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
     assert not wrong_hopper_linear(config, H200, dtype)
     assert config in hopper_linear_candidates(rows, n, k, H200, kind)
     assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
-    assert config.overlap == linear_configs.begins_early(rows, kind)
+    assert config.overlap == gemm_configs.begins_early(rows, kind)
     if config.splits > 1:
         sums, counters = config.scratch_sizes(rows, n)
         assert sums <= MAX_SUMS and counters <= MAX_COUNTERS, "the encoder's scratch has no room"
@@ -77,7 +77,7 @@ def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.Mon
     """3 x 64 x 128 with a residual: 4 bytes as compiled with 3.9, none with 3.7."""
     offered = {}
     for newer in (False, True):
-        monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
+        monkeypatch.setattr(gluon_compat, "NEEDS_MORE_REGISTERS", newer)
         for kind in ("residual+stats", "norm+rope"):
             found = hopper_linear_candidates(2048, 1152, 1152, H200, kind)
             offered[newer, kind] = {(c.rows, c.cols, c.consumers) for c in found}
@@ -146,16 +146,16 @@ def test_what_is_not_proven_on_a_device_is_the_tuners_alone(n: int, k: int, kind
 @pytest.mark.parametrize("rows, early", [(OVERLAP_ROWS, 5), (OVERLAP_ROWS + 256, 4), (3072, 4), (3328, 2), (65536, 2)])
 def test_what_begins_early(rows: int, early: int) -> None:
     kinds = ("residual+stats", "residual", "norm+gelu_tanh", "rms+swiglu", "norm+rope", "bias", "taps+stats", "stats")
-    assert [linear_configs.begins_early(rows, kind) for kind in kinds] == [i < early for i in range(len(kinds))]
+    assert [gemm_configs.begins_early(rows, kind) for kind in kinds] == [i < early for i in range(len(kinds))]
 
 
 def test_launches_overlap_at_one_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is first may follow the launch that writes its count."""
-    monkeypatch.setattr(linear_configs, "OVERLAP", True)
+    monkeypatch.setattr(gemm_configs, "OVERLAP", True)
     choose = hopper_linear_config.__wrapped__  # without what was chosen before
     for spec in (QWEN3_VL_8B, QWEN25_VL_7B, GLM_45V):
         for task in tasks(spec, 784, BF16):
-            if task.key.op == forms.LINEAR and task.key.kind in PROVEN:
+            if task.key.op == backends.LINEAR and task.key.kind in PROVEN:
                 config = choose(784, task.key.n, task.key.k, BF16, H200, task.key.kind)
                 assert config in hopper_linear_candidates(784, task.key.n, task.key.k, H200, task.key.kind)
                 assert config.overlap == (task.name in {"qkv", "proj", "fc1", "fc2"} or "norm" in task.key.kind)
@@ -183,7 +183,7 @@ def test_wrong_configurations_are_told(changed: dict[str, int], said: str) -> No
     assert said in found and bool(said) == bool(found)
 
 
-@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 @pytest.mark.parametrize(
     "layer, dtype, config, said",
     [
@@ -205,7 +205,7 @@ def test_what_it_cannot_run_is_refused_before_any_launch(
     assert said in str(error.value)
 
 
-@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_rotary_factors_are_needed_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_linear, "launch", lambda *arguments: pytest.fail("launched"))
     layer = Layer(16, 128, 192, heads=1)
@@ -226,13 +226,13 @@ def test_the_twin_takes_its_configurations(config: HopperLinearConfig) -> None:
     torch.testing.assert_close(moments(stats, 21, EPS)[0][:, 0], out.double().mean(1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_tables_hold_its_configurations() -> None:
-    form = forms.form_of(GOOD)
+    form = backends.form_of(GOOD)
     assert form.name == "hopper" and config_of(form, asdict(GOOD), "here") == GOOD
 
 
-@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     chosen = plan_for(QWEN3_VL_8B, 8192, FP16, H200, Table()).choices()  # in bf16 some are done in turns
     linears = ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
@@ -262,9 +262,9 @@ def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_cou
 COMPILED = """
 from dataclasses import replace
 import torch
-from fusedvit.kernels.aot import compile_launch, record
-from fusedvit.kernels.hopper.linear import linear
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig
+from fusedvit.kernels.codegen_checks import compile_launch, record
+from fusedvit.kernels.hopper.gemm import linear
+from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig
 from tests.kernels.linear_cases import Layer, fused, tensors
 CPU, FP16, BF16, narrow = torch.device("cpu"), torch.float16, torch.bfloat16, HopperLinearConfig(64, 128, 1, 6)
 for layer, dtype, config in (
@@ -282,7 +282,7 @@ for layer, dtype, config in (
 """
 
 
-@pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_what_the_tuner_may_choose_compiles_clean() -> None:
     """Epilogues, fp16, overlap and turns, which heuristics seldom take; what they do take: make aot-matrix."""
     done = run("-c", COMPILED)

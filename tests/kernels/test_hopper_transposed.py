@@ -7,14 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit import buffers
-from fusedvit.aot import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
-from fusedvit.beside import beside
-from fusedvit.kernels import forms
-from fusedvit.kernels.configs import Target, budget
-from fusedvit.kernels.hopper import compat
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, begins_early
-from fusedvit.kernels.hopper.transposed_configs import (
+from fusedvit.kernels import backends
+from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig, begins_early
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import (
     MOST_BUDGET,
     MOST_ROWS,
     MOST_WAVES,
@@ -27,22 +23,26 @@ from fusedvit.kernels.hopper.transposed_configs import (
     wrong_hopper_transposed,
 )
 from fusedvit.kernels.reference.linear import linear as linear_ref
-from fusedvit.kernels.tables import Table, config_of
-from fusedvit.plan import chosen_for, plan_for, tasks
+from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.kernels.tuning_table import Table, config_of
+from fusedvit.model import buffers
+from fusedvit.model.merger_overlap import beside
+from fusedvit.model.plan import chosen_for, plan_for, tasks
+from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
 from tests.kernels.support import assert_ring_elsewhere_is_told, assert_within
 from tests.kernels.test_aot import run
 from tests.kernels.transposed_times import TIMES
 
-if compat.AVAILABLE:
-    from fusedvit.kernels.hopper import transposed
+if gluon_compat.AVAILABLE:
+    from fusedvit.kernels.hopper import gemm_swap_ab
 
-needs_gluon = pytest.mark.skipif(not compat.AVAILABLE, reason=compat.MISSING)
+needs_gluon = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, H200, A100 = torch.device("cpu"), Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
 KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task in tasks(spec, 64, BF16)]
-LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == forms.LINEAR]
+LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == backends.LINEAR]
 GOOD = HopperTransposedConfig(112, 1, 9)
 OFF = (("linear/transposed", "off"),)
 
@@ -127,7 +127,7 @@ def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.Mon
     """erf for three consumers: 24 bytes as compiled with 3.9, none with 3.7; for four always."""
     offered = {}
     for newer in (False, True):
-        monkeypatch.setattr(compat, "NEEDS_MORE_REGISTERS", newer)
+        monkeypatch.setattr(gluon_compat, "NEEDS_MORE_REGISTERS", newer)
         hopper_transposed_candidates.cache_clear()
         for kind in ("norm+gelu", "norm+gelu_tanh"):
             found = hopper_transposed_candidates(336, 4608, 4608, H200, kind)
@@ -182,7 +182,7 @@ def test_what_it_cannot_run_is_refused_before_any_launch(
 ) -> None:
     arguments = fused(layer, tensors(layer, BF16, CPU))
     with pytest.raises(ValueError, match=said):
-        arguments.run(transposed.linear, config)
+        arguments.run(gemm_swap_ab.linear, config)
 
 
 @pytest.mark.parametrize("config", [GOOD, replace(GOOD, rows=24)], ids=str)
@@ -196,8 +196,8 @@ def test_the_twin_takes_its_configurations(config: HopperTransposedConfig) -> No
 
 @needs_gluon
 def test_tables_hold_its_configurations() -> None:
-    form = forms.form_of(GOOD)
-    assert forms.named(forms.LINEAR, "transposed") is form and config_of(form, asdict(GOOD), "here") == GOOD
+    form = backends.form_of(GOOD)
+    assert backends.named(backends.LINEAR, "transposed") is form and config_of(form, asdict(GOOD), "here") == GOOD
 
 
 @needs_gluon
@@ -206,7 +206,7 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     assert plan.choices()["qkv"] == plan.choices()["fc2"] == "transposed" and plan.choices()["patch"] == "hopper"
     assert plan.qkv == HopperTransposedConfig(112, 3, plan.qkv.stages, overlap=True)
     without = plan_for(QWEN3_VL_8B, 784, BF16, replace(H200, without=OFF), Table())
-    used = {**without.choices(), **{name: forms.form_of(config).name for name, config in without.beside.chain}}
+    used = {**without.choices(), **{name: backends.form_of(config).name for name, config in without.beside.chain}}
     assert "transposed" not in used.values(), "nor beside a merger"
 
 
@@ -226,9 +226,9 @@ def test_mergers_beside_it_are_reckoned_in_one_run_s_times(on_hopper: None) -> N
 
 COMPILED = """
 import torch
-from fusedvit.kernels.aot import _misplaced_ring, compile_launch, record
+from fusedvit.kernels.codegen_checks import _misplaced_ring, compile_launch, record
 from fusedvit.kernels.hopper import transposed
-from fusedvit.kernels.hopper.transposed_configs import HopperTransposedConfig as Config
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig as Config
 from tests.kernels.linear_cases import Layer, fused, tensors
 
 qkv, fc2 = Layer(40, 640, 1152, norm=True, part=64, heads=16), Layer(40, 640, 192, residual=True, stats=True)
@@ -258,4 +258,4 @@ def test_compiled_code_has_its_ring_where_shared_memory_begins() -> None:
 def test_a_triton_that_puts_the_ring_elsewhere_costs_the_form_only(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(40, 640, 256)
     arguments = fused(layer, tensors(layer, BF16, CPU))
-    assert_ring_elsewhere_is_told(monkeypatch, transposed, lambda: arguments.run(transposed.linear, GOOD))
+    assert_ring_elsewhere_is_told(monkeypatch, gemm_swap_ab, lambda: arguments.run(gemm_swap_ab.linear, GOOD))

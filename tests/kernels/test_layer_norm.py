@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusedvit.kernels.epilogue import Taps
-from fusedvit.kernels.layer_norm import After, layer_norm
-from fusedvit.kernels.reference.layer_norm import layer_norm as layer_norm_ref
+from fusedvit.kernels.epilogue import RowStats, Taps
+from fusedvit.kernels.norms import After, layer_norm
 from fusedvit.kernels.reference.linear import moments
-from fusedvit.kernels.row_stats import RowStats
+from fusedvit.kernels.reference.norms import layer_norm as layer_norm_ref
 from tests.kernels.support import NAN, assert_within, count, random
 
 OPS = {"kernel": layer_norm, "twin": layer_norm_ref}

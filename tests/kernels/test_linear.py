@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, Scratch
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments, store_moments
+from fusedvit.kernels.tile_configs import LinearConfig
 from tests.kernels.linear_cases import EPS, Fused, Layer, Tensors, fused, plain, scratch_for, tensors
 from tests.kernels.support import NAN, assert_rounded_once, assert_within, count, padded, random
 

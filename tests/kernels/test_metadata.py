@@ -9,7 +9,6 @@ from einops import rearrange, repeat
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusedvit.kernels.configs import LinearConfig
 from fusedvit.kernels.epilogue import Epilogue, Taps
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.metadata import (
@@ -24,6 +23,7 @@ from fusedvit.kernels.metadata import (
     vision_metadata,
 )
 from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
+from fusedvit.kernels.tile_configs import LinearConfig
 from tests.kernels.metadata_cases import Grid, fill, frames_of, grids, tiles_of, windows_of
 from tests.kernels.support import count, padded
 

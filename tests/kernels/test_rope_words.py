@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fusedvit.kernels.metadata import vision_metadata
+from fusedvit.kernels.positions import CHUNK, width
 from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
-from fusedvit.kernels.reference.rope_words import rope_words
-from fusedvit.kernels.rope_words import CHUNK, width
+from fusedvit.kernels.reference.positions import rope_words
 from tests.kernels.metadata_cases import UNWRITTEN, assert_same_words, fill, frames_of
 from tests.kernels.support import count, random
 

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedvit.kernels.epilogue import RowStats, _merge_moments, _store_moments
 from fusedvit.kernels.reference.linear import moments, store_moments
-from fusedvit.kernels.row_stats import RowStats, _merge_moments, _store_moments
 from tests.kernels.support import NAN, random
 
 EPS = 1e-6

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.aot import QWEN3_VL_8B
-from fusedvit.kernels import forms, tables
-from fusedvit.kernels.configs import AttentionConfig, LinearConfig, Target
-from fusedvit.kernels.forms import Key
-from fusedvit.kernels.hopper.linear_configs import HopperLinearConfig, wrong_hopper_linear
-from fusedvit.kernels.tables import Table, TableError
-from fusedvit.report import choices
+from fusedvit.kernels import backends, tuning_table
+from fusedvit.kernels.backends import Key
+from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig, wrong_hopper_linear
+from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
+from fusedvit.kernels.tuning_table import Table, TableError
+from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
+from fusedvit.stats import choices
 
 BF16 = torch.bfloat16
 H200 = Target(name="NVIDIA H200")
@@ -29,9 +29,9 @@ def entry(key: Key = KEY, chosen: Any = CONFIG, **changes: Any) -> dict[str, Any
 
 
 def document(*entries: dict[str, Any], **passport: Any) -> dict[str, Any]:
-    sources = {f"{form.op}/{form.name}": tables.fingerprint(form) for form in forms.FORMS}
+    sources = {f"{form.op}/{form.name}": tuning_table.fingerprint(form) for form in backends.FORMS}
     return {
-        "passport": {"gpu": "NVIDIA H200", "triton": tables.TRITON, "sources": sources} | passport,
+        "passport": {"gpu": "NVIDIA H200", "triton": tuning_table.TRITON, "sources": sources} | passport,
         "entries": list(entries),
     }
 
@@ -47,15 +47,15 @@ def write(folder: Path, content: Any) -> Path:
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """(the user's folder, the shipped one), both empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
-    tables.forget()
-    yield tables.user_folder(), tmp_path / "shipped"
-    tables.forget()
+    monkeypatch.setattr(tuning_table, "SHIPPED", tmp_path / "shipped")
+    tuning_table.forget()
+    yield tuning_table.user_folder(), tmp_path / "shipped"
+    tuning_table.forget()
 
 
 def test_a_table_is_read_back(tmp_path: Path) -> None:
     path = write(tmp_path, document(entry(), entry(HEADS, ATTENTION)))
-    table = tables.read(path, "NVIDIA H200")
+    table = tuning_table.read(path, "NVIDIA H200")
     assert table.entries == {KEY: CONFIG, HEADS: ATTENTION} and not table.stale
     assert table.find(KEY, H200, BF16) == CONFIG
     assert table.find(Key("linear", "norm+rope", 3456, 1152, 2048, "bfloat16"), H200, BF16) is None
@@ -82,7 +82,7 @@ BAD = {
 def test_a_malformed_table_is_refused(tmp_path: Path, content: Any, said: str) -> None:
     path = write(tmp_path, content)
     with pytest.raises(TableError) as error:
-        tables.read(path, "NVIDIA H200")
+        tuning_table.read(path, "NVIDIA H200")
     assert said in str(error.value) and str(path) in str(error.value)
 
 
@@ -92,7 +92,7 @@ def test_a_malformed_table_is_warned_of_once(
 ) -> None:
     write(folders[0], content)
     with caplog.at_level(logging.WARNING, "fusedvit"):
-        assert tables.table_for(H200) == tables.table_for(H200) == Table()
+        assert tuning_table.table_for(H200) == tuning_table.table_for(H200) == Table()
     (record,) = caplog.records
     assert said in record.getMessage() and "heuristics used instead" in record.getMessage()
 
@@ -100,15 +100,15 @@ def test_a_malformed_table_is_warned_of_once(
 def test_the_users_table_goes_over_the_shipped_one(folders: tuple[Path, Path]) -> None:
     user, shipped = folders
     write(shipped, document(entry(), entry(HEADS, ATTENTION)))
-    assert tables.table_for(H200).entries[KEY] == CONFIG
+    assert tuning_table.table_for(H200).entries[KEY] == CONFIG
     mine = LinearConfig(64, 64, 128, 4, 3)
     write(user, document(entry(chosen=mine)))
-    assert tables.table_for(H200).entries[KEY] == CONFIG, "read once a process"
-    tables.forget()
-    assert tables.table_for(H200).entries == {KEY: mine, HEADS: ATTENTION}
+    assert tuning_table.table_for(H200).entries[KEY] == CONFIG, "read once a process"
+    tuning_table.forget()
+    assert tuning_table.table_for(H200).entries == {KEY: mine, HEADS: ATTENTION}
     write(user, "{")
-    tables.forget()
-    assert tables.table_for(H200).entries == {KEY: CONFIG, HEADS: ATTENTION}, "the shipped one still holds"
+    tuning_table.forget()
+    assert tuning_table.table_for(H200).entries == {KEY: CONFIG, HEADS: ATTENTION}, "the shipped one still holds"
 
 
 @pytest.mark.parametrize("whose, level", [("own", logging.WARNING), ("shipped", logging.INFO)])
@@ -117,9 +117,11 @@ def test_another_triton_makes_a_table_stale(
 ) -> None:
     """That the table we ship is for another one is nobody's fault: no warning; the report says it."""
     write(folders[whose == "shipped"], document(entry(), triton="2.1"))
-    why = f"made with Triton 2.1, this is {tables.TRITON}"
+    why = f"made with Triton 2.1, this is {tuning_table.TRITON}"
     with caplog.at_level(logging.INFO, "fusedvit"):
-        assert tables.table_for(H200) == tables.table_for(H200) == Table({}, (f"{whose} tuning table: {why}",))
+        assert (
+            tuning_table.table_for(H200) == tuning_table.table_for(H200) == Table({}, (f"{whose} tuning table: {why}",))
+        )
     (record,) = caplog.records
     assert why in record.getMessage() and record.levelno == level
     assert choices(QWEN3_VL_8B, BF16, H200, [784])[-1] == f"  {whose} tuning table: {why}; heuristics used instead"
@@ -128,7 +130,7 @@ def test_another_triton_makes_a_table_stale(
 def test_a_malformed_table_of_ours_is_warned_of(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     write(folders[1], {"passport": {"gpu": "NVIDIA H200", "triton": 3.6}})
     with caplog.at_level(logging.INFO, "fusedvit"):
-        assert tables.table_for(H200) == Table()
+        assert tuning_table.table_for(H200) == Table()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "triton must be str, got float" in record.getMessage()
 
@@ -140,7 +142,7 @@ def test_changed_sources_make_one_form_stale(
     made = document(entry(), entry(HEADS, ATTENTION))
     made["passport"]["sources"]["linear/triton"] = "0" * 16
     write(folders[whose == "shipped"], made)
-    table = tables.table_for(H200)
+    table = tuning_table.table_for(H200)
     assert table.find(KEY, H200, BF16) is None and table.find(HEADS, H200, BF16) == ATTENTION
     assert table.stale == (f"{whose} tuning table: the sources of linear/triton have changed since",)
     (record,) = caplog.records
@@ -152,13 +154,13 @@ def test_only_what_is_stale_is_left_out(folders: tuple[Path, Path]) -> None:
     """A user's own table answers beside a shipped one for another Triton."""
     write(folders[0], document(entry()))
     write(folders[1], document(entry(HEADS, ATTENTION), triton="2.1"))
-    table = tables.table_for(H200)
+    table = tuning_table.table_for(H200)
     assert table.entries == {KEY: CONFIG} and len(table.stale) == 1
 
 
 def test_entries_of_forms_unknown_here_are_passed_over(tmp_path: Path) -> None:
     path = write(tmp_path, document(entry(), entry(HEADS, form="of tomorrow", config={"x": 1})))
-    assert tables.read(path, "NVIDIA H200").entries == {KEY: CONFIG}
+    assert tuning_table.read(path, "NVIDIA H200").entries == {KEY: CONFIG}
 
 
 @pytest.mark.parametrize(
@@ -177,50 +179,52 @@ def test_what_cannot_run_is_not_found(config: LinearConfig, target: Target) -> N
 
 
 def test_no_gpu_no_table() -> None:
-    assert tables.table_for(Target()) == Table()
-    assert tables.file_name("NVIDIA H200") == "nvidia-h200.json"
+    assert tuning_table.table_for(Target()) == Table()
+    assert tuning_table.file_name("NVIDIA H200") == "nvidia-h200.json"
 
 
 def test_fingerprints_are_blind_to_words_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(source: str) -> str:
-        monkeypatch.setattr(tables.inspect, "getsource", lambda module: source)
-        tables.fingerprint.cache_clear()
-        return tables.fingerprint(forms.FORMS[0])
+        monkeypatch.setattr(tuning_table.inspect, "getsource", lambda module: source)
+        tuning_table.fingerprint.cache_clear()
+        return tuning_table.fingerprint(backends.FORMS[0])
 
     plain = of('"""Says."""\ndef f(x):\n    """Does."""\n    return x + 1\n')
     assert of('"""Says more."""\n\n\ndef f(x):  # a comment\n    """Does."""\n    return (x + 1)\n') == plain
     assert of("def f(x):\n    return x + 2\n") != plain
-    tables.fingerprint.cache_clear()
+    tuning_table.fingerprint.cache_clear()
 
 
 def test_tables_that_ship_are_well_formed() -> None:
     """Read as on their GPU; another Triton, or sources changed since, make one stale, and no error."""
-    for path in tables.SHIPPED.glob("*.json"):
+    for path in tuning_table.SHIPPED.glob("*.json"):
         gpu = json.loads(path.read_text(encoding="utf-8"))["passport"]["gpu"]
-        assert path.name == tables.file_name(gpu)
-        table = tables.read(path, gpu)
+        assert path.name == tuning_table.file_name(gpu)
+        table = tuning_table.read(path, gpu)
         assert table.entries or table.stale, f"{path} says nothing"
 
 
 def test_a_shipped_table_is_looked_up_by_the_budget_alone(folders: tuple[Path, Path]) -> None:
     """Between two budgets that it knows nothing is answered: heuristics choose there."""
     write(folders[1], document(entry(), entry(replace(KEY, rows=2048))))
-    table = tables.table_for(H200)
+    table = tuning_table.table_for(H200)
     found = {rows: table.find(replace(KEY, rows=rows), H200, BF16) for rows in (1024, 1280, 2048)}
     assert found == {1024: CONFIG, 1280: None, 2048: CONFIG}
 
 
 def test_shipped_tables_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the Triton, the PyTorch and the sources that they were made with: each entry can be, and stands once."""
-    shipped = sorted(tables.SHIPPED.glob("*.json"))
-    assert [path.name for path in shipped] == [tables.file_name("NVIDIA H200")]
+    shipped = sorted(tuning_table.SHIPPED.glob("*.json"))
+    assert [path.name for path in shipped] == [tuning_table.file_name("NVIDIA H200")]
     for path in shipped:
         found = json.loads(path.read_text(encoding="utf-8"))
         passport = found["passport"]
-        monkeypatch.setattr(tables, "TRITON", passport["triton"])
-        monkeypatch.setattr(tables, "TORCH", tables.minor(passport["torch"]))
-        monkeypatch.setattr(tables, "fingerprint", lambda form, p=passport: p["sources"].get(f"{form.op}/{form.name}"))
-        table = tables.read(path, passport["gpu"])
+        monkeypatch.setattr(tuning_table, "TRITON", passport["triton"])
+        monkeypatch.setattr(tuning_table, "TORCH", tuning_table.minor(passport["torch"]))
+        monkeypatch.setattr(
+            tuning_table, "fingerprint", lambda form, p=passport: p["sources"].get(f"{form.op}/{form.name}")
+        )
+        table = tuning_table.read(path, passport["gpu"])
         assert not table.stale and len(table.entries) == len(found["entries"]) > 500
         for config in table.entries.values():
             if isinstance(config, HopperLinearConfig):

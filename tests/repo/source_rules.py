@@ -12,10 +12,10 @@ MAY_IMPORT = {  # beyond the standard library; a folder that is not named may im
     "kernels": ("fusedvit.kernels", "torch", "triton", "einops"),
     "graphs": ("fusedvit.graphs", "torch"),
 }
-OUTSIDE_CORE = re.compile(r"fusedvit/media\.py|(fusedvit/cli|bench)/.*")  # what the encoder must not need
-MAY_IMPORT_TRANSFORMERS = re.compile(rf"fusedvit/huggingface\.py|fusedvit/families/.*|{OUTSIDE_CORE.pattern}")
-OUTER = ("fusedvit.media", "fusedvit.cli", "fusedvit.bench")
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 300, 40, 120
+OUTSIDE_CORE = re.compile(r"(fusedvit/cli|bench)/.*")  # what the encoder must not need
+MAY_IMPORT_TRANSFORMERS = re.compile(rf"fusedvit/api\.py|fusedvit/families/.*|{OUTSIDE_CORE.pattern}")
+OUTER = ("fusedvit.cli", "fusedvit.bench")
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120
 MACHINE = re.compile(
     r"(?<![\w./])/(?:work|root|home|opt|Users|mnt)/\w|[A-Z]:\\\\?Users"  # absolute paths of one machine
     r"|pypi\.org|pythonhosted\.org|download\.pytorch|conda\.anaconda"  # package registries

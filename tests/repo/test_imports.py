@@ -7,7 +7,7 @@ import pytest
 from tests.repo import source_rules as rules
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = "x = 1\n" * 301
+LONG = "x = 1\n" * 801
 RULES = [rules.wrong_directions, rules.wrong_forms, rules.cycles, rules.too_long]
 
 
@@ -37,13 +37,13 @@ def test_sources_name_no_machine():
 @pytest.mark.parametrize(
     "rule, files",
     [
-        (rules.wrong_directions, {"kernels/a.py": "from fusedvit.spec import VisionSpec\n"}),
+        (rules.wrong_directions, {"kernels/a.py": "from fusedvit.model.spec import VisionSpec\n"}),
         (rules.wrong_directions, {"kernels/a.py": "import numpy\n"}),
         (rules.wrong_directions, {"kernels/reference/a.py": "from fusedvit.graphs import b\n"}),
         (rules.wrong_directions, {"graphs/a.py": "from fusedvit.kernels.b import c\n"}),
         (rules.wrong_directions, {"graphs/a.py": "import triton.language as tl\n"}),
-        (rules.wrong_directions, {"fusedvit/encoder.py": "def f():\n    from transformers import AutoModel\n"}),
-        (rules.wrong_directions, {"fusedvit/encoder.py": "from fusedvit.media import load\n"}),
+        (rules.wrong_directions, {"fusedvit/model/encoder.py": "def f():\n    from transformers import AutoModel\n"}),
+        (rules.wrong_directions, {"fusedvit/model/encoder.py": "from fusedvit.cli.media import load\n"}),
         (rules.wrong_forms, {"fusedvit/a.py": "def f():\n    from fusedvit.b import c\n"}),
         (rules.wrong_forms, {"fusedvit/a.py": "from kernels.b import c\n"}),
         (rules.wrong_forms, {"bench/a.py": "import graphs\n"}),
@@ -63,11 +63,11 @@ def test_rules_allow_what_they_should(tmp_path):
     sources = plant(
         tmp_path,
         {
-            "fusedvit/__init__.py": "if TYPE_CHECKING:\n    from fusedvit.huggingface import fuse\n",
-            "fusedvit/huggingface.py": "from fusedvit import __version__\ndef fuse():\n    import transformers\n",
+            "fusedvit/__init__.py": "if TYPE_CHECKING:\n    from fusedvit.api import fuse\n",
+            "fusedvit/api.py": "from fusedvit import __version__\ndef fuse():\n    import transformers\n",
             "kernels/a.py": "import os, torch\nfrom fusedvit.kernels.b import c\n" + function(120, "@triton.jit\n"),
             "kernels/b.py": function(41, docstring='    """One\n    two."""\n').replace("    x = 1\n", "", 1),
-            "bench/a.py": "import transformers\nfrom fusedvit.huggingface import fuse\n",
+            "bench/a.py": "import transformers\nfrom fusedvit.api import fuse\n",
         },
     )
     assert [line for rule in RULES for line in rule(sources)] == []

@@ -71,29 +71,31 @@ def test_public_names_are_those_listed():
     assert python(code, ROOT) == "module 'fusedvit' has no attribute 'fuze'"
 
 
-@pytest.mark.parametrize("first", ["import fusedvit.kernels.configs\n", ""], ids=["ours first", "theirs first"])
+@pytest.mark.parametrize("first", ["import fusedvit.kernels.tile_configs\n", ""], ids=["ours first", "theirs first"])
 def test_qwen_imports_from_the_root(first):
     """There `import kernels` finds our folder as a namespace, unless a real one is installed: both are fine."""
-    code = f"{first}{QWEN}import fusedvit.kernels.configs as ours\n"
+    code = f"{first}{QWEN}import fusedvit.kernels.tile_configs as ours\n"
     code += "from transformers.utils import import_utils\n"
     code += "answer = [ours.__name__, ours.__file__, import_utils.is_torch_available()]"
-    assert python(code, ROOT) == ["fusedvit.kernels.configs", str(ROOT / "kernels" / "configs.py"), True]
+    assert python(code, ROOT) == ["fusedvit.kernels.tile_configs", str(ROOT / "kernels" / "tile_configs.py"), True]
 
 
 def test_a_regular_kernels_package_wins(tmp_path):
     """Although the root comes first on sys.path, as it does with `python -c` and `python -m` there."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("mark = 'theirs'\n")
-    code = "import sys, kernels, fusedvit.kernels.configs as ours\n"
+    code = "import sys, kernels, fusedvit.kernels.tile_configs as ours\n"
     code += "answer = [sys.path[0], kernels.mark, ours.__file__]"
-    assert python(code, ROOT, tmp_path) == ["", "theirs", str(ROOT / "kernels" / "configs.py")]
+    assert python(code, ROOT, tmp_path) == ["", "theirs", str(ROOT / "kernels" / "tile_configs.py")]
     assert python(f"{QWEN}import kernels\nanswer = kernels.mark", ROOT, tmp_path) == "theirs"
 
 
 def test_import_from_another_folder(tmp_path):
     """The installation that runs these tests is an editable one, or has the root on its path."""
-    code = "import fusedvit.kernels.configs as ours, fusedvit\nanswer = [ours.__file__, str(fusedvit.__path__[-1])]"
-    assert python(code, tmp_path, ROOT) == [str(ROOT / "kernels" / "configs.py"), str(ROOT)]
+    code = (
+        "import fusedvit.kernels.tile_configs as ours, fusedvit\nanswer = [ours.__file__, str(fusedvit.__path__[-1])]"
+    )
+    assert python(code, tmp_path, ROOT) == [str(ROOT / "kernels" / "tile_configs.py"), str(ROOT)]
 
 
 def test_editable_installation(copied_sources, tmp_path):
@@ -105,9 +107,9 @@ def test_editable_installation(copied_sources, tmp_path):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([*command, "--no-build-isolation", "-e", str(copied_sources)], check=True, timeout=300, env=env)
     code = "import fusedvit, importlib.util as u\n"
-    code += "answer = [u.find_spec('fusedvit.kernels.configs').origin, u.find_spec('kernels') is None]"
+    code += "answer = [u.find_spec('fusedvit.kernels.tile_configs').origin, u.find_spec('kernels') is None]"
     found = python(code, tmp_path, executable=str(executable), flags=("-E",))
-    assert found == [str(copied_sources / "kernels" / "configs.py"), True]
+    assert found == [str(copied_sources / "kernels" / "tile_configs.py"), True]
 
 
 def test_wheel_holds_one_top_level_package(wheel):
@@ -119,8 +121,8 @@ def test_wheel_holds_one_top_level_package(wheel):
         expected |= {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     assert {f"fusedvit/assets/{path.name}" for path in (ROOT / "fusedvit" / "assets").glob("*")} <= set(names)
-    tables = {"some-gpu.json", *(path.name for path in (ROOT / "kernels/configs").glob("*.json"))}
-    assert {f"fusedvit/kernels/configs/{name}" for name in tables} <= set(names)
+    tables = {"some-gpu.json", *(path.name for path in (ROOT / "kernels/tuned").glob("*.json"))}
+    assert {f"fusedvit/kernels/tuned/{name}" for name in tables} <= set(names)
 
 
 def test_wheel_finds_its_own_modules_only(wheel, tmp_path):
@@ -131,6 +133,6 @@ def test_wheel_finds_its_own_modules_only(wheel, tmp_path):
     (tmp_path / "site" / "kernels" / "theirs.py").write_text("")
     (tmp_path / "site" / "pyproject.toml").write_text('[project]\nname = "another"\n')
     code = "import fusedvit, importlib.util as u\nanswer = [list(fusedvit.__path__), "
-    code += "u.find_spec('fusedvit.kernels.configs').origin, u.find_spec('fusedvit.kernels.theirs')]"
+    code += "u.find_spec('fusedvit.kernels.tile_configs').origin, u.find_spec('fusedvit.kernels.theirs')]"
     inside = tmp_path / "site" / "fusedvit"
-    assert python(code, tmp_path, tmp_path / "site") == [[str(inside)], str(inside / "kernels" / "configs.py"), None]
+    assert python(code, tmp_path, tmp_path / "site") == [[str(inside)], str(inside / "kernels" / "tile_configs.py"), None]

@@ -1,0 +1,85 @@
+"""Qwen2.5-VL and what took its tower over: RMSNorm, SwiGLU, attention windows with whole frames in a few blocks.
+
+Qwen2.5-Omni's keeps q, k and v apart; EXAONE 4.5's shares heads of k and v.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.families.param_names import MergerNames, WeightNames
+from fusedvit.model.spec import VisionSpec
+
+NAMES = WeightNames(
+    patch="patch_embed.proj",
+    norm1="blocks.{}.norm1",
+    qkv=("blocks.{}.attn.qkv",),
+    proj="blocks.{}.attn.proj",
+    norm2="blocks.{}.norm2",
+    fc1=("blocks.{}.mlp.gate_proj", "blocks.{}.mlp.up_proj"),
+    fc2="blocks.{}.mlp.down_proj",
+    act="blocks.{}.mlp.act_fn",
+    merger=MergerNames("merger.ln_q", "merger.mlp.0", "merger.mlp.2", "merger.mlp.1"),
+)
+APART = replace(NAMES, qkv=tuple(f"blocks.{{}}.attn.{part}" for part in "qkv"))
+
+
+def spec_from_config(config: Any) -> VisionSpec:
+    """The spec behind a `vision_config` of these families.
+
+    Raises:
+        ValueError: a number that no such tower can have.
+    """
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
+    pixels = config.patch_size * config.spatial_merge_size  # of a merged token
+    if config.window_size < pixels or config.window_size % pixels:
+        raise ValueError(f"window_size must be a multiple of {pixels} (a merged token), got {config.window_size}")
+    return VisionSpec(
+        depth=config.depth,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        intermediate_size=config.intermediate_size,
+        out_size=config.out_hidden_size,
+        patch_size=config.patch_size,
+        temporal_patch_size=config.temporal_patch_size,
+        in_channels=config.in_channels,
+        merge_size=config.spatial_merge_size,
+        activation="swiglu",
+        norm="rms",
+        rope_theta=rope_theta_of(config),
+        kv_heads=getattr(config, "num_key_value_heads", 0),
+        window=config.window_size // pixels,
+        full_attention=tuple(sorted(set(config.fullatt_block_indexes) & set(range(config.depth)))),
+        without_bias=("patch",),
+    )
+
+
+FAMILIES = (
+    Family(
+        name="Qwen2.5-VL",
+        class_names=("Qwen2_5_VisionTransformerPretrainedModel",),
+        spec_from_config=spec_from_config,
+        names=NAMES,
+        output_class="BaseModelOutputWithPooling",
+        also_in=("hyperclovax_vision_v2",),
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+    Family(
+        name="Qwen2.5-Omni",
+        class_names=("Qwen2_5OmniVisionEncoder",),
+        spec_from_config=spec_from_config,
+        names=APART,
+        output_class="BaseModelOutputWithPooling",
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+    Family(
+        name="EXAONE 4.5",
+        class_names=("Exaone4_5_VisionModel",),
+        spec_from_config=spec_from_config,
+        names=NAMES,
+        output_class="BaseModelOutputWithPooling",
+        aliases=LINEAR_PATCH_EMBED,
+    ),
+)

@@ -1,0 +1,236 @@
+"""The memory one encoder run works in: allocated once for given capacities, never resized."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.metadata import Layout, Metadata
+from fusedvit.kernels.positions import width
+from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import row_pitch
+from fusedvit.runtime.inputs import Item
+
+NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How much a run may hold: patch tokens, images + videos, frames, attention tiles, windows and their tiles, and
+    tiles of short frames where these have a list of their own."""
+
+    tokens: int
+    items: int
+    frames: int
+    tiles: int
+    windows: int = 0
+    window_tiles: int = 0
+    short_tiles: int = 0
+
+    @staticmethod
+    def of(items: Sequence[Item], layout: Layout) -> "Capacity":
+        """Exactly what `items` need."""
+        side, block_m = layout.window, layout.window_block_m
+        return Capacity(
+            sum(item.tokens for item in items),
+            len(items),
+            sum(item.t for item in items),
+            sum(item.tiles(layout.block_m) for item in items if item.h * item.w > layout.short),
+            sum(item.windows(side) for item in items) if side else 0,
+            sum(item.window_tiles(side, block_m) for item in items) if side else 0,
+            sum(item.tiles(layout.short_block_m) for item in items if item.h * item.w <= layout.short),
+        )
+
+    @staticmethod
+    def at_most(tokens: int, items: int, frames: int, layout: Layout) -> "Capacity":
+        """What any batch within these limits needs.
+
+        Every frame adds at most one attention tile that is not full; all frames may be in the same list. Frames cut
+        worst into windows are one merged token high: then a window holds `window / merge` merged tokens, and one a
+        frame may hold fewer.
+        """
+        tiles = -(-tokens // layout.block_m) + frames
+        short = -(-tokens // layout.short_block_m) + frames if layout.short else 0
+        if not layout.window:
+            return Capacity(tokens, items, frames, tiles, short_tiles=short)
+        windows = -(-tokens // (layout.merge * layout.window)) + frames
+        split = layout.window_block_m < layout.window**2
+        window_tiles = windows + split * (tokens // layout.window_block_m)
+        return Capacity(tokens, items, frames, tiles, windows, window_tiles, short)
+
+
+def rows_over(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """`[rows, cols]` over the beginning of `flat`, its rows `row_pitch` apart."""
+    pitch = row_pitch(cols, flat.dtype)
+    return flat[: rows * pitch].view(rows, pitch)[:, :cols]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What deepstack mergers beside the blocks, or beside the last merger, have to themselves.
+
+    Attributes:
+        hidden: `[mergers, tokens, hidden]`, the residual stream as each reads it.
+        stats: `[mergers, …]` fp32, its row moments.
+        inner: flat, between the two layers of one merger after the other.
+    """
+
+    hidden: torch.Tensor
+    stats: torch.Tensor
+    inner: torch.Tensor
+
+    def part(self, tokens: int) -> "Apart":
+        """Views for so many tokens."""
+        return Apart(self.hidden[:, :tokens], self.stats, self.inner)
+
+
+@dataclass(frozen=True)
+class EncoderBuffers:
+    """Inputs, intermediates and outputs of a run. Rows past the true token count are undefined, and never read.
+
+    Attributes:
+        pixels: `[tokens, patch_width]`, input.
+        grid: `[items, 3]` int32, input; rows of zeros past the last item.
+        meta: filled on the device from `grid`.
+        hidden: `[tokens, hidden]`, the residual stream; the last hidden state at the end.
+        wide: flat; in window order the pixels first; then q | k | v, the MLP's hidden layer, a merger's.
+        context: `[tokens, hidden]`, attention's output; the merger's normalised rows at the end.
+        stats: flat fp32, partial row moments.
+        merged: `[spec.merged_outputs, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
+            merger's, or the downsampling convolution's.
+        scratch: where the parts of split products meet; no room where no form splits any.
+        apart: for mergers beside the blocks or the last one; without it they run in line.
+    """
+
+    pixels: torch.Tensor
+    grid: torch.Tensor
+    meta: Metadata
+    hidden: torch.Tensor
+    wide: torch.Tensor
+    context: torch.Tensor
+    stats: torch.Tensor
+    merged: torch.Tensor
+    scratch: Scratch
+    apart: Apart | None = None
+
+    def rows_of_wide(self, rows: int, cols: int, after: int = 0) -> torch.Tensor:
+        """`[rows, cols]` over `wide`, its rows `row_pitch` apart, past `rows` rows of `after` columns."""
+        return rows_over(self.wide[rows * row_pitch(after, self.wide.dtype) :], rows, cols)
+
+    def part(self, capacity: Capacity, merge_unit: int, apart: bool = False) -> "EncoderBuffers":
+        """Views of the first of everything, for a smaller capacity in the same memory; of `apart` if asked for."""
+        tokens, meta = capacity.tokens, self.meta
+        return EncoderBuffers(
+            pixels=self.pixels[:tokens],
+            grid=self.grid[: capacity.items],
+            meta=Metadata(
+                counts=meta.counts,
+                rope=meta.rope[:tokens],
+                rope_words=meta.rope_words[:tokens],
+                tap_index=meta.tap_index[:tokens],
+                tap_weight=meta.tap_weight[:tokens],
+                cu_seqlens=meta.cu_seqlens[: capacity.frames + 1],
+                tiles=meta.tiles[: capacity.tiles],
+                order=meta.order[: tokens // merge_unit],
+                window_cu_seqlens=meta.window_cu_seqlens[: capacity.windows + 1],
+                window_tiles=meta.window_tiles[: capacity.window_tiles],
+                short_tiles=meta.short_tiles[: capacity.short_tiles],
+            ),
+            hidden=self.hidden[:tokens],
+            wide=self.wide,
+            context=self.context[:tokens],
+            stats=self.stats,
+            merged=self.merged[:, : tokens // merge_unit],
+            scratch=self.scratch,
+            apart=self.apart.part(tokens) if apart and self.apart is not None else None,
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its name, those of the records within as "meta.tiles", "apart.stats"."""
+        records = {"meta": self.meta, "scratch": self.scratch, "apart": self.apart}
+        within = {f"{r}.{n}": t for r, record in records.items() if record is not None for n, t in vars(record).items()}
+        return {n: t for n, t in vars(self).items() if n not in records} | within
+
+    def held_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors().values())
+
+
+def allocate(
+    spec: VisionSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    device: torch.device,
+    pixels: torch.Tensor | None = None,
+    apart: tuple[int, int] = (0, 0),
+) -> EncoderBuffers:
+    """Buffers for `capacity`.
+
+    Args:
+        pixels: serves as the input as it is, if given.
+        apart: so many mergers beside the blocks or the last one, of so many tokens at most.
+    """
+    tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
+
+    halves = dtype.itemsize == 2  # in 32 bits no product is split
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def aligned(rows: int, cols: int) -> torch.Tensor:
+        return empty(rows, row_pitch(cols, dtype))[:, :cols]
+
+    merger = (spec.out_size, spec.merger_size) if spec.tail == "downsample" else (spec.merged_size,)
+    widest = max(
+        tokens * row_pitch(3 * spec.hidden_size, dtype),
+        tokens * row_pitch(spec.intermediate_size, dtype),
+        tokens * row_pitch(spec.patch_width, dtype),
+        merged * sum(row_pitch(cols, dtype) for cols in merger),
+    )
+    return EncoderBuffers(
+        pixels=aligned(tokens, spec.patch_width) if pixels is None else pixels,
+        grid=torch.zeros(capacity.items, 3, dtype=torch.int32, device=device),
+        meta=_allocate_meta(spec, capacity, dtype, device),
+        hidden=empty(tokens, spec.hidden_size),
+        wide=empty(widest),
+        context=empty(tokens, spec.hidden_size),
+        stats=torch.empty(_stats_size(spec, tokens), dtype=torch.float32, device=device),
+        merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
+        scratch=Scratch.zeros(halves * MAX_SUMS, halves * MAX_COUNTERS, device),
+        apart=_allocate_apart(spec, *apart, dtype, device) if all(apart) else None,
+    )
+
+
+def _stats_size(spec: VisionSpec, tokens: int) -> int:
+    return tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2
+
+
+def _allocate_apart(spec: VisionSpec, mergers: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Apart:
+    inner = tokens // spec.merge_unit * row_pitch(spec.merged_size, dtype)
+    return Apart(
+        hidden=torch.empty(mergers, tokens, spec.hidden_size, dtype=dtype, device=device),
+        stats=torch.empty(mergers, _stats_size(spec, tokens), dtype=torch.float32, device=device),
+        inner=torch.empty(inner, dtype=dtype, device=device),
+    )
+
+
+def _allocate_meta(spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> Metadata:
+    taps = spec.position_taps if spec.position_side else 0
+    # none in 32 bits, where factors are not rounded, and none where it is not a product that turns
+    words = width(spec.head_dim) if dtype.itemsize == 2 and not spec.qk_norm else 0
+    ordered, windows = (capacity.tokens // spec.merge_unit, capacity.windows + 1) if spec.window else (0, 0)
+    return Metadata(
+        counts=torch.zeros(7, 4, dtype=torch.int32, device=device),
+        rope=torch.empty(capacity.tokens, 2, spec.head_dim // 2, dtype=torch.float32, device=device),
+        rope_words=torch.empty(capacity.tokens, words, dtype=torch.int32, device=device),
+        tap_index=torch.empty(capacity.tokens, taps, dtype=torch.int32, device=device),
+        tap_weight=torch.empty(capacity.tokens, taps, dtype=torch.float32, device=device),
+        cu_seqlens=torch.empty(capacity.frames + 1, dtype=torch.int32, device=device),
+        tiles=torch.empty(capacity.tiles, 4, dtype=torch.int32, device=device),
+        order=torch.empty(ordered, dtype=torch.int32, device=device),
+        window_cu_seqlens=torch.empty(windows, dtype=torch.int32, device=device),
+        window_tiles=torch.empty(capacity.window_tiles, 4, dtype=torch.int32, device=device),
+        short_tiles=torch.empty(capacity.short_tiles, 4, dtype=torch.int32, device=device),
+    )

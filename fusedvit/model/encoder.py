@@ -1,0 +1,295 @@
+"""The encoder, once: values in, values out, on whichever table of operations it is given.
+
+Safe to capture: nothing here reads from the device, and no shape depends on content.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusedvit.graphs.side_stream import Branch, Serial
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
+from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
+from fusedvit.kernels.norms import NOTHING, After
+from fusedvit.model.buffers import Apart, EncoderBuffers, rows_over
+from fusedvit.model.ops import Ops
+from fusedvit.model.plan import EncoderPlan
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import (
+    BlockWeights,
+    DownsampleWeights,
+    EncoderWeights,
+    LinearWeights,
+    MergerWeights,
+    NormWeights,
+)
+
+SERIAL = Serial()
+
+
+@dataclass(frozen=True)
+class EncoderOutputs:
+    """What a run gives.
+
+    Attributes:
+        hidden: `[tokens, hidden]`, after the last block and a last norm if there is one; in towers with windows in
+            window order, item by item.
+        merged: `[spec.merged_outputs, tokens / merge_unit, out]`.
+    """
+
+    hidden: torch.Tensor
+    merged: torch.Tensor
+
+    @property
+    def pooled(self) -> torch.Tensor:
+        """`[tokens / merge_unit, out]`, after the merger."""
+        return self.merged[0]
+
+    @property
+    def deepstack(self) -> tuple[torch.Tensor, ...]:
+        """One `[tokens / merge_unit, out]` per deepstack merger."""
+        return self.merged[1:].unbind(0)
+
+    def last_hidden_state(self, spec: VisionSpec) -> torch.Tensor:
+        """What Hugging Face calls so: `hidden`, or `[tokens / merge_unit, out]` after a downsampling convolution."""
+        return self.merged[1] if spec.tail == "downsample" else self.hidden
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run's arguments together, so that the steps below read as the model does."""
+
+    spec: VisionSpec
+    weights: EncoderWeights
+    buffers: EncoderBuffers
+    ops: Ops
+    plan: EncoderPlan
+
+    def stream(self, width: int, block: int | None = None) -> "_Stream":
+        """Where the residual stream goes, its statistics in parts of `width` channels.
+
+        Args:
+            block: whose end it is, if it is one's: a merger beside what follows reads it in a place of its own.
+        """
+        hidden, stats = self.buffers.hidden, self.buffers.stats
+        place = self.place(block)
+        if place is not None:
+            apart, merger = place
+            hidden, stats = apart.hidden[merger], apart.stats[merger]
+        return _Stream(hidden, RowStats.over(stats, hidden.shape[0], hidden.shape[1], width))
+
+    def place(self, block: int | None) -> tuple[Apart, int] | None:
+        """The memory of mergers beside others, and which part of it that after `block` has, if it is one."""
+        apart, mergers = self.buffers.apart, self.plan.apart
+        if apart is None or block not in self.spec.deepstack:
+            return None
+        merger = self.spec.deepstack.index(block)
+        return (apart, mergers.index(merger)) if merger in mergers else None
+
+    def fold(self, stats: RowStats, linear: LinearWeights) -> NormFold:
+        return NormFold(stats, linear.colsum, self.spec.norm_eps)
+
+    def norm(
+        self, x: torch.Tensor, w: NormWeights, which: int, out: torch.Tensor, eps: float, after: After = NOTHING
+    ) -> None:
+        """The norm of the first `count(which)` rows of x into `out`."""
+        count = self.buffers.meta.count(which)
+        self.ops.layer_norm(x, w.weight, w.bias, count, out, eps, self.plan.max_programs, after)
+
+    def segments(self, block: int) -> tuple[tuple[Segments, Any], ...]:
+        """What `block` attends within, and the configuration, of each launch of its attention."""
+        meta, config = self.buffers.meta, self.plan.window_attention
+        if not self.spec.is_windowed(block):
+            return self.plan.frames(meta)
+        tiles = meta.window_tiles, meta.count(WINDOW_TILES)
+        return ((Segments(meta.window_cu_seqlens, *tiles, config.block_m), config),)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The residual stream where it stands, `[tokens, hidden]`, and the moments of its rows."""
+
+    hidden: torch.Tensor
+    stats: RowStats
+
+
+def encode(
+    spec: VisionSpec,
+    weights: EncoderWeights,
+    buffers: EncoderBuffers,
+    ops: Ops,
+    plan: EncoderPlan,
+    branch: Branch = SERIAL,
+) -> EncoderOutputs:
+    """Runs the tower on `buffers.pixels` and `buffers.grid`.
+
+    Args:
+        spec: the tower.
+        weights: prepared weights, on the buffers' device and of their dtype.
+        buffers: inputs filled; every other field is overwritten.
+        ops: what to run on.
+        plan: launch configurations; statistics are written in their tile widths.
+        branch: where mergers of `plan.beside` and `plan.paired` are launched, if `buffers` has room for them; else they
+            are in line.
+    """
+    run = _Run(spec, weights, buffers, ops, plan)
+    ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
+    try:
+        for merger in _blocks(run, branch if buffers.apart is not None else SERIAL):
+            branch.fork(merger)
+        _tail(run)
+    finally:
+        branch.join()
+    return EncoderOutputs(buffers.hidden, buffers.merged)
+
+
+def _blocks(run: _Run, branch: Branch) -> list[Callable[[], None]]:
+    """Patches, blocks and deepstack mergers; blocks that have one beside them run with fewer programs.
+
+    Returns those mergers' launches that are left for the tail.
+    """
+    delayed: list[Callable[[], None]] = []
+    stream, narrowed, until = _patch_embed(run), replace(run, plan=run.plan.narrowed()), 0
+    for i, block in enumerate(run.weights.blocks):
+        stream = _block(narrowed if i < until else run, i, block, stream)
+        if i in run.spec.deepstack:
+            index, beside, paired = run.spec.deepstack.index(i), run.plan.beside, run.plan.paired
+            merger = functools.partial(_deepstack, run, i, stream)
+            if beside is not None and index in beside.mergers:
+                branch.fork(merger)
+                until = max(until, i + 1 + beside.blocks[beside.mergers.index(index)])
+            elif paired is not None and index == paired.merger and run.buffers.apart is not None:
+                delayed.append(merger)
+            else:
+                merger()
+    return delayed
+
+
+def _tail(run: _Run) -> None:
+    """The last merger, or what stands in its place."""
+    weights = run.weights
+    if isinstance(weights.merger, DownsampleWeights):
+        _downsample(run, weights.merger)
+    elif isinstance(weights.merger, MergerWeights):
+        _merger(run, weights.merger)
+    else:
+        hidden = run.buffers.hidden
+        run.norm(hidden, weights.merger, TOKENS, hidden, run.spec.norm_eps)
+
+
+def _patch_embed(run: _Run) -> _Stream:
+    """Pixels into the residual stream, in window order where there are windows; positions are added."""
+    b, w, config = run.buffers, run.weights, run.plan.patch
+    tokens, pixels = b.meta.count(TOKENS), b.pixels
+    if run.spec.window:
+        pixels = b.rows_of_wide(*b.pixels.shape)
+        run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
+    taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
+    if w.patch_norm is None:
+        stream = run.stream(config.block_n)
+        epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stream.stats, scratch=b.scratch)
+        run.ops.linear(pixels, w.patch.weight, tokens, stream.hidden, epilogue, config)
+        return stream
+    epilogue = Epilogue(bias=w.patch.bias, scratch=b.scratch)
+    run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, epilogue, config)
+    stream = run.stream(run.spec.hidden_size)
+    run.norm(b.hidden, w.patch_norm, TOKENS, stream.hidden, run.spec.norm_eps, After(taps=taps, stats=stream.stats))
+    return stream
+
+
+def _block(run: _Run, i: int, w: BlockWeights, x: _Stream) -> _Stream:
+    """hidden += proj(attention(rope(qkv(norm(hidden))))); hidden += fc2(act(fc1(norm(hidden))))."""
+    b, spec, plan, ops = run.buffers, run.spec, run.plan, run.ops
+    rows = b.hidden.shape[0]
+    tokens = b.meta.count(TOKENS)
+
+    qkv = _qkv(run, w, x)
+    for segments, config in run.segments(i):
+        ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
+    y = run.stream(plan.proj.block_n)
+    epilogue = Epilogue(w.proj.bias, residual=x.hidden, stats=y.stats, scratch=b.scratch)
+    ops.linear(b.context, w.proj.weight, tokens, y.hidden, epilogue, plan.proj)
+
+    inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
+    fold = run.fold(y.stats, w.fc1)
+    act, limit = spec.activation, spec.glu_limit
+    epilogue = Epilogue(w.fc1.bias, fold, activation=act, limit=limit, scratch=b.scratch)
+    ops.linear(y.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
+    z = run.stream(plan.fc2.block_n, i)
+    epilogue = Epilogue(w.fc2.bias, residual=y.hidden, stats=z.stats, scratch=b.scratch)
+    ops.linear(inner, w.fc2.weight, tokens, z.hidden, epilogue, plan.fc2)
+    return z
+
+
+def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
+    """q | k | v `[tokens, 3 hidden]`, q and k turned, q scaled; the turn is the product's own where no norm stands
+    before it."""
+    b, spec = run.buffers, run.spec
+    rows, c = b.hidden.shape
+    tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
+    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.rope_words) if w.qk_norm is None else None
+    fold = run.fold(x.stats, w.qkv)
+    epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
+    run.ops.linear(x.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
+    if w.qk_norm is not None:
+        heads, programs = spec.num_heads, run.plan.max_programs
+        run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
+    return qkv
+
+
+def _deepstack(run: _Run, block: int, x: _Stream) -> None:
+    """A deepstack merger: it normalises after the tokens are put side by side, so that its norm folds too."""
+    b, spec = run.buffers, run.spec
+    index, place = spec.deepstack.index(block), run.place(block)
+    w = run.weights.deepstack[index]
+    norm = run.fold(x.stats.merged(spec.merge_unit), w.fc1)
+    merged = x.hidden.view(-1, spec.merged_size)
+    inner = b.wide if place is None else place[0].inner
+    run = replace(run, plan=run.plan.of_deepstack(index))  # also in line, for the same bits
+    _merger_mlp(run, w, merged, norm, inner, b.merged[1 + index])
+
+
+def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
+    """`[tokens / merge_unit, merged_size]`: tokens normalised and put side by side, in the caller's order again."""
+    b, spec = run.buffers, run.spec
+    after = After(order=b.meta.order, unit=spec.merge_unit) if spec.window else NOTHING
+    run.norm(b.hidden, w, TOKENS, b.context, spec.norm_eps, after)
+    return b.context.view(-1, spec.merged_size)
+
+
+def _merger(run: _Run, w: MergerWeights) -> None:
+    assert w.norm is not None, "the merger's norm is not folded"
+    run = replace(run, plan=run.plan.of_last())  # also without one beside it, for the same bits
+    _merger_mlp(run, w, _normalised(run, w.norm), None, run.buffers.wide, run.buffers.merged[0])
+
+
+def _merger_mlp(
+    run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, between: torch.Tensor, out: torch.Tensor
+) -> None:
+    """fc2(gelu(fc1(x))), the inner layer over `between`."""
+    merged = run.buffers.meta.count(MERGED)
+    inner = rows_over(between, x.shape[0], run.spec.merged_size)
+    epilogue = Epilogue(w.fc1.bias, norm, activation="gelu", scratch=run.buffers.scratch)
+    run.ops.linear(x, w.fc1.weight, merged, inner, epilogue, run.plan.merger_fc1)
+    epilogue = Epilogue(w.fc2.bias, scratch=run.buffers.scratch)
+    run.ops.linear(inner, w.fc2.weight, merged, out, epilogue, run.plan.merger_fc2)
+
+
+def _downsample(run: _Run, w: DownsampleWeights) -> None:
+    """fc2(swiglu(fc1(gelu(norm(proj(x)))))) of x, the convolution over normalised tokens side by side."""
+    b, spec, plan, linear = run.buffers, run.spec, run.plan, run.ops.linear
+    merged, rows = b.meta.count(MERGED), b.merged.shape[1]
+    pooled, last = b.merged[0], b.merged[1]
+    epilogue = Epilogue(w.downsample.bias, scratch=b.scratch)
+    linear(_normalised(run, w.norm), w.downsample.weight, merged, last, epilogue, plan.downsample)
+    projected = b.rows_of_wide(rows, spec.out_size)
+    linear(last, w.proj.weight, merged, projected, Epilogue(w.proj.bias, scratch=b.scratch), plan.merger_proj)
+    run.norm(projected, w.proj_norm, MERGED, projected, spec.merger_eps, After(activation="gelu"))
+    inner = b.rows_of_wide(rows, w.fc2.weight.shape[1], after=spec.out_size)
+    epilogue = Epilogue(w.fc1.bias, activation="swiglu", limit=spec.glu_limit, scratch=b.scratch)
+    linear(projected, w.fc1.weight, merged, inner, epilogue, plan.merger_fc1)
+    linear(inner, w.fc2.weight, merged, pooled, Epilogue(w.fc2.bias, scratch=b.scratch), plan.merger_fc2)

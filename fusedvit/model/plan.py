@@ -1,0 +1,222 @@
+"""Which form and launch configuration each operation of the encoder takes for a token budget.
+
+A tuning table answers first, then the heuristics of the forms that the device has, the fastest form first.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from fusedvit.kernels import backends, tuning_table
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.backends import Form, Key
+from fusedvit.kernels.hopper.attention_configs import (
+    ALL_FRAMES,
+    LONG_FRAMES,
+    SHORT_FRAME,
+    SHORT_FRAMES,
+    WINDOWS,
+    two_lists,
+)
+from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
+from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.kernels.tuning_table import Table
+from fusedvit.model.merger_overlap import Beside, beside
+from fusedvit.model.paired import Paired, paired
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import pitch_of
+
+
+@dataclass(frozen=True)
+class EncoderPlan:
+    """One configuration per operation, whose type says its form; equal for every call of one token budget.
+
+    Where there is a `short_attention`, it is that of frames of at most `SHORT_FRAME` tokens, which have a list of tiles
+    of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks, and
+    `paired` which beside the last merger; `merger_fc1` and `merger_fc2` are those of mergers that run alone.
+    """
+
+    patch: Any
+    qkv: Any
+    attention: Any
+    proj: Any
+    fc1: Any
+    fc2: Any
+    max_programs: int
+    merger_fc1: Any = None
+    merger_fc2: Any = None
+    window_attention: Any = None
+    downsample: Any = None
+    merger_proj: Any = None
+    short_attention: Any = None
+    beside: Beside | None = None
+    paired: Paired | None = None
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Deepstack mergers that read the residual stream when it has gone on: in the order of their places."""
+        hidden = () if self.beside is None else self.beside.mergers
+        return hidden if self.paired is None else (*hidden, self.paired.merger)
+
+    def of_deepstack(self, merger: int) -> "EncoderPlan":
+        """The same for one of the deepstack mergers."""
+        found = self.beside if self.beside is not None and merger in self.beside.mergers else self.paired
+        if found is None or merger not in self.apart:
+            return self
+        return replace(self, merger_fc1=found.fc1, merger_fc2=found.fc2)
+
+    def of_last(self) -> "EncoderPlan":
+        """The same for the last merger."""
+        if self.paired is None:
+            return self
+        return replace(self, merger_fc1=self.paired.last_fc1, merger_fc2=self.paired.last_fc2)
+
+    def choices(self) -> dict[str, str]:
+        """The form of each operation, by its name."""
+        return {name: form.name for name, form in self._forms().items()}
+
+    @property
+    def whole(self) -> bool:
+        """Whether bits depend on the rows of the buffers: then every run's are as many as the budget has."""
+        return any(form.library for form in self._forms().values())
+
+    def _forms(self) -> dict[str, Form]:
+        others = ("max_programs", "beside", "paired")
+        configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        return {name: backends.form_of(config) for name, config in configs.items() if config is not None}
+
+    def narrowed(self) -> "EncoderPlan":
+        """The same for blocks that have a merger beside them."""
+        return self if self.beside is None else replace(self, **dict(self.beside.chain))
+
+    def layout(self, spec: VisionSpec) -> Layout:
+        """What metadata of `spec` this plan needs."""
+        return Layout(
+            merge=spec.merge_size,
+            head_dim=spec.head_dim,
+            block_m=self.attention.block_m,
+            side=spec.position_side,
+            taps=spec.position_taps if spec.position_side else 0,
+            window=spec.window * spec.merge_size,
+            window_block_m=self.window_attention.block_m if spec.window else 0,
+            short=SHORT_FRAME if self.short_attention else 0,
+            short_block_m=self.short_attention.block_m if self.short_attention else 0,
+        )
+
+    def frames(self, meta: Metadata) -> tuple[tuple[Segments, Any], ...]:
+        """(Frames and their tiles, configuration) of each launch of attention over whole frames, long ones first."""
+        config, short = self.attention, self.short_attention
+        tiles = meta.cu_seqlens, meta.tiles, meta.count(TILES), config.block_m
+        if short is None:
+            return ((Segments(*tiles), config),)
+        few = meta.cu_seqlens, meta.short_tiles, meta.count(SHORT_TILES), short.block_m
+        return (Segments(*tiles, above=SHORT_FRAME), config), (Segments(*few, up_to=SHORT_FRAME), short)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One operation at one row budget: what is looked up, and what is tuned.
+
+    Attributes:
+        name: the field of `EncoderPlan`.
+        key: of the tuning table.
+        widest: the widest tile of plain Triton whose epilogue does not spill.
+    """
+
+    name: str
+    key: Key
+    widest: int = 256
+
+
+def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]:
+    """Every operation of a plan."""
+    rows = budget(tokens)
+    merged = max(1, rows // spec.merge_unit)
+    c, name = spec.hidden_size, str(dtype).removeprefix("torch.")
+
+    def linear(field: str, kind: str, n: int, k: int, widest: int = 128, rows: int = rows) -> Task:
+        return Task(field, Key(backends.LINEAR, kind, n, k, rows, name), widest)
+
+    def attention(field: str, kind: str) -> Task:
+        return Task(field, Key(backends.ATTENTION, kind, spec.num_heads, spec.head_dim, rows, name))
+
+    taps = "taps+" if spec.position_side else ""
+    norm = "norm" if spec.norm == "layer" else "rms"
+    inner, factors = pitch_of(spec.intermediate_size, dtype), 2 if spec.gated else 1
+    widest = 128 if spec.activation in ("gelu", "swiglu") else 256
+    frames: tuple[Task, ...] = (attention("attention", ALL_FRAMES),)
+    if two_lists(rows, spec.head_dim):
+        frames = attention("attention", LONG_FRAMES), attention("short_attention", SHORT_FRAMES)
+    blocks: tuple[Task, ...] = (
+        linear("patch", "bias" if spec.patch_norm else f"{taps}stats", c, spec.patch_width, 64 if taps else 128),
+        linear("qkv", norm if spec.qk_norm else f"{norm}+rope", 3 * c, c),
+        *frames,
+        linear("proj", "residual+stats", c, c),
+        linear("fc1", f"{norm}+{spec.activation}", inner * factors, c, widest),
+        linear("fc2", "residual+stats", c, inner),
+    )
+    if spec.window:
+        blocks = (*blocks, attention("window_attention", WINDOWS))
+    return (*blocks, *(linear(*task, rows=merged) for task in _merger_tasks(spec, dtype)))
+
+
+def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str, int, int, int], ...]:
+    """(field, kind, n, k, widest tile) of each linear layer over merged tokens."""
+    out, wide, inner = spec.out_size, spec.merged_size, pitch_of(spec.merger_size, dtype)
+    if spec.tail == "downsample":
+        return (
+            ("downsample", "bias", out, wide, 256),
+            ("merger_proj", "bias", out, out, 256),
+            ("merger_fc1", "swiglu", 2 * inner, out, 128),
+            ("merger_fc2", "bias", out, inner, 256),
+        )
+    if spec.tail == "merger":
+        return ("merger_fc1", "norm+gelu", wide, wide, 128), ("merger_fc2", "bias", out, wide, 256)
+    return ()
+
+
+def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int) -> Task:
+    """That of frames of `length` tokens in a budget for `rows`."""
+    found = {task.name: task for task in tasks(spec, rows, dtype)}
+    return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
+
+
+def plan_for(
+    spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
+) -> EncoderPlan:
+    """The plan of the token budget that `tokens` patch tokens fall into. The same arguments, the same plan.
+
+    Args:
+        table: what was tuned; None for that of `target`'s GPU, shipped or the user's own.
+    """
+    chosen = chosen_for(spec, tokens, dtype, target, table)
+    configs = {name: config for name, (_, config) in chosen.items()}
+    if configs.get("short_attention") == configs["attention"]:
+        del configs["short_attention"]  # one list will do
+    hidden = beside(spec, chosen, dtype, target)
+    pair = paired(spec, chosen, dtype, target, hidden)
+    return EncoderPlan(**configs, max_programs=4 * target.num_sms, beside=hidden, paired=pair)
+
+
+def chosen_for(
+    spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
+) -> dict[str, tuple[Key, Any]]:
+    """Key and configuration of each operation, for the arguments of `plan_for`."""
+    table = tuning_table.table_for(target) if table is None else table
+    return {task.name: (task.key, choose(task, dtype, target, table)) for task in tasks(spec, tokens, dtype)}
+
+
+def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
+    """The configuration of one task: the table's, else that of the first form with an answer."""
+    found = table.find(task.key, target, dtype)
+    return heuristic(task, dtype, target) if found is None else found
+
+
+def heuristic(task: Task, dtype: torch.dtype, target: Target) -> Any:
+    """The first answer of the forms of this operation, the fastest form first; plain Triton always has one."""
+    for form in backends.present(task.key.op, target, dtype):
+        config = form.heuristic(task.key, dtype, target, task.widest)
+        if config is not None:
+            return config
+    raise AssertionError(f"no form answers {task.key}")

@@ -1,0 +1,257 @@
+"""A tower's weights as the kernels want them, made once from the original parameters.
+
+LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta
+RMSNorm                         : W' = round(W * gamma)
+softmax in base 2               : q comes out scaled by `query_scale`, of its weights or of its norm's
+rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
+heads of k and v shared         : repeated, once for each head of q
+gated MLP                       : rows of gate and up in turns, so that the two factors meet in one tile
+convolution [N, C, m, m]        : [N, m m C], for tokens that lie side by side in merge-block order
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from einops import rearrange, repeat
+
+from fusedvit.families.param_names import DownsampleNames, LastNormNames, MergerNames, WeightNames
+from fusedvit.kernels.attention import query_scale
+from fusedvit.kernels.hopper.attention_configs import absent
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import (
+    ALIGNMENT,
+    BlockWeights,
+    DownsampleWeights,
+    EncoderWeights,
+    LinearWeights,
+    MergerWeights,
+    NormWeights,
+    TensorSource,
+    in_lines,
+    lies_in_lines,
+    pitch_of,
+    rewrite,
+)
+
+
+def prepare(
+    spec: VisionSpec, names: WeightNames, source: TensorSource, reuse: EncoderWeights | None = None
+) -> EncoderWeights:
+    """Prepared weights from `source(name) -> tensor`.
+
+    Args:
+        reuse: earlier weights of the same tower: prepared copies are rewritten in place where shape, dtype and
+            device agree, so that captured graphs stay valid.
+    """
+    maker = _Maker(spec, source)
+    with torch.no_grad():
+        made = EncoderWeights(
+            patch=maker.patch(names.patch),
+            patch_norm=maker.norm(names.patch_norm) if names.patch_norm else None,
+            position=source(f"{names.position}.weight").detach() if spec.position_side else None,
+            blocks=tuple(maker.block(names, i) for i in range(spec.depth)),
+            merger=maker.tail(names.merger),
+            deepstack=tuple(maker.folded_merger(names.deepstack, i) for i in range(len(spec.deepstack))),
+            inv_freq=rope_frequencies(spec).to(source(f"{names.patch}.weight").device),
+        )
+        return made if reuse is None else rewrite(reuse, made)
+
+
+def rope_frequencies(spec: VisionSpec) -> torch.Tensor:
+    """`theta^(-2i / (head_dim / 2))`, i < head_dim / 4, fp32: computed in fp32 whatever the tower's dtype is."""
+    half = spec.head_dim // 2
+    return 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+
+
+@dataclass(frozen=True)
+class _Maker:
+    spec: VisionSpec
+    source: TensorSource
+
+    def norm(self, name: str, layer: bool | None = None) -> NormWeights:
+        layer = self.spec.norm == "layer" if layer is None else layer
+        bias = self.source(f"{name}.bias").detach() if layer else None
+        return NormWeights(self.source(f"{name}.weight").detach(), bias)
+
+    def plain(self, name: str, part: str) -> LinearWeights:
+        return self._plain(self.source(f"{name}.weight").detach(), name, part)
+
+    def _plain(self, weight: torch.Tensor, name: str, part: str) -> LinearWeights:
+        """`weight` in rows for the copy engine; it is our own if that, or what came before, copied it."""
+        original = self.source(f"{name}.weight")
+        weight = _pitched(weight)
+        copied = weight.device.type != "meta" and weight.data_ptr() != original.data_ptr()
+        bias = None if part in self.spec.without_bias else self.source(f"{name}.bias").detach()
+        return LinearWeights(weight, bias, own=("weight",) if copied else ())
+
+    def patch(self, name: str) -> LinearWeights:
+        """The patch embedding as a product: a convolution whose kernel is its stride is one.
+
+        A missing bias becomes zeros: with nothing between a product and its rounding to fp16, ptxas serialises it
+        (C7514, Triton 3.7).
+        """
+        weight = self.source(f"{name}.weight").detach()
+        linear = self._plain(weight.reshape(weight.shape[0], -1), name, "patch")
+        if linear.bias is not None:
+            return linear
+        return replace(linear, bias=weight.new_zeros(weight.shape[0]), own=(*linear.own, "bias"))
+
+    def joined(self, names: tuple[str, ...], part: str) -> LinearWeights:
+        """Linear layers one above the other."""
+        parts = [self.plain(name, part) for name in names]
+        if len(parts) == 1:
+            return parts[0]
+        biases = [p.bias for p in parts if p.bias is not None]
+        return LinearWeights(torch.cat([p.weight for p in parts]), torch.cat(biases) if biases else None)
+
+    def folded(self, norm: str, linear: LinearWeights, factor: torch.Tensor | None = None) -> LinearWeights:
+        """`linear` after a norm of the blocks' kind, its outputs times `factor` `[N]`; every tensor our own."""
+        weight, bias = linear.weight, linear.bias
+        gamma = self.source(f"{norm}.weight")
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        exact = weight.to(wide) * gamma.to(wide)
+        if factor is not None:
+            factor = factor.to(exact)
+            exact *= factor.unsqueeze(1)
+        scaled = _pitched(exact.to(weight.dtype), own=True)
+        colsum = None
+        if self.spec.norm == "layer":
+            shift = weight.double() @ self.source(f"{norm}.bias").double()
+            bias = shift if bias is None else bias.double() + shift
+            colsum = scaled.double().sum(1).to(wide)
+        if bias is not None:
+            bias = (bias if factor is None else bias * factor).to(wide, copy=True)
+        return LinearWeights(scaled, bias, colsum, ("weight", "bias", "colsum"))
+
+    def block(self, names: WeightNames, i: int) -> BlockWeights:
+        qkv = self.joined(tuple(name.format(i) for name in names.qkv), "qkv")
+        fc1 = self.joined(tuple(name.format(i) for name in names.fc1), "mlp")
+        factor = None if names.qk_norm else query_factor(self.spec, len(qkv.weight))
+        return BlockWeights(
+            qkv=_rows(self.folded(names.norm1.format(i), qkv, factor), rotary_rows(self.spec)),
+            proj=self.plain(names.proj.format(i), "proj"),
+            fc1=_lined(_first(self.folded(names.norm2.format(i), fc1), self.spec.gated)),
+            fc2=_second(self.plain(names.fc2.format(i), "mlp")),
+            qk_norm=self.qk_norm(tuple(name.format(i) for name in names.qk_norm)) if names.qk_norm else None,
+        )
+
+    def qk_norm(self, names: tuple[str, ...]) -> torch.Tensor:
+        """Weights of q's norm and k's; wider than the tower's, so that q's factor is not rounded."""
+        both = torch.stack([self.source(f"{name}.weight").detach() for name in names])
+        both = both.to(torch.promote_types(both.dtype, torch.float32))
+        both[0] *= query_scale(self.spec.head_dim)
+        return rearrange(both, "two (half p) -> two (p half)", half=2)
+
+    def tail(
+        self, names: MergerNames | DownsampleNames | LastNormNames
+    ) -> MergerWeights | DownsampleWeights | NormWeights:
+        if isinstance(names, DownsampleNames):
+            return self._downsample(names)
+        if isinstance(names, LastNormNames):
+            return self.norm(names.norm)
+        return MergerWeights(self.norm(names.norm), self.plain(names.fc1, "merger"), self.plain(names.fc2, "merger"))
+
+    def folded_merger(self, names: MergerNames | None, i: int) -> MergerWeights:
+        assert names is not None, "a spec with deepstack blocks belongs to a family with deepstack mergers"
+        at = names.at(i)
+        fc1 = self.folded(at.norm, self.plain(at.fc1, "merger"))
+        return MergerWeights(None, fc1, self.plain(at.fc2, "merger"))
+
+    def _downsample(self, names: DownsampleNames) -> DownsampleWeights:
+        kernel = self.source(f"{names.downsample}.weight").detach()
+        turned = rearrange(kernel, "n c h w -> n (h w c)")
+        fc1 = self.joined(names.fc1, "merger")
+        return DownsampleWeights(
+            norm=self.norm(names.norm),
+            downsample=self._plain(turned, names.downsample, "downsample"),
+            proj=self.plain(names.proj, "merger"),
+            proj_norm=self.norm(names.proj_norm, layer=True),
+            fc1=_first(fc1, gated=True),
+            fc2=_second(self.plain(names.fc2, "merger")),
+        )
+
+
+def _first(fc1: LinearWeights, gated: bool) -> LinearWeights:
+    """An MLP's first layer: gate and up in turns if it is gated, and rows of zeros until its channels fill 16 bytes.
+
+    They give channels of zeros, which `_second` multiplies by zeros.
+    """
+    rows = torch.arange(fc1.weight.shape[0])
+    if gated:
+        rows = rearrange(rows, "(two n) -> (n two)", two=2)
+    factors = 2 if gated else 1
+    channels = len(rows) // factors
+    missing = factors * (pitch_of(channels, fc1.weight.dtype) - channels)
+    if not missing:
+        return _rows(fc1, rows) if gated else fc1
+    padded = {name: getattr(fc1, name) for name in ("weight", "bias", "colsum") if getattr(fc1, name) is not None}
+    padded = {name: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for name, t in padded.items()}
+    return _rows(replace(fc1, **padded), torch.cat([rows, torch.arange(len(rows), len(rows) + missing)]))
+
+
+def _second(fc2: LinearWeights) -> LinearWeights:
+    """An MLP's second layer, whose rows' padding becomes part of them."""
+    n, k = fc2.weight.shape
+    pitch = pitch_of(k, fc2.weight.dtype)
+    if pitch == k:
+        return _lined(fc2)
+    if "weight" in fc2.own:
+        return _lined(replace(fc2, weight=fc2.weight.as_strided((n, pitch), (pitch, 1))))
+    padded = fc2.weight.new_zeros(n, pitch)
+    padded[:, :k] = fc2.weight
+    return _lined(replace(fc2, weight=padded, own=("weight",)))
+
+
+def _lined(linear: LinearWeights) -> LinearWeights:
+    """`linear` with its weights as `in_lines` lays them out, in a copy if need be, where that is known to pay."""
+    weight, own = linear.weight, "weight" in linear.own
+    if lies_in_lines(weight, own) or not _wants_lines(weight):
+        return linear
+    return replace(linear, weight=in_lines(weight), own=linear.own if own else (*linear.own, "weight"))
+
+
+def _wants_lines(weight: torch.Tensor) -> bool:
+    """Hopper: a product of 784 rows by 4304 columns was a fifth faster (docs/hopper.md)."""
+    return weight.is_cuda and not absent(Target.of(weight.device), weight.dtype)
+
+
+def query_factor(spec: VisionSpec, rows: int) -> torch.Tensor:
+    """`[rows]`: what the outputs of the original q | k | v are multiplied by."""
+    factor = torch.ones(rows, dtype=torch.float64)
+    factor[: spec.num_heads * spec.head_dim] = query_scale(spec.head_dim)
+    return factor
+
+
+def rotary_rows(spec: VisionSpec) -> torch.Tensor:
+    """`[3 hidden]`: which of the original rows of q, k and v the kernels' rows are.
+
+    A rotary pair become neighbours, which does not change q . k; heads of k and v that are shared are repeated.
+    """
+    kv_heads, d = spec.kv_heads or spec.num_heads, spec.head_dim
+    order = torch.arange((spec.num_heads + 2 * kv_heads) * d)
+    q, k, v = order.split([spec.num_heads * d, kv_heads * d, kv_heads * d])
+    turned = [rearrange(part, "(h half p) -> h (p half)", half=2, p=d // 2) for part in (q, k)]
+    shared = [repeat(part, "h d -> (h r) d", r=spec.num_heads // kv_heads) for part in (turned[1], v.view(kv_heads, d))]
+    return torch.cat([turned[0].flatten(), *(part.flatten() for part in shared)])
+
+
+def _rows(linear: LinearWeights, order: torch.Tensor) -> LinearWeights:
+    """`linear` with its rows in another order; every tensor our own."""
+    at = order.to(linear.weight.device)
+    bias = None if linear.bias is None else linear.bias[at]
+    colsum = None if linear.colsum is None else linear.colsum[at]
+    own = ("weight", "bias", "colsum")
+    return replace(linear, weight=_pitched(linear.weight[at], own=True), bias=bias, colsum=colsum, own=own)
+
+
+def _pitched(weight: torch.Tensor, own: bool = False) -> torch.Tensor:
+    """`weight` `[N, K]` with base and row pitch a multiple of 16 bytes; a padded copy only where they are not.
+
+    `own` says that the tensor is ours and contiguous already.
+    """
+    aligned = weight.stride(-1) == 1 and weight.stride(0) == pitch_of(weight.stride(0), weight.dtype)
+    if aligned and (own or weight.data_ptr() % ALIGNMENT == 0):
+        return weight
+    padded = weight.new_zeros(weight.shape[0], pitch_of(weight.shape[1], weight.dtype))[:, : weight.shape[1]]
+    return padded.copy_(weight)

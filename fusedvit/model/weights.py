@@ -1,0 +1,157 @@
+"""The records that prepared weights are kept in: made by `folding.py`, read by the encoder.
+
+What needs no change is a reference to the original parameter, which stays the truth and keeps its name; `own` names
+the fields of a record that are prepared copies.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from fusedvit.kernels.tma import rows_behind
+
+TensorSource = Callable[[str], torch.Tensor]
+ALIGNMENT = 16  # bytes; what the copy engine asks of bases and row pitches
+BOX_ROWS = 64  # of a tensor that the copy engine brings at once; the fewest, of which others are multiples
+LINE = 128  # bytes: a copy of 128 bytes that straddles two lines of the cache costs the GPU two requests
+
+
+def pitch_of(cols: int, dtype: torch.dtype) -> int:
+    """Columns from row to row so that rows start at multiples of 16 bytes."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-cols // step) * step
+
+
+def row_pitch(cols: int, dtype: torch.dtype) -> int:
+    """Columns from row to row: as `pitch_of`, and rows of many lines start at a line's start."""
+    line = LINE // dtype.itemsize
+    return -(-cols // line) * line if cols >= 16 * line else pitch_of(cols, dtype)
+
+
+def in_lines(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of `weight` `[N, K]` for the copy engine: rows `row_pitch` apart, and memory behind them for whole boxes
+    of `BOX_ROWS`, as boxes past the last row take it longer (`kernels.descriptor.rows_behind`)."""
+    n, k = weight.shape
+    return weight.new_zeros(-(-n // BOX_ROWS) * BOX_ROWS, row_pitch(k, weight.dtype))[:n, :k].copy_(weight)
+
+
+def lies_in_lines(weight: torch.Tensor, own: bool) -> bool:
+    """Whether it lies as `in_lines` lays it out; of rows behind the last that is asked of `own` copies alone."""
+    n, k = weight.shape
+    whole = not own or rows_behind(weight, BOX_ROWS) % BOX_ROWS == 0
+    return weight.stride(0) == row_pitch(k, weight.dtype) and whole
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """`weight` `[N, K]`, `bias` `[N]` or None; `colsum` `[N]` fp32 where a LayerNorm was folded in.
+
+    Rows of a gated MLP's first layer are gate and up in turns.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    colsum: torch.Tensor | None = None
+    own: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """`weight` `[C]`; `bias` `[C]`, None for an RMSNorm."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    own: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """A block. What makes q scales it by `kernels.attention.query_scale`: `qkv`, or the norms of q and k if there are
+    any, `qk_norm` `[2, head_dim]`, fp32 or wider, pairs made neighbours."""
+
+    qkv: LinearWeights
+    proj: LinearWeights
+    fc1: LinearWeights
+    fc2: LinearWeights
+    qk_norm: torch.Tensor | None = None
+    own: tuple[str, ...] = ("qk_norm",)
+
+
+@dataclass(frozen=True)
+class MergerWeights:
+    """A merger; `norm` is None where it was folded into `fc1`."""
+
+    norm: NormWeights | None
+    fc1: LinearWeights
+    fc2: LinearWeights
+
+
+@dataclass(frozen=True)
+class DownsampleWeights:
+    """A downsampling merger; the convolution is a product over `merge_unit` tokens side by side."""
+
+    norm: NormWeights
+    downsample: LinearWeights
+    proj: LinearWeights
+    proj_norm: NormWeights
+    fc1: LinearWeights
+    fc2: LinearWeights
+
+
+@dataclass(frozen=True)
+class EncoderWeights:
+    """All of a tower. `position` is `[side * side, hidden]` or None; `inv_freq` `[head_dim / 4]` fp32."""
+
+    patch: LinearWeights
+    patch_norm: NormWeights | None
+    position: torch.Tensor | None
+    blocks: tuple[BlockWeights, ...]
+    merger: MergerWeights | DownsampleWeights | NormWeights
+    deepstack: tuple[MergerWeights, ...]
+    inv_freq: torch.Tensor
+    own: tuple[str, ...] = ("inv_freq",)
+
+    def pointers(self) -> tuple[int, ...]:
+        """Addresses of every tensor: what captured launches hold."""
+        return tuple(tensor.data_ptr() for tensor, _ in _tensors(self))
+
+    def held_bytes(self) -> int:
+        """Bytes of prepared copies that the original parameters do not already hold."""
+        return sum(tensor.untyped_storage().nbytes() for tensor, own in _tensors(self) if own)
+
+
+def rewrite(old: Any, new: Any) -> Any:
+    """`new`, a record of weights, with its prepared copies living in `old`'s memory where they fit."""
+    if isinstance(new, tuple):
+        return tuple(rewrite(o, n) for o, n in zip(old, new, strict=True))
+    if not is_dataclass(new) or isinstance(new, type) or type(old) is not type(new):
+        return new
+    kept: dict[str, Any] = {}
+    for f in fields(new):
+        before, now = getattr(old, f.name), getattr(new, f.name)
+        if isinstance(now, torch.Tensor):
+            own = f.name in getattr(new, "own", ()) and f.name in getattr(old, "own", ())
+            kept[f.name] = before.copy_(now) if own and _fits(before, now) else now
+        elif f.name != "own":
+            kept[f.name] = rewrite(before, now)
+    return replace(new, **kept)
+
+
+def _tensors(record: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Every tensor of a record, in a fixed order, and whether it is a prepared copy."""
+    if isinstance(record, tuple):
+        for part in record:
+            yield from _tensors(part)
+    elif is_dataclass(record):
+        for f in fields(record):
+            value = getattr(record, f.name)
+            if isinstance(value, torch.Tensor):
+                yield value, f.name in getattr(record, "own", ())
+            else:
+                yield from _tensors(value)
+
+
+def _fits(old: torch.Tensor | None, new: torch.Tensor) -> bool:
+    return old is not None and old.shape == new.shape and old.dtype == new.dtype and old.device == new.device

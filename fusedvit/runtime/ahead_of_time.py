@@ -1,0 +1,229 @@
+"""`python -m fusedvit.runtime.ahead_of_time`: compiles every kernel the encoder launches, for every configuration, without a GPU.
+
+The launches are recorded from the encoder itself, run on meta tensors over towers x dtypes x budgets, so that what is
+checked is what is launched.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+
+import torch
+import triton
+
+from fusedvit.checks.as_built import shapes_of
+from fusedvit.families.registry import family_of
+from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, compile_launch, record
+from fusedvit.kernels.fingerprint import Watched
+from fusedvit.kernels.load_inputs import DTYPES as DTYPES_OF_GRIDS
+from fusedvit.kernels.load_inputs import PIXELS as DTYPES_OF_PIXELS
+from fusedvit.kernels.tile_configs import Target, ladder
+from fusedvit.model.buffers import Capacity, allocate
+from fusedvit.model.encoder import encode
+from fusedvit.model.ops import TRITON
+from fusedvit.model.plan import EncoderPlan, plan_for
+from fusedvit.model.prepare_weights import prepare
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import EncoderWeights
+from fusedvit.runtime.inputs import Item
+
+QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
+QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
+QWEN2_VL_7B = VisionSpec(32, 1280, 16, 80, 5120, 3584, 14, activation="quick_gelu", without_bias=("patch",))
+QWEN25_VL_7B = replace(
+    QWEN2_VL_7B, intermediate_size=3420, activation="swiglu", norm="rms", window=4, full_attention=(7, 15, 23, 31)
+)
+GLM_45V = VisionSpec(
+    24, 1536, 12, 128, 4096, 4096, 14, activation="swiglu", norm="rms", norm_eps=1e-5, position_side=24,
+    position_taps=16, patch_norm=True, tail="downsample", merger_size=10944,
+    without_bias=("qkv", "proj", "mlp", "merger"),
+)  # fmt: skip
+GLM_5 = VisionSpec(
+    24, 1024, 16, 64, 4096, 1536, 14, activation="swiglu", glu_limit=10.0, norm="rms", norm_eps=1e-5, qk_norm=True,
+    tail="downsample", merger_size=10240, without_bias=("merger",),
+)  # fmt: skip
+TOWERS = {  # by a tower class of the family
+    "hd72": ("Qwen3VLVisionModel", QWEN3_VL_8B),
+    "hd64": ("Qwen3VLVisionModel", QWEN3_VL_4B),
+    "hd80": ("Qwen2VisionTransformerPretrainedModel", QWEN2_VL_7B),
+    "hd128": ("Glm4vVisionModel", GLM_45V),
+    "windows": ("Qwen2_5_VisionTransformerPretrainedModel", QWEN25_VL_7B),
+    "qk_norm": ("Glm5NextVisionModel", GLM_5),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BUDGETS = tuple(ladder(64, 65536))  # patch tokens
+FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others'
+    **dict.fromkeys(("hd64", "hd80"), (64, 256, 1024, 4096, 16384)),
+    **dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096)),
+}
+ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same
+SIZES = {  # of a layer: kernels that differ in nothing else are alike in what a compiler makes of them
+    "N", "K", "EPS", "IN_PARTS", "IN_WIDTH", "IN_LENGTH", "ROPE_COLS",
+    "X_PITCH", "W_PITCH", "OUT_PITCH", "RESIDUAL_PITCH",
+}  # fmt: skip
+SMS = {80: 108, 90: 132, 100: 148}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What to compile.
+
+    Attributes:
+        budgets: of patch tokens; None for those that a tower's kernels differ in.
+        alike: the first alone of those that `kind_of` does not tell apart.
+    """
+
+    arches: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    towers: tuple[str, ...]
+    budgets: tuple[int, ...] | None
+    alike: bool = False
+
+
+def _meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
+    """Weights of the right shapes and no content."""
+    family = family_of(class_name)
+    assert family is not None, f"{class_name} is of no family"
+    shapes = dict(shapes_of(family, spec))
+    return prepare(spec, family.names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
+
+
+def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPlan]:
+    """One block of each kind, and one deepstack merger of each, stand for all."""
+    if spec.window:
+        return replace(spec, depth=2, full_attention=(1,)), plan
+    beside, paired = plan.beside, plan.paired
+    hidden, in_line = beside is not None, len(spec.deepstack) > len(plan.apart)
+    mergers = hidden + in_line + (paired is not None)
+    if beside is not None:
+        beside = replace(beside, mergers=(0,), blocks=(1,))
+    if paired is not None:
+        paired = replace(paired, merger=mergers - 1)
+    depth = max(2, 1 + hidden, mergers)  # a second block reads the statistics of another product than the first
+    shallow = replace(spec, depth=depth, deepstack=tuple(range(mergers)))
+    return shallow, replace(plan, beside=beside, paired=paired)
+
+
+def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
+    """What one call of `tokens` patch tokens launches, each distinct kernel once."""
+    return recorded(class_name, *_shallow(spec, plan_for(spec, tokens, dtype, target)), dtype, tokens)
+
+
+def recorded(
+    class_name: str, spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: int, apart: int = 0
+) -> list[Launch]:
+    """What `plan` launches on `tokens` patch tokens, with room for `apart` mergers beside others; the rest in line."""
+    side = spec.merge_size
+    items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
+    capacity = Capacity.of(items, plan.layout(spec))
+    buffers = allocate(spec, capacity, dtype, torch.device("meta"), apart=(apart, tokens))
+    weights = _meta_weights(class_name, spec, dtype)
+    return record(lambda: encode(spec, weights, buffers, TRITON, plan))
+
+
+def _launches_beside() -> list[Launch]:
+    """What a call launches beside the encoder: the fingerprint of the weights, its input taken over, its outputs."""
+    words = torch.empty(1, dtype=torch.int64, device="meta")
+    watched = Watched((), words, words)
+    table = torch.empty(64, 3, dtype=torch.int32, device="meta")
+    grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in DTYPES_OF_GRIDS]
+    pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in DTYPES_OF_PIXELS]
+
+    def launches() -> None:
+        TRITON.fingerprint(watched, words.int())
+        for grid in grids:
+            TRITON.fingerprint(watched, words.int(), grid, grid.long())
+            TRITON.admit(grid, 4, 256, 2, table)
+            for given, kept in itertools.product(pixels, pixels):
+                TRITON.admit(grid, 4, 256, 2, table, given, kept)
+        for like in pixels:
+            hidden, merged = like.new_empty(4, 1152), like.new_empty(4, 1, 4096)
+            TRITON.hand_over(hidden, merged, hidden, merged)
+
+    return record(launches)
+
+
+@lru_cache(maxsize=1)  # once per process: it takes as long as some compilations
+def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
+    """Each distinct kernel of a matrix once, with its architecture."""
+    jobs: list[tuple[Launch, int]] = []
+    for arch in matrix.arches:
+        target = Target(arch, SMS[arch], MAX_SHARED[arch])
+        launches = dict.fromkeys(_launches_beside())
+        for tower, dtype in itertools.product(matrix.towers, matrix.dtypes):
+            few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
+            for tokens in matrix.budgets or few:
+                launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
+        chosen = {kind_of(launch): launch for launch in reversed(launches)}.values() if matrix.alike else launches
+        jobs += [(launch, arch) for launch in chosen]
+    return jobs
+
+
+def kind_of(launch: Launch) -> tuple[object, ...]:
+    """A launch without its layer's sizes (only whether there are any), its 16-bit type either."""
+    constants = tuple((name, bool(value) if name in SIZES else value) for name, value in launch.constants)
+    signature = tuple((name, kind.replace("bf16", "fp16")) for name, kind in launch.signature)
+    return launch.kernel, signature, constants, launch.aligned, launch.options
+
+
+def _compile(index: int, matrix: Matrix) -> Compiled:
+    """One job by its number: launches hold kernels, which do not travel between processes."""
+    return compile_or_fail(*jobs_of(matrix)[index])
+
+
+def compile_or_fail(launch: Launch, arch: int) -> Compiled:
+    """`compile_launch`, but whatever a compiler dies of is this launch's problem and not the run's end."""
+    try:
+        return compile_launch(launch, arch)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return Compiled(launch.describe(), arch, 0, 0, 0, (said[:500],))
+
+
+def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
+    """Compiles the whole matrix in so many processes."""
+    jobs = jobs_of(matrix)
+    if processes == 1:
+        return [compile_or_fail(*job) for job in jobs]
+    with ProcessPoolExecutor(processes) as pool:
+        return list(pool.map(partial(_compile, matrix=matrix), range(len(jobs)), chunksize=4))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a line per problem and a summary; the exit code is the number of failures, at most 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="*", default=sorted(SMS), choices=sorted(SMS))
+    parser.add_argument("--dtype", nargs="*", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(TOWERS))
+    parser.add_argument("--budget", type=int, nargs="*", help="patch tokens; all that matter if left out")
+    parser.add_argument("--alike", action="store_true", help="one of those that differ in sizes or bf16/fp16 alone")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", metavar="PATH", help="write every result here ('-' for standard output)")
+    args = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
+    budgets = None if args.budget is None else tuple(args.budget)
+    matrix = Matrix(tuple(args.arch), tuple(args.dtype), tuple(args.tower), budgets, args.alike)
+    results = compile_all(matrix, args.jobs)
+    bad = [r for r in results if r.problems]
+    for r in bad:
+        print(f"FAIL sm_{r.capability} {r.launch}: {'; '.join(r.problems)}", file=sys.stderr)
+    summary = {"triton": triton.__version__, "compiled": len(results), "failed": len(bad)}
+    if args.json:
+        text = json.dumps(summary | {"results": [asdict(r) for r in results]}, indent=1)
+        if args.json == "-":
+            print(text)
+        else:
+            with open(args.json, "w", encoding="utf-8") as file:
+                file.write(text)
+    print(f"triton {triton.__version__}: {len(results)} kernels compiled, {len(bad)} failed", file=sys.stderr)
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

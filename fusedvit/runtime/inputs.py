@@ -1,0 +1,114 @@
+"""The caller's input, checked before anything is launched."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from fusedvit.model.spec import VisionSpec
+
+_TRIPLE = [int, int, int]
+Grid = torch.Tensor | Sequence[Sequence[int]]
+
+
+class Item(NamedTuple):
+    """One image (t = 1) or video, in patches. A tuple: a call makes and hashes one per item."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def tokens(self) -> int:
+        return self.t * self.h * self.w
+
+    def tiles(self, block_m: int) -> int:
+        """Attention query tiles of `block_m` tokens, whole ones per frame."""
+        return self.t * -(-(self.h * self.w) // block_m)
+
+    def windows(self, side: int) -> int:
+        """Attention windows of `side` x `side` patches, cut at the border, whole ones per frame."""
+        return self.t * -(-self.h // side) * -(-self.w // side)
+
+    def window_tiles(self, side: int, block_m: int) -> int:
+        """Attention query tiles of `block_m` tokens, whole ones per window."""
+        rows, cols = (((n // side, side), (1, n % side)) for n in (self.h, self.w))
+        return self.t * sum(a * b * -(-(h * w) // block_m) for a, h in rows for b, w in cols)
+
+
+def check_grid(grid_thw: Grid) -> torch.Tensor:
+    """`grid_thw` as an integer tensor `[n, 3]`, where it lies; nothing is read back from a GPU.
+
+    Raises:
+        TypeError: neither a tensor nor a list of integer triples.
+        ValueError: not of shape (n, 3), or not of an integer dtype.
+    """
+    if not isinstance(grid_thw, torch.Tensor):
+        if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str | bytes):
+            raise TypeError(f"grid_thw must be a tensor or a list of (t, h, w), got {type(grid_thw).__name__}")
+        grid_thw = _grid_from_rows(grid_thw)
+    if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
+        raise ValueError(f"grid_thw must have shape (n, 3), got {tuple(grid_thw.shape)}")
+    if grid_thw.dtype.is_floating_point or grid_thw.dtype.is_complex or grid_thw.dtype == torch.bool:
+        raise ValueError(f"grid_thw must be of an integer dtype, got {grid_thw.dtype}")
+    return grid_thw
+
+
+def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    for i, row in enumerate(rows):
+        if type(row) in (list, tuple) and list(map(type, row)) == _TRIPLE:
+            continue
+        if not isinstance(row, Sequence) or len(row) != 3:
+            got = f"{len(row)} values" if isinstance(row, Sequence) else type(row).__name__
+            raise ValueError(f"grid_thw[{i}] must be (t, h, w), got {got}")
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in row):
+            raise ValueError(f"grid_thw[{i}] must hold integers, got {[type(n).__name__ for n in row]}")
+    return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
+
+
+def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> None:
+    """Raises where `pixel_values` cannot be `[patches, spec.patch_width]` of floats.
+
+    Raises:
+        TypeError: not a tensor, or not of a float dtype (integer pixels are nearly always unnormalised 0-255).
+        ValueError: not two-dimensional, or rows of another width.
+    """
+    if not isinstance(pixel_values, torch.Tensor):
+        raise TypeError(f"pixel_values must be a tensor, got {type(pixel_values).__name__}")
+    if not pixel_values.dtype.is_floating_point:
+        raise TypeError(
+            f"pixel_values must be normalised floats, got {pixel_values.dtype}: run the image processor first"
+        )
+    if pixel_values.ndim != 2:
+        raise ValueError(f"pixel_values must have shape (patches, {spec.patch_width}), got {tuple(pixel_values.shape)}")
+    if pixel_values.shape[1] != spec.patch_width:
+        raise ValueError(
+            f"pixel_values rows must be {spec.patch_width} wide "
+            f"({spec.in_channels} x {spec.temporal_patch_size} x {spec.patch_size} x {spec.patch_size}), "
+            f"got {pixel_values.shape[1]}"
+        )
+
+
+def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[Item]:
+    """The items of a grid already on the host, checked against `patches` pixel rows.
+
+    Raises:
+        ValueError: a negative t, h or w below 1 or no multiple of `merge_size`, or a total unlike `patches`.
+    """
+    need = 0
+    for i, (t, h, w) in enumerate(rows):
+        if t < 0 or h < 1 or w < 1 or h % merge_size or w % merge_size:
+            _refuse_row(i, t, h, w, merge_size)
+        need += t * h * w
+    if need != patches:
+        raise ValueError(f"grid_thw needs {need} patch rows, pixel_values has {patches}")
+    return list(map(Item._make, rows))
+
+
+def _refuse_row(i: int, t: int, h: int, w: int, merge_size: int) -> NoReturn:
+    if t < 0:
+        raise ValueError(f"grid_thw[{i}] needs t >= 0, got {t}")
+    name, n = ("h", h) if h < 1 or h % merge_size else ("w", w)
+    if n < 1:
+        raise ValueError(f"grid_thw[{i}] needs {name} >= 1, got {n}")
+    raise ValueError(f"grid_thw[{i}] needs {name} to be a multiple of the merge size {merge_size}, got {n}")

@@ -1,0 +1,397 @@
+"""Recorded launches compiled ahead of time, without a GPU: registers, spills, warnings, shared memory, row offsets.
+
+`record` runs host code with every kernel launch noted instead of made (tensors may be on the meta device);
+`compile_launch` compiles one such launch for a compute capability and reports what the compilers said.
+With a GPU, `compile_in_place` does both in the way that a launch would: the launch itself then compiles nothing.
+"""
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
+from fusedvit.kernels.hopper.attention_configs import placed_bytes
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig
+
+# ── sass ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Hazards that only compiled code shows, read from PTX or `cuobjdump -sass`.
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def overwritten_barriers(ptx: str) -> list[str]:
+    """Shared memory that is initialised as a barrier and then holds something else.
+
+    Triton's allocator gives away the memory of a barrier that no partition of a `warp_specialize` refers to, and puts
+    there what partitions are handed (the row count). The hardware keeps barriers in a cache of its own, so that without
+    `mbarrier.inval` the word is the barrier's still: where a GPU is taken by another process in between, the barrier is
+    written back over it. Seen on an H200 shared by three processes: partitions that disagree about the row count, which
+    hang. So a kernel initialises what it waits at, and nothing else.
+    """
+    barriers = {at for at in _barriers(ptx) if at is not None}
+    taken: set[int] = set()
+    access = r"(?:st|ld)\.shared(?:\.v(\d))?\.[bfsu](\d+)\s[^;]*\[global_smem\+(\d+)\]"
+    for vector, bits, address in re.findall(access, ptx):
+        taken.update(range(int(address), int(address) + int(vector or 1) * int(bits) // 8))
+    return [f"barrier at {b} of shared memory overwritten" for b in sorted(barriers) if taken & set(range(b, b + 8))]
+
+
+def _barriers(ptx: str) -> list[int | None]:
+    """Where in shared memory barriers are initialised; None for one of which that is not seen."""
+    base = set(re.findall(r"mov\.[bu]32\s+(%r\d+), global_smem;", ptx))
+    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
+    return [at.get(name) for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)]
+
+
+def misplaced_ring(ptx: str, ring_bytes: int) -> str:
+    """Why memory whose products find their operands by address (`kernels.hopper.transposed`, `attention_spare`) may not
+    begin where shared memory does, or "".
+
+    Whatever else is in shared memory, barriers and what partitions are handed, must lie behind it.
+    """
+    barriers = [at or 0 for at in _barriers(ptx)]
+    handed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
+    first = min(barriers + handed, default=0)
+    inside = re.search(r"mbarrier\.init\S+ \[%r\d+\+\d+\]", ptx)  # those that have their place in the ring's own array
+    behind = first >= ring_bytes and (barriers or inside)
+    return "" if behind else f"{ring_bytes} bytes of ring, but something lies at {first}"
+
+
+def rewritten_descriptors(sass: str) -> list[str]:
+    """Descriptors of a product written as text (A in registers) restored from ordinary registers behind its back.
+
+    ptxas 12.8 (Triton 3.6) does so in a chain of such products when it spills uniform registers; the hardware then
+    reads shared memory anywhere. Seen on an H200 as illegal accesses; ptxas 13.0 compiles the same code rightly.
+    """
+    problems = set()
+    held: range = range(0)
+    for line in sass.splitlines():
+        product = re.search(r"HGMMA\.64x(?:16|24|72)x16\.\S+ R\d+, R\d+, gdesc\[UR(\d+)\]", line)
+        restored = re.search(r"\*/\s+R2UR UR(\d+), R\d+", line)
+        if product is not None:
+            held = range(int(product.group(1)), int(product.group(1)) + 4)
+        elif "WARPGROUP" in line:
+            held = range(0)
+        elif restored is not None and int(restored.group(1)) in held:
+            problems.add(f"UR{restored.group(1)} restored behind an asynchronous product")
+    return sorted(problems)
+
+
+def exposed_exponentials(sass: str) -> list[str]:
+    """Softmax that does not run under a product: exponentials that ptxas moved behind the wait for P V.
+
+    In the main loop of pipelined attention a wait that leaves P V in flight (`gsb0, 0x1` or more: scores are ready)
+    comes first, then the exponentials, then the wait for P V (`gsb0, 0x0`). ptxas may hoist the last one above the
+    exponentials, since the PTX it is given has no register operands; only the border of a basic block in between keeps
+    it from that (a wait for a barrier). The answer stays right; the overlap, a third of the speed, is gone.
+    """
+    return sorted({problem for body in _innermost_loops(sass) for problem in _exposed(body)})
+
+
+def _innermost_loops(sass: str) -> list[list[str]]:
+    """Instructions between the target of each branch backwards and the branch, where no other such pair lies within."""
+    code = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)
+    at = {int(address, 16): i for i, (address, _) in enumerate(code)}
+    spans = []
+    for i, (_, instruction) in enumerate(code):
+        target = re.search(r"\bBRA 0x([0-9a-f]+)", instruction)
+        first = at.get(int(target.group(1), 16), i) if target else i
+        if first < i:
+            spans.append((first, i))
+    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
+    return [[instruction for _, instruction in code[a : b + 1]] for a, b in inner]
+
+
+def _exposed(body: list[str]) -> list[str]:
+    problems = []
+    partial = False
+    exponentials = 0
+    for instruction in body:
+        wait = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", instruction)
+        if wait is None:
+            exponentials += "MUFU.EX2" in instruction
+            continue
+        if partial and int(wait.group(1), 16) == 0 and exponentials < 16:
+            problems.append(f"{exponentials} exponentials between the waits for scores and for P V")
+        partial, exponentials = int(wait.group(1), 16) > 0, 0
+    return problems
+
+
+# ── aot ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
+HARMLESS_SPILL = 16  # bytes a thread, where ptxas had registers to spare
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_EXPECTED = {  # what a 16-bit product is made of, and how its operands arrive
+    80: ("mma.sync", "cp.async.cg"),
+    90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
+    100: ("tcgen05.mma", "cp.async.bulk.tensor"),
+}
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl", "enable_fp_fusion")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, reduced to what decides its machine code."""
+
+    kernel: JITFunction
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def describe(self) -> str:
+        """One line that tells this launch from its siblings."""
+        consts = " ".join(f"{k}={v}" for k, v in self.constants if v is not None)
+        dtypes = sorted({t.strip("*") for _, t in self.signature if t.startswith(("*bf", "*fp", "tensordesc"))})
+        return f"{self.name} {','.join(dtypes)} {consts} {dict(self.options)}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compilers said of one launch. `problems` is empty when it may ship."""
+
+    launch: str
+    capability: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    problems: tuple[str, ...]
+
+
+def record(run: Callable[[], object]) -> list[Launch]:
+    """The distinct kernel launches that `run()` would make, in order."""
+    launches: dict[Launch, None] = {}
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches[launch_of(self, args, kwargs)] = None
+
+    with mock.patch.object(JITFunction, "run", note):
+        run()
+    return list(launches)
+
+
+def launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    """The launch that `kernel.run(*args, **kwargs)` is."""
+    options = tuple(sorted((k, v) for k, v in kwargs.items() if k in _OPTIONS))
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in _OPTIONS}
+    signature, constants, aligned = [], [], []
+    for param in kernel.params:
+        value = bound[param.name]
+        kind = "constexpr" if param.is_constexpr or value is None else _type_of(value)
+        signature.append((param.name, kind))
+        if kind == "constexpr":
+            constants.append((param.name, value))
+        elif isinstance(value, torch.Tensor) and value.storage_offset() * value.element_size() % 16 == 0:
+            aligned.append(param.name)
+    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), options)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
+    if gluon_compat.AVAILABLE and isinstance(value, gluon_compat.TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
+    if isinstance(value, torch.Tensor):
+        return "*" + _TYPES[value.dtype]
+    return {int: "i32", float: "fp32"}[type(value)]
+
+
+def compile_in_place(run: Callable[[], object], capability: int, known: dict[Launch, Compiled]) -> list[Compiled]:
+    """Compiles what `run()` would launch on the current GPU, whose capability is given, and checks it.
+
+    Triton keeps the kernels in this process and in its cache on disk, where later launches find them.
+
+    Args:
+        known: what this process has compiled so, by launch; added to.
+    """
+    launches: dict[Launch, None] = {}
+    launched = JITFunction.run
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = launch_of(self, args, kwargs)
+        launches[launch] = None
+        if launch not in known:
+            with _ptxas_heard() as said:
+                built = launched(self, *args, grid=grid, warmup=True, **kwargs)
+            known[launch] = _checked(launch, capability, built, said.getvalue())
+
+    with mock.patch.object(JITFunction, "run", note):
+        run()
+    return [known[launch] for launch in launches]
+
+
+def compile_launch(launch: Launch, capability: int) -> Compiled:
+    """Compiles one launch for `capability` (80, 90, 100 …) and checks it.
+
+    Problems are: register spills (see `_shortage`), ptxas warnings C75xx (serialised wgmma), shared memory over the
+    device's limit, row offsets of 32 bits, 16-bit matrix products without the device's own instructions for products
+    and copies, and hazards in the machine code (see sass.py).
+    """
+    with _ptxas_heard() as said:
+        built = build(launch, capability)
+    return _checked(launch, capability, built, said.getvalue())
+
+
+def build(launch: Launch, capability: int) -> CompiledKernel:
+    """One launch, compiled for `capability` without a GPU."""
+    names = [name for name, _ in launch.signature]
+    source = (gluon_compat.GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
+        launch.kernel,
+        dict(launch.signature),
+        {(names.index(k),): v for k, v in launch.constants},
+        {(names.index(k),): [["tt.divisibility", 16]] for k in launch.aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+
+
+def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) -> Compiled:
+    """`built` judged by its code and by what ptxas said."""
+    if "Used" not in said:
+        raise RuntimeError(f"ptxas said nothing of its registers: {said[:500]!r}")
+    gluon, ptx = launch.kernel.is_gluon(), built.asm["ptx"]
+    registers = max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=0)
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said))
+    shared = int(built.metadata.shared)
+    problems = _problems(capability, said, _shortage(spills, registers, gluon, dict(launch.options)), shared)
+    if _wants_tensor_cores(launch):
+        problems += [f"expected {name} in the code" for name in _EXPECTED.get(capability, ()) if name not in ptx]
+    problems += narrow_row_offsets(built.asm["ttgir" if gluon else "ttir"])
+    if capability == 90 and "wgmma" in ptx:
+        sass = disassemble(built.asm["cubin"])
+        problems += rewritten_descriptors(sass) + overwritten_barriers(ptx)
+        if gluon and "attention" in launch.name:
+            problems += exposed_exponentials(sass)
+        problems += _misplaced_ring(launch, ptx)
+    return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
+
+
+def _misplaced_ring(launch: Launch, ptx: str) -> list[str]:
+    """Whether instructions find those operands that they look for by address."""
+    constants = dict(launch.constants)
+    if constants.get("SPARE") or constants.get("SUMMED"):
+        needed = placed_bytes(*(constants[name] for name in ("HEAD_DIM", "CONSUMERS", "STAGES", "BY_WARP")))
+    elif "transposed" in launch.name:
+        config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
+        needed = config.ring_bytes(constants["IN_PARTS"] > 0)
+    elif "alternating" in launch.name:
+        needed = HopperAlternatingConfig(constants["ROWS"], constants["STAGES"]).ring_bytes()
+    else:
+        return []
+    said = misplaced_ring(ptx, needed)
+    return [said] if said else []
+
+
+def _shortage(spills: int, registers: int, gluon: bool, options: dict[str, int]) -> int:
+    """Bytes of `spills` that tell of a shortage of registers, and not of ptxas's own choice.
+
+    With registers to spare ptxas puts a word or two aside where that lets another block onto the SM: 4 or 8 bytes at
+    80 or 128 registers, on sm_80 and sm_100. Gluon's partitions have shares that the number it prints does not show.
+    """
+    most = min(options.get("maxnreg") or MAX_REGISTERS, REGISTERS_OF_SM // (32 * options.get("num_warps", 4)))
+    return spills if gluon or registers >= most or spills > HARMLESS_SPILL else 0
+
+
+@contextlib.contextmanager
+def _ptxas_heard() -> Iterator[io.StringIO]:
+    """Inside, everything is compiled anew by Triton's own call of ptxas, whose flags differ between its versions; what
+    `ptxas -v` says is collected. A kernel from the cache comes without it."""
+    said = io.StringIO()
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield said
+
+
+def _problems(capability: int, said: str, spills: int, shared: int) -> list[str]:
+    problems = []
+    if spills:
+        problems.append(f"{spills} bytes of spill stores")
+    problems += sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", said)))
+    limit = MAX_SHARED.get(capability, 227 * 1024)
+    if shared > limit:
+        problems.append(f"{shared} bytes of shared memory, limit {limit}")
+    return problems
+
+
+def _wants_tensor_cores(launch: Launch) -> bool:
+    """Whether 16-bit matrices are read through descriptors, given or made in the kernel."""
+    return any(name.endswith("_desc") and ("bf16" in t or "fp16" in t) for name, t in launch.signature)
+
+
+_CARRIES = (
+    tuple(f"arith.{op}" for op in ("addi", "subi", "select", "extsi", "extui"))
+    + tuple(f"tt.{op}" for op in ("broadcast", "expand_dims", "splat", "reshape"))
+    + ("ttg.convert_layout",)
+)
+
+
+HARMLESS_TENSOR, HARMLESS_SCALAR = 4, 256  # entries of small tables; a tile's or a head's first column
+
+
+def narrow_row_offsets(ttir: str) -> list[str]:
+    """Pointer offsets computed as a 32-bit product: they wrap once a buffer passes 2^31 elements.
+
+    Reads the defining operations back from every `tt.addptr`. Products by a small constant pass: at most
+    `HARMLESS_TENSOR` for a vector of offsets, `HARMLESS_SCALAR` for one number.
+    """
+    ops: dict[str, tuple[str, list[str], str]] = {}
+    constants: dict[str, int] = {}
+    problems = []
+    for line in ttir.splitlines():
+        match = re.match(r"\s*(%[\w#]+)(?::\d+)? = \"?([\w.]+)\"?(.*)", line)
+        if match is None:
+            continue
+        name, op, rest = match.groups()
+        ops[name] = (op, re.findall(r"%[\w#]+", rest), rest)
+        value = re.search(r"arith\.constant (?:dense<)?(-?\d+)>? :", line)
+        if value is not None:
+            constants[name] = int(value.group(1))
+        if op == "tt.addptr":  # at once: the partitions of a warp-specialised kernel use the same names again
+            problems += _narrow_products(ops[name][1][1], ops, constants)
+    return sorted(set(problems))
+
+
+def _narrow_products(name: str, ops: dict[str, tuple[str, list[str], str]], constants: dict[str, int]) -> list[str]:
+    op, operands, rest = ops.get(name, ("", [], ""))
+    if op == "arith.muli" and "i32" in rest:
+        limit = HARMLESS_TENSOR if "tensor<" in rest else HARMLESS_SCALAR
+        factors = [abs(constants[o]) for o in operands if o in constants]
+        return [] if factors and max(factors) <= limit else [f"32-bit row offset: {name} = {op}{rest.strip()}"]
+    if op not in _CARRIES:
+        return []
+    return [p for o in operands for p in _narrow_products(o, ops, constants)]

@@ -1,0 +1,102 @@
+"""Two things that Gluon has under other names in every version: records inside kernels, and views of shared memory.
+
+A record is a class of annotated fields, made from values in their order. Triton calls it an aggregate, and up to 3.8
+wants its constructor written out. Numbers and strings become compile-time constants and stay so across
+`warp_specialize`.
+"""
+
+import math
+
+import triton
+from triton.language import core
+
+# ── compat ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Gluon under one set of names, from Triton 3.6 to 3.9, and whether it is there at all.
+#
+# Gluon lives in `triton.experimental` and renames things between versions. Kernels of this folder take the names that
+# changed from here and the others from Triton; they are imported only where `AVAILABLE` (see `usable`).
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate  # 3.9: the former
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # threads of one partition; 3.6: the latter
+    async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # 3.9: the former
+    async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+    MISSING = ""
+except (ImportError, AttributeError) as error:
+    gluon = gl = GluonASTSource = TensorDescriptor = aggregate = barrier = async_load = async_store = None
+    MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
+
+AVAILABLE = not MISSING
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+NEEDS_MORE_REGISTERS = _VERSION >= (3, 8)  # for the same code, as compiled with 3.9
+WHOLE_VIEWS = _VERSION == (3, 8)  # a view of shared memory must be of all its bytes
+
+
+def usable(capability: int) -> bool:
+    """Whether kernels in Gluon run on a device of `capability` (90: Hopper); Triton's interpreter runs none."""
+    return AVAILABLE and capability == 90 and not triton.knobs.runtime.interpret
+
+
+# ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def record(cls: type) -> type:
+    """`cls` as an aggregate with a constructor that takes its fields in order."""
+    names = tuple(cls.__annotations__)
+
+    def __init__(self, *values):
+        assert len(values) == len(names), f"{cls.__name__} takes {names}, got {len(values)} values"
+        for name, value in zip(names, values, strict=True):
+            known = isinstance(value, core.base_value)
+            setattr(self, name, value if known else gl.constexpr(value))
+
+    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]  # Python, not a kernel's code
+    cls.__init__ = __init__  # type: ignore[misc]
+    return aggregate(cls)
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # 3.9
+
+    @gluon.jit
+    def reinterpret(memory, dtype, shape, layout):
+        """The first bytes of `memory` as another type, shape and layout."""
+        return memory.reinterpret(dtype, shape, layout)
+elif WHOLE_VIEWS:
+
+    @gluon.constexpr_function
+    def _leading(held, held_type, shape, dtype):
+        """How long the first dimension is where all bytes are used."""
+        bits = math.prod(held) * held_type.primitive_bitwidth
+        return bits // (math.prod(shape[1:]) * dtype.primitive_bitwidth)
+
+    @gluon.constexpr_function
+    def _is_of_boxes(layout):
+        return isinstance(layout, gl.NVMMASharedLayout)
+
+    @gluon.jit
+    def reinterpret(memory, dtype, shape, layout):
+        """The first bytes of `memory` as another type, shape and layout; what is no box, and is taken line by line, has
+        lines to spare, as no slice can be."""
+        ALL: gl.constexpr = _leading(memory.shape, memory.dtype, shape, dtype)
+        if len(shape) == 2:
+            whole = memory._reinterpret(dtype, [ALL, shape[1]], layout)
+        elif len(shape) == 3:
+            whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2]], layout)
+        else:
+            whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2], shape[3]], layout)
+        if shape[0] == ALL or not _is_of_boxes(layout):
+            return whole
+        else:
+            return whole.slice(0, shape[0])
+else:
+
+    @gluon.jit
+    def reinterpret(memory, dtype, shape, layout):
+        """The first bytes of `memory` as another type, shape and layout."""
+        return memory._reinterpret(dtype, shape, layout)

@@ -1,0 +1,302 @@
+"""Rows of a table put in another order, in groups.
+
+out[u i + j] = x[u order[i] + j]        j < u
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedvit.kernels.epilogue import RowStats, Taps, _store_moments
+from fusedvit.kernels.linear import _activate, _add_taps
+
+# ── layer norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Norm of whole rows, where it cannot be folded into the next product: before tokens are put side by side, before an
+# activation, before positions are added.
+#
+#     y   = (x - mean) / sqrt(var + eps) * weight + bias        LayerNorm
+#     y   = x / sqrt(mean of squares + eps) * weight            RMSNorm (no bias)
+#     y   = activation(y)
+#     y  += sum_i tap_weight[t, i] table[tap_index[t, i]]       learned positions, interpolated
+#     out = y rounded, its row groups put where `order` says; moments of the rounded rows in one part (row_stats.py)
+#
+# over the last axis, in fp32.
+
+_NO_TAPS = Taps()
+
+
+@dataclass(frozen=True)
+class After:
+    """What follows a norm.
+
+    Attributes:
+        activation: "none" or "gelu".
+        taps: positions to add.
+        stats: where moments of the rounded rows go, a part a row; not with `order`.
+        order: `[T / unit]` int32: the i-th group of `unit` rows is written as group `order[i]`.
+        unit: rows of a group.
+    """
+
+    activation: str = "none"
+    taps: Taps | None = None
+    stats: RowStats | None = None
+    order: torch.Tensor | None = None
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        if self.activation not in ("none", "gelu"):
+            raise ValueError(f"activation must be 'none' or 'gelu', got {self.activation!r}")
+        if self.stats is not None and self.order is not None:
+            raise ValueError("statistics are of rows in their own order")
+
+
+NOTHING = After()
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_ptr,  # [T, N]
+    weight_ptr,  # [N]
+    bias_ptr,  # [N]; None for an RMSNorm
+    table_ptr,  # [positions, N] or None
+    tap_index_ptr,  # [T, TAPS] int32
+    tap_weight_ptr,  # [T, TAPS] fp32
+    order_ptr,  # [T / UNIT] int32 or None
+    stats_ptr,  # [T, 1, 2] fp32 or None
+    out_ptr,  # [T, N]
+    num_rows_ptr,  # [1] int32
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    ACT: tl.constexpr,
+    TAPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    X_PITCH: tl.constexpr,
+    OUT_PITCH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    num_rows = tl.load(num_rows_ptr)
+    cols = tl.arange(0, BLOCK_N)
+    mask_n = cols < N
+    weight = tl.load(weight_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask_m = rows < num_rows
+        mask = mask_m[:, None] & mask_n[None, :]
+        x = tl.load(x_ptr + rows[:, None] * X_PITCH + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            mean = tl.div_rn(tl.sum(x, 1), N * 1.0)  # once a row: exact division and root cost nothing
+            x = tl.where(mask_n[None, :], x - mean[:, None], 0.0)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), N * 1.0) + EPS))
+        y = x * rstd[:, None] * weight[None, :]
+        if bias_ptr is not None:
+            y += bias[None, :]
+        y = _activate(y, ACT)
+        if table_ptr is not None:
+            y = _add_taps(y, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
+
+        out = y.to(out_ptr.dtype.element_ty)
+        if stats_ptr is not None:
+            _store_moments(out.to(tl.float32), stats_ptr, rows, mask_m, mask_n, 0, N, 1)
+        if order_ptr is not None:
+            rows = tl.load(order_ptr + rows // UNIT, mask=mask_m, other=0).to(tl.int64) * UNIT + rows % UNIT
+        tl.store(out_ptr + rows[:, None] * OUT_PITCH + cols[None, :], out, mask=mask)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    max_programs: int,
+    after: After = NOTHING,
+) -> torch.Tensor:
+    """Normalises the first `num_rows` rows of `x` `[T, N]` into `out` `[T, N]`, `x` itself or, with `order`, another.
+
+    Args:
+        weight: `[N]`.
+        bias: `[N]`; None makes it an RMSNorm.
+        num_rows: `[1]` int32 on the device.
+        max_programs: bound of the persistent grid.
+        after: what follows.
+    """
+    (rows, n), taps = x.shape, after.taps or _NO_TAPS
+    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, "x and out must be rows of one shape"
+    assert after.stats is None or after.stats.width >= n, "statistics of whole rows are one part"
+    block_m = 4 if n <= 2048 else 2
+    programs = min(max_programs, triton.cdiv(rows, block_m))
+    if programs:
+        _layer_norm_kernel[(programs,)](
+            x,
+            weight,
+            bias,
+            taps.table,
+            taps.index,
+            taps.weight,
+            after.order,
+            None if after.stats is None else after.stats.partials,
+            out,
+            num_rows,
+            N=n,
+            EPS=eps,
+            ACT=after.activation,
+            TAPS=0 if taps.index is None else taps.index.shape[1],
+            UNIT=after.unit,
+            X_PITCH=x.stride(0),
+            OUT_PITCH=out.stride(0),
+            BLOCK_M=block_m,
+            BLOCK_N=triton.next_power_of_2(n),
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+# ── head norm ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# RMSNorm of every head of q and k, then their rotary embedding, in place over packed q | k | v rows.
+#
+#     y         = x / sqrt(mean of squares + eps) * weight                         a head at a time
+#     (a, b)    = y[2i:2i+2] -> (a cos - b sin, b cos + a sin)                     pairs made neighbours
+#
+# in fp32. Stands between the qkv product and attention in towers whose q and k are normalised.
+
+
+@triton.jit
+def _head_norm_rope_kernel(
+    qkv_ptr,  # [T, 3 * HEADS * HEAD_DIM]
+    weight_ptr,  # [2, HEAD_DIM], q's and k's
+    rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32: cos, sin
+    num_rows_ptr,  # [1] int32
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    EPS: tl.constexpr,
+    PITCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    num_rows = tl.load(num_rows_ptr)
+    p = tl.arange(0, PAIRS)
+    mask_p = (p < HALF)[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows * 2 * HEADS, BLOCK), tl.num_programs(0)):
+        offs = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)  # a head of q or k of a row
+        row = offs // (2 * HEADS)
+        head = offs % (2 * HEADS)
+        mask_m = (row < num_rows)[:, None]
+        mask = mask_m & mask_p
+        ptrs = qkv_ptr + (row * PITCH + head * HEAD_DIM)[:, None] + 2 * p[None, :]
+        a = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK, PAIRS]
+        b = tl.load(ptrs + 1, mask=mask, other=0.0).to(tl.float32)
+        weight = weight_ptr + (head // HEADS * HEAD_DIM)[:, None] + 2 * p[None, :]
+        cos = tl.load(rope_ptr + row[:, None] * HEAD_DIM + p[None, :], mask=mask, other=1.0)
+        sin = tl.load(rope_ptr + row[:, None] * HEAD_DIM + HALF + p[None, :], mask=mask, other=0.0)
+
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(a * a + b * b, 1), HEAD_DIM * 1.0) + EPS))[:, None]
+        a = a * rstd * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+        b = b * rstd * tl.load(weight + 1, mask=mask, other=0.0).to(tl.float32)
+
+        tl.store(ptrs, (a * cos - b * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+        tl.store(ptrs + 1, (b * cos + a * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+
+
+def head_norm_rope(
+    qkv: torch.Tensor,
+    weight: torch.Tensor,
+    rope: torch.Tensor,
+    num_rows: torch.Tensor,
+    heads: int,
+    eps: float,
+    max_programs: int,
+) -> torch.Tensor:
+    """Normalises and turns q and k of the first `num_rows` rows of `qkv` `[T, 3 * heads * head_dim]`, in place.
+
+    Args:
+        weight: `[2, head_dim]`, of q's norm and k's, contiguous.
+        rope: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
+        num_rows: `[1]` int32 on the device.
+        heads: of q, and of k.
+        max_programs: bound of the persistent grid.
+    """
+    head_dim = weight.shape[1]
+    assert qkv.stride(1) == 1 and qkv.shape[1] == 3 * heads * head_dim, f"qkv {qkv.shape}, {heads} heads of {head_dim}"
+    block = 32
+    programs = min(max_programs, triton.cdiv(qkv.shape[0] * 2 * heads, block))
+    if programs:
+        _head_norm_rope_kernel[(programs,)](
+            qkv,
+            weight,
+            rope,
+            num_rows,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            EPS=eps,
+            PITCH=qkv.stride(0),
+            BLOCK=block,
+            PAIRS=triton.next_power_of_2(head_dim // 2),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return qkv
+
+
+# ── gather ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _gather_rows_kernel(
+    x_ptr,  # [T, N]
+    order_ptr,  # [T / UNIT] int32
+    out_ptr,  # [T, N]
+    num_rows_ptr,  # [1] int32
+    N: tl.constexpr,
+    UNIT: tl.constexpr,
+    X_PITCH: tl.constexpr,
+    OUT_PITCH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    num_rows = tl.load(num_rows_ptr)
+    cols = tl.arange(0, BLOCK_N)
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask_m = rows < num_rows
+        there = tl.load(order_ptr + rows // UNIT, mask=mask_m, other=0).to(tl.int64) * UNIT + rows % UNIT
+        mask = mask_m[:, None] & (cols < N)[None, :]
+        x = tl.load(x_ptr + there[:, None] * X_PITCH + cols[None, :], mask=mask)
+        tl.store(out_ptr + rows[:, None] * OUT_PITCH + cols[None, :], x, mask=mask)
+
+
+def gather_rows(
+    x: torch.Tensor, order: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, unit: int, max_programs: int
+) -> torch.Tensor:
+    """Fills the first `num_rows` rows of `out` `[T, N]` from `x` `[T, N]`.
+
+    Args:
+        order: `[T / unit]` int32, the group of x that each group of `unit` rows of `out` is.
+        num_rows: `[1]` int32 on the device, a multiple of `unit`.
+        max_programs: bound of the persistent grid.
+    """
+    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, "x and out must be rows of one shape"
+    block_m = 4
+    programs = min(max_programs, triton.cdiv(x.shape[0], block_m))
+    if programs:
+        _gather_rows_kernel[(programs,)](
+            x,
+            order,
+            out,
+            num_rows,
+            N=x.shape[1],
+            UNIT=unit,
+            X_PITCH=x.stride(0),
+            OUT_PITCH=out.stride(0),
+            BLOCK_M=block_m,
+            BLOCK_N=triton.next_power_of_2(x.shape[1]),
+            num_warps=4,
+        )
+    return out

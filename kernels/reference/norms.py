@@ -1,0 +1,83 @@
+"""Torch twin of `kernels.gather`."""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+from fusedvit.kernels.norms import NOTHING, After
+from fusedvit.kernels.reference.linear import add_taps, store_moments
+
+# ── layer norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Torch twin of `kernels.layer_norm`.
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    max_programs: int,
+    after: After = NOTHING,
+) -> torch.Tensor:
+    """See `fusedvit.kernels.norms.layer_norm`. `max_programs` is not used."""
+    rows, shape = int(num_rows), (x.shape[1],)
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    y = x[:rows].to(wide)
+    if bias is None:
+        y = F.rms_norm(y, shape, weight.to(wide), eps)
+    else:
+        y = F.layer_norm(y, shape, weight.to(wide), bias.to(wide), eps)
+    if after.activation == "gelu":
+        y = F.gelu(y)
+    if after.taps is not None:
+        y = add_taps(y, after.taps)
+    y = y.to(out.dtype)
+    if after.stats is not None:
+        store_moments(y, after.stats)
+    if after.order is not None:
+        groups = after.order[: rows // after.unit].long()[:, None] * after.unit
+        out[(groups + torch.arange(after.unit, device=groups.device)).flatten()] = y
+    else:
+        out[:rows] = y
+    return out
+
+
+# ── head norm ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Torch twin of `kernels.head_norm`.
+
+
+def head_norm_rope(
+    qkv: torch.Tensor,
+    weight: torch.Tensor,
+    rope: torch.Tensor,
+    num_rows: torch.Tensor,
+    heads: int,
+    eps: float,
+    max_programs: int,
+) -> torch.Tensor:
+    """See `fusedvit.kernels.norms.head_norm_rope`. `max_programs` is not used."""
+    rows, d = int(num_rows), weight.shape[1]
+    wide = qkv.dtype if qkv.dtype == torch.float64 else torch.float32
+    cos, sin = rope[:rows].to(wide).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
+    for i, w in enumerate(weight.to(wide)):
+        part = qkv[:rows, i * heads * d : (i + 1) * heads * d]
+        x = F.rms_norm(rearrange(part.to(wide), "t (h d) -> t h d", d=d), (d,), w, eps)
+        a, b = x[..., 0::2], x[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        part.copy_(rearrange(turned, "t h p two -> t (h p two)"))
+    return qkv
+
+
+# ── gather ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gather_rows(
+    x: torch.Tensor, order: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, unit: int, max_programs: int
+) -> torch.Tensor:
+    """See `fusedvit.kernels.norms.gather_rows`. `max_programs` is not used."""
+    rows = int(num_rows)
+    groups = order[: rows // unit].long()[:, None] * unit
+    out[:rows] = x[(groups + torch.arange(unit, device=groups.device)).flatten()]
+    return out

@@ -1,0 +1,284 @@
+"""The Hopper GEMMs on a Hopper GPU: every kind of tile and epilogue within the tolerance rule, the same bits every
+time, poison wherever nobody should look. `-k quick` is what a short session can afford: a case per kind of tile."""
+
+import random as pseudo_random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fusedvit.kernels.backends import linear
+from fusedvit.kernels.epilogue import RowStats, Scratch
+from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.hopper.alternating_configs import (
+    LEAST_BUDGET,
+    HopperAlternatingConfig,
+    hopper_alternating_candidates,
+)
+from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig, hopper_linear_candidates
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig, hopper_transposed_candidates
+from fusedvit.kernels.launch import compiling_only
+from fusedvit.kernels.reference.linear import linear as linear_ref
+from fusedvit.kernels.reference.linear import moments, store_moments
+from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.tolerance import summarize
+from tests.kernels.linear_cases import EPS, Fused, Layer, fused, scratch_for, tensors
+from tests.kernels.support import assert_rounded_once, count
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+ROWS, MERGED = 1021, 253  # prime, and no multiple of a tile
+REPEATS = 50
+PING_PONG, COOPERATIVE, WIDE = (
+    HopperLinearConfig(128, 128, 1, 4),
+    HopperLinearConfig(64, 192, 3, 3),
+    HopperLinearConfig(64, 256, 2, 3),
+)
+NARROW, SIX = HopperLinearConfig(64, 128, 1, 6), HopperLinearConfig(64, 192, 1, 5)
+CASES = {
+    "patch embed": (Layer(ROWS, 1536, 1152, taps=True, stats=True), SIX),
+    "qkv": (Layer(ROWS, 1152, 3456, norm=True, part=128, heads=16), PING_PONG),
+    "qkv, heads of 80, rms": (
+        Layer(ROWS, 1280, 3840, norm=True, rms=True, part=64, heads=16),
+        HopperLinearConfig(64, 192, 2, 4),
+    ),
+    "qkv, heads of 64": (Layer(ROWS, 1024, 3072, norm=True, part=192, heads=16), NARROW),
+    "proj": (Layer(ROWS, 1152, 1152, residual=True, stats=True), COOPERATIVE),
+    "fc1": (Layer(ROWS, 1152, 4304, norm=True, part=192, activation="gelu_tanh"), PING_PONG),
+    "fc1 of Qwen2-VL": (
+        Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
+        HopperLinearConfig(64, 128, 3, 4),
+    ),
+    "swiglu": (Layer(ROWS, 1280, 6848, norm=True, rms=True, part=128, activation="swiglu"), PING_PONG),
+    "fc2": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperLinearConfig(64, 64, 1, 8)),
+    "fc2 in two": (Layer(250, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=2)),
+    "fc2 in three": (Layer(190, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=3)),
+    "fc2 in eight": (Layer(61, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=8)),
+    "fc2 of two in three": (
+        Layer(490, 4304, 1152, residual=True, stats=True),
+        HopperLinearConfig(64, 128, 2, 5, splits=3),
+    ),
+    "fc2 of two in two, 192 columns": (
+        Layer(400, 4304, 1152, residual=True, stats=True),
+        HopperLinearConfig(64, 192, 2, 4, splits=2),
+    ),
+    "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
+    "merger fc1 in three": (
+        Layer(190, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"),
+        replace(WIDE, splits=3),
+    ),
+    "merger fc1": (Layer(MERGED, 4608, 4608, activation="gelu"), PING_PONG),
+    "merger fc2 in four": (Layer(61, 4608, 4096), replace(NARROW, splits=4)),
+    "merger fc2 in two": (Layer(190, 4608, 4096, bias=False), replace(PING_PONG, splits=2)),
+}
+TRANSPOSED = {
+    "qkv, 112 rows": (Layer(780, 1152, 3456, norm=True, part=64, heads=16), HopperTransposedConfig(112, 3, 5)),
+    "qkv, 128 rows, part 192": (
+        Layer(250, 1152, 3456, norm=True, part=192, heads=16),
+        HopperTransposedConfig(128, 1, 9),
+    ),
+    "qkv, 192 rows, heads of 64": (
+        Layer(ROWS, 1024, 3072, norm=True, part=64, heads=16),
+        HopperTransposedConfig(192, 3, 4),
+    ),
+    "qkv, 56 rows, heads of 80, rms": (
+        Layer(190, 1280, 3840, norm=True, rms=True, part=128, heads=16),
+        HopperTransposedConfig(56, 2, 9),
+    ),
+    "proj, 112 rows": (Layer(780, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(112, 1, 9)),
+    "proj, 144 rows": (Layer(ROWS, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(144, 3, 4)),
+    "proj, 24 rows": (Layer(61, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(24, 1, 9)),
+    "fc1, 112 rows": (
+        Layer(780, 1152, 4304, norm=True, part=64, activation="gelu_tanh"),
+        HopperTransposedConfig(112, 4, 4),
+    ),
+    "fc1 of Qwen2-VL, 80 rows": (
+        Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
+        HopperTransposedConfig(80, 2, 6),
+    ),
+    "fc2, 96 rows": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperTransposedConfig(96, 2, 6)),
+    "fc2, 40 rows": (Layer(190, 4304, 1152, residual=True, stats=True), HopperTransposedConfig(40, 1, 12)),
+    "deepstack fc1, 64 rows": (
+        Layer(MERGED, 4608, 4608, norm=True, merged=4, part=64, activation="gelu"),
+        HopperTransposedConfig(64, 2, 8),
+    ),
+    "merger fc1, 48 rows": (Layer(MERGED, 4608, 4608, activation="gelu"), HopperTransposedConfig(48, 1, 12)),
+    "merger fc2, 16 rows": (Layer(61, 4608, 4096, bias=False), HopperTransposedConfig(16, 1, 12)),
+}
+ALTERNATING = {
+    "fc1, 128 rows in turns": (
+        Layer(ROWS, 1152, 4304, norm=True, part=64, activation="gelu_tanh"),
+        HopperAlternatingConfig(128, 5),
+    ),
+    "proj, 128 rows in turns, several tiles": (
+        Layer(2300, 1152, 1152, residual=True, stats=True),
+        HopperAlternatingConfig(128, 5, max_programs=20),
+    ),
+    "fc2, 112 rows in turns": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperAlternatingConfig(112, 5)),
+    "qkv, 64 rows in turns": (Layer(ROWS, 1152, 3456, norm=True, part=64, heads=16), HopperAlternatingConfig(64, 7)),
+    "patch embed without taps, 128 rows in turns": (
+        Layer(ROWS, 1176, 1280, bias=False, stats=True),
+        HopperAlternatingConfig(128, 5),
+    ),
+    "qkv without heads, rms, 128 rows in turns": (
+        Layer(ROWS, 1024, 3072, norm=True, rms=True, part=64),
+        HopperAlternatingConfig(128, 5),
+    ),
+    "fc1 of Qwen2-VL, 128 rows in turns": (
+        Layer(ROWS, 1280, 5120, norm=True, part=64, activation="quick_gelu"),
+        HopperAlternatingConfig(128, 5),
+    ),
+}
+CASES |= TRANSPOSED | ALTERNATING
+SHIPS = (  # as heuristics choose
+    "qkv", "qkv, heads of 64", "qkv, heads of 80, rms", "proj", "fc1", "swiglu", "fc2 in two", "fc2 in eight",
+    "patch embed", "deepstack fc1", "fc2 in three", "merger fc1 in three", "merger fc1", "fc2 of two in three",
+    *TRANSPOSED, *(name for name in ALTERNATING if "64 rows" not in name),
+)  # fmt: skip
+QUICK = (
+    *SHIPS, *ALTERNATING, "merger fc2 in two", "merger fc2 in four", "fc2 of two in two, 192 columns",
+    "fc1 of Qwen2-VL",
+)  # fmt: skip
+NAMES = [
+    pytest.param(name, id=f"quick, ships: {name}" if name in SHIPS else f"quick: {name}" if name in QUICK else name)
+    for name in CASES
+]
+CANDIDATES = {
+    "hopper": hopper_linear_candidates, "transposed": hopper_transposed_candidates,
+    "alternating": hopper_alternating_candidates,
+}  # fmt: skip
+LEAST = {"alternating": LEAST_BUDGET}  # rows from which there are any, whatever K
+KINDS = {  # what `CANDIDATES` know the layers by
+    "qkv": "norm+rope", "proj": "residual+stats", "fc1": "norm+gelu_tanh", "fc2": "residual+stats",
+    "patch embed": "taps+stats", "deepstack fc1": "norm+gelu", "swiglu": "rms+swiglu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(device: torch.device, request: pytest.FixtureRequest) -> None:
+    """Every case that was asked for, compiled beforehand, side by side."""
+    if not gluon_compat.usable(Target.of(device).capability):
+        pytest.skip(gluon_compat.MISSING or "for Hopper GPUs")
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    with compiling_only():
+        for name, (layer, config) in CASES.items():
+            if name in asked:
+                few = replace(layer, rows=1)
+                fused(few, tensors(few, BF16, device), layer.rows + 70).run(linear, config)
+
+
+def assert_statistics(out: torch.Tensor, stats: RowStats | None, rows: int) -> None:
+    """Those of the rounded rows, and none of rows that do not exist."""
+    if stats is None:
+        return
+    mean, rstd = moments(stats, rows, EPS)
+    wide = out[:rows].double()
+    torch.testing.assert_close(mean[:, 0], wide.mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rstd[:, 0], torch.rsqrt(wide.var(1, correction=0) + EPS), rtol=1e-4, atol=0)
+    expected = replace(stats, partials=torch.zeros_like(stats.partials))
+    store_moments(out[:rows], expected)
+    torch.testing.assert_close(stats.partials[:rows], expected.partials[:rows], rtol=1e-4, atol=1e-4)
+    assert stats.partials[rows:].isnan().all(), "statistics of rows that do not exist"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_within_the_rule(name: str, device: torch.device) -> None:
+    layer, config = CASES[name]
+    t = tensors(layer, BF16, device)
+    out, stats = fused(layer, t, layer.rows + 70).run(linear, config)
+    twin = fused(layer, t, wide=torch.float64).run(linear_ref, config)[0]
+    assert_rounded_once(out[: layer.rows], twin, "against the twin:")
+    assert_statistics(out, stats, layer.rows)
+
+
+def bits(arguments: Fused, config: Any, scratch: Scratch | None) -> tuple[torch.Tensor, ...]:
+    rows = arguments.layer.rows
+    out, stats = arguments.run(linear, config, scratch)
+    return (out[:rows],) if stats is None else (out[:rows], stats.partials[:rows])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
+    """Fifty launches, those of a split product over one scratch."""
+    layer, config = CASES[name]
+    arguments = fused(layer, tensors(layer, BF16, device), layer.rows + 70)
+    scratch = scratch_for(config, layer.rows + 70, layer.n, device)
+    first = bits(arguments, config, scratch)
+    for _ in range(REPEATS):
+        assert all(torch.equal(a, b) for a, b in zip(bits(arguments, config, scratch), first, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_past_the_count_change_nothing(name: str, device: torch.device) -> None:
+    """In room for many more rows, the rest NaN: bit for bit what exactly enough room gives."""
+    layer, config = CASES[name]
+    for rows in (0, 1, 64, layer.rows - 5):
+        few = replace(layer, rows=rows)
+        t = tensors(few, BF16, device)
+        exact = bits(fused(few, t, max(rows, 1)), config, None)
+        roomy = bits(fused(few, t, layer.rows + 70), config, None)
+        assert all(torch.equal(a, b) for a, b in zip(roomy, exact, strict=True)), rows
+        assert roomy[0].isfinite().all(), rows
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, id=f"quick, ships: {name}") for name in ("qkv", "fc2 in two", "proj, 112 rows")]
+)
+def test_a_graph_follows_the_count(name: str, device: torch.device) -> None:
+    layer, config = CASES[name]
+    arguments = fused(layer, tensors(layer, BF16, device))
+    scratch = scratch_for(config, layer.rows, layer.n, device)
+    kept, out = arguments.residual.clone(), torch.empty_like(arguments.residual)
+    stats = RowStats.over(torch.empty(layer.rows * 36 * 2, device=device), layer.rows, layer.n, config.block_n)
+    epilogue = replace(
+        arguments.epilogue, residual=out if layer.residual else None, stats=stats if layer.stats else None,
+        scratch=scratch,
+    )  # fmt: skip
+
+    def launch(num_rows: torch.Tensor) -> None:
+        linear(arguments.x, arguments.weight, num_rows, out, epilogue, config)
+
+    launch(arguments.num_rows)
+    num_rows, graph = count(layer.rows, device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(num_rows)
+    for rows in (layer.rows, 1, 100, layer.rows, 0, 65):
+        out.copy_(kept)
+        num_rows.fill_(rows)
+        graph.replay()
+        replayed = out[:rows].clone()
+        out.copy_(kept)
+        launch(count(rows, device))
+        assert torch.equal(replayed, out[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("form", CANDIDATES)
+def test_random_cases_within_the_rule(form: str, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Three hundred a form in all, of any row count, in any configuration that a tuner may try; prints how errors
+    spread."""
+    rng, verdicts, base = pseudo_random.Random(f"{name} {dtype}"), [], CASES[name][0]
+    least = LEAST.get(form, 64)
+    if not CANDIDATES[form](least, base.n, base.k, Target.of(device), KINDS[name]):
+        pytest.skip(f"{form} has no {KINDS[name]}")
+    cases = []
+    for seed in range(25 if form == "hopper" else 40):
+        most = 192 * (132 // -(-base.n // 192)) if form == "transposed" else max(3000, least)  # the former: of one wave
+        rows = rng.choice([1, 63, 64, 65, 192, rng.randint(1, 300), rng.randint(1, most)])
+        room = max(least, min(most, budget(rows)))
+        config = rng.choice(CANDIDATES[form](room, base.n, base.k, Target.of(device), KINDS[name]))
+        cases.append((replace(base, rows=rows, massive=base.norm and seed % 5 == 4), config, seed))
+    with compiling_only():
+        for config in dict.fromkeys(config for _, config, _ in cases):
+            few = replace(base, rows=1)
+            fused(few, tensors(few, dtype, device)).run(linear, config)
+    for layer, config, seed in cases:
+        t = tensors(layer, dtype, device, seed)
+        out, stats = fused(layer, t, layer.rows + rng.randint(0, 200)).run(linear, config)
+        twin = fused(layer, t, wide=torch.float64).run(linear_ref, config)[0]
+        verdicts.append(assert_rounded_once(out[: layer.rows], twin, f"{layer.rows} rows, {config}:"))
+        assert_statistics(out, stats, layer.rows)
+    print(f"{name}, {dtype}: {summarize(verdicts)}")

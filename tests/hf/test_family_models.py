@@ -1,0 +1,201 @@
+"""Whole models of the Qwen families that towers.py does not make: the tower is found, and generate() is the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fusedvit
+from fusedvit.cli.weights import random_weights_
+from tests.support.families import TINY
+from tests.support.towers import (
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCABULARY,
+    Grid,
+    error_of,
+    patches_of,
+    pixels_for,
+    ran_fused,
+)
+from tests.support.towers import prompt as prompt_by_frame
+
+STRICT = fusedvit.FuseConfig(strict=True)
+HIDDEN = 64
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+INTERLEAVED = {"rope_parameters": TEXT["rope_parameters"] | {"mrope_interleaved": True}}
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": HIDDEN}
+QWEN4: dict[str, Any] = INTERLEAVED | {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+}
+# Model: its classes' prefix and suffix, its tower's class, what its text config adds.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Qwen2VL": ("", "Qwen2VisionTransformerPretrainedModel", {}),
+    "Qwen2_5_VL": ("", "Qwen2_5_VisionTransformerPretrainedModel", {}),
+    "Qwen2_5Omni": ("Thinker", "Qwen2_5OmniVisionEncoder", {}),
+    "Qwen3OmniMoe": ("Thinker", "Qwen3OmniMoeVisionEncoder", EXPERTS | INTERLEAVED),
+    "Qwen4Exp": ("", "Qwen4ExpVisionModel", QWEN4),
+}
+IMAGES: Grid = [(1, 4, 6), (1, 10, 4)]
+VIDEOS: Grid = [(3, 4, 10)]
+by_model = pytest.mark.parametrize("name", MODELS)
+
+
+def tiny_model(name: str) -> Any:
+    suffix, tower, more = MODELS[name]
+    vision = dict(TINY[tower][1])
+    vision["hidden_size" if name == "Qwen2VL" else "out_hidden_size"] = HIDDEN
+    settings: dict[str, Any] = {"text_config": TEXT | more, "vision_config": vision} | TOKENS
+    if suffix:
+        settings |= {"audio_config": AUDIO, "audio_token_id": 295}
+    model = f"{name}{suffix}"
+    config = getattr(transformers, f"{model}Config", None) or _config_of(name, model)
+    made = getattr(transformers, f"{model}ForConditionalGeneration")(config(**settings)).eval()
+    random_weights_(made)
+    return made
+
+
+def _config_of(name: str, model: str) -> Any:
+    folder = {"Qwen2_5Omni": "qwen2_5_omni", "Qwen3OmniMoe": "qwen3_omni_moe"}[name]
+    module = getattr(transformers.models, folder)
+    return getattr(getattr(module, f"configuration_{folder}"), f"{model}Config")
+
+
+def tower_of(model: Any) -> Any:
+    return model.visual if hasattr(model, "visual") else model.model.visual
+
+
+def prompt(tower: Any, images: Grid, videos: Grid) -> dict[str, torch.Tensor]:
+    """Arguments of `generate` for one sequence: some text, the images, the videos."""
+    tokens = [5, 6]
+    for media, placeholder in ((images, IMAGE), (videos, VIDEO)):
+        for t, h, w in media:
+            tokens += [VISION_START, *[placeholder] * (t * h * w // 4), VISION_END]
+    ids = torch.tensor([[*tokens, 7, 8]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
+        "pixel_values": pixels_for(tower, images),
+        "image_grid_thw": torch.tensor(images),
+        "pixel_values_videos": pixels_for(tower, videos, seed=2),
+        "video_grid_thw": torch.tensor(videos),
+    }
+
+
+def arguments_for(model: Any) -> dict[str, torch.Tensor]:
+    if "Qwen4" in type(model).__name__:
+        return prompt_by_frame(tower_of(model), IMAGES, VIDEOS)
+    made = prompt(tower_of(model), IMAGES, VIDEOS)
+    if "Omni" in type(model).__name__:
+        del made["mm_token_type_ids"]
+        made["video_second_per_grid"] = torch.ones(len(VIDEOS))
+    return made
+
+
+def generate(model: Any, arguments: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, logits of every step)."""
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    made = model.generate(**{k: v.clone() for k, v in arguments.items()}, **settings)
+    return made.sequences, torch.stack(made.logits)
+
+
+@by_model
+def test_generate(name: str) -> None:
+    model = tiny_model(name)
+    arguments = arguments_for(model)
+    expected, logits = generate(model, arguments)
+    handle = fusedvit.fuse(model, STRICT)
+    assert handle.tower is tower_of(model)
+    tokens, ours = generate(model, arguments)
+    assert tokens.equal(expected) and error_of(ours, logits) < 1e-4
+    ran_fused(handle, calls=2)
+    other = {k: v.flip(0) if k.startswith("pixel_values") else v for k, v in arguments.items()}
+    assert error_of(generate(model, other)[1], logits) > 1e-2, "the logits do not hang on the pixels"
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5Omni", "Qwen3OmniMoe"])
+def test_whole_omni_models_are_fused_at_their_thinker(name: str) -> None:
+    """Speech and all, without values: which tower is found is a matter of names."""
+    config = getattr(transformers, f"{name}Config")(enable_audio_output=False)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    assert fusedvit.fuse(model).tower is tower_of(model.thinker)
+
+
+def test_colqwen2() -> None:
+    """It calls `vlm.visual` itself, with its pages padded to one length."""
+    vision = TINY["Qwen2VisionTransformerPretrainedModel"][1] | {"hidden_size": HIDDEN}
+    inner = {"model_type": "qwen2_vl", "text_config": TEXT, "vision_config": vision} | TOKENS
+    model = transformers.ColQwen2ForRetrieval(transformers.ColQwen2Config(vlm_config=inner)).eval()
+    random_weights_(model)
+    made = prompt(model.vlm.visual, [(1, 4, 6)], [])
+    arguments = {
+        "input_ids": made["input_ids"],
+        "attention_mask": made["attention_mask"],
+        "pixel_values": nn.functional.pad(made["pixel_values"], (0, 0, 0, 8))[None],
+        "image_grid_thw": made["image_grid_thw"],
+    }
+    with torch.no_grad():
+        expected = model(**arguments).embeddings
+        handle = fusedvit.fuse(model, STRICT)
+        torch.testing.assert_close(model(**arguments).embeddings, expected, rtol=1e-4, atol=1e-5)
+    assert handle.tower is model.vlm.visual
+    ran_fused(handle, calls=1)
+
+
+@by_model
+def test_save_and_reload(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    keys = list(model.state_dict())
+    fusedvit.fuse(model, STRICT)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    for key, value in loaded.state_dict().items():
+        assert value.equal(model.state_dict()[key]), key
+    call = pixels_for(tower_of(model), IMAGES), torch.tensor(IMAGES)
+    with torch.no_grad():
+        ours, theirs = (tower_of(m)(*call).pooler_output for m in (model, loaded))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert patches_of(IMAGES) == len(call[0])

@@ -1,0 +1,355 @@
+"""What a fused tower answers: every field that Hugging Face fills, over grids, dtypes and memory layouts."""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from tests.support.towers import (
+    DEEPSTACK_KINDS,
+    GRIDS,
+    KINDS,
+    Call,
+    assert_bitwise,
+    assert_rule,
+    assert_same,
+    outputs_of,
+    patches_of,
+    pixels_for,
+    ran_fused,
+    ran_original,
+    tiny_tower,
+    twin,
+    vision_tower,
+)
+
+STRICT = fusedvit.FuseConfig(strict=True)
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_output(kind: str, grid: list[tuple[int, int, int]]) -> None:
+    tower = tiny_tower(kind)
+    call = Call.of(tower, grid)
+    expected = call.run(twin(tower))
+    handle = fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("grid", [GRIDS["mix"], GRIDS["one row"]], ids=["mix", "one row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_tolerance_rule(dtype: torch.dtype, grid: list[tuple[int, int, int]]) -> None:
+    """Against fp64: no further from it than Hugging Face's own answer in the same dtype."""
+    original = tiny_tower()
+    tower = twin(original, dtype)
+    call = Call.of(tower, grid)
+    pt = call.run(twin(tower))
+    ref = Call(call.pixels.double(), call.grid).run(twin(tower, torch.float64))
+    fusedvit.fuse(tower, STRICT)
+    ours = call.run(tower)
+    assert_rule(ours, ref, pt)
+
+
+@pytest.mark.parametrize("size", [64, 72, 80, 128])
+def test_head_sizes(size: int) -> None:
+    tower = vision_tower(hidden_size=2 * size, depth=2, deepstack_visual_indexes=[1])
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(twin(tower))
+    fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower), expected)
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        {"depth": 1, "deepstack_visual_indexes": []},
+        {"depth": 4, "deepstack_visual_indexes": [3, 1]},  # not in the order of the blocks
+        {"spatial_merge_size": 1},
+        {"spatial_merge_size": 4},
+        {"temporal_patch_size": 1, "in_channels": 1, "patch_size": 5},  # rows of 25 values
+        {"hidden_act": "gelu"},
+        {"hidden_act": "quick_gelu"},
+        {"num_position_embeddings": 1},
+    ],
+    ids=str,
+)
+def test_other_numbers(vision: dict[str, Any]) -> None:
+    tower = vision_tower(**vision)
+    call = Call.of(tower, [(1, 4, 8), (2, 8, 4)])
+    expected = call.run(twin(tower))
+    fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower), expected)
+
+
+@pytest.mark.parametrize("out", [40, 41, 42])
+def test_outputs_are_contiguous(out: int) -> None:
+    """As Hugging Face's are, so that `.view` works on them; 41 and 42 floats are no multiple of 16 bytes."""
+    tower = vision_tower(out_hidden_size=out)
+    call = Call.of(tower, GRIDS["images"])
+    fusedvit.fuse(tower, STRICT)
+    assert [name for name, t in call.run(tower).items() if not t.is_contiguous()] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_record_is_hugging_faces(kind: str) -> None:
+    tower = tiny_tower(kind)
+    call = Call.of(tower, GRIDS["images"])
+    with torch.no_grad():
+        expected = tower(call.pixels, call.grid)
+        fusedvit.fuse(tower, STRICT)
+        ours = tower(call.pixels, call.grid)
+    assert type(ours) is type(expected)
+    assert list(ours.keys()) == list(expected.keys())
+    assert [type(value) for value in ours.values()] == [type(value) for value in expected.values()]
+    assert hasattr(ours, "deepstack_features") == (kind in DEEPSTACK_KINDS)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_return_dict(kind: str) -> None:
+    tower = tiny_tower(kind)
+    call = Call.of(tower, GRIDS["images"])
+    original = twin(tower)
+    fusedvit.fuse(tower, STRICT)
+    with torch.no_grad():
+        for value in (False, True, None):
+            ours, ref = (m(call.pixels, call.grid, return_dict=value) for m in (tower, original))
+            assert type(ours) is type(ref)
+        ours, ref = (m(call.pixels, grid_thw=call.grid, return_dict=False) for m in (tower, original))
+    assert len(ours) == len(ref)
+    for got, expected in zip(ours, ref, strict=True):
+        assert type(got) is type(expected)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_return_dict_of_the_config() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    tower.config.return_dict = False
+    fusedvit.fuse(tower, STRICT)
+    with torch.no_grad():
+        assert isinstance(tower(call.pixels, call.grid), tuple)
+        assert not isinstance(tower(call.pixels, call.grid, return_dict=True), tuple)
+
+
+def test_by_position_and_by_name() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["images"])
+    fusedvit.fuse(tower, STRICT)
+    with torch.no_grad():
+        first = outputs_of(tower(call.pixels, call.grid))
+        assert_bitwise(outputs_of(tower(call.pixels, grid_thw=call.grid)), first)
+        assert_bitwise(outputs_of(tower(hidden_states=call.pixels, grid_thw=call.grid)), first)
+        assert_bitwise(outputs_of(tower(grid_thw=call.grid, hidden_states=call.pixels)), first)
+
+
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    **{str(dtype): lambda grid, dtype=dtype: grid.to(dtype) for dtype in INTEGERS},
+    "list of lists": torch.Tensor.tolist,
+    "list of tuples": lambda grid: [tuple(row) for row in grid.tolist()],
+    "tuple of tuples": lambda grid: tuple(tuple(row) for row in grid.tolist()),
+    "columns first in memory": lambda grid: grid.t().contiguous().t(),
+    "every second row": lambda grid: grid.repeat_interleave(2, dim=0)[::2],
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_forms_of_grid(form: Callable[[torch.Tensor], Any]) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    fusedvit.fuse(tower, STRICT)
+    expected = call.run(tower)
+    with torch.no_grad():
+        assert_bitwise(outputs_of(tower(call.pixels, grid_thw=form(call.grid))), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_pixels_of_another_dtype_are_cast(dtype: torch.dtype) -> None:
+    tower = tiny_tower()
+    original = twin(tower)
+    fusedvit.fuse(tower, STRICT)
+    call = Call(pixels_for(tower, GRIDS["mix"], dtype=dtype), torch.tensor(GRIDS["mix"]))
+    assert_same(call.run(tower), call.run(original))
+
+
+def _every_second_row(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, dim=0)[::2]
+
+
+def _columns_first(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t()
+
+
+def _offset_by_one(x: torch.Tensor) -> torch.Tensor:
+    """The storage begins one value, 4 bytes, before the pixels."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def _odd_pitch(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x[:, :1]], dim=1)[:, : x.shape[1]]
+
+
+def _every_second_column(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, dim=1)[:, ::2]
+
+
+def _expanded(x: torch.Tensor) -> torch.Tensor:
+    return x[:1].expand_as(x)
+
+
+LAYOUTS = [_every_second_row, _columns_first, _offset_by_one, _odd_pitch, _every_second_column, _expanded]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
+def test_pixels_of_another_layout(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tower = tiny_tower()
+    original = twin(tower)
+    fusedvit.fuse(tower, STRICT)
+    pixels, grid = pixels_for(tower, GRIDS["mix"]), torch.tensor(GRIDS["mix"])
+    laid = layout(pixels)
+    before = laid.clone()
+    ours = Call(laid, grid).run(tower)
+    assert_bitwise(ours, Call(laid.contiguous(), grid).run(tower))
+    assert_same(ours, Call(laid.contiguous(), grid).run(original))
+    assert laid.equal(before)
+
+
+def test_inputs_are_not_changed() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    fusedvit.fuse(tower, STRICT)
+    pixels, grid = call.pixels.clone(), call.grid.clone()
+    call.run(tower)
+    assert call.pixels.equal(pixels) and call.grid.equal(grid)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_batch(kind: str) -> None:
+    """Hugging Face raises here; serving engines call with nothing on idle ranks."""
+    tower = tiny_tower(kind)
+    some = Call.of(tower, GRIDS["smallest"]).run(tower)
+    handle = fusedvit.fuse(tower, STRICT)
+    for grid in (torch.empty(0, 3, dtype=torch.int64), []):
+        with torch.no_grad():
+            empty = outputs_of(tower(pixels_for(tower, []), grid_thw=grid))
+        assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
+            name: (torch.Size([0, t.shape[1]]), t.dtype) for name, t in some.items()
+        }
+    ran_fused(handle, calls=2)
+
+
+def test_item_without_frames() -> None:
+    tower = tiny_tower()
+    original = twin(tower)
+    fusedvit.fuse(tower, STRICT)
+    with_none = Call.of(tower, [(1, 4, 6), (0, 4, 4), (2, 2, 4)])
+    assert_same(with_none.run(tower), with_none.run(original))
+    assert_bitwise(with_none.run(tower), Call(with_none.pixels, with_none.grid[[0, 2]]).run(tower))
+    alone = Call.of(tower, [(0, 4, 4)]).run(tower)
+    assert {t.shape[0] for t in alone.values()} == {0}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_bad_pixels_stay_in_their_item(bad: int, value: float) -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    grid = [(1, 4, 6), (2, 6, 4), (1, 2, 14)]
+    call = Call.of(tower, grid)
+    clean = call.run(tower)
+    ends = [0, *torch.tensor([t * h * w for t, h, w in grid]).cumsum(0).tolist()]
+    pixels = call.pixels.clone()
+    pixels[ends[bad] + 1, 3] = value
+    dirty = Call(pixels, call.grid).run(tower)
+    assert not dirty["pooler_output"].equal(clean["pooler_output"])
+    for name, tensor in dirty.items():
+        unit = 1 if name == "last_hidden_state" else 4
+        for other in {0, 1, 2} - {bad}:
+            rows = slice(ends[other] // unit, ends[other + 1] // unit)
+            assert tensor[rows].equal(clean[name][rows]), f"{name} of item {other}"
+
+
+def test_frames_are_independent() -> None:
+    """A frame of a video and an image of its size are one and the same; attention never crosses frames."""
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    video = Call.of(tower, [(3, 4, 6)])
+    frames = Call(video.pixels, torch.tensor([[1, 4, 6]] * 3))
+    assert_bitwise(frames.run(tower), video.run(tower))
+
+
+def test_held_outputs_never_change() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    grids = list(GRIDS.values())
+    calls = [Call.of(tower, grids[i % len(grids)], seed=i) for i in range(60)]
+    held = [call.run(tower) for call in calls]
+    then = [{name: t.clone() for name, t in answer.items()} for answer in held]
+    for call, answer, copied in zip(calls, held, then, strict=True):
+        assert_bitwise(call.run(tower), copied)  # run to run the same bits
+        assert_bitwise(answer, copied)
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for answer in held for t in answer.values())
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "two outputs share memory"
+    ran_fused(handle, calls=2 * len(calls))
+
+
+def test_changing_an_output_changes_nothing_else() -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    first = {name: t.clone() for name, t in call.run(tower).items()}
+    for tensor in call.run(tower).values():
+        tensor.fill_(float("nan"))
+    assert_bitwise(call.run(tower), first)
+
+
+def test_stats_count_items_and_tokens() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    for grid in (GRIDS["mix"], GRIDS["video"], [(0, 2, 2), (1, 2, 2)]):
+        Call.of(tower, grid).run(tower)
+    stats = handle.stats()
+    assert (stats["calls"], stats["fused"], stats["items"]) == (3, 3, 7)
+    assert stats["tokens"] == patches_of(GRIDS["mix"]) + patches_of(GRIDS["video"]) + 4
+    assert stats["refreshes"] == 1
+    stats["original"]["mine"] = 1
+    ran_fused(handle, calls=3)
+
+
+def test_threads() -> None:
+    """Calls from several threads at once, the weights not yet prepared."""
+    tower = tiny_tower()
+    calls = [Call.of(tower, grid, seed=i) for i, grid in enumerate(GRIDS.values())]
+    other = twin(tower)
+    fusedvit.fuse(other, STRICT)
+    expected = [call.run(other) for call in calls]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(10):
+                fresh = fusedvit.unfuse(twin(tower))
+                handle = fusedvit.fuse(fresh, STRICT)
+                got = list(pool.map(lambda call, fresh=fresh: call.run(fresh), calls * 2))
+                for i, answer in enumerate(got):
+                    assert_bitwise(answer, expected[i % len(calls)])
+                ran_fused(handle, calls=len(got))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_unknown_reason_helper_is_strict() -> None:
+    """The guard of `ran_original` and `ran_fused`: they fail where they should."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    Call.of(tower, GRIDS["smallest"]).run(tower)
+    ran_fused(handle, calls=1)
+    for check in (lambda: ran_original(handle, "hooks"), lambda: ran_fused(handle, calls=2)):
+        with pytest.raises(AssertionError):
+            check()

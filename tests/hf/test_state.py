@@ -1,0 +1,692 @@
+"""A fused model is still the Hugging Face model it was: saved, copied, moved, wrapped, trained and given back."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.families.registry import FAMILIES
+from fusedvit.families.unsupported import UNSUPPORTED
+from tests.support.towers import (
+    GRIDS,
+    KINDS,
+    Call,
+    assert_bitwise,
+    assert_different,
+    assert_same,
+    error_of,
+    prompt,
+    ran_fused,
+    ran_original,
+    tiny_model,
+    tiny_tower,
+    twin,
+)
+
+STRICT = fusedvit.FuseConfig(strict=True)
+
+
+def scramble(tower: nn.Module, seed: int = 5) -> None:
+    """Other weights, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in tower.parameters():
+            p.mul_(1 + 0.3 * torch.randn(p.shape, generator=generator))
+
+
+# fuse and unfuse
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fuse_finds_the_tower(kind: str) -> None:
+    model = tiny_model(kind)
+    tower = model.model.visual
+    handle = fusedvit.fuse(model)
+    assert handle.tower is tower is model.model.visual
+    assert type(tower).__name__ in handle.report()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda m: m, lambda m: m.model, lambda m: m.model.visual, lambda m: nn.ModuleList([m])],
+    ids=["generation", "model", "tower", "wrapped"],
+)
+def test_fuse_takes_any_owner(wrap: Callable[[Any], nn.Module]) -> None:
+    model = tiny_model()
+    assert fusedvit.fuse(wrap(model)).tower is model.model.visual
+
+
+def test_unsupported_models_are_named() -> None:
+    for model in (nn.Linear(2, 2), tiny_model().model.language_model):
+        for act in (fusedvit.fuse, fusedvit.unfuse):
+            with pytest.raises(fusedvit.UnsupportedModel, match=r"Linear|Qwen3VLTextModel") as info:
+                act(model)
+            assert "Qwen3-VL" in str(info.value) and "Qwen3_5VisionModel" in str(info.value)
+    assert issubclass(fusedvit.UnsupportedModel, ValueError)
+
+
+def test_towers_that_are_known_and_not_fused_say_why() -> None:
+    class Kimi_K25VisionModel(nn.Module):
+        pass
+
+    with pytest.raises(fusedvit.UnsupportedModel, match="Kimi_K25VisionModel is not: attends to whole clips"):
+        fusedvit.fuse(nn.Sequential(Kimi_K25VisionModel()))
+    assert not set(UNSUPPORTED) & {name for family in FAMILIES for name in family.class_names}
+
+
+def test_config_that_no_tower_can_have_is_unsupported() -> None:
+    tower = tiny_tower()
+    tower.config.hidden_act = "silu"
+    with pytest.raises(fusedvit.UnsupportedModel, match="silu"):
+        fusedvit.fuse(tower)
+    assert "_fusedvit" not in tower.__dict__
+
+
+def test_fuse_twice_is_fuse_once() -> None:
+    model = tiny_model()
+    handle = fusedvit.fuse(model)
+    cls = type(model.model.visual)
+    assert fusedvit.fuse(model) is handle is fusedvit.fuse(model.model.visual)
+    assert type(model.model.visual) is cls
+    call = Call.of(model.model.visual, GRIDS["mix"])
+    call.run(model.model.visual)
+    ran_fused(handle, calls=1)
+    fusedvit.unfuse(model)
+    assert cls is not type(model.model.visual)
+
+
+def test_unfuse_gives_back_the_very_same_module() -> None:
+    model = tiny_model()
+    tower, cls = model.model.visual, type(model.model.visual)
+    before, modules = dict(tower.__dict__), list(model.named_modules())
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    fusedvit.fuse(model)
+    call.run(tower)
+    assert fusedvit.unfuse(model) is model
+    assert type(model.model.visual) is cls and model.model.visual is tower
+    assert dict(tower.__dict__) == before
+    assert list(model.named_modules()) == modules
+    assert_bitwise(call.run(tower), expected)
+    fusedvit.unfuse(model)  # not fused: nothing to do
+    assert type(tower) is cls
+
+
+def test_fuse_unfuse_fuse() -> None:
+    model = tiny_model()
+    tower = model.model.visual
+    call = Call.of(tower, GRIDS["mix"])
+    first = fusedvit.fuse(model, STRICT)
+    expected = call.run(tower)
+    fusedvit.unfuse(model)
+    original = call.run(tower)
+    second = fusedvit.fuse(model, STRICT)
+    assert second is not first
+    assert_bitwise(call.run(tower), expected)
+    assert_same(call.run(tower), original)
+    ran_fused(first, calls=1)
+    ran_fused(second, calls=2)
+
+
+def test_class_is_what_others_ask_for() -> None:
+    model = tiny_model()
+    tower, cls = model.model.visual, type(model.model.visual)
+    text, before = str(model), tower._no_split_modules
+    names = cls.__name__, cls.__qualname__, cls.__module__, str(cls)
+    fusedvit.fuse(model)
+    fused = type(tower)
+    assert isinstance(tower, cls)
+    assert (fused.__name__, fused.__qualname__, fused.__module__, str(fused)) == names
+    assert str(model) == text
+    assert tower.dtype == torch.float32 and tower.device == torch.device("cpu")
+    assert tower.config is model.config.vision_config
+    assert tower._no_split_modules == before
+    assert tower.forward.__doc__ == cls.forward.__doc__
+
+
+def test_several_towers_are_fused_each_by_itself() -> None:
+    pair = nn.ModuleList([tiny_tower(seed=0), tiny_tower("qwen3_5", seed=1)])
+    with pytest.raises(fusedvit.UnsupportedModel, match="2 vision towers"):
+        fusedvit.fuse(pair)
+    calls = [Call.of(tower, GRIDS["mix"]) for tower in pair]
+    expected = [call.run(tower) for call, tower in zip(calls, pair, strict=True)]
+    handles = [fusedvit.fuse(tower, STRICT) for tower in pair]
+    for call, tower, handle, answer in zip(calls, pair, handles, expected, strict=True):
+        assert_same(call.run(tower), answer)
+        ran_fused(handle, calls=1)
+
+
+def test_two_models_have_two_handles() -> None:
+    models = [tiny_model(seed=seed) for seed in (0, 1)]
+    call = Call.of(models[0].model.visual, GRIDS["mix"])
+    expected = [call.run(m.model.visual) for m in models]
+    handles = [fusedvit.fuse(m, STRICT) for m in models]
+    fusedvit.unfuse(models[0])
+    assert_same(call.run(models[1].model.visual), expected[1])
+    ran_fused(handles[1], calls=1)
+
+
+def test_report_and_refresh() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    assert "0.0 MiB" in handle.report() and "fused" in handle.report()
+    handle.refresh()
+    assert handle.stats()["refreshes"] == 1 and handle.stats()["weights_mib"] > 0
+    Call.of(tower, GRIDS["mix"]).run(tower)
+    assert handle.stats()["refreshes"] == 1
+    with torch.no_grad():
+        Call.of(tower, GRIDS["mix"]).run(tower, output_attentions=True)
+    assert "output_attentions" in handle.report()
+
+
+# saved and loaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_is_the_same(kind: str) -> None:
+    model = tiny_model(kind)
+    before = {name: (t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
+    fusedvit.fuse(model)
+    Call.of(model.model.visual, GRIDS["mix"]).run(model.model.visual)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(after[name].equal(t) and after[name].data_ptr() == p for name, (p, t) in before.items())
+    assert [name for name, _ in model.named_parameters()] == [n for n, _ in twin(model).named_parameters()]
+
+
+def test_strict_load_both_ways() -> None:
+    fused, plain = tiny_model(seed=0), tiny_model(seed=1)
+    call = Call.of(plain.model.visual, GRIDS["mix"])
+    expected = call.run(plain.model.visual)
+    fusedvit.fuse(fused, STRICT)
+    call.run(fused.model.visual)
+    fused.load_state_dict(plain.state_dict(), strict=True)
+    assert_same(call.run(fused.model.visual), expected)
+    plain.load_state_dict(fused.state_dict(), strict=True)
+    assert_bitwise(call.run(plain.model.visual), expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_save_and_reload(kind: str, tmp_path: Path) -> None:
+    model = tiny_model(kind)
+    inputs = prompt(model.model.visual, GRIDS["images"])
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    fusedvit.fuse(model, STRICT)
+    with torch.no_grad():
+        model(**inputs)
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert {n: t.equal(model.state_dict()[n]) for n, t in loaded.state_dict().items()} == dict.fromkeys(
+        model.state_dict(), True
+    )
+    with torch.no_grad():
+        assert error_of(loaded(**inputs).logits, expected) < 1e-4
+        handle = fusedvit.fuse(loaded, STRICT)
+        assert error_of(loaded(**inputs).logits, expected) < 1e-4
+    ran_fused(handle, calls=1)
+
+
+def test_save_and_reload_of_the_tower_alone(tmp_path: Path) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    fusedvit.fuse(tower, STRICT)
+    tower.save_pretrained(tmp_path)
+    assert_bitwise(call.run(type(tower).__mro__[1].from_pretrained(tmp_path)), expected)
+
+
+def test_linear_patch_embedding() -> None:
+    """What loading with `fusion_config={"patch_embeddings": True}` leaves; loading so patches classes for good."""
+    from transformers.fusion_mapping import PatchEmbeddingsFusionSpec
+
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    convolution = tower.patch_embed.proj
+    tower.patch_embed = PatchEmbeddingsFusionSpec().make_fused_class(type(tower.patch_embed))(tower.config)
+    tower.patch_embed.linear_proj.weight.data = convolution.weight.detach().flatten(1)
+    tower.patch_embed.linear_proj.bias.data = convolution.bias.detach()
+    tower.requires_grad_(False)
+    assert_same(call.run(tower), expected)
+    handle = fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=1)
+
+
+def test_bfloat16_checkpoint(tmp_path: Path) -> None:
+    model = tiny_model()
+    twin(model, torch.bfloat16).save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    call = Call.of(loaded.model.visual, GRIDS["mix"])
+    expected = call.run(loaded.model.visual)
+    fusedvit.fuse(loaded, STRICT)
+    assert_same(call.run(loaded.model.visual), expected, limit=0.02)
+
+
+# copied
+
+
+def _through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def _through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [copy.deepcopy, _through_pickle, _through_torch_save]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "used"])
+def test_copies_are_fused_and_independent(copied: Callable[[Any], Any], used_before: bool) -> None:
+    model = tiny_model()
+    tower = model.model.visual
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    handle = fusedvit.fuse(model, STRICT)
+    if used_before:
+        call.run(tower)
+    other = copied(model)
+    copied_handle = fusedvit.fuse(other, STRICT)
+    assert copied_handle is not handle and copied_handle.tower is other.model.visual is not tower
+    assert type(other.model.visual) is type(tower)
+    assert_same(call.run(other.model.visual), expected)
+    ran_fused(copied_handle, calls=1)
+    ran_fused(handle, calls=int(used_before))
+
+    scramble(other.model.visual)
+    assert_different(call.run(other.model.visual), expected)
+    assert_same(call.run(tower), expected)
+    scramble(tower, seed=6)
+    now = call.run(other.model.visual)
+    fusedvit.unfuse(other)
+    assert_same(now, call.run(other.model.visual))
+    assert handle is fusedvit.fuse(model)
+
+
+def test_copies_keep_their_options() -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True, watch_data=False))
+    for copied in COPIES:
+        with pytest.raises(RuntimeError, match="output_attentions"), torch.no_grad():
+            call = Call.of(tower, GRIDS["smallest"])
+            copied(tower)(call.pixels, grid_thw=call.grid, output_attentions=True)
+
+
+# moved
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.to(torch.float16),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to(torch.float64),
+        lambda m: m.to(torch.bfloat16).to(torch.float32),
+        lambda m: m.to(memory_format=torch.channels_last_3d),
+        lambda m: m.to("cpu"),
+    ],
+    ids=["half", "bfloat16", "to fp16", "to bf16", "to fp64", "there and back", "channels last", "to cpu"],
+)
+@pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "used"])
+def test_cast(cast: Callable[[Any], Any], used_before: bool) -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    if used_before:
+        Call.of(tower, GRIDS["mix"]).run(tower)
+    tower = cast(tower)
+    call = Call.of(tower, GRIDS["mix"])
+    ours = call.run(tower)
+    assert handle.stats()["original"] == {}
+    fusedvit.unfuse(tower)
+    low = {torch.float16: 0.005, torch.bfloat16: 0.04}
+    assert_same(ours, call.run(tower), limit=low.get(tower.dtype, 1e-5 if tower.dtype == torch.float64 else 0.01))
+
+
+def test_attention_implementation_can_be_set() -> None:
+    model = tiny_model()
+    call = Call.of(model.model.visual, GRIDS["mix"])
+    expected = call.run(model.model.visual)
+    handle = fusedvit.fuse(model, STRICT)
+    for choice in ("eager", {"vision_config": "eager"}, {"vision_config": "sdpa"}):
+        model.set_attn_implementation(choice)
+        assert_same(call.run(model.model.visual), expected)
+    fusedvit.unfuse(model)
+    assert_same(call.run(model.model.visual), expected)
+    assert handle.stats()["original"] == {}
+
+
+def test_resized_embeddings() -> None:
+    model = tiny_model()
+    inputs = prompt(model.model.visual, GRIDS["images"])
+    fusedvit.fuse(model, STRICT)
+    model.resize_token_embeddings(320)
+    with torch.no_grad():
+        assert model(**inputs).logits.shape[-1] == 320
+
+
+# wrapped
+
+
+def test_device_map(tmp_path: Path) -> None:
+    model = tiny_model()
+    inputs = prompt(model.model.visual, GRIDS["images"])
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, device_map="cpu").eval()
+    handle = fusedvit.fuse(loaded, STRICT)
+    with torch.no_grad():
+        assert error_of(loaded(**inputs).logits, expected) < 1e-4
+    ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("first", ["dispatch", "fuse"])
+def test_accelerate_hook_on_the_tower(first: str) -> None:
+    """accelerate puts a `forward` on the instance, which a class swap alone would leave in charge."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    hook = AlignDevicesHook(execution_device="cpu", io_same_device=True)
+    if first == "dispatch":
+        add_hook_to_module(tower, hook)
+        handle = fusedvit.fuse(tower, STRICT)
+    else:
+        handle = fusedvit.fuse(tower, STRICT)
+        add_hook_to_module(tower, hook)
+    assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=1)
+    fusedvit.unfuse(tower)
+    assert_bitwise(call.run(tower), expected)
+    ran_fused(handle, calls=1)
+    remove_hook_from_module(tower)
+    assert_bitwise(call.run(tower), expected)
+
+
+@pytest.mark.parametrize("steps", ["add remove fuse", "add fuse remove", "fuse add remove"])
+def test_accelerate_hook_removed(steps: str) -> None:
+    """Taking a hook off leaves a `forward` on the instance, bound to the class that the tower had before."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    act: dict[str, Callable[[], Any]] = {
+        "add": lambda: add_hook_to_module(tower, AlignDevicesHook(execution_device="cpu", io_same_device=True)),
+        "remove": lambda: remove_hook_from_module(tower),
+        "fuse": lambda: fusedvit.fuse(tower, STRICT),
+    }
+    for step in steps.split():
+        act[step]()
+    handle = fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=1)
+    fusedvit.unfuse(tower)
+    assert_bitwise(call.run(tower), expected)
+    ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("first", ["patch", "fuse"])
+def test_forward_that_somebody_put_on_the_tower(first: str) -> None:
+    """It stays in charge, and may go around the fused forward: the report says that it is there."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    original = type(tower).forward
+    if first == "fuse":
+        fusedvit.fuse(tower)
+    tower.forward = lambda *arguments, **named: original(tower, *arguments, **named)
+    handle = fusedvit.fuse(tower)
+    assert_bitwise(call.run(tower), expected)
+    assert "forward" in handle.report()
+    fusedvit.unfuse(tower)
+    assert_bitwise(call.run(tower), expected)
+
+
+def test_accelerate_dispatch_with_hooks_on_every_leaf() -> None:
+    from accelerate import dispatch_model
+
+    model = tiny_model()
+    tower = model.model.visual
+    inputs = prompt(tower, GRIDS["images"])
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    handle = fusedvit.fuse(model)
+    dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    with torch.no_grad():
+        assert error_of(model(**inputs).logits, expected) < 1e-4
+    assert handle.stats()["calls"] == 1
+
+
+def test_offloaded_to_disk(tmp_path: Path) -> None:
+    """Parameters on the meta device between calls: only the original code brings them in."""
+    from accelerate import disk_offload
+
+    model = tiny_model()
+    tower = model.model.visual
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    handle = fusedvit.fuse(model)
+    call.run(tower)
+    disk_offload(tower, tmp_path, execution_device=torch.device("cpu"))
+    assert next(tower.parameters()).device.type == "meta"
+    assert_bitwise(call.run(tower), expected)
+    stats = handle.stats()
+    assert stats["fused"] == 1 and sum(stats["original"].values()) == 1
+
+
+# adapted and trained
+
+
+def _lora(model: Any, targets: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=32, target_modules=targets, lora_dropout=0.0))
+    generator = torch.Generator().manual_seed(3)
+    for name, p in adapted.named_parameters():
+        if "lora_" in name:
+            p.data.copy_(0.2 * torch.randn(p.shape, generator=generator))
+    return adapted
+
+
+def test_lora_on_the_language_model_keeps_the_tower_fused() -> None:
+    model = tiny_model()
+    other = twin(model)
+    handle = fusedvit.fuse(model, STRICT)
+    inputs = prompt(model.model.visual, GRIDS["images"])
+    losses, gradients = [], []
+    for m in (model, other):
+        adapted = _lora(m, r".*language_model.*(q_proj|v_proj)")
+        loss = adapted(**inputs, labels=inputs["input_ids"]).loss  # gradients on: a training step
+        loss.backward()
+        losses.append(loss)
+        gradients.append({n: p.grad for n, p in adapted.named_parameters() if p.requires_grad})
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    assert gradients[0] and gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-3, atol=1e-5)
+    ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("first", ["adapt", "fuse", "use"])
+def test_lora_on_the_tower_takes_the_original_code(first: str) -> None:
+    model = tiny_model()
+    tower = model.model.visual
+    call = Call.of(tower, GRIDS["mix"])
+    plain = call.run(tower)
+    if first == "adapt":
+        _lora(model, r".*visual.*qkv")
+        handle = fusedvit.fuse(model)
+    else:
+        handle = fusedvit.fuse(model)
+        if first == "use":
+            call.run(tower)
+        _lora(model, r".*visual.*qkv")
+    ours = call.run(tower)
+    ran_original(handle, fallback.MODIFIED)
+    assert_different(ours, plain)
+    fusedvit.unfuse(model)
+    assert_bitwise(ours, call.run(tower))
+
+
+def _step(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_training_is_hugging_faces(checkpointing: bool) -> None:
+    model = tiny_model()
+    other = twin(model)
+    handle = fusedvit.fuse(model)
+    inputs = prompt(model.model.visual, GRIDS["images"])
+    for m in (model, other):
+        m.train()
+        if checkpointing:
+            m.gradient_checkpointing_enable()
+    ours, ref = _step(model, inputs), _step(other, inputs)
+    assert any("visual" in name for name in ref) and ours.keys() == ref.keys()
+    for name, gradient in ref.items():
+        assert ours[name].equal(gradient), name
+    ran_original(handle, fallback.GRADIENTS)
+
+
+def test_pixels_that_want_gradients() -> None:
+    tower = tiny_tower()
+    other = twin(tower)
+    handle = fusedvit.fuse(tower)
+    call = Call.of(tower, GRIDS["images"])
+    gradients = []
+    for module in (tower, other):
+        pixels = call.pixels.clone().requires_grad_()
+        module(pixels, grid_thw=call.grid).pooler_output.square().sum().backward()
+        gradients.append(pixels.grad)
+    assert gradients[0] is not None and gradients[0].equal(gradients[1])
+    ran_original(handle, fallback.GRADIENTS)
+    with torch.no_grad():
+        assert not tower(call.pixels.clone().requires_grad_(), grid_thw=call.grid).pooler_output.requires_grad
+    assert handle.stats()["fused"] == 1
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("first", MODES)
+def test_one_mode_after_another(first: str, second: str, frozen: bool) -> None:
+    """What one mode prepared serves the next; a call that needs gradients takes the original code and has them."""
+    tower = tiny_tower().requires_grad_(not frozen)
+    other = twin(tower)
+    handle = fusedvit.fuse(tower)
+    call = Call.of(tower, GRIDS["images"])
+    for mode in (first, second):
+        with MODES[mode]():
+            ours = tower(call.pixels, grid_thw=call.grid)
+            ref = other(call.pixels, grid_thw=call.grid)
+        assert ours.pooler_output.requires_grad == ref.pooler_output.requires_grad == (mode == "grad" and not frozen)
+        assert ours.pooler_output.is_inference() == ref.pooler_output.is_inference()
+        torch.testing.assert_close(ours.pooler_output, ref.pooler_output, rtol=1e-4, atol=1e-5)
+        if not frozen and mode == "grad":
+            for answer in (ours, ref):
+                answer.pooler_output.square().sum().backward()
+            for p, q in zip(tower.parameters(), other.parameters(), strict=True):
+                assert p.grad is q.grad is None or p.grad.equal(q.grad)
+            tower.zero_grad(), other.zero_grad()
+    original = 0 if frozen else [first, second].count("grad")
+    assert handle.stats()["fused"] == 2 - original
+    assert handle.stats()["original"] == ({fallback.GRADIENTS: original} if original else {})
+
+
+def test_weights_change_between_modes() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["images"])
+    with torch.inference_mode():
+        tower(call.pixels, grid_thw=call.grid)
+    scramble(tower)
+    for mode in MODES.values():
+        with mode():
+            ours = tower(call.pixels, grid_thw=call.grid).pooler_output.clone()
+            original = fusedvit.unfuse(twin(tower))
+            ref = original(call.pixels, grid_thw=call.grid).pooler_output
+            torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
+    assert handle.stats()["refreshes"] == 2
+
+
+def test_tower_made_in_inference_mode() -> None:
+    """Its parameters are inference tensors, which have no version."""
+    with torch.inference_mode():
+        tower = tiny_tower()
+        call = Call.of(tower, GRIDS["images"])
+        expected = {name: t.clone() for name, t in call.run(tower).items()}
+    handle = fusedvit.fuse(tower, STRICT)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=3)
+
+
+def test_parameters_that_become_inference_tensors() -> None:
+    """In place, which no pointer and no version says: what they hold is what it was, until something is written."""
+    tower = tiny_tower()
+    call, handle = Call.of(tower, GRIDS["images"]), fusedvit.fuse(tower, STRICT)
+    expected, weight = call.run(tower), tower.blocks[0].mlp.linear_fc1.weight
+    with torch.inference_mode():
+        weight.data = torch.empty(0).set_(weight.untyped_storage(), 0, weight.shape, weight.stride())
+        assert weight.is_inference()
+        assert_same(call.run(tower), expected)
+        weight.mul_(1.5)
+        changed = call.run(tower)
+    assert handle.stats()["refreshes"] == 2 and not torch.equal(changed["pooler_output"], expected["pooler_output"])
+    ran_fused(handle, calls=3)
+
+
+def test_nothing_is_held_after_unfuse() -> None:
+    import gc
+    import weakref
+
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    Call.of(tower, GRIDS["mix"]).run(tower)
+    held = weakref.ref(handle)
+    fusedvit.unfuse(tower)
+    del handle
+    gc.collect()
+    assert held() is None
+
+
+def test_a_model_can_be_freed() -> None:
+    import gc
+    import weakref
+
+    model = tiny_model()
+    fusedvit.fuse(model)
+    Call.of(model.model.visual, GRIDS["mix"]).run(model.model.visual)
+    parameter = weakref.ref(model.model.visual.blocks[0].attn.qkv.weight)
+    del model
+    gc.collect()
+    assert parameter() is None

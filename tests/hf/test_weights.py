@@ -1,0 +1,320 @@
+"""Weights that change after `fuse`: never a stale answer, however they were changed (F12)."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_bitwise,
+    assert_different,
+    assert_same,
+    ran_fused,
+    tiny_model,
+    tiny_tower,
+    twin,
+)
+
+STRICT = fusedvit.FuseConfig(strict=True)
+LIMITS = {torch.float32: 1e-5, torch.float64: 1e-6, torch.float16: 0.005, torch.bfloat16: 0.04}
+LORA = {"target_modules": r".*visual.*(qkv|linear_fc1|proj)", "r": 4, "lora_alpha": 32}
+
+
+def like(p: torch.Tensor, i: int) -> torch.Tensor:
+    """Other values of `p`'s scale."""
+    generator = torch.Generator().manual_seed(100 + i)
+    return (p.detach() * (1 + 0.3 * torch.randn(p.shape, generator=generator))).to(p.dtype)
+
+
+def tiny_owner(tower: Any) -> Any:
+    """A model that holds `tower`, for the changes below."""
+    owner = nn.Module()
+    owner.visual = tower
+    return owner
+
+
+def copy_under_no_grad(model: Any) -> None:
+    with torch.no_grad():
+        for i, p in enumerate(model.visual.parameters()):
+            p.copy_(like(p, i))
+
+
+def copy_into_data(model: Any) -> None:
+    for i, p in enumerate(model.visual.parameters()):
+        p.data.copy_(like(p, i))
+
+
+def _other_state(model: Any) -> dict[str, torch.Tensor]:
+    return {name: like(t, i) for i, (name, t) in enumerate(model.visual.state_dict().items())}
+
+
+def load_state_dict(model: Any) -> None:
+    model.visual.load_state_dict(_other_state(model), strict=True)
+
+
+def load_state_dict_assigning(model: Any) -> None:
+    model.visual.load_state_dict(_other_state(model), strict=True, assign=True)
+
+
+def new_parameters(model: Any) -> None:
+    for module in model.visual.modules():
+        for i, (name, p) in enumerate(list(module._parameters.items())):
+            if p is not None:
+                setattr(module, name, nn.Parameter(like(p, i), requires_grad=False))
+
+
+def assign_data(model: Any) -> None:
+    for i, p in enumerate(model.visual.parameters()):
+        p.data = like(p, i)
+
+
+def optimizer_step(model: Any) -> None:
+    parameters = list(model.visual.requires_grad_().parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for i, p in enumerate(parameters):
+        p.grad = p.detach() - like(p, i)
+    optimizer.step()
+    model.visual.requires_grad_(False)
+
+
+def halve(model: Any) -> None:
+    model.half()
+
+
+def to_float64(model: Any) -> None:
+    model.to(torch.float64)
+
+
+def _attach_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(**LORA))
+    for i, (name, p) in enumerate(adapted.named_parameters()):
+        if "lora_" in name:
+            p.data.copy_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    return adapted.requires_grad_(False)
+
+
+def lora_merged_without_a_call(model: Any) -> None:
+    """Attached, merged and unloaded before the tower is called again: the same modules as before, other values."""
+    _attach_lora(model).merge_and_unload()
+
+
+def lora_called_then_merged(model: Any) -> None:
+    adapted = _attach_lora(model)
+    Call.of(model.visual, GRIDS["mix"]).run(model.visual)
+    adapted.merge_and_unload()
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    copy_under_no_grad,
+    copy_into_data,
+    load_state_dict,
+    load_state_dict_assigning,
+    new_parameters,
+    assign_data,
+    optimizer_step,
+    halve,
+    to_float64,
+    lora_merged_without_a_call,
+    lora_called_then_merged,
+]
+
+
+def expected_of(tower: Any, call: Call) -> dict[str, torch.Tensor]:
+    """What a fresh original tower answers with the same weights."""
+    other = tiny_tower(seed=9).to(tower.dtype)
+    other.load_state_dict(tower.state_dict(), strict=True)
+    return call.run(other)
+
+
+@pytest.mark.parametrize("used_before", [True, False], ids=["used", "fresh"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_answer_after_a_change(change: Callable[[Any], None], used_before: bool) -> None:
+    model = tiny_model().requires_grad_(False).model
+    tower = model.visual
+    call = Call.of(tower, GRIDS["mix"])
+    before = call.run(tower)
+    handle = fusedvit.fuse(model)
+    if used_before:
+        call.run(tower)
+    change(model)
+    for _ in range(2):  # the change, once noticed, must not be forgotten
+        call = Call.of(tower, GRIDS["mix"])
+        ours = call.run(tower)
+        expected = expected_of(tower, call)
+        assert_same(ours, expected, limit=LIMITS[tower.dtype])
+    if change not in (halve, to_float64):
+        assert_different(ours, before)
+    stats = handle.stats()
+    assert stats["original"] == ({fallback.MODIFIED: 1} if change is lora_called_then_merged else {})
+    assert stats["refreshes"] == 1 + used_before
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_same_bits_as_a_tower_fused_afterwards(change: Callable[[Any], None]) -> None:
+    """Weights refreshed in place are those that a fresh fuse prepares."""
+    model = tiny_model().requires_grad_(False).model
+    fusedvit.fuse(model)
+    Call.of(model.visual, GRIDS["mix"]).run(model.visual)
+    change(model)
+    call = Call.of(model.visual, GRIDS["mix"])
+    ours = call.run(model.visual)
+    fusedvit.unfuse(model)
+    fusedvit.fuse(model, STRICT)
+    assert_bitwise(call.run(model.visual), ours)
+
+
+@pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
+def test_every_single_parameter_is_watched(write: str) -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["images"])
+    call.run(tower)
+    for i, (name, p) in enumerate(tower.named_parameters()):
+        if write == "copy_":
+            with torch.no_grad():
+                p.copy_(like(p, i))
+        elif write == "data.copy_":
+            p.data.copy_(like(p, i))
+        else:
+            p.data = like(p, i)
+        call.run(tower)
+        assert handle.stats()["refreshes"] == i + 2, name
+    assert_same(call.run(tower), expected_of(tower, call))
+
+
+def test_nothing_is_refreshed_without_a_change() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["images"])
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            tower(call.pixels, grid_thw=call.grid)
+            tower.train().eval()
+            tower.state_dict()
+    assert handle.stats()["refreshes"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_writes_through_data_of_weights_that_came_in_bfloat16(dtype: torch.dtype) -> None:
+    """A bf16 checkpoint in a wider dtype: the low bits of every value are 0, before and after."""
+    tower = tiny_tower(hidden_size=64, intermediate_size=128, out_hidden_size=64).to(torch.bfloat16).to(dtype)
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["images"])
+    call.run(tower)
+    for i, (name, p) in enumerate(tower.named_parameters()):
+        p.data.copy_(like(p, i).to(torch.bfloat16))
+        call.run(tower)
+        assert handle.stats()["refreshes"] == i + 2, f"a write to {name} went unnoticed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_small_writes_through_data(dtype: torch.dtype) -> None:
+    """One step of a slow optimiser: every value changes, none by much."""
+    tower = twin(tiny_tower(), dtype)
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["images"])
+    call.run(tower)
+    for i, (name, p) in enumerate(tower.named_parameters()):
+        p.data.mul_(1 + 2 * torch.finfo(dtype).eps)
+        call.run(tower)
+        assert handle.stats()["refreshes"] == i + 2, f"a write to {name} went unnoticed"
+
+
+def test_unwatched_writes_need_refresh() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False, strict=True))
+    call = Call.of(tower, GRIDS["mix"])
+    before = call.run(tower)
+    for i, p in enumerate(tower.parameters()):
+        p.data.copy_(like(p, i))
+    assert handle.stats()["refreshes"] == 1
+    handle.refresh()
+    assert handle.stats()["refreshes"] == 2
+    ours = call.run(tower)
+    assert_different(ours, before)
+    assert_same(ours, expected_of(tower, call))
+    copy_under_no_grad(tiny_owner(tower))  # what has a version is noticed all the same
+    assert_same(call.run(tower), expected_of(tower, call))
+    ran_fused(handle, calls=3)
+
+
+@pytest.mark.parametrize("versioned", [True, False], ids=["copy_", "data.copy_"])
+def test_threads_after_a_change(versioned: bool) -> None:
+    """Several threads notice a change at once: none of them may answer by what it began with."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    call.run(tower)
+    first = [p.detach().clone() for p in tower.parameters()]
+    with ThreadPoolExecutor(4) as pool:
+        for k in range(25):
+            for i, (p, values) in enumerate(zip(tower.parameters(), first, strict=True)):
+                with torch.no_grad():
+                    (p if versioned else p.data).copy_(like(values, 1000 * k + i))
+            expected = expected_of(tower, call)
+            for answer in pool.map(lambda _: call.run(tower), range(8)):
+                assert_same(answer, expected)
+    ran_fused(handle, calls=1 + 25 * 8)
+
+
+def test_held_outputs_survive_a_refresh() -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    held = call.run(tower)
+    then = {name: t.clone() for name, t in held.items()}
+    copy_under_no_grad(tiny_owner(tower))
+    call.run(tower)
+    assert_bitwise(held, then)
+
+
+def test_parameters_are_not_changed_by_us() -> None:
+    tower = tiny_tower()
+    before = {name: (p.data_ptr(), p.detach().clone(), p._version) for name, p in tower.named_parameters()}
+    handle = fusedvit.fuse(tower, STRICT)
+    Call.of(tower, GRIDS["mix"]).run(tower)
+    handle.refresh()
+    for name, p in tower.named_parameters():
+        pointer, values, version = before[name]
+        assert (p.data_ptr(), p._version) == (pointer, version) and p.equal(values), name
+
+
+def test_moved_weights_are_let_go() -> None:
+    """Once the tower has run with other parameters, nothing keeps the old ones' memory."""
+    import gc
+    import weakref
+
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["images"])
+    call.run(tower)
+    old = [weakref.ref(p) for p in tower.parameters()]
+    new_parameters(tiny_owner(tower))
+    call.run(tower)
+    gc.collect()
+    assert [p() for p in old] == [None] * len(old)
+
+
+def test_memory_is_reported() -> None:
+    """Folded copies: qkv, fc1 and the deepstack mergers' fc1; what needed a wider pitch is held as well.
+
+    The MLP's 70 channels are held as 72, which fill 16 bytes.
+    """
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    Call.of(tower, GRIDS["images"]).run(tower)
+    c, inner, merged, depth, deepstack = 48, 72, 192, 3, 2
+    folded = depth * (3 * c * c + inner * c) + deepstack * merged * merged
+    vectors = 2 * (depth * (3 * c + inner) + deepstack * merged)
+    padded = depth * c * inner  # fc2
+    held = 4 * (folded + vectors + padded + c // 2 // 4)
+    assert handle.stats()["weights_mib"] == pytest.approx(held / 2**20, rel=1e-3)

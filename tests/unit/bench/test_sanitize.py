@@ -1,0 +1,52 @@
+"""What compute-sanitizer is given to watch: on a CPU, that all of it runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fusedvit.bench import kernel_bench, sanitize, towers  # noqa: E402
+from fusedvit.bench.family_towers import Geometry  # noqa: E402
+from fusedvit.kernels import backends  # noqa: E402
+from fusedvit.kernels.tile_configs import LinearConfig, Target  # noqa: E402
+from fusedvit.model.plan import tasks  # noqa: E402
+
+CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+
+
+def test_every_operation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[tuple[int, int]] = []
+    real = sanitize.linear_case
+
+    def watched(*arguments, **named):
+        case, room = real(*arguments, **named), arguments[4]
+        fill = case.fill
+        return sanitize.Case(**vars(case) | {"fill": lambda rows: counts.append((rows, room)) or fill(rows)})
+
+    monkeypatch.setattr(sanitize, "linear_case", watched)
+    spec = kernel_bench.spec_of("tiny")
+    lines = list(sanitize.operations([spec], FP32, CPU))
+    named = {task.name for rows in sanitize.BUDGETS for task in tasks(spec, rows, FP32)}
+    assert {line.split()[0] for line in lines} == named
+    assert {room - rows for rows, room in counts if rows > 1} == {0, 5} and {0, 1} <= {rows for rows, _ in counts}
+
+
+def test_candidates_follow_the_heuristics_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = backends.named("linear", "triton")
+    offered = [LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 4, 4)]
+    other = replace(plain, name="other", heuristic=lambda *_: None, candidates=lambda *_: offered)
+    monkeypatch.setattr(backends, "FORMS", (other, *backends.FORMS))
+    task = next(t for t in tasks(kernel_bench.spec_of("Qwen3-VL-8B"), 1024, BF16) if t.name == "proj")
+    few, every = (sanitize._configs(task, BF16, Target(), flag) for flag in (False, True))
+    assert len(few) == 1 and every[0] == few[0] and set(every) == {*few, *offered}
+
+
+def test_a_tower_runs() -> None:
+    tiny = Geometry("Qwen3VLVisionModel", "qwen3_vl", towers.GEOMETRIES["tiny"])
+    assert list(sanitize.towers({"tiny": tiny}, FP32, CPU)) == ["tiny's tower"]
+
+
+def test_grids_are_taken_over() -> None:
+    assert len(list(sanitize.grids(CPU))) == 4

@@ -1,0 +1,114 @@
+"""What every plan must be: its rules in words, and the least cost by brute force."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from fusedvit.graphs.cost import CostModel
+from fusedvit.graphs.limits import Limits
+from fusedvit.graphs.packing import FRAMES, TOKENS, Batch, Piece, Plan, Work
+
+
+def even_cost(limits: Limits) -> CostModel:
+    """Of a 27-block tower, about: half a millisecond a replay, eight microseconds a token."""
+    return CostModel.even(limits, 500.0, 8000.0)
+
+
+def faults(works: list[Work], limits: Limits, plan: Plan, split: bool = True) -> list[str]:
+    """What is wrong with a plan, in words; nothing about its cost."""
+    found = [fault for batch in plan.batches for fault in batch_faults(batch, limits)]
+    if [batch.pieces[0] for batch in plan.batches] != sorted(batch.pieces[0] for batch in plan.batches):
+        found.append("batches out of order")
+    if list(plan.overflow) != sorted(plan.overflow, key=lambda over: over.piece):
+        found.append("overflow out of order")
+    planned = sorted(piece for batch in plan.batches for piece in batch.pieces)
+    eager = {over.piece: over.reason for over in plan.overflow}
+    for item, work in enumerate(works):
+        pieces = [piece for piece in planned if piece.item == item]
+        reasons = {piece: reason for piece, reason in eager.items() if piece.item == item}
+        found += [f"item {item}: {fault}" for fault in item_faults(item, work, pieces, reasons, limits, split)]
+    if any(piece.item >= len(works) for piece in [*planned, *eager]):
+        found.append("an item that nobody gave")
+    return found
+
+
+def batch_faults(batch: Batch, limits: Limits) -> Iterator[str]:
+    if not batch.pieces:
+        yield "an empty batch"
+    if batch.budget not in limits.token_budgets:
+        yield f"no budget {batch.budget}"
+    if sum(piece.tokens for piece in batch.pieces) > batch.budget:
+        yield "too many tokens"
+    if sum(piece.frames for piece in batch.pieces) > limits.max_frames:
+        yield "too many frames"
+    if len(batch.pieces) > limits.max_items:
+        yield "too many items"
+    if list(batch.pieces) != sorted(batch.pieces):
+        yield "pieces out of order"
+
+
+def item_faults(
+    item: int, work: Work, pieces: list[Piece], eager: dict[Piece, str], limits: Limits, split: bool
+) -> Iterator[str]:
+    most, reason = expected(work, limits, split)
+    if eager != ({Piece(item, 0, work.frames, work.frames * work.frame_tokens): reason} if reason else {}):
+        yield f"overflow is {eager}"
+    if not most:
+        if pieces:
+            yield "planned"
+        return
+    frames = [frame for piece in pieces for frame in range(piece.first_frame, piece.first_frame + piece.frames)]
+    if frames != list(range(work.frames)):
+        yield "not every frame once"
+    if any(piece.tokens != piece.frames * work.frame_tokens for piece in pieces):
+        yield "tokens miscounted"
+    if len(pieces) != -(-work.frames // most):
+        yield "not as few pieces as possible"
+    if pieces and max(piece.frames for piece in pieces) - min(piece.frames for piece in pieces) > 1:
+        yield "unevenly filled"
+
+
+def expected(work: Work, limits: Limits, split: bool) -> tuple[int, str | None]:
+    """(frames that a piece may have at most, or 0 if the item has no pieces; why it goes eager, or None)."""
+    tokens = work.frames * work.frame_tokens
+    if tokens == 0:
+        return 0, None
+    if tokens <= limits.largest and work.frames <= limits.max_frames:
+        return work.frames, None
+    if split and work.frame_tokens <= limits.largest:
+        return min(limits.max_frames, limits.largest // work.frame_tokens), None
+    return 0, TOKENS if tokens > limits.largest else FRAMES
+
+
+def pieces_of(plan: Plan) -> list[Piece]:
+    return [piece for batch in plan.batches for piece in batch.pieces]
+
+
+def total(plan: Plan, cost: CostModel) -> float:
+    """Microseconds."""
+    return sum(cost.cost(batch.budget, sum(piece.tokens for piece in batch.pieces)) for batch in plan.batches)
+
+
+def shapes(plan: Plan) -> Counter:
+    """Batches without regard to which item is which."""
+    return Counter((b.budget, tuple(sorted((p.frames, p.tokens) for p in b.pieces))) for b in plan.batches)
+
+
+def least_cost(pieces: list[Piece], limits: Limits, cost: CostModel) -> float:
+    """By trying every way to put pieces into batches."""
+
+    def batch_cost(group: list[Piece]) -> float:
+        tokens, frames = sum(p.tokens for p in group), sum(p.frames for p in group)
+        if len(group) > limits.max_items or frames > limits.max_frames:
+            return float("inf")
+        return min((cost.cost(b, tokens) for b in limits.token_budgets if b >= tokens), default=float("inf"))
+
+    def partitions(rest: list[Piece]) -> Iterator[list[list[Piece]]]:
+        if not rest:
+            yield []
+            return
+        for smaller in partitions(rest[1:]):
+            yield [[rest[0]], *smaller]
+            for i, group in enumerate(smaller):
+                yield [*smaller[:i], [rest[0], *group], *smaller[i + 1 :]]
+
+    return min(sum(batch_cost(group) for group in groups) for groups in partitions(pieces))

@@ -1,0 +1,56 @@
+"""Graphs without a GPU: a captured run is kept and run again, on the torch twins, over real static buffers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.graphs.cost import CostModel
+from fusedvit.graphs.limits import Limits
+from fusedvit.graphs.manager import GraphManager
+from fusedvit.model.ops import TORCH
+from fusedvit.runtime.captured_encoder import EncoderProgram
+from fusedvit.runtime.runner import Graphs
+
+
+class Kept:
+    """Stands for a captured graph."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+        self.reset = lambda: None
+
+
+class CpuCapture:
+    """Implements `graphs.capture.Capture`."""
+
+    def capture(self, run: Callable[[], None]) -> Kept:
+        run()
+        return Kept(run)
+
+    def time_us(self, graph: Kept) -> float:
+        return 100.0
+
+    def held_bytes(self) -> int:
+        return 0
+
+    def nothing(self) -> None:
+        pass
+
+    before_use = after_use = wait = forget = give_back = nothing
+
+
+@contextmanager
+def graphs_on_cpu(handle: FusedEncoder, limits: Limits) -> Iterator[Graphs]:
+    """Within, calls of a tower on the CPU replay such graphs; a grid tensor counts as unread, as one on a GPU does."""
+    dtype = next(handle.tower.parameters()).dtype
+    program = EncoderProgram(handle.spec, TORCH, dtype, torch.device("cpu"), handle.prepared.get)
+    graphs = Graphs(GraphManager(limits, program, CpuCapture()), program, CostModel.even(limits, 100.0, 1.0))
+    handle._graphs = graphs
+    with (
+        mock.patch.object(FusedEncoder, "_graphs_on", lambda self, parameter: (graphs, "")),
+        mock.patch("fusedvit.fused_encoder.lies_on_gpu", lambda grid: True),
+    ):
+        yield graphs

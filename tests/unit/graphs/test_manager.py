@@ -1,0 +1,253 @@
+"""The manager's states, on a stand-in for capture: what fails where, and what is left then."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from fusedvit.graphs.cost import CostModel
+from fusedvit.graphs.limits import Limits, check_limits
+from fusedvit.graphs.manager import GraphManager
+from fusedvit.graphs.packing import Batch, Piece
+
+LIMITS = check_limits((4, 16, 64), 4, 8)
+
+
+class Log:
+    """What happened, in order, and where to fail."""
+
+    def __init__(self, fail_at: int | None = None, error: type[RuntimeError] = RuntimeError) -> None:
+        self.events: list[str] = []
+        self.fail_at = fail_at
+        self.error = error
+
+    def add(self, event: str) -> None:
+        self.events.append(event)
+        if self.fail_at is not None and len(self.events) == self.fail_at:
+            raise self.error(f"injected at {event}")
+
+
+class FakeProgram:
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.allocated = False
+        self.loaded = 0
+
+    def allocate(self, limits: Limits) -> None:
+        self.log.add("allocate")
+        self.allocated = True
+
+    def compile(self, budgets: Sequence[int]) -> None:
+        assert self.allocated, "compile before allocate"
+        self.log.add(f"compile {list(budgets)}")
+
+    def run(self, budget: int) -> None:
+        assert self.allocated, "run before allocate"
+        self.log.add(f"run {budget}")
+
+    def rehearse(self, budget: int, tokens: int) -> int:
+        self.log.add(f"rehearse {budget}")
+        self.loaded = tokens
+        return tokens
+
+    def held_bytes(self) -> int:
+        return 100 if self.allocated else 0
+
+    def free(self) -> None:
+        self.allocated = False
+
+
+class FakeGraph:
+    def __init__(self, log: Log, run: Callable[[], None]) -> None:
+        self.log, self.run, self.alive = log, run, True
+
+    def replay(self) -> None:
+        assert self.alive, "replay after reset"
+        self.log.add("replay")
+
+    def reset(self) -> None:
+        self.alive = False
+
+
+class FakeCapture:
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.graphs: list[FakeGraph] = []
+        self.in_use = 0
+
+    def capture(self, run: Callable[[], None]) -> FakeGraph:
+        self.log.add("capture")
+        run()
+        self.graphs.append(FakeGraph(self.log, run))
+        return self.graphs[-1]
+
+    def before_use(self) -> None:
+        self.in_use += 1
+
+    def after_use(self) -> None:
+        self.in_use -= 1
+
+    def time_us(self, graph: FakeGraph) -> float:
+        assert self.in_use == 1, "timed while others may use the buffers"
+        graph.replay()
+        return 100.0
+
+    def wait(self) -> None:
+        pass
+
+    def held_bytes(self) -> int:
+        return 10 * sum(graph.alive for graph in self.graphs)
+
+    def forget(self) -> None:
+        assert not any(graph.alive for graph in self.graphs), "forget before reset"
+        self.graphs.clear()
+
+    def give_back(self) -> None:
+        assert not self.graphs, "give_back before forget"
+
+
+def make(log: Log) -> tuple[GraphManager, FakeProgram, FakeCapture]:
+    program, capture = FakeProgram(log), FakeCapture(log)
+    return GraphManager(LIMITS, program, capture), program, capture
+
+
+def batch(budget: int) -> Batch:
+    return Batch(budget, (Piece(item=0, first_frame=0, frames=1, tokens=3),))
+
+
+def replay(manager: GraphManager, log: Log, budget: int = 16) -> bool:
+    return manager.replay(batch(budget), lambda: log.add("load"), lambda: log.add("unload"))
+
+
+def test_warmup_captures_the_largest_first_and_replays_in_order() -> None:
+    log = Log()
+    manager, _, _ = make(log)
+    manager.warmup()
+    captured = [e for e in log.events if e.startswith("rehearse")]
+    assert captured == ["rehearse 64", "rehearse 16", "rehearse 4"]
+    log.events.clear()
+    assert replay(manager, log)
+    assert log.events == ["load", "replay", "unload"]
+    assert manager.stats.as_dict()["replays_by_budget"] == {16: 1}
+    assert manager.stats.as_dict()["padding"] == pytest.approx(1 - 3 / 16)
+
+
+def test_a_budget_is_captured_once_and_lazily() -> None:
+    log = Log()
+    manager, _, _ = make(log)
+    for _ in range(3):
+        assert replay(manager, log)
+    assert log.events.count("capture") == 1
+    assert not any(e == "run 64" for e in log.events)
+
+
+# allocate, rehearse, run, capture, run: every step of the first capture
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("error", [RuntimeError, torch.cuda.OutOfMemoryError])
+def test_a_failed_first_capture_leaves_nothing_behind(
+    step: int, error: type[RuntimeError], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = Log(fail_at=step, error=error)
+    manager, program, capture = make(log)
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        assert not replay(manager, log)
+        assert not replay(manager, log)  # not tried again
+    assert manager.held_bytes() == 0 and not program.allocated
+    assert log.events.count("load") == 0
+    assert manager.stats.failures == 1
+    assert [r for r in caplog.records if "token_budgets" in r.getMessage() and "MiB" in r.getMessage()]
+    assert len(caplog.records) == 1
+    log.fail_at = None
+    assert replay(manager, log, 64), "another budget still works"
+    manager.release()
+    assert replay(manager, log), "and this one after release"
+
+
+def test_a_failed_second_capture_keeps_the_first() -> None:
+    log = Log()
+    manager, program, _ = make(log)
+    assert replay(manager, log, 64)
+    log.fail_at = len(log.events) + 1
+    assert not replay(manager, log, 4)
+    log.fail_at = None
+    assert program.allocated
+    assert replay(manager, log, 64)
+
+
+@pytest.mark.parametrize("where", ["load", "replay", "unload"])
+def test_an_error_in_a_replay_frees_the_buffers_for_the_next(where: str) -> None:
+    log = Log()
+    manager, _, capture = make(log)
+    manager.warmup()
+    log.fail_at = len(log.events) + 1 + ["load", "replay", "unload"].index(where)
+    with pytest.raises(RuntimeError, match=f"injected at {where}"):
+        replay(manager, log)
+    assert capture.in_use == 0
+    log.fail_at = None
+    assert replay(manager, log)
+
+
+def test_release_gives_everything_back_and_the_next_use_captures_again() -> None:
+    log = Log()
+    manager, program, capture = make(log)
+    manager.warmup()
+    graphs = list(capture.graphs)
+    assert manager.held_bytes() == 130
+    manager.release()
+    assert manager.held_bytes() == 0 and not any(graph.alive for graph in graphs)
+    assert replay(manager, log)
+
+
+def test_dropping_graphs_keeps_the_buffers() -> None:
+    log = Log()
+    manager, program, capture = make(log)
+    manager.warmup()
+    manager.drop_graphs()
+    assert program.allocated and not any(graph.alive for graph in capture.graphs)
+    assert replay(manager, log)
+    assert log.events.count("allocate") == 1
+
+
+def test_measuring_replays_every_graph_nearly_empty_and_full() -> None:
+    log = Log()
+    manager, program, capture = make(log)
+    manager.warmup()
+    log.events.clear()
+    found = manager.measure()
+    assert found == [(4, 1, 100.0), (4, 4, 100.0), (16, 1, 100.0), (16, 16, 100.0), (64, 1, 100.0), (64, 64, 100.0)]
+    assert log.events.count("replay") == 6 and capture.in_use == 0
+    assert CostModel.measured(found).budgets == LIMITS.token_budgets
+
+
+def test_a_budget_of_one_token_is_measured_too() -> None:
+    log = Log()
+    manager = GraphManager(check_limits((1,), 1, 1), FakeProgram(log), FakeCapture(log))
+    manager.warmup()
+    assert CostModel.measured(manager.measure()).slope_ns == (0.0,)
+
+
+def test_warmup_compiles_what_is_not_captured_yet_first() -> None:
+    log = Log()
+    manager, _, _ = make(log)
+    assert replay(manager, log, 16)
+    log.events.clear()
+    manager.warmup()
+    assert log.events[:2] == ["compile [4, 64]", "rehearse 64"]
+
+
+def test_warmup_of_some_budgets_leaves_the_others_to_their_first_call() -> None:
+    log = Log()
+    manager, _, _ = make(log)
+    manager.warmup(only={4, 16, 5})  # 5 is none of the budgets
+    assert "compile [4, 16]" in log.events
+    assert [e for e in log.events if e.startswith("rehearse")] == ["rehearse 16", "rehearse 4"]
+    assert replay(manager, log, 64) and manager.stats.captures == 3
+
+
+@pytest.mark.parametrize("step", [1, 2])  # allocate, compile
+def test_a_failure_while_compiling_is_left_to_the_captures(step: int) -> None:
+    log = Log(fail_at=step)
+    manager, _, capture = make(log)
+    manager.warmup()
+    assert manager.stats.captures == 3 and capture.in_use == 0

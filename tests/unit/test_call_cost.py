@@ -1,0 +1,62 @@
+"""What Python does before a call's graph is launched, when the GPU has nothing to do yet: few function calls."""
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.guessing import GRID, Case, case, unpatched
+from tests.support.towers import Call
+
+__all__ = ["case", "unpatched"]  # fixtures
+BEFORE = {"a tensor on the device": 20, "a list": 22}  # torch's own and ours; a call of Python is 0.1 us, cold 1 us
+
+
+@pytest.mark.parametrize("kind", BEFORE)
+def test_few_function_calls_before_the_replay(case: Case, kind: str) -> None:
+    tower, _, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    grid = torch.tensor(GRID) if kind.startswith("a tensor") else GRID
+    call = functools.partial(tower, pixels, grid_thw=grid)
+    with mock.patch("fusedvit.fused_encoder.lies_on_gpu", lambda table: kind != "a list"):
+        for _ in range(3):
+            call()
+        seen = counted(graphs.program, graphs.manager.graph(16), call)
+    ours = [name for name in seen if name not in ("admit", "replay")]  # those stand for launches
+    assert "begin" in ours and len(ours) <= BEFORE[kind], ours
+    assert graphs.manager.stats.replays == {16: 4} and graphs.manager.stats.mispredicted == 0
+
+
+def counted(program: Any, graph: Any, call: Callable[[], object]) -> list[str]:
+    """Names of the Python functions called until `graph` is replayed, less what stands for a launch of a kernel."""
+    seen: list[str] = []
+    real = program._ops
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            seen.append(frame.f_code.co_name)
+
+    def admit(*arguments: Any) -> torch.Tensor:
+        sys.setprofile(None)
+        out = real.admit(*arguments)
+        sys.setprofile(note)
+        return out
+
+    def replay() -> None:
+        sys.setprofile(None)
+        run()
+
+    run = graph.replay
+    ops = SimpleNamespace(**{name: getattr(real, name) for name in vars(real)} | {"admit": admit})
+    with mock.patch.object(program, "_ops", ops), mock.patch.object(graph, "replay", replay):
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    return seen

@@ -1,0 +1,18 @@
+"""Whole towers as an H200 runs them, without a GPU: see `tests/emulator`."""
+
+import pytest
+
+from fusedvit.kernels.hopper import gluon_compat
+from tests.kernels.test_aot import run
+from tests.support.families import is_installed
+
+CLASSES = {"qk_norm": "Glm5NextVisionModel"}  # which not every transformers of our range has
+
+
+@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
+@pytest.mark.parametrize("tower", ["hd72", "hd64", "hd80", "windows", "hd128", "qk_norm"])
+def test_tower(tower: str) -> None:
+    if tower in CLASSES and not is_installed(CLASSES[tower]):
+        pytest.skip(f"this transformers has no {CLASSES[tower]}")
+    done = run("-m", "tests.support.emulated_tower", "--tower", tower)
+    assert done.returncode == 0 and f"right: {tower}" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,109 @@
+"""The encoder of every kind of family on both tables of operations, in buffers that exceed their content."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusedvit.kernels.metadata import Layout
+from fusedvit.model import ops, plan
+from fusedvit.model.buffers import Capacity
+from fusedvit.runtime.inputs import Item
+from tests.kernels.metadata_cases import frames_of, tiles_of, windows_of
+from tests.support.encoding import Encoder, hugging_face
+from tests.support.families import INSTALLED, family_tower
+from tests.support.towers import Grid, assert_bitwise, assert_rule, assert_same, patches_of, pixels_for, twin
+
+# One class of each shape of encoder: what the others add is in their weights.
+SHAPES = [
+    name
+    for name in (
+        "Qwen2VisionTransformerPretrainedModel",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Exaone4_5_VisionModel",
+        "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+        "Glm4vVisionModel",
+        "Glm5NextVisionModel",
+    )
+    if name in INSTALLED
+]
+GRID: Grid = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
+TABLES = {"torch": ops.TORCH, "triton": ops.TRITON}
+by_shape = pytest.mark.parametrize("name", SHAPES)
+by_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+
+
+@by_shape
+def test_triton_table_in_fp32(name: str, device: torch.device) -> None:
+    tower = family_tower(name, depth=2).to(device)
+    pixels = pixels_for(tower, GRID)
+    assert_same(Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels))
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith(("Qwen2_5", "Glm5"))])
+def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
+    tower = twin(family_tower(name, depth=2), torch.float16).to(device)
+    pixels = pixels_for(tower, GRID).half()
+    ours, pt = Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels)
+    ref = hugging_face(twin(tower, torch.float32), GRID, pixels)
+    assert_rule(ours, ref, pt)
+
+
+@by_table
+@by_shape
+def test_buffers_of_a_budget_and_nan_in_their_rest(name: str, table: ops.Ops, device: torch.device) -> None:
+    """Larger buffers, every spare row NaN or garbage; one call after another in the same ones."""
+    encoder = Encoder(family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu"), table)
+    shared = encoder.buffers([(1, 2, 2)] * 12, spare=(64 - 48, 3, 5, 7), poisoned=True)
+    for seed, grid in enumerate((GRID, [(1, 6, 8)], [(1, 8, 6)], [(1, 2, 2)])):
+        pixels = torch.randn(patches_of(grid), encoder.spec.patch_width, generator=torch.Generator().manual_seed(seed))
+        assert_bitwise(encoder.run(shared, grid, pixels), encoder.answer(grid, pixels))
+
+
+@by_table
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("Qwen2")])
+def test_short_frames_in_a_launch_of_their_own(
+    name: str, table: ops.Ops, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a large budget's plan has it, with a lower limit. Both kinds, either alone, and NaN in all that is spare."""
+    monkeypatch.setattr(plan, "SHORT_FRAME", 8)
+    tower = family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu")
+    encoder = Encoder(tower, table)
+    whole = encoder.plan(64)
+    halves = replace(whole, short_attention=replace(whole.attention, block_m=32))
+    grids: list[Grid] = [[(1, 2, 2), (1, 4, 6), (3, 2, 4), (1, 2, 6)], [(1, 6, 8)], [(6, 2, 4)]]
+    calls = [(grid, pixels_for(tower, grid)) for grid in grids]
+    one_list = [encoder.answer(*call) for call in calls]
+    monkeypatch.setattr(encoder, "plan", lambda tokens: halves)
+    shared = encoder.buffers([(1, 4, 4)] * 3 + [(1, 2, 4)] * 2, spare=(0, 3, 9, 7), poisoned=True)
+    for call, want in zip(calls, one_list, strict=True):
+        got = encoder.answer(*call)
+        assert_same(got, want, limit=1e-5)  # other tiles, another order of sums
+        assert_bitwise(encoder.run(shared, *call), got)
+
+
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+def test_capacities(block_m: int) -> None:
+    """Exact ones count what there is; those for limits hold every batch within them."""
+    layout = Layout(2, 80, block_m, window=8, window_block_m=block_m)
+    for h in range(2, 40, 2):
+        for w in range(2, 40, 2):
+            for t in (1, 3):
+                grid: Grid = [(t, h, w), (1, w, h)]
+                items = [Item(*row) for row in grid]
+                exact = Capacity.of(items, layout)
+                windows = windows_of(grid, 8)
+                tiles = sum(-(-n // block_m) for n in windows)
+                assert (exact.windows, exact.window_tiles, exact.frames) == (len(windows), tiles, t + 1)
+                most = Capacity.at_most(sum(frames_of(grid)), 2, t + 1, layout)
+                assert exact.windows <= most.windows and exact.window_tiles <= most.window_tiles
+                assert exact.tiles <= most.tiles and exact.short_tiles == most.short_tiles == 0
+                for short in (h * w - 1, h * w, 10**6):
+                    two = replace(layout, short=short, short_block_m=48)
+                    frames = [h * w] * (t + 1)
+                    exact, most = Capacity.of(items, two), Capacity.at_most(sum(frames), 2, t + 1, two)
+                    assert (exact.tiles, exact.short_tiles) == (
+                        tiles_of(frames, block_m, above=short),
+                        tiles_of(frames, 48, up_to=short),
+                    )
+                    assert exact.tiles <= most.tiles and exact.short_tiles <= most.short_tiles

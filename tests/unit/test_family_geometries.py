@@ -1,0 +1,55 @@
+"""Every family at the width of a released tower, two blocks deep, in fp32 on the CPU, by the tolerance rule.
+
+More blocks take minutes: `python -m fusedvit.bench.families_cpu` runs them.
+"""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from fusedvit.bench.families import outputs_of, rows_of, verdict_of
+from fusedvit.bench.family_towers import GEOMETRIES, build_one, class_of
+from fusedvit.cli.weights import cast_parameters_
+from fusedvit.families.registry import FAMILIES
+from tests.support.towers import Grid, pixels_for
+
+# Towers of Qwen2.5-VL-7B and Qwen3-VL-8B under other names, which the tiny ones tell apart.
+SAME = {"Qwen2.5-Omni-7B", "Qwen3-Omni-30B-A3B", "Qwen3.5-9B"}
+INSTALLED = [name for name, geometry in GEOMETRIES.items() if class_of(geometry) is not None and name not in SAME]
+MIX: Grid = [(1, 6, 10), (2, 2, 4)]  # narrower than a window, cut by one, two frames
+SHALLOW: dict[str, Any] = {"depth": 2, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
+
+
+@pytest.fixture(autouse=True)
+def one_tower_in_memory() -> Iterator[None]:
+    """A fused tower and its handle hold each other until they are collected."""
+    yield
+    gc.collect()
+
+
+def test_every_family_has_a_real_geometry() -> None:
+    held = {geometry.class_name for geometry in GEOMETRIES.values()}
+    assert [family.name for family in FAMILIES if not held & set(family.class_names)] == []
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_two_blocks(name: str) -> None:
+    geometry = GEOMETRIES[name]
+    known = vars(class_of(geometry).config_class())
+    numbers = geometry.numbers | {key: value for key, value in SHALLOW.items() if key in known}
+    tower = build_one(replace(geometry, numbers=numbers), torch.float32, torch.device("cpu")).requires_grad_(False)
+    grid = rows_of(geometry, list(MIX))
+    pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
+    pt = outputs_of(tower(pixels, grid_thw=grid_thw))
+    cast_parameters_(tower, torch.float64)
+    ref = outputs_of(tower(pixels.double(), grid_thw=grid_thw))
+    cast_parameters_(tower, torch.float32)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    assert handle.spec.depth == 2
+    verdict = verdict_of(outputs_of(tower(pixels, grid_thw=grid_thw)), ref, pt)
+    assert verdict["passed"], verdict["reason"]

@@ -1,0 +1,44 @@
+"""How a call is cut into batches, and what of the ladder it needs."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedvit.api import fuse
+from fusedvit.config import FuseConfig
+from fusedvit.graphs.cost import CostModel
+from fusedvit.graphs.limits import check_limits
+from fusedvit.graphs.manager import GraphManager
+from fusedvit.runtime.inputs import Item
+from fusedvit.runtime.runner import Graphs, budgets_of
+from tests.support.towers import tiny_tower
+
+LIMITS = check_limits((4, 16, 64), 4, 8)
+UNIT = 4
+
+
+def graphs() -> Graphs:
+    manager = GraphManager(LIMITS, mock.Mock(), mock.Mock())
+    return Graphs(manager, mock.Mock(), CostModel.even(LIMITS, 100.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "calls, budgets",
+    [
+        ([[Item(1, 4, 4)]], {4}),
+        ([[Item(1, 4, 6)], [Item(1, 8, 8)]], {16}),
+        ([[Item(1, 4, 4)], [Item(1, 16, 16)]], {4, 64}),
+        ([[Item(1, 32, 32)]], set()),  # 256 merged tokens: an image is never cut, it runs eagerly
+        ([], set()),
+    ],
+)
+def test_the_budgets_that_calls_replay(calls: list[list[Item]], budgets: set[int]) -> None:
+    assert budgets_of(graphs(), calls, UNIT) == budgets
+
+
+def test_a_warmup_for_calls_refuses_what_is_no_grid() -> None:
+    handle = fuse(tiny_tower(), FuseConfig())
+    handle.warmup(calls=[[[1, 4, 4]], torch.tensor([[2, 4, 4]])])  # without a GPU there is nothing to capture
+    with pytest.raises(ValueError, match="multiple of the merge size 2, got 3"):
+        handle.warmup(calls=[[[1, 3, 4]]])
