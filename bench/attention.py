@@ -21,7 +21,7 @@ from fusedvit.bench.kernel_bench import SEQUENCES, SEQUENCES_ON_CPU
 from fusedvit.bench.passport import passport
 from fusedvit.bench.power import sustained
 from fusedvit.bench.timing import Contender, captured, in_turns
-from fusedvit.kernels.backends import FormFailed
+from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.hopper import attention_configs as hopper
 from fusedvit.kernels.hopper.attention_configs import (
     ALL_FRAMES,
@@ -58,7 +58,7 @@ OVERFLOWING = ("16 x 1024", 200.0)  # a layout and by how much its keys grow: ev
 
 def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: Target) -> dict[str, Any]:
     """Configurations by name: what ships for as many tokens (where a plan has two lists, those of long sequences and
-    of short ones), the same begun when the last launch has ended, plain Triton, the form's other schedules."""
+    of short ones), the same begun when the last launch has ended, plain Triton, the backend's other schedules."""
     rows, sms = budget(sum(lengths)), target.num_sms
     plain = attention_config(rows, HEADS, head_dim, dtype, target)
     kinds = (LONG_FRAMES, SHORT_FRAMES) if two_lists(rows, head_dim) else (ALL_FRAMES,)
@@ -66,7 +66,7 @@ def forms(lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype, target: T
     shipped = [hopper_attention_config(rows, HEADS, head_dim, dtype, target, kind) for kind in kinds]
     found: dict[str, Any] = {"ships": plain, "triton": plain}
     if None not in shipped:
-        apart = tuple(replace(config, overlap=False) for config in shipped if config)
+        apart = tuple(replace(config, pdl=False) for config in shipped if config)
         found = {"ships": _one_or_both(tuple(shipped)), "apart": _one_or_both(apart), "triton": plain}
     if hopper.absent(target, dtype):
         return found
@@ -169,7 +169,7 @@ def _without_a_pause(contender: Contender, device: torch.device, seconds: float)
 def _why_wrong(case: Case, config: Any) -> str:
     try:
         return case.check(config).reason
-    except FormFailed as error:
+    except BackendFailed as error:
         return str(error)
 
 

@@ -100,17 +100,17 @@ class Way:
     def _begun(self, plan: EncoderPlan) -> EncoderPlan:
         """`plan` with `early` and `late`, beside mergers too."""
         begin = dict.fromkeys(self.early, True) | dict.fromkeys(self.late, False)
-        changed = {name: replace(getattr(plan, name), overlap=early) for name, early in begin.items()}
+        changed = {name: replace(getattr(plan, name), pdl=early) for name, early in begin.items()}
         hidden = plan.beside
         if hidden is not None:
-            chain = [(name, replace(c, overlap=begin[name]) if name in begin else c) for name, c in hidden.chain]
+            chain = [(name, replace(c, pdl=begin[name]) if name in begin else c) for name, c in hidden.chain]
             changed["beside"] = replace(hidden, chain=tuple(chain))
         return replace(plan, **changed)
 
 
 def _alone(config: Any) -> Any:
     """Begun when it is its turn, in one part of K."""
-    return replace(config, overlap=False, **({"splits": 1} if hasattr(config, "splits") else {}))
+    return replace(config, pdl=False, **({"splits": 1} if hasattr(config, "splits") else {}))
 
 
 ALL = (0, 1, 2)

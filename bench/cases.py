@@ -1,4 +1,4 @@
-"""One operation alone, ready to run in any form: random data of the right shapes, its answer, its peers and its cost.
+"""One operation alone, ready to run in any backend: random data of the right shapes, its answer, its peers and its cost.
 
 Weights and biases come in several sets, together larger than L2, used in rotation: in a tower every layer's are cold.
 """
@@ -23,7 +23,7 @@ from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
 from fusedvit.kernels.positions import width
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
-from fusedvit.kernels.reference.positions import rope_words
+from fusedvit.kernels.reference.positions import packed_cos_sin
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.model.ops import ops_for
 from fusedvit.model.plan import Task
@@ -163,7 +163,7 @@ def _inputs(
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         table = torch.stack([angle.cos(), angle.sin()], 1)
         words = _in_buffer(rows, width(spec.head_dim), torch.int32, device)
-        rope_words(table, torch.tensor([rows]), words)
+        packed_cos_sin(table, torch.tensor([rows]), words)
         found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, words)
     if "taps" in parts:
         positions = spec.position_side**2

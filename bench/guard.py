@@ -1,6 +1,6 @@
-"""`python -m fusedvit.bench.guard`: every form other than plain Triton once, as towers take it, against its twin.
+"""`python -m fusedvit.bench.guard`: every backend other than plain Triton once, as towers take it, against its twin.
 
-In a process of its own, before a measurement: a form that is wrong, crashes or does not end costs its own time only,
+In a process of its own, before a measurement: a backend that is wrong, crashes or does not end costs its own time only,
 and the measurement does without it. What is compiled here is found in Triton's cache afterwards.
 """
 
@@ -25,7 +25,7 @@ from fusedvit.kernels.tile_configs import Target, budget, note_failure
 from fusedvit.model.plan import attention_task, choose
 
 SMALLEST_ROWS, FRAME, LONGEST = 256, 784, 4096
-TRUSTED = "triton"  # what is left where every other form fails
+TRUSTED = "triton"  # what is left where every other backend fails
 PATIENCE_S = 10.0  # for a killed process
 
 
@@ -45,7 +45,7 @@ def command(towers: Iterable[str], grids: Iterable[Grid]) -> list[str]:
 
 
 def guarded(words: list[str], seconds: float) -> Guarded:
-    """Runs `words`, and what a form has ended again without that form, all for at most so long."""
+    """Runs `words`, and what a backend has ended again without that backend, all for at most so long."""
     deadline, problems = time.monotonic() + seconds, dict[str, str]()
     while True:
         found = once([*words, "--without", *problems] if problems else words, deadline - time.monotonic())
@@ -56,7 +56,7 @@ def guarded(words: list[str], seconds: float) -> Guarded:
 
 
 def once(words: list[str], seconds: float) -> Guarded:
-    """Runs `words` for at most so long; a form that has begun and said nothing since is to blame for the end."""
+    """Runs `words` for at most so long; a backend that has begun and said nothing since is to blame for the end."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(words, stdout=log)
         try:
@@ -78,7 +78,7 @@ def _read(said: str, end: str) -> Guarded:
         record = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
         open_form = record.get("begins", "" if record else open_form)
         if record.get("problem"):
-            problems.setdefault(record["form"], record["problem"])
+            problems.setdefault(record["backend"], record["problem"])
         right += record.get("problem") == ""
         complete |= record.get("done", False)
     if open_form:
@@ -104,17 +104,17 @@ def check(job: Job, dtype: torch.dtype, device: torch.device, seen: set[Any]) ->
     """Records of one job, the first before its launch; none where plain Triton runs it, or its like was checked."""
     target = Target.of(device)
     config = choose(job.task, dtype, target, tuning_table.table_for(target))
-    form, like = backends.form_of(config), (job.task.key.kind, job.task.key.n, job.task.key.k, config)
-    if form.name == TRUSTED or like in seen:
+    backend, like = backends.backend_of(config), (job.task.key.kind, job.task.key.n, job.task.key.k, config)
+    if backend.name == TRUSTED or like in seen:
         return
     seen.add(like)
-    name = f"{form.op}/{form.name}"
+    name = f"{backend.op}/{backend.name}"
     yield {"begins": name, "of": f"{job.tower} {job.task.name} {job.shape}"}
     try:
         problem = job.make().check(config).reason
-    except backends.FormFailed as error:
+    except backends.BackendFailed as error:
         problem = str(error)
-    yield {"form": name, "problem": problem}
+    yield {"backend": name, "problem": problem}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,8 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, required=True)
     parser.add_argument("--without", nargs="*", default=[], metavar="FORM")
     args = parser.parse_args(argv)
-    for form in args.without:
-        note_failure(form, "found wanting before")
+    for backend in args.without:
+        note_failure(backend, "found wanting before")
     device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16
     every = [job for name in args.tower for job in jobs(name, args.rows, dtype, device)]
     if device.type == "cuda":

@@ -29,9 +29,9 @@ from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, in_turns
 from fusedvit.bench.workloads import Grid
 from fusedvit.kernels import tuning_table
-from fusedvit.kernels.hopper.gemm_configs import begins_early
+from fusedvit.kernels.hopper.gemm_configs import uses_pdl
 from fusedvit.kernels.launch import compiling_only
-from fusedvit.kernels.tile_configs import OVERLAP_ROWS, Target
+from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target
 from fusedvit.kernels.tuning_table import Table
 from fusedvit.model.plan import EncoderPlan, Task, choose, heuristic, plan_for, tasks
 from fusedvit.model.spec import VisionSpec
@@ -81,10 +81,10 @@ def tried(question: Question, planned: Any, dtype: torch.dtype, target: Target) 
     """`planned` first, then the likely ones, each begun early, where that is allowed, and when it is its turn."""
     key = question.task.key
     likely = shortlist(question, candidates(question, dtype, target), dtype, target)
-    begins = (True, False) if begins_early(key.rows, key.kind) else (False,)
+    begins = (True, False) if uses_pdl(key.rows, key.kind) else (False,)
     found = [planned]
     for config in (planned, *(candidate.config for candidate in likely)):
-        found += [replace(config, overlap=early) for early in begins] if hasattr(config, "overlap") else [config]
+        found += [replace(config, pdl=early) for early in begins] if hasattr(config, "pdl") else [config]
     return list(dict.fromkeys(found))
 
 
@@ -148,7 +148,7 @@ def main() -> int:
     """Writes the table, a budget at a time, and prints what it changed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=sorted(beside.towers.GEOMETRIES))
-    parser.add_argument("--rows", type=int, nargs="*", default=[b for b in BUDGETS if b <= OVERLAP_ROWS])
+    parser.add_argument("--rows", type=int, nargs="*", default=[b for b in BUDGETS if b <= PDL_MAX_ROWS])
     parser.add_argument("--seconds", type=float, default=0.2, help="of timing for an operation at a budget")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long")
     parser.add_argument("--out", type=Path, required=True, help="the table, of which other entries stay")

@@ -51,7 +51,7 @@ class KernelRow:
     tower: str
     op: str
     shape: str
-    form: str
+    backend: str
     us: float | None
     peers_us: dict[str, float]
     floor_us: float
@@ -136,10 +136,10 @@ def spec_of(name: str) -> VisionSpec:
 def _row(job: Job, dtype: torch.dtype, device: torch.device) -> KernelRow:
     target, case = Target.of(device), job.make()
     config = choose(job.task, dtype, target, tuning_table.table_for(target))
-    form = backends.form_of(config).name
+    backend = backends.backend_of(config).name
     try:
         verdict = case.check(config)
-    except backends.FormFailed:  # at its first launch; chosen again, it is another form
+    except backends.BackendFailed:  # at its first launch; chosen again, it is another backend
         return _row(job, dtype, device)
     contenders = [Contender(n, captured(run, case.sets, device), "gpu") for n, run in case.peers.items()]
     if verdict.passed:
@@ -147,4 +147,4 @@ def _row(job: Job, dtype: torch.dtype, device: torch.device) -> KernelRow:
     times = in_turns(contenders, device, seconds=0.05)
     us = {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}
     ours, floor = us.pop("ours", None), 1e3 * case.cost.floor_ms
-    return KernelRow(job.tower, job.task.name, job.shape, form, ours, us, floor, verdict.reason)
+    return KernelRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, verdict.reason)

@@ -24,13 +24,13 @@ from fusedvit.bench.prune import in_processes
 from fusedvit.bench.questions import Candidate, Question, compilation, contents_of
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import backends, tile_configs
-from fusedvit.kernels.hopper.gemm_configs import hopper_linear_candidates, hopper_linear_config
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_transposed_candidates, mean_us
+from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates, hopper_gemm_config
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_swap_ab_candidates, mean_us
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.plan import tasks
 
 ROWS = (256, 896, 1536, 4096, 7168, 16384)
-NEAR = 1.3  # times the least of the transposed form by its costs
+NEAR = 1.3  # times the least of the transposed backend by its costs
 Pair = tuple[Question, Candidate]
 
 
@@ -42,15 +42,15 @@ def questions(tower: str, rows: tuple[int, ...], names: tuple[str, ...]) -> list
 
 
 def variants(question: Question, target: Target, transposed: bool = False) -> list[Any]:
-    """Every tile, begun after the previous launch and before its end; or the likely tiles of the transposed form, as
+    """Every tile, begun after the previous launch and before its end; or the likely tiles of the transposed backend, as
     they would be chosen, and the best of the other."""
     key = question.task.key
     shape = key.rows, key.n, key.k, target, key.kind
     if not transposed:
-        found = hopper_linear_candidates(*shape)
-        return [replace(config, overlap=overlap) for config in found for overlap in (False, True)]
-    likely = {config: mean_us(config, *shape) for config in hopper_transposed_candidates(*shape)}
-    best = hopper_linear_config(key.rows, key.n, key.k, torch.bfloat16, target, key.kind)
+        found = hopper_gemm_candidates(*shape)
+        return [replace(config, pdl=pdl) for config in found for pdl in (False, True)]
+    likely = {config: mean_us(config, *shape) for config in hopper_swap_ab_candidates(*shape)}
+    best = hopper_gemm_config(key.rows, key.n, key.k, torch.bfloat16, target, key.kind)
     near = [config for config, us in likely.items() if us < NEAR * min(likely.values())]
     return near if best is None else [best, *near]
 
@@ -62,7 +62,7 @@ def checked(asked: list[Question], jobs: int, device: torch.device, seconds: flo
         for config in variants(question, target, transposed):
             candidate = Candidate.of(config)
             todo.setdefault(compilation(question, candidate), (question, candidate))
-    pairs = sorted(todo.items(), key=lambda item: item[1][1].config.overlap)
+    pairs = sorted(todo.items(), key=lambda item: item[1][1].config.pdl)
     end, problems = time.monotonic() + seconds, dict[str, str]()
     prune = in_processes(jobs, torch.bfloat16, device)
     for index, problem in prune([pair for _, pair in pairs]):
@@ -90,7 +90,9 @@ def timed(question: Question, found: list[Any], device: torch.device) -> Iterato
         sets = [case.sets] * len(replays) + [peer.sets] * len(peer.peers)
         times = in_turns(contenders, device, seconds=0).values()
         us = [round(1e3 * statistics.median(t) / n, 2) for t, n in zip(times, sets, strict=True)]
-        ours = [{"form": backends.form_of(c).name, **asdict(c), "us": t} for c, t in zip(found, us[1:], strict=False)]
+        ours = [
+            {"backend": backends.backend_of(c).name, **asdict(c), "us": t} for c, t in zip(found, us[1:], strict=False)
+        ]
         yield {
             "name": question.task.name, **asdict(key), "content": rows, "triton_us": us[0],
             "peers_us": dict(zip(peer.peers, us[len(replays) :], strict=True)), "ours": ours,
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", nargs="*", default=[], help="patch, qkv, …; all if left out")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=150.0, help="for all of it, about")
-    parser.add_argument("--transposed", action="store_true", help="the transposed form's likely tiles")
+    parser.add_argument("--transposed", action="store_true", help="the transposed backend's likely tiles")
     parser.add_argument("--no-overlap", action="store_true", help="leave out launches that begin early")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -120,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             for question in asked:
                 if time.monotonic() > end:
                     break
-                tiles = [c for c in variants(question, Target.of(device), args.transposed) if c.overlap in begun_early]
+                tiles = [c for c in variants(question, Target.of(device), args.transposed) if c.pdl in begun_early]
                 good = [c for c in tiles if problems.get(compilation(question, Candidate.of(c))) == ""]
                 for record in timed(question, good, device):
                     file.write(json.dumps(record) + "\n")

@@ -107,7 +107,7 @@ def in_turns(
 def timeline(encoder: FusedEncoder, call: Callable[[], Any]) -> dict[str, dict[str, float]]:
     """By step: microseconds from the call's begin to its first run, and those of all its runs, medians.
 
-    Steps hold one another: "begin" holds "admit" and "replay", "done" holds "true" if the walk is under it. Each clock
+    Steps hold one another: "begin" holds "load_inputs" and "replay", "done" holds "true" if the walk is under it. Each clock
     adds some half a microsecond to what holds it.
     """
     rounds: list[dict[str, list[tuple[int, int]]]] = []
@@ -147,7 +147,7 @@ def _watched(encoder: FusedEncoder, seen: dict[str, list[tuple[int, int]]]) -> I
     steps: list[tuple[Any, str]] = [
         (fused_encoder.fallback, "reason_of_call"), (fused_encoder, "check_pixels"), (fused_encoder, "check_grid"), (fused_encoder, "check_items"),
         (speculative_replay, "begin"), (prepared, "mark"), (fused_encoder, "run"), (manager._capture, "before_use"),
-        (program, "admit"), (program, "table"), (program, "load_grid"), (speculative_replay, "new_outputs"), (program, "hand_over"),
+        (program, "load_inputs"), (program, "table"), (program, "load_grid"), (speculative_replay, "new_outputs"), (program, "store_outputs"),
         (manager._capture, "after_use"), (prepared, "look"), (prepared, "true"), (Look, "done"),
         (speculative_replay.Guess, "settle"),
     ]  # fmt: skip

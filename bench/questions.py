@@ -36,16 +36,16 @@ class Question:
 class Candidate:
     """A configuration by name and plain values, so that it travels between processes."""
 
-    form: str
+    backend: str
     config: Any
 
     @staticmethod
     def of(config: Any) -> "Candidate":
-        """The configuration of whichever form it is of."""
-        return Candidate(backends.form_of(config).name, config)
+        """The configuration of whichever backend it is of."""
+        return Candidate(backends.backend_of(config).name, config)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"form": self.form, "config": asdict(self.config)}
+        return {"backend": self.backend, "config": asdict(self.config)}
 
 
 def questions(specs: Iterable[VisionSpec], budgets: Sequence[int], dtype: torch.dtype) -> list[Question]:
@@ -60,12 +60,12 @@ def questions(specs: Iterable[VisionSpec], budgets: Sequence[int], dtype: torch.
 
 
 def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[Candidate]:
-    """The heuristic's choice first, then every form's proposals, each once."""
+    """The heuristic's choice first, then every backend's proposals, each once."""
     task = question.task
     configs = [heuristic(task, dtype, target)]
-    for form in backends.present(task.key.op, target, dtype):
-        proposed = form.candidates(task.key, dtype, target, task.widest)
-        configs += [c for c in proposed if not form.wrong(c, target, dtype)]
+    for backend in backends.present(task.key.op, target, dtype):
+        proposed = backend.candidates(task.key, dtype, target, task.widest)
+        configs += [c for c in proposed if not backend.wrong(c, target, dtype)]
     return [Candidate.of(config) for config in dict.fromkeys(configs)]
 
 
@@ -74,7 +74,7 @@ def compilation(question: Question, candidate: Candidate) -> str:
     key = question.task.key
     kind = "" if key.op == backends.ATTENTION else f" {key.kind}"
     compiled = {name: value for name, value in asdict(candidate.config).items() if name not in AT_LAUNCH}
-    return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.form} {compiled}"
+    return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.backend} {compiled}"
 
 
 def layouts(key: Key) -> list[tuple[int, ...]]:

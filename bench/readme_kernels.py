@@ -63,8 +63,8 @@ def loops_table(document: dict[str, Any]) -> Table:
     found = {(row["cluster"], row["does"], row["tile"]): row for row in document["rows"]}
     tiles = list(dict.fromkeys(tile for _, _, tile in found))
     lines = [
-        [label, *(f"{found[cluster, does, tile][unit]:{form}}" for tile in tiles)]
-        for label, cluster, does, unit, form in LOOPS
+        [label, *(f"{found[cluster, does, tile][unit]:{backend}}" for tile in tiles)]
+        for label, cluster, does, unit, backend in LOOPS
     ]
     return ["a step of K", *tiles], lines
 
@@ -168,11 +168,11 @@ def turns_table(document: dict[str, Any]) -> Table:
     """Time over cuBLAS's with a bias alone, each kernel's best height in brackets, then what is chosen in its run; of
     the first tower."""
     tower = document["rows"][0]["tower"]
-    forms = list(dict.fromkeys(row["form"] for row in document["rows"]))
+    forms = list(dict.fromkeys(row["backend"] for row in document["rows"]))
     of_it = [row for row in document["rows"] if row["tower"] == tower]
-    found = {(_product(row), row["form"]): row for row in of_it}
+    found = {(_product(row), row["backend"]): row for row in of_it}
     lines = [
-        [what, *(_best_height(found.get((what, form))) for form in forms)]
+        [what, *(_best_height(found.get((what, backend))) for backend in forms)]
         for what in dict.fromkeys(what for what, _ in found)
     ]
     return ["best (rows of a tile), as chosen", *forms], lines

@@ -59,7 +59,7 @@ def grids(device: torch.device) -> Iterator[str]:
             pixels = torch.randn(rows, WIDTH, device=device)
             kept = torch.empty(rows + room - len(GRID), WIDTH, dtype=torch.bfloat16, device=device)
             grid = torch.tensor(GRID, dtype=dtype, device=device)
-            taken = ops_for(device).admit(grid, rows, room, 2, table, pixels, kept)
+            taken = ops_for(device).load_inputs(grid, rows, room, 2, table, pixels, kept)
             assert taken[: len(GRID)].tolist() == GRID, f"{GRID} was taken over as {taken.tolist()}"
             assert torch.equal(kept[:rows], pixels.bfloat16()), "pixels were taken over as others"
             yield f"grid, {dtype}, room for {room}"
@@ -95,9 +95,13 @@ def _configs(task: Task, dtype: torch.dtype, target: Target, every: bool) -> lis
     """The table's choice and the heuristics'; of `every`, also what the tuner may take in forms other than plain
     Triton."""
     found = [choose(task, dtype, target, tuning_table.table_for(target)), heuristic(task, dtype, target)]
-    for form in backends.FORMS if every else ():
-        if form.op == task.key.op and form.name != "triton" and not backends.why_absent(form, target, dtype):
-            found += form.candidates(task.key, dtype, target, task.widest)
+    for backend in backends.BACKENDS if every else ():
+        if (
+            backend.op == task.key.op
+            and backend.name != "triton"
+            and not backends.why_unavailable(backend, target, dtype)
+        ):
+            found += backend.candidates(task.key, dtype, target, task.widest)
     return list(dict.fromkeys(found))
 
 
@@ -118,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     """A line for each thing that ran. Errors are the sanitizer's to report, and its exit code's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(GEOMETRIES))
-    parser.add_argument("--candidates", action="store_true", help="every form that the tuner may take")
+    parser.add_argument("--candidates", action="store_true", help="every backend that the tuner may take")
     args = parser.parse_args(argv)
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
     device, dtype = torch.device("cuda"), torch.bfloat16

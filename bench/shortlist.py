@@ -25,13 +25,15 @@ from fusedvit.model.spec import VisionSpec
 
 BEST, BEST_OF_LONG = 3, 2  # by the cost model, beside the heuristics' choices; of what takes long to time
 USUAL = range(256, 16384 + 1)  # budgets, patch tokens
-PLAIN_ROWS = 2048  # up to which plain Triton is timed where another form is the heuristics' choice: it takes 1.1 to 3 x
+PLAIN_ROWS = (
+    2048  # up to which plain Triton is timed where another backend is the heuristics' choice: it takes 1.1 to 3 x
+)
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
-LIBRARIES = tuple(form.name for form in backends.FORMS if form.library)
+LIBRARIES = tuple(backend.name for backend in backends.BACKENDS if backend.library)
 # Forms of products that no cost model knows: they are timed.
 UNPRICED = tuple(
-    f.name for f in backends.FORMS if f.op == backends.LINEAR and f.name != PLAIN and f.config not in PRICED
+    f.name for f in backends.BACKENDS if f.op == backends.LINEAR and f.name != PLAIN and f.config not in PRICED
 )
 
 # Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 1 s for plain Triton), of the
@@ -61,17 +63,17 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
     """Of `proposed`, the heuristic's choice first, what is worth timing; all where there is plain Triton alone, or what
     no model knows."""
     key, own = question.task.key, proposed[0]
-    unpriced = [c for c in proposed if c.form in UNPRICED]
-    others = [c for c in proposed[1:] if c.form not in (PLAIN, *UNPRICED)]
+    unpriced = [c for c in proposed if c.backend in UNPRICED]
+    others = [c for c in proposed[1:] if c.backend not in (PLAIN, *UNPRICED)]
     if not others:
         return list(proposed)
     predicted = mean_us if key.op == backends.LINEAR else _attention_us
     best = BEST if key.rows <= USUAL.stop else BEST_OF_LONG
     others = sorted(others, key=lambda candidate: predicted(key, candidate.config, target))[:best] + unpriced
-    if key.rows > PLAIN_ROWS and own.form != PLAIN:
+    if key.rows > PLAIN_ROWS and own.backend != PLAIN:
         return list(dict.fromkeys([own, *others]))
     plain = backends.named(key.op, PLAIN)
-    assert plain is not None, "every operation has a plain form"
+    assert plain is not None, "every operation has a plain backend"
     fallback = Candidate(PLAIN, plain.heuristic(key, dtype, target, question.task.widest))
     return list(dict.fromkeys([own, *others, fallback]))
 
@@ -108,7 +110,9 @@ def estimate(
     timing = 0.0
     for question in asked:
         proposed, key = proposals(question), question.task.key
-        each |= {compilation(question, c): COMPILE_S[key.op].get(c.form, COMPILE_S[key.op]["hopper"]) for c in proposed}
+        each |= {
+            compilation(question, c): COMPILE_S[key.op].get(c.backend, COMPILE_S[key.op]["hopper"]) for c in proposed
+        }
         timing += QUESTION_S + len(proposed) * (CANDIDATE_S + _timed_s(key, dtype))
     compile_s = START_S + sum(each.values()) / jobs if each else 0.0
     return Estimate(len(asked), len(each), compile_s, timing)

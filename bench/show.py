@@ -47,14 +47,16 @@ def show_split(document: dict[str, Any], console: Console) -> None:
 
 def _split_table(title: str, row: dict[str, Any]) -> Table:
     table = Table(title=title, title_justify="left")
-    for head in ("operation", "form", "runs", "us each", "floor us", "of floor", "of the run"):
-        table.add_column(head, justify="left" if head in ("operation", "form") else "right")
+    for head in ("operation", "backend", "runs", "us each", "floor us", "of floor", "of the run"):
+        table.add_column(head, justify="left" if head in ("operation", "backend") else "right")
     whole = sum(row["split_ms"].values())
     for name, ms in row["split_ms"].items():
         runs, floor = row["runs"][name], _floor_ms(row["costs"].get(name))
         least, share = (f"{1e3 * floor / runs:.1f}", f"{100 * floor / ms:.0f} %") if floor and ms else ("–", "–")
-        form = row["forms"].get(name, "–")
-        table.add_row(name[:60], form, str(runs), f"{1e3 * ms / runs:.1f}", least, share, f"{100 * ms / whole:.0f} %")
+        backend = row["forms"].get(name, "–")
+        table.add_row(
+            name[:60], backend, str(runs), f"{1e3 * ms / runs:.1f}", least, share, f"{100 * ms / whole:.0f} %"
+        )
     table.add_row("together", "", str(sum(row["runs"].values())), f"{1e3 * whole:.0f}", "", "", "")
     return table
 
@@ -98,11 +100,11 @@ def _cell(row: dict[str, Any], name: str) -> str:
 def show_kernels(rows: list[dict[str, Any]], console: Console) -> None:
     """A line per operation and shape: ours, the peers, and how far the floor is."""
     table = Table(title="operations alone, microseconds (peer / ours)", title_justify="left")
-    for head in ("operation", "shape", "form", "ours", "peers", "floor", "of floor"):
-        table.add_column(head, justify="left" if head in ("operation", "shape", "form", "peers") else "right")
+    for head in ("operation", "shape", "backend", "ours", "peers", "floor", "of floor"):
+        table.add_column(head, justify="left" if head in ("operation", "shape", "backend", "peers") else "right")
     for row in rows:
         us = row["us"]
         peers = ", ".join(f"{n} {t:.1f}" + (f" ({t / us:.2f})" if us else "") for n, t in row["peers_us"].items())
         ours, share = (f"{us:.1f}", f"{100 * row['floor_us'] / us:.0f} %") if us else ("[red]wrong[/]", "–")
-        table.add_row(row["op"], row["shape"], row["form"], ours, peers, f"{row['floor_us']:.1f}", share)
+        table.add_row(row["op"], row["shape"], row["backend"], ours, peers, f"{row['floor_us']:.1f}", share)
     console.print(table)

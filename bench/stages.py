@@ -93,7 +93,7 @@ def _qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     w, d = s.weights.blocks[layer].qkv, s.spec.head_dim
     fold = NormFold(_stats(s, hidden), w.colsum, s.spec.norm_eps)
-    rope = Rope(s.buffers.meta.rope, 2 * s.spec.hidden_size, d, s.buffers.meta.rope_words)
+    rope = Rope(s.buffers.meta.rope, 2 * s.spec.hidden_size, d, s.buffers.meta.packed_cos_sin)
     out = hidden.new_empty(hidden.shape[0], 3 * s.spec.hidden_size)
     s.ops.linear(hidden, w.weight, s.buffers.meta.count(TOKENS), out, Epilogue(w.bias, fold, rope=rope), s.plan.qkv)
     q, k, v = rearrange(out, "t (three h d) -> three t h d", three=3, d=d)

@@ -1,7 +1,7 @@
-"""The autotuner: candidates of every form, compiled and checked side by side, timed in CUDA graphs, winners verified.
+"""The autotuner: candidates of every backend, compiled and checked side by side, timed in CUDA graphs, winners verified.
 
     asked      : questions (questions.py), what matters most first (shortlist.py)
-    candidates : what heuristics would take now, then what every form that the device has proposes, or the likely best
+    candidates : what heuristics would take now, then what every backend that the device has proposes, or the likely best
     pruned     : spills, serialised products (C75xx), shared memory, wrong or endless runs: in processes, in parallel
     timed      : in turns, weights rotated, several contents of a budget, by the mean of time over the heuristic's
     verified   : the winner once more at its own size
@@ -33,7 +33,7 @@ from fusedvit.bench.questions import Candidate, Question, candidates, cases_of, 
 from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import backends, tuning_table
-from fusedvit.kernels.backends import FORMS, Key
+from fusedvit.kernels.backends import BACKENDS, Key
 from fusedvit.kernels.tile_configs import Target
 
 PRUNING = 0.6  # of the time, at most
@@ -87,7 +87,7 @@ def time_candidates(
         for i, config in enumerate(configs):
             try:
                 replay = captured(functools.partial(case.run, config), case.sets, device)
-            except backends.FormFailed as error:
+            except backends.BackendFailed as error:
                 found[i] = str(error)
                 continue
             contenders.append(Contender(str(i), replay, "gpu"))
@@ -251,7 +251,7 @@ def _entry(
 
 def passport(gpu: str) -> dict[str, Any]:
     """What a table must say of itself, see `kernels.tables`."""
-    sources = {f"{form.op}/{form.name}": tuning_table.fingerprint(form) for form in FORMS}
+    sources = {f"{backend.op}/{backend.name}": tuning_table.fingerprint(backend) for backend in BACKENDS}
     versions = {"torch": torch.__version__, "fusedvit": __version__, "triton_version": triton.__version__}
     return {"gpu": gpu, "triton": tuning_table.TRITON, "sources": sources, **versions}
 
@@ -281,9 +281,9 @@ def _holding(document: dict[str, Any]) -> list[Entry]:
     made = document["passport"]
     if made["triton"] != tuning_table.TRITON:
         return []
-    known = {f"{form.op}/{form.name}" for form in FORMS}
+    known = {f"{backend.op}/{backend.name}" for backend in BACKENDS}
     hold = known.difference(*tuning_table.stale_forms(made["sources"], made["torch"]))
-    return [entry for entry in document["entries"] if f"{entry['op']}/{entry['form']}" in hold]
+    return [entry for entry in document["entries"] if f"{entry['op']}/{entry['backend']}" in hold]
 
 
 def _identity(entry: dict[str, Any]) -> str:

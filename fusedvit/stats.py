@@ -87,16 +87,18 @@ def compiles() -> int:
 
 
 def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Sequence[int]) -> list[str]:
-    """The form of each operation at each budget of patch tokens, and what `target` does without: forms, and tuning
+    """The backend of each operation at each budget of patch tokens, and what `target` does without: forms, and tuning
     tables or parts of them that do not hold here."""
     lines = []
     for tokens in budgets:
-        by_form: dict[str, list[str]] = {}
-        for op, form in plan_for(spec, tokens, dtype, target).choices().items():
-            by_form.setdefault(form, []).append(op)
-        chosen = "; ".join(f"{form}: {', '.join(ops)}" for form, ops in sorted(by_form.items()))
+        by_backend: dict[str, list[str]] = {}
+        for op, backend in plan_for(spec, tokens, dtype, target).choices().items():
+            by_backend.setdefault(backend, []).append(op)
+        chosen = "; ".join(f"{backend}: {', '.join(ops)}" for backend, ops in sorted(by_backend.items()))
         lines.append(f"  per-op choice to {tokens} patch tokens: {chosen}")
-    lines += [f"  without {f.op} in its {f.name} form: {why}" for f, why in backends.absences(target, dtype)]
+    lines += [
+        f"  without {f.op} in its {f.name} backend: {why}" for f, why in backends.unavailable_backends(target, dtype)
+    ]
     return lines + [f"  {why}; heuristics used instead" for why in tuning_table.table_for(target).stale]
 
 

@@ -94,10 +94,10 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     COPY_ENGINE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     COLS: tl.constexpr = 3 * HEADS * HEAD_DIM
-    if OVERLAP:
+    if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
     num_tiles = tl.load(num_tiles_ptr)
@@ -206,7 +206,7 @@ def attention(
     if programs == 0:
         return out
 
-    overlap = config.overlap and not triton.knobs.runtime.interpret
+    pdl = config.pdl and not triton.knobs.runtime.interpret
     constants = {
         "HEADS": heads,
         "HEAD_DIM": head_dim,
@@ -216,7 +216,7 @@ def attention(
         "BLOCK_N": config.block_n,
         "NUM_STAGES": config.num_stages,
         "COPY_ENGINE": config.copy_engine,
-        "OVERLAP": overlap,
+        "USE_PDL": pdl,
     }
     boxes = tuple(
         box(qkv, rows, cols, config.copy_engine) if cols else None
@@ -224,6 +224,6 @@ def attention(
         for cols in (head, tail)
     )
     pointers = (out, segments.tiles, segments.num_tiles)
-    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if overlap else {})
+    options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})
     launch(_attention_kernel, programs, boxes, pointers, constants, options)
     return out

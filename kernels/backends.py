@@ -1,14 +1,14 @@
 """The forms an operation comes in, chosen by the type of its configuration.
 
-    LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other form
-    HopperLinearConfig              "hopper": Gluon, on sm_90, in 16 bits
-    HopperTransposedConfig          "transposed": Gluon, on sm_90, in 16 bits, for products of one wave
+    LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other backend
+    HopperGemmConfig              "hopper": Gluon, on sm_90, in 16 bits
+    HopperSwapABConfig          "swap_ab": Gluon, on sm_90, in 16 bits, for products of one wave
     HopperAlternatingConfig         "alternating": Gluon, on sm_90, in 16 bits, for products of many rows
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
     CublasLtConfig                  "cublaslt": cuBLASLt with a bias, in 16 bits; only where a tuning table says so
 
-A form that a device or this Triton lacks is never planned. One that does not compile at a first launch raises
-`FormFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
+A backend that a device or this Triton lacks is never planned. One that does not compile at a first launch raises
+`BackendFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,10 +34,10 @@ from fusedvit.kernels.hopper.attention_configs import (
     hopper_attention_proposals,
 )
 from fusedvit.kernels.hopper.gemm_configs import (
-    HopperLinearConfig,
-    hopper_linear_candidates,
-    hopper_linear_config,
-    wrong_hopper_linear,
+    HopperGemmConfig,
+    hopper_gemm_candidates,
+    hopper_gemm_config,
+    wrong_hopper_gemm,
 )
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 
@@ -71,27 +71,27 @@ class Key:
     dtype: str
 
 
-class FormFailed(RuntimeError):
-    """A form other than plain Triton did not compile or fit here; plans made from now on do without it."""
+class BackendFailed(RuntimeError):
+    """A backend other than plain Triton did not compile or fit here; plans made from now on do without it."""
 
 
 @dataclass(frozen=True)
-class Form:
+class Backend:
     """One way to run an operation.
 
     Attributes:
         name: as tables and reports write it.
         op: `LINEAR` or `ATTENTION`.
-        config: its configurations' type, a flat frozen dataclass. A linear form's has `block_n`, the width of the row
-            statistics it writes if it writes any; an attention form's has `block_m`, the queries of a tile of
+        config: its configurations' type, a flat frozen dataclass. A linear backend's has `block_n`, the width of the row
+            statistics it writes if it writes any; an attention backend's has `block_m`, the queries of a tile of
             `Segments`.
         run: signature of `linear.linear` or `attention.attention`.
-        absent: (target, dtype) -> why the form cannot run there, or "".
+        absent: (target, dtype) -> why the backend cannot run there, or "".
         wrong: (config, target, dtype) -> why the configuration cannot run there, or "".
         heuristic: (key, dtype, target, widest tile of plain Triton whose epilogue does not spill) -> a configuration,
-            or None where the form has no answer.
+            or None where the backend has no answer.
         candidates: the same arguments -> configurations worth timing, for the tuner, which prunes what compiles badly.
-        modules: whose sources decide what the form computes and how fast.
+        modules: whose sources decide what the backend computes and how fast.
         library: one of PyTorch's runs it: what was measured holds for its version, nothing is compiled, and the bits
             depend on how many rows the buffers have.
     """
@@ -146,8 +146,8 @@ def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int)
     return [CublasLtConfig()] if key.kind == "bias" and key.k % cublaslt.MULTIPLE == 0 else []
 
 
-def _alternating() -> Form:
-    return Form(
+def _alternating() -> Backend:
+    return Backend(
         name="alternating",
         op=LINEAR,
         config=alternating_configs.HopperAlternatingConfig,
@@ -160,34 +160,34 @@ def _alternating() -> Form:
     )
 
 
-def _hopper_forms() -> tuple[Form, ...]:
+def _hopper_forms() -> tuple[Backend, ...]:
     if not gluon_compat.AVAILABLE:
         return ()
     return (
-        Form(
-            name="transposed",
+        Backend(
+            name="swap_ab",
             op=LINEAR,
-            config=gemm_swap_ab_configs.HopperTransposedConfig,
+            config=gemm_swap_ab_configs.HopperSwapABConfig,
             run=hopper_transposed.linear,
             absent=hopper_configs.absent,
-            wrong=gemm_swap_ab_configs.wrong_hopper_transposed,
-            heuristic=_by_shape(gemm_swap_ab_configs.hopper_transposed_config),
-            candidates=_likely(gemm_swap_ab_configs.hopper_transposed_candidates),
+            wrong=gemm_swap_ab_configs.wrong_hopper_swap_ab,
+            heuristic=_by_shape(gemm_swap_ab_configs.hopper_swap_ab_config),
+            candidates=_likely(gemm_swap_ab_configs.hopper_swap_ab_candidates),
             modules=sources.TRANSPOSED,
         ),
         _alternating(),
-        Form(
+        Backend(
             name="hopper",
             op=LINEAR,
-            config=HopperLinearConfig,
+            config=HopperGemmConfig,
             run=hopper_linear.linear,
             absent=hopper_configs.absent,
-            wrong=wrong_hopper_linear,
-            heuristic=_by_shape(hopper_linear_config),
-            candidates=_likely(hopper_linear_candidates),
+            wrong=wrong_hopper_gemm,
+            heuristic=_by_shape(hopper_gemm_config),
+            candidates=_likely(hopper_gemm_candidates),
             modules=sources.LINEAR,
         ),
-        Form(
+        Backend(
             name="hopper",
             op=ATTENTION,
             config=HopperAttentionConfig,
@@ -201,9 +201,9 @@ def _hopper_forms() -> tuple[Form, ...]:
     )
 
 
-FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this order
+BACKENDS: tuple[Backend, ...] = (  # the fastest first, as heuristics ask them in this order
     *_hopper_forms(),
-    Form(
+    Backend(
         name="cublaslt",
         op=LINEAR,
         config=CublasLtConfig,
@@ -215,7 +215,7 @@ FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this
         modules=(cublaslt,),
         library=True,
     ),
-    Form(
+    Backend(
         name="triton",
         op=LINEAR,
         config=LinearConfig,
@@ -226,7 +226,7 @@ FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this
         candidates=_plain_linears,
         modules=(plain_linear, plain_epilogue, plain_split, epilogue),
     ),
-    Form(
+    Backend(
         name="triton",
         op=ATTENTION,
         config=AttentionConfig,
@@ -238,62 +238,62 @@ FORMS: tuple[Form, ...] = (  # the fastest first, as heuristics ask them in this
         modules=(plain_attention, metadata),
     ),
 )
-_BY_CONFIG = {form.config: form for form in FORMS}
+_BY_CONFIG = {backend.config: backend for backend in BACKENDS}
 
 
-def form_of(config: object) -> Form:
-    """The form that runs `config`."""
-    form = _BY_CONFIG.get(type(config))
-    assert form is not None, f"no form runs a {type(config).__name__}; known: {[c.__name__ for c in _BY_CONFIG]}"
-    return form
+def backend_of(config: object) -> Backend:
+    """The backend that runs `config`."""
+    backend = _BY_CONFIG.get(type(config))
+    assert backend is not None, f"no backend runs a {type(config).__name__}; known: {[c.__name__ for c in _BY_CONFIG]}"
+    return backend
 
 
-def named(op: str, name: str) -> Form | None:
-    """The form of `op` called `name`, on whatever device."""
-    return next((form for form in FORMS if (form.op, form.name) == (op, name)), None)
+def named(op: str, name: str) -> Backend | None:
+    """The backend of `op` called `name`, on whatever device."""
+    return next((backend for backend in BACKENDS if (backend.op, backend.name) == (op, name)), None)
 
 
-def why_absent(form: Form, target: Target, dtype: torch.dtype) -> str:
-    """Why `form` cannot run on `target`, or ""."""
-    failed = dict(target.without).get(f"{form.op}/{form.name}")
-    return failed or form.absent(target, dtype)
+def why_unavailable(backend: Backend, target: Target, dtype: torch.dtype) -> str:
+    """Why `backend` cannot run on `target`, or ""."""
+    failed = dict(target.without).get(f"{backend.op}/{backend.name}")
+    return failed or backend.absent(target, dtype)
 
 
-def present(op: str, target: Target, dtype: torch.dtype) -> list[Form]:
+def present(op: str, target: Target, dtype: torch.dtype) -> list[Backend]:
     """The forms of `op` that `target` has, the fastest first."""
-    return [form for form in FORMS if form.op == op and not why_absent(form, target, dtype)]
+    return [backend for backend in BACKENDS if backend.op == op and not why_unavailable(backend, target, dtype)]
 
 
-def absences(target: Target, dtype: torch.dtype) -> Iterator[tuple[Form, str]]:
+def unavailable_backends(target: Target, dtype: torch.dtype) -> Iterator[tuple[Backend, str]]:
     """The forms that `target` does without, and why."""
-    for form in FORMS:
-        reason = why_absent(form, target, dtype)
+    for backend in BACKENDS:
+        reason = why_unavailable(backend, target, dtype)
         if reason:
-            yield form, reason
+            yield backend, reason
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, config: Any
 ) -> torch.Tensor:
-    """`kernels.linear.linear`, in the form that `config` stands for. Raises `FormFailed`."""
-    return _run(form_of(config), (x, weight, num_rows, out, epilogue, config))
+    """`kernels.linear.linear`, in the backend that `config` stands for. Raises `BackendFailed`."""
+    return _run(backend_of(config), (x, weight, num_rows, out, epilogue, config))
 
 
 def attention(
     qkv: torch.Tensor, segments: Segments, out: torch.Tensor, heads: int, head_dim: int, config: Any
 ) -> torch.Tensor:
-    """`kernels.attention.attention`, in the form that `config` stands for. Raises `FormFailed`."""
-    return _run(form_of(config), (qkv, segments, out, heads, head_dim, config))
+    """`kernels.attention.attention`, in the backend that `config` stands for. Raises `BackendFailed`."""
+    return _run(backend_of(config), (qkv, segments, out, heads, head_dim, config))
 
 
-def _run(form: Form, arguments: tuple[Any, ...]) -> torch.Tensor:
-    if form.name == "triton":  # nothing to fall back to
-        return form.run(*arguments)
+def _run(backend: Backend, arguments: tuple[Any, ...]) -> torch.Tensor:
+    if backend.name == "triton":  # nothing to fall back to
+        return backend.run(*arguments)
     try:
-        return form.run(*arguments)
+        return backend.run(*arguments)
     except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (TritonError, RuntimeError) as error:  # compilation and passes, ptxas, resources
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        tile_configs.note_failure(f"{form.op}/{form.name}", reason)
-        raise FormFailed(f"{form.op} in its {form.name} form: {reason}") from error
+        tile_configs.note_failure(f"{backend.op}/{backend.name}", reason)
+        raise BackendFailed(f"{backend.op} in its {backend.name} backend: {reason}") from error

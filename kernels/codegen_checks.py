@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
 from fusedvit.kernels.hopper.attention_configs import placed_bytes
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 
 # ── sass ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Hazards that only compiled code shows, read from PTX or `cuobjdump -sass`.
@@ -305,8 +305,8 @@ def _misplaced_ring(launch: Launch, ptx: str) -> list[str]:
     constants = dict(launch.constants)
     if constants.get("SPARE") or constants.get("SUMMED"):
         needed = placed_bytes(*(constants[name] for name in ("HEAD_DIM", "CONSUMERS", "STAGES", "BY_WARP")))
-    elif "transposed" in launch.name:
-        config = HopperTransposedConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
+    elif "swap_ab" in launch.name:
+        config = HopperSwapABConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
         needed = config.ring_bytes(constants["IN_PARTS"] > 0)
     elif "alternating" in launch.name:
         needed = HopperAlternatingConfig(constants["ROWS"], constants["STAGES"]).ring_bytes()

@@ -9,7 +9,7 @@ setting of the process, which may change under us and is nobody's to change but 
 All T rows of the buffers are computed, as cuBLAS reads no count from the device. Rows do not meet in a product, so that
 whatever lies past the count changes nothing before it, and what is written there is as undefined as `kernels.linear`
 has it. But a replay costs what its budget costs, not its content; and cuBLAS chooses by T how it divides a product, on
-which the last bits depend: an eager run gives a replay's bits only in buffers of as many rows (see `Form.library`).
+which the last bits depend: an eager run gives a replay's bits only in buffers of as many rows (see `Backend.library`).
 
 Of PyTorch's settings, fp16 sums (`allow_fp16_accumulation`, off unless asked for) are refused. Where K is split,
 `allow_*_reduced_precision_reduction`, on unless asked otherwise, lets cuBLAS add the parts in 16 bits: the tuner takes

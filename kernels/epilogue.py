@@ -155,7 +155,7 @@ class Rope:
         table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         cols: columns to rotate: q and k.
         head_dim: columns of a head.
-        words: `[T, W]` int32, the same in 16 bits each, for operands of 16 bits (see rope_words.py).
+        words: `[T, W]` int32, the same in 16 bits each, for operands of 16 bits (see packed_cos_sin.py).
     """
 
     table: torch.Tensor | None = None
@@ -282,7 +282,7 @@ def _unpack(word):
 @triton.jit
 def _rotate_pairs(
     acc,  # [BLOCK_M, BLOCK_N] fp32
-    rope_ptr,  # [T, WORDS] int32: cos and sin of a pair (see rope_words.py); or [T, 2, HEAD_DIM / 2] fp32
+    rope_ptr,  # [T, WORDS] int32: cos and sin of a pair (see packed_cos_sin.py); or [T, 2, HEAD_DIM / 2] fp32
     rows,  # [BLOCK_M] int64
     mask_m,
     col0,

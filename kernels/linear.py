@@ -179,13 +179,13 @@ def _linear_kernel(
     GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
     SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     FACTORS: tl.constexpr = 2 if ACT == "swiglu" else 1  # columns of the product to one of the output
     EARLY: tl.constexpr = SPLITS == 1 and table_ptr is None  # parts that meet, and taps, have no registers for it
-    if OVERLAP:
+    if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
     num_rows = tl.load(num_rows_ptr)
@@ -286,7 +286,7 @@ def linear(
     if tiles == 0:
         return out
     if triton.knobs.runtime.interpret:  # nothing to overlap, and no word for it
-        config = replace(config, overlap=False)
+        config = replace(config, pdl=False)
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
     factors, words = rope.factors(x.dtype)
     launch(

@@ -82,7 +82,7 @@ def _take_grid(
     do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch", "length"],
     do_not_specialize_on_alignment=["grid_ptr"],
 )
-def _admit_kernel(
+def _load_inputs_kernel(
     grid_ptr,  # [num_items, 3] int64 or int32
     pixels_ptr,  # [length, WIDTH] of any float; nothing where WIDTH is 0
     into_ptr,  # [length or more, WIDTH] of any float; nothing where WIDTH is 0
@@ -110,7 +110,7 @@ def _admit_kernel(
 
 
 def takes(pixels: torch.Tensor, device: torch.device) -> bool:
-    """Whether `admit` takes `pixels` `[length, width]` over to `device`: dense ones that lie there, of no subclass."""
+    """Whether `load_inputs` takes `pixels` `[length, width]` over to `device`: dense ones that lie there, of no subclass."""
     return (
         type(pixels) in (torch.Tensor, torch.nn.Parameter)
         and pixels.dtype in PIXELS
@@ -124,7 +124,7 @@ def takes(pixels: torch.Tensor, device: torch.device) -> bool:
 _loaded: dict[tuple[Any, ...], Loaded] = {}  # by what decides the code of a launch with pixels
 
 
-def admit(
+def load_inputs(
     grid: torch.Tensor,
     rows: int,
     frames: int,
@@ -179,4 +179,4 @@ def _launch(
     block = min(max(32, 1 << (room - 1).bit_length()), 1024)  # Triton's own function for this takes 5 us
     constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block, "WIDTH": width, "CHUNK": _CHUNK}
     options = {"num_warps": 4 if block < 1024 else 8}
-    return launch(_admit_kernel, programs, (), (grid, pixels, into, out), constants, options, scalars)
+    return launch(_load_inputs_kernel, programs, (), (grid, pixels, into, out), constants, options, scalars)

@@ -225,7 +225,7 @@ class Metadata:
             theirs are undefined, without a list of short frames its.
         rope: `[tokens, 2, head_dim / 2]` fp32, cos and sin; the kernel leaves it alone where there are words. Past the
             count: undefined, never read.
-        rope_words: `[tokens, words]` int32, the same as words (see rope_words.py); no words where nobody reads them.
+        packed_cos_sin: `[tokens, words]` int32, the same as words (see packed_cos_sin.py); no words where nobody reads them.
             Past the count: undefined, never read.
         tap_index: `[tokens, taps]` int32 rows of the position table. Past the count: undefined, never read.
         tap_weight: `[tokens, taps]` fp32. Past the count: undefined, never read.
@@ -240,7 +240,7 @@ class Metadata:
 
     counts: torch.Tensor
     rope: torch.Tensor
-    rope_words: torch.Tensor
+    packed_cos_sin: torch.Tensor
     tap_index: torch.Tensor
     tap_weight: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -408,7 +408,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         inv_freq: `[head_dim / 4]` fp32.
         layout: of the tower and its attention tiles.
     """
-    pairs, words = layout.head_dim // 2, out.rope_words.shape[1]
+    pairs, words = layout.head_dim // 2, out.packed_cos_sin.shape[1]
     assert words in (0, width(layout.head_dim)), f"rotary words {words} a token for heads of {layout.head_dim}"
     lists = (out.rope, out.cu_seqlens, out.tiles, out.short_tiles, out.window_cu_seqlens, out.window_tiles)
     wanted = (True, True, True, layout.short > 0, layout.window > 0, layout.window > 0)
@@ -419,7 +419,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         inv_freq,
         out.counts,
         out.rope,
-        out.rope_words,
+        out.packed_cos_sin,
         out.tap_index,
         out.tap_weight,
         out.cu_seqlens,

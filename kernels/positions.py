@@ -90,7 +90,7 @@ def _store_rope(
     rope_ptr, words_ptr, inv_freq_ptr, inv_freq, offs, row, col, mask, num_pairs,
     PAIRS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The words of a row (see rope_words.py), or without any its cos and sin.
+    """The words of a row (see packed_cos_sin.py), or without any its cos and sin.
 
     Args:
         inv_freq: of the first STEP pairs.

@@ -14,7 +14,7 @@ _CHUNK = 4096  # values a program copies: 32 a thread
 
 
 @triton.jit(do_not_specialize=["rows", "merged_rows", "plane"])
-def _hand_over_kernel(
+def _store_outputs_kernel(
     hidden_ptr,  # [rows or more, HIDDEN]
     merged_ptr,  # [planes, plane, OUT], rows PITCH apart
     to_hidden_ptr,  # [rows, HIDDEN]
@@ -47,7 +47,7 @@ def _hand_over_kernel(
         tl.store(to_merged_ptr + p * merged_values + offs, x, mask=offs < merged_values)
 
 
-def hand_over(hidden: torch.Tensor, merged: torch.Tensor, to_hidden: torch.Tensor, to_merged: torch.Tensor) -> None:
+def store_outputs(hidden: torch.Tensor, merged: torch.Tensor, to_hidden: torch.Tensor, to_merged: torch.Tensor) -> None:
     """Copies the first rows of `hidden` and of each plane of `merged`; one launch.
 
     Args:
@@ -64,4 +64,4 @@ def hand_over(hidden: torch.Tensor, merged: torch.Tensor, to_hidden: torch.Tenso
     pointers = (hidden, merged, to_hidden, to_merged)
     constants = {"HIDDEN": width, "OUT": out, "PITCH": pitch, "CHUNK": _CHUNK}
     scalars = (rows, merged_rows, distance // pitch)
-    launch(_hand_over_kernel, programs, (), pointers, constants, {"num_warps": 4}, scalars)
+    launch(_store_outputs_kernel, programs, (), pointers, constants, {"num_warps": 4}, scalars)

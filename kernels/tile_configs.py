@@ -15,7 +15,7 @@ KIB = 1024
 # of 132 SMs in tiles of 192 x 128 over 1024 columns, or of 144 x 192 over 1152 (8 pictures of 784 fit).
 _LONG = {*range(2048, 4097, 256), *range(4096, 8193, 512), 6336}
 DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_LONG}))
-OVERLAP_ROWS = 2048  # up to which launches begin before the last has ended: most longer ones gain nothing
+PDL_MAX_ROWS = 2048  # up to which launches begin before the last has ended: most longer ones gain nothing
 SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
 MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
 MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS  # what the encoder has room for
@@ -68,7 +68,7 @@ class LinearConfig:
     """Tile shape and schedule of `kernels.linear`.
 
     `max_programs` bounds the persistent grid; `copy_engine` says that the device copies boxes by itself (sm_90 on);
-    `splits` are parts of K that a tile's product is cut into, each a program's; `overlap` begins the launch before the
+    `splits` are parts of K that a tile's product is cut into, each a program's; `pdl` begins the launch before the
     previous one has ended (programmatic dependent launch, sm_90 on).
     """
 
@@ -82,7 +82,7 @@ class LinearConfig:
     flatten: bool = False
     copy_engine: bool = True
     splits: int = 1
-    overlap: bool = False
+    pdl: bool = False
 
     def tiles(self, rows: int, n: int) -> int:
         """Tiles of an output of `rows` rows and `n` columns."""
@@ -102,12 +102,12 @@ class LinearConfig:
             "GROUP_M": self.group_m,
             "FLATTEN": self.flatten,
             "SPLITS": self.splits,
-            "OVERLAP": self.overlap,
+            "USE_PDL": self.pdl,
         }
 
     def options(self) -> dict[str, int]:
         """Launch options."""
-        early = {"launch_pdl": True} if self.overlap else {}  # Triton's interpreter knows no such option
+        early = {"launch_pdl": True} if self.pdl else {}  # Triton's interpreter knows no such option
         return {"num_warps": self.num_warps, "num_stages": self.num_stages} | early
 
     def shared_bytes(self, itemsize: int) -> int:
@@ -121,7 +121,7 @@ class AttentionConfig:
     """Tile shape of `kernels.attention`: `block_m` queries against `block_n` keys a step.
 
     `max_head` is the widest product over a head's channels; a wider head is cut in two (see `attention.split_head`);
-    `overlap` as in `LinearConfig`.
+    `pdl` as in `LinearConfig`.
     """
 
     block_m: int
@@ -131,7 +131,7 @@ class AttentionConfig:
     max_programs: int = 264
     max_head: int = 256
     copy_engine: bool = True
-    overlap: bool = False
+    pdl: bool = False
 
 
 def budget(rows: int, smallest: int = 64) -> int:
@@ -212,11 +212,11 @@ def parts_at_once(tiles: int, size: int, target: Target) -> list[int]:
 def _scheduled(config: LinearConfig, rows: int, target: Target) -> LinearConfig:
     """`config`, begun early where a program has an SM to itself. Those that share one would be put two by two onto the
     first SMs that are free: 64 x 128 was 8 to 14 % slower so on an H200, 128 x 128 up to 11 % faster."""
-    return replace(config, overlap=_overlaps(rows, target) and config.max_programs <= target.num_sms)
+    return replace(config, pdl=_uses_pdl(rows, target) and config.max_programs <= target.num_sms)
 
 
-def _overlaps(rows: int, target: Target) -> bool:
-    return target.capability >= 90 and rows <= OVERLAP_ROWS
+def _uses_pdl(rows: int, target: Target) -> bool:
+    return target.capability >= 90 and rows <= PDL_MAX_ROWS
 
 
 def linear_candidates(
@@ -239,7 +239,7 @@ def linear_candidates(
 def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[AttentionConfig]:
     """Tiles worth timing over `rows` tokens; those that ptxas serialises or that spill fall out when compiled."""
     shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
-    more = {"copy_engine": target.has_copy_engine, "overlap": _overlaps(rows, target)}
+    more = {"copy_engine": target.has_copy_engine, "pdl": _uses_pdl(rows, target)}
     found = [AttentionConfig(*s[:4], s[4] * target.num_sms, **more) for s in shapes]
     return [config for config in found if not wrong_attention(config, target, dtype)]
 
@@ -262,7 +262,7 @@ def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> st
         return f"splits must be 1 to {SPLITS[-1]}, got {config.splits}"
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
-    if config.overlap and target.capability < 90:
+    if config.pdl and target.capability < 90:
         return f"no launch begins early on sm_{target.capability}"
     if config.shared_bytes(dtype.itemsize) > target.max_shared:
         return f"{config.shared_bytes(dtype.itemsize)} bytes of shared memory, limit {target.max_shared}"
@@ -278,7 +278,7 @@ def wrong_attention(config: AttentionConfig, target: Target, dtype: torch.dtype)
         return f"num_warps, num_stages or max_programs out of range: {config}"
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
-    if config.overlap and target.capability < 90:
+    if config.pdl and target.capability < 90:
         return f"no launch begins early on sm_{target.capability}"
     return ""
 
@@ -297,4 +297,4 @@ def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, t
         found = AttentionConfig(64, 64, 4, 2, max_programs=2 * sms)
     else:
         found = AttentionConfig(64, 64, 4, 3, max_programs=3 * sms)
-    return replace(found, overlap=_overlaps(rows, target))
+    return replace(found, pdl=_uses_pdl(rows, target))

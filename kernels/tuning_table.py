@@ -2,10 +2,10 @@
 
     {"passport": {"gpu": …, "triton": "3.6", "torch": "2.11.0", "sources": {"linear/triton": hash, …}},
      "entries": [{"op": "linear", "kind": "norm+rope", "n": 3456, "k": 1152, "rows": 1024, "dtype": "bfloat16",
-                  "form": "triton", "config": {…}, "us": 15.2}, …]}
+                  "backend": "triton", "config": {…}, "us": 15.2}, …]}
 
 Shipped ones are in kernels/configs/; a user's own, in the cache directory, is put over the shipped one entry by entry.
-A table that is malformed, or was measured on another Triton, is left out with a warning; so is, by itself, every form
+A table that is malformed, or was measured on another Triton, is left out with a warning; so is, by itself, every backend
 whose sources have changed since, or that is a library's of another PyTorch. That a shipped one is for another Triton or
 PyTorch is nobody's fault, and no warning. Sizes are looked up as they are: no entry, no answer.
 """
@@ -27,7 +27,7 @@ import torch
 import triton
 
 from fusedvit.kernels import backends
-from fusedvit.kernels.backends import FORMS, Form, Key
+from fusedvit.kernels.backends import BACKENDS, Backend, Key
 from fusedvit.kernels.tile_configs import Target
 
 logger = logging.getLogger("fusedvit")
@@ -67,12 +67,12 @@ class Table:
         return Table({**other.entries, **self.entries}, (*self.stale, *other.stale))
 
     def find(self, key: Key, target: Target, dtype: torch.dtype) -> Any | None:
-        """The configuration for `key`, if there is one and its form runs on `target`."""
+        """The configuration for `key`, if there is one and its backend runs on `target`."""
         config = self.entries.get(key)
         if config is None:
             return None
-        form = backends.form_of(config)
-        absent = backends.why_absent(form, target, dtype) or form.wrong(config, target, dtype)
+        backend = backends.backend_of(config)
+        absent = backends.why_unavailable(backend, target, dtype) or backend.wrong(config, target, dtype)
         return None if absent else config
 
 
@@ -141,54 +141,54 @@ def read(path: Path, gpu: str) -> Table:
         return Table({}, (f"made with Triton {made_on}, this is {TRITON}",), elsewhere=True)
     sources = _member(passport, "sources", dict, f"{path}: passport")
     changed, foreign = stale_forms(sources, str(passport.get("torch")))
-    reasons = {form: f"the sources of {form} have changed since" for form in changed}
-    reasons |= {form: f"{form} was measured with another PyTorch than {TORCH}" for form in foreign}
+    reasons = {backend: f"the sources of {backend} have changed since" for backend in changed}
+    reasons |= {backend: f"{backend} was measured with another PyTorch than {TORCH}" for backend in foreign}
     entries, dropped = {}, set[str]()
     for i, entry in enumerate(_member(document, "entries", list, str(path))):
-        key, config, form = _entry(entry, f"{path}: entry {i}")
-        if form in reasons:
-            dropped.add(form)
+        key, config, backend = _entry(entry, f"{path}: entry {i}")
+        if backend in reasons:
+            dropped.add(backend)
         elif config is not None:
             entries[key] = config
-    return Table(entries, tuple(reasons[form] for form in sorted(dropped)), bool(dropped) and dropped <= foreign)
+    return Table(entries, tuple(reasons[backend] for backend in sorted(dropped)), bool(dropped) and dropped <= foreign)
 
 
 def stale_forms(sources: Mapping[str, Any], made_with: str) -> tuple[set[str], set[str]]:
     """(Forms whose sources are no longer these, other forms that belong to libraries of another PyTorch than the one
-    that it was `made_with`), as "op/form"."""
-    names = {f"{form.op}/{form.name}": form for form in FORMS}
-    changed = {name for name, form in names.items() if sources.get(name) != fingerprint(form)}
-    foreign = {name for name, form in names.items() if form.library and minor(made_with) != TORCH}
+    that it was `made_with`), as "op/backend"."""
+    names = {f"{backend.op}/{backend.name}": backend for backend in BACKENDS}
+    changed = {name for name, backend in names.items() if sources.get(name) != fingerprint(backend)}
+    foreign = {name for name, backend in names.items() if backend.library and minor(made_with) != TORCH}
     return changed, foreign - changed
 
 
 def _entry(entry: Any, where: str) -> tuple[Key, Any | None, str]:
-    """(key, configuration, "op/form"); no configuration for a form that this version does not know."""
+    """(key, configuration, "op/backend"); no configuration for a backend that this version does not know."""
     key = Key(**{f.name: _member(entry, f.name, _TYPES[f.type], where) for f in fields(Key)})
     if key.dtype not in DTYPES:
         raise TableError(f"{where}: dtype must be one of {sorted(DTYPES)}, got {key.dtype!r}")
-    name = _member(entry, "form", str, where)
+    name = _member(entry, "backend", str, where)
     record = _member(entry, "config", dict, where)
-    form = backends.named(key.op, name)
-    return key, None if form is None else config_of(form, record, where), f"{key.op}/{name}"
+    backend = backends.named(key.op, name)
+    return key, None if backend is None else config_of(backend, record, where), f"{key.op}/{name}"
 
 
 _TYPES: dict[Any, type] = {"str": str, "int": int, "bool": bool, str: str, int: int, bool: bool}
 
 
-def config_of(form: Form, record: dict[str, Any], where: str) -> Any:
-    """A configuration of `form` from plain values.
+def config_of(backend: Backend, record: dict[str, Any], where: str) -> Any:
+    """A configuration of `backend` from plain values.
 
     Raises:
         TableError: a field that is unknown, missing or of another type.
     """
-    known = {f.name: f for f in fields(form.config)}
+    known = {f.name: f for f in fields(backend.config)}
     unknown = sorted(set(record) - set(known))
     if unknown:
-        raise TableError(f"{where}: {form.config.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
+        raise TableError(f"{where}: {backend.config.__name__} has no {', '.join(unknown)}; it has {', '.join(known)}")
     values = {name: _member(record, name, _TYPES[known[name].type], where) for name in record}
     try:
-        return form.config(**values)
+        return backend.config(**values)
     except (TypeError, ValueError) as error:  # what the record itself refuses
         raise TableError(f"{where}: {error}") from error
 
@@ -203,10 +203,10 @@ def _member(value: Any, name: str, kind: type, where: str) -> Any:
 
 
 @lru_cache(maxsize=64)
-def fingerprint(form: Form) -> str:
-    """A hash of the code behind `form`, blind to comments, docstrings and layout."""
+def fingerprint(backend: Backend) -> str:
+    """A hash of the code behind `backend`, blind to comments, docstrings and layout."""
     digest = hashlib.sha256()
-    for module in form.modules:
+    for module in backend.modules:
         tree = ast.parse(inspect.getsource(module))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:

@@ -41,10 +41,10 @@ Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when
 
 def _leave_out(asked: list[str] | None) -> list[str] | None:
     """As if these forms did not compile here."""
-    known = {f"{form.op}/{form.name}" for form in backends.FORMS if form.name != "triton"}
+    known = {f"{backend.op}/{backend.name}" for backend in backends.BACKENDS if backend.name != "triton"}
     _refuse_unknown(asked or [], known, "--without")
-    for form in asked or []:
-        note_failure(form, "left out by --without")
+    for backend in asked or []:
+        note_failure(backend, "left out by --without")
     return asked
 
 
@@ -121,8 +121,8 @@ def _guarded(options: Options, seconds: float) -> dict[str, Any]:
     if not seconds:
         return {}
     found = guard.guarded(guard.command(options.towers, options.workloads.values()), seconds)
-    for form, problem in found.problems.items():
-        note_failure(form, problem)
+    for backend, problem in found.problems.items():
+        note_failure(backend, problem)
     return {"guard": asdict(found)}
 
 

@@ -50,7 +50,7 @@ def command(
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="The table; else your own in the cache.")] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write what was found as well.")] = None,
 ) -> None:
-    """Find the fastest form and tile of every operation on this GPU; the table is used from the next process on."""
+    """Find the fastest backend and tile of every operation on this GPU; the table is used from the next process on."""
     deadline = time.monotonic() + 60 * budget_minutes
     names, jobs = _names(tower or list(FLAGSHIPS)), jobs or os.cpu_count() or 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,19 +118,19 @@ def _show_plan(asked: list[questions.Question], tuner: tune.Tuner, console: Cons
     for head in ("operation", "candidates"):
         table.add_column(head)
     for question in asked:
-        by_form: dict[str, int] = {}
+        by_backend: dict[str, int] = {}
         for candidate in tuner.proposed(question):
-            by_form[candidate.form] = by_form.get(candidate.form, 0) + 1
-        table.add_row(question.describe(), ", ".join(f"{n} {form}" for form, n in by_form.items()))
+            by_backend[candidate.backend] = by_backend.get(candidate.backend, 0) + 1
+        table.add_row(question.describe(), ", ".join(f"{n} {backend}" for backend, n in by_backend.items()))
     console.print(table)
 
 
 def _show_found(entries: list[dict[str, object]], console: Console) -> None:
     table = Table(title="fastest, microseconds at a full budget", title_justify="left")
-    for head in ("operation", "rows", "form", "us", "heuristic us", "configuration"):
+    for head in ("operation", "rows", "backend", "us", "heuristic us", "configuration"):
         table.add_column(head)
     for e in entries:
         name = f"{e['op']} {e['kind']} {e['n']} x {e['k']}"
-        cells = (name, e["rows"], e["form"], e["us"], e.get("heuristic_us", "–"), e["config"])
+        cells = (name, e["rows"], e["backend"], e["us"], e.get("heuristic_us", "–"), e["config"])
         table.add_row(*map(str, cells))
     console.print(table)

@@ -128,7 +128,7 @@ class EncoderBuffers:
             meta=Metadata(
                 counts=meta.counts,
                 rope=meta.rope[:tokens],
-                rope_words=meta.rope_words[:tokens],
+                packed_cos_sin=meta.packed_cos_sin[:tokens],
                 tap_index=meta.tap_index[:tokens],
                 tap_weight=meta.tap_weight[:tokens],
                 cu_seqlens=meta.cu_seqlens[: capacity.frames + 1],
@@ -224,7 +224,7 @@ def _allocate_meta(spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, dev
     return Metadata(
         counts=torch.zeros(7, 4, dtype=torch.int32, device=device),
         rope=torch.empty(capacity.tokens, 2, spec.head_dim // 2, dtype=torch.float32, device=device),
-        rope_words=torch.empty(capacity.tokens, words, dtype=torch.int32, device=device),
+        packed_cos_sin=torch.empty(capacity.tokens, words, dtype=torch.int32, device=device),
         tap_index=torch.empty(capacity.tokens, taps, dtype=torch.int32, device=device),
         tap_weight=torch.empty(capacity.tokens, taps, dtype=torch.float32, device=device),
         cu_seqlens=torch.empty(capacity.frames + 1, dtype=torch.int32, device=device),

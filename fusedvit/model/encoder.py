@@ -231,7 +231,7 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
-    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.rope_words) if w.qk_norm is None else None
+    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.packed_cos_sin) if w.qk_norm is None else None
     fold = run.fold(x.stats, w.qkv)
     epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
     run.ops.linear(x.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)

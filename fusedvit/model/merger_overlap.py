@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from fusedvit.kernels.backends import LINEAR, Form, Key, present
+from fusedvit.kernels.backends import LINEAR, Backend, Key, present
 from fusedvit.kernels.cublaslt import CublasLtConfig
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import (
-    HopperLinearConfig,
-    hopper_linear_candidates,
-    hopper_linear_mean_us,
-    wrong_hopper_linear,
+    HopperGemmConfig,
+    hopper_gemm_candidates,
+    hopper_gemm_mean_us,
+    wrong_hopper_gemm,
 )
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import OF_LINEAR, HopperTransposedConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import OF_LINEAR, HopperSwapABConfig
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import mean_us as transposed_mean_us
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
@@ -40,7 +40,7 @@ LEAST_GAIN = 0.2  # of what a merger takes in line
 # promise without it by 0.04 to 0.1, at 196 to 1024 patches (H200, bench/results/h200-beside.json).
 MEANWHILE = 0.07
 LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("merger_fc1", "merger_fc2")
-PRICED = HopperLinearConfig, HopperTransposedConfig  # forms whose times are known
+PRICED = HopperGemmConfig, HopperSwapABConfig  # forms whose times are known
 Chosen = Mapping[str, tuple[Key, Any]]  # key and configuration of each operation of a plan, by its name
 
 
@@ -85,7 +85,7 @@ def priced(chosen: Chosen, dtype: torch.dtype, target: Target) -> Chosen:
     def one(key: Key, config: Any) -> Any:
         if not isinstance(config, CublasLtConfig):
             return config
-        answers = (form.heuristic(key, dtype, target, 0) for form in _forms(target, dtype))
+        answers = (backend.heuristic(key, dtype, target, 0) for backend in _forms(target, dtype))
         return next((answer for answer in answers if answer is not None), None)
 
     return {name: (key, one(key, config)) for name, (key, config) in chosen.items()}
@@ -107,7 +107,7 @@ def on_sms(
     fc1, fc2 = (fastest(chosen[name][0], dtype, replace(target, num_sms=sms)) for name in MERGER)
     if fc1 is None or fc2 is None:
         return None
-    fc1, fc2 = replace(fc1, overlap=False), replace(fc2, overlap=False)
+    fc1, fc2 = replace(fc1, pdl=False), replace(fc2, pdl=False)
     narrow = replace(target, num_sms=target.num_sms - sms)
     chain = _chain(chosen, dtype, target, narrow)
     block_us, merger_us = (total_us((chosen[name] for name in names), target) for names in (LINEARS, MERGER))
@@ -130,10 +130,10 @@ def on_sms(
     return total, Beside(tuple(mergers), tuple(mergers.values()), sms, tuple(chain.items()), fc1, fc2, late_us)
 
 
-def fastest(key: Key, dtype: torch.dtype, target: Target) -> HopperLinearConfig | None:
+def fastest(key: Key, dtype: torch.dtype, target: Target) -> HopperGemmConfig | None:
     """In one part; None where nothing fits."""
-    found = hopper_linear_candidates(key.rows, key.n, key.k, target, key.kind)
-    whole = [c for c in found if c.splits == 1 and not wrong_hopper_linear(c, target, dtype)]
+    found = hopper_gemm_candidates(key.rows, key.n, key.k, target, key.kind)
+    whole = [c for c in found if c.splits == 1 and not wrong_hopper_gemm(c, target, dtype)]
     return min(whole, key=lambda config: mean_us(key, config, target), default=None)
 
 
@@ -142,33 +142,33 @@ def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, narrow: Target) -
     found: dict[str, Any] = {}
     for name, (key, config) in chosen.items():
         narrowed = config
-        if not isinstance(config, HopperTransposedConfig):  # which has as many programs as tiles, whatever the SMs
+        if not isinstance(config, HopperSwapABConfig):  # which has as many programs as tiles, whatever the SMs
             narrowed = replace(config, max_programs=config.max_programs * narrow.num_sms // target.num_sms)
         if "attention" in name:
             found[name] = narrowed
         if name in LINEARS:
-            others = [form.heuristic(key, dtype, narrow, 0) for form in _forms(target, dtype)]
+            others = [backend.heuristic(key, dtype, narrow, 0) for backend in _forms(target, dtype)]
             tried = [narrowed, *(other for other in others if other is not None)]
             found[name] = min(tried, key=functools.partial(mean_us, key, target=narrow))
     return found
 
 
-def _forms(target: Target, dtype: torch.dtype) -> list[Form]:
+def _forms(target: Target, dtype: torch.dtype) -> list[Backend]:
     """Those of a product whose times are known and that `target` has."""
-    return [form for form in present(LINEAR, target, dtype) if form.config in PRICED]
+    return [backend for backend in present(LINEAR, target, dtype) if backend.config in PRICED]
 
 
 def mean_us(key: Key, config: Any, target: Target) -> float:
     """As the configuration was chosen by: the mean over what a budget may hold."""
-    if isinstance(config, HopperTransposedConfig):
+    if isinstance(config, HopperSwapABConfig):
         return transposed_mean_us(config, key.rows, key.n, key.k, target, key.kind)
-    return hopper_linear_mean_us(config, key.rows, key.n, key.k, key.kind)
+    return hopper_gemm_mean_us(config, key.rows, key.n, key.k, key.kind)
 
 
 def total_us(layers: Iterable[tuple[Key, Any]], target: Target) -> float:
     """Of layers one after another, in the us of `linear_configs`."""
     return sum(
-        mean_us(key, config, target) * (OF_LINEAR if isinstance(config, HopperTransposedConfig) else 1.0)
+        mean_us(key, config, target) * (OF_LINEAR if isinstance(config, HopperSwapABConfig) else 1.0)
         for key, config in layers
     )
 

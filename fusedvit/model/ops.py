@@ -32,8 +32,8 @@ class Ops:
     gather_rows: Callable[..., torch.Tensor]
     head_norm_rope: Callable[..., torch.Tensor]
     fingerprint: Callable[..., torch.Tensor]
-    admit: Callable[..., torch.Tensor]
-    hand_over: Callable[..., None]
+    load_inputs: Callable[..., torch.Tensor]
+    store_outputs: Callable[..., None]
 
 
 TRITON = Ops(
@@ -45,8 +45,8 @@ TRITON = Ops(
     norms.gather_rows,
     norms.head_norm_rope,
     fingerprint.fingerprint,
-    load_inputs.admit,
-    store_outputs.hand_over,
+    load_inputs.load_inputs,
+    store_outputs.store_outputs,
 )
 TORCH = Ops(
     "torch",
@@ -57,8 +57,8 @@ TORCH = Ops(
     gather_ref.gather_rows,
     head_norm_ref.head_norm_rope,
     fingerprint_ref.fingerprint,
-    admit_ref.admit,
-    hand_over_ref.hand_over,
+    admit_ref.load_inputs,
+    hand_over_ref.store_outputs,
 )
 
 

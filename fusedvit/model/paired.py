@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusedvit.kernels.backends import Key
-from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.merger_overlap import LEAST_GAIN, MERGER, PRICED, Beside, Chosen, fastest, priced, total_us
 from fusedvit.model.spec import VisionSpec
@@ -59,14 +59,14 @@ def paired(
     configs = _halves(layers["merger_fc1"], layers["merger_fc2"], dtype, target, late_us)
     if configs is None:
         return None
-    fc1, fc2 = (replace(config, overlap=False) for config in configs)
+    fc1, fc2 = (replace(config, pdl=False) for config in configs)
     return Paired(spec.deepstack.index(max(in_line)), fc1, fc2, *configs)
 
 
 @functools.lru_cache(maxsize=1024)
 def _halves(
     fc1: Layer, fc2: Layer, dtype: torch.dtype, target: Target, late_us: float
-) -> tuple[HopperLinearConfig, HopperLinearConfig] | None:
+) -> tuple[HopperGemmConfig, HopperGemmConfig] | None:
     """Configurations of a merger's layers on half of the SMs; None where two such mergers at once gain too little.
 
     Args:

@@ -1,6 +1,6 @@
-"""Which form and launch configuration each operation of the encoder takes for a token budget.
+"""Which backend and launch configuration each operation of the encoder takes for a token budget.
 
-A tuning table answers first, then the heuristics of the forms that the device has, the fastest form first.
+A tuning table answers first, then the heuristics of the forms that the device has, the fastest backend first.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -10,7 +10,7 @@ import torch
 
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.backends import Form, Key
+from fusedvit.kernels.backends import Backend, Key
 from fusedvit.kernels.hopper.attention_configs import (
     ALL_FRAMES,
     LONG_FRAMES,
@@ -30,7 +30,7 @@ from fusedvit.model.weights import pitch_of
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """One configuration per operation, whose type says its form; equal for every call of one token budget.
+    """One configuration per operation, whose type says its backend; equal for every call of one token budget.
 
     Where there is a `short_attention`, it is that of frames of at most `SHORT_FRAME` tokens, which have a list of tiles
     of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks, and
@@ -73,18 +73,18 @@ class EncoderPlan:
         return replace(self, merger_fc1=self.paired.last_fc1, merger_fc2=self.paired.last_fc2)
 
     def choices(self) -> dict[str, str]:
-        """The form of each operation, by its name."""
-        return {name: form.name for name, form in self._forms().items()}
+        """The backend of each operation, by its name."""
+        return {name: backend.name for name, backend in self._forms().items()}
 
     @property
     def whole(self) -> bool:
         """Whether bits depend on the rows of the buffers: then every run's are as many as the budget has."""
-        return any(form.library for form in self._forms().values())
+        return any(backend.library for backend in self._forms().values())
 
-    def _forms(self) -> dict[str, Form]:
+    def _forms(self) -> dict[str, Backend]:
         others = ("max_programs", "beside", "paired")
         configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
-        return {name: backends.form_of(config) for name, config in configs.items() if config is not None}
+        return {name: backends.backend_of(config) for name, config in configs.items() if config is not None}
 
     def narrowed(self) -> "EncoderPlan":
         """The same for blocks that have a merger beside them."""
@@ -208,15 +208,15 @@ def chosen_for(
 
 
 def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
-    """The configuration of one task: the table's, else that of the first form with an answer."""
+    """The configuration of one task: the table's, else that of the first backend with an answer."""
     found = table.find(task.key, target, dtype)
     return heuristic(task, dtype, target) if found is None else found
 
 
 def heuristic(task: Task, dtype: torch.dtype, target: Target) -> Any:
-    """The first answer of the forms of this operation, the fastest form first; plain Triton always has one."""
-    for form in backends.present(task.key.op, target, dtype):
-        config = form.heuristic(task.key, dtype, target, task.widest)
+    """The first answer of the forms of this operation, the fastest backend first; plain Triton always has one."""
+    for backend in backends.present(task.key.op, target, dtype):
+        config = backend.heuristic(task.key, dtype, target, task.widest)
         if config is not None:
             return config
-    raise AssertionError(f"no form answers {task.key}")
+    raise AssertionError(f"no backend answers {task.key}")

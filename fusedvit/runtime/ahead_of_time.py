@@ -138,12 +138,12 @@ def _launches_beside() -> list[Launch]:
         TRITON.fingerprint(watched, words.int())
         for grid in grids:
             TRITON.fingerprint(watched, words.int(), grid, grid.long())
-            TRITON.admit(grid, 4, 256, 2, table)
+            TRITON.load_inputs(grid, 4, 256, 2, table)
             for given, kept in itertools.product(pixels, pixels):
-                TRITON.admit(grid, 4, 256, 2, table, given, kept)
+                TRITON.load_inputs(grid, 4, 256, 2, table, given, kept)
         for like in pixels:
             hidden, merged = like.new_empty(4, 1152), like.new_empty(4, 1, 4096)
-            TRITON.hand_over(hidden, merged, hidden, merged)
+            TRITON.store_outputs(hidden, merged, hidden, merged)
 
     return record(launches)
 

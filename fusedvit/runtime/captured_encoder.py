@@ -9,7 +9,7 @@ import torch
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.side_stream import Branch, CapturedBranch, Serial
 from fusedvit.kernels import load_inputs
-from fusedvit.kernels.backends import FormFailed
+from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.metadata import Layout
 from fusedvit.kernels.tile_configs import Target
@@ -91,7 +91,7 @@ class EncoderProgram:
                     plan, part = self._plans[budget], self._parts[budget]
                     encode(self._spec, self._weights(), part, self._ops, plan, self._branch)
                     return
-                except FormFailed:  # at its first launch, a rehearsal's; the next plan does without that form
+                except BackendFailed:  # at its first launch, a rehearsal's; the next plan does without that form
                     self._plans |= self._plan((budget,))
 
     def compile(self, budgets: Sequence[int]) -> None:
@@ -114,23 +114,23 @@ class EncoderProgram:
         return rows // self._spec.merge_unit
 
     def _admit_all(self, budget: int, grid: list[list[int]], rows: int) -> None:
-        """`admit` of everything that a call may bring: kernels are compiled by that. The first pixels are 0.5 again."""
+        """`load_inputs` of everything that a call may bring: kernels are compiled by that. The first pixels are 0.5 again."""
         frames, merge, part = self._max_frames, self._spec.merge_size, self._parts[budget]
         for dtype in load_inputs.DTYPES:
             table = torch.tensor(grid, dtype=dtype, device=self._device)
-            self._ops.admit(table, rows, frames, merge, part.grid)
+            self._ops.load_inputs(table, rows, frames, merge, part.grid)
             for given in load_inputs.PIXELS if part.pixels.is_contiguous() else ():
                 pixels = torch.full((1, self._spec.patch_width), 0.5, dtype=given, device=self._device)
-                self._ops.admit(table, rows, frames, merge, part.grid, pixels, part.pixels)
+                self._ops.load_inputs(table, rows, frames, merge, part.grid, pixels, part.pixels)
 
     def _hand_over_one(self, budget: int) -> None:
         """A merged token's outputs, whatever they are: the kernel is compiled by that."""
         part, unit = self._parts[budget], self._spec.merge_unit
         hidden, merged = (t.new_empty(t.shape) for t in (part.hidden[:unit], part.merged[:, :1]))
-        self.hand_over(budget, EncoderOutputs(hidden, merged))
+        self.store_outputs(budget, EncoderOutputs(hidden, merged))
 
-    def admit(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor) -> None:
-        """Fills the grid table from the device's `grid` of these pixels, unread, and takes them over: `kernels.admit`.
+    def load_inputs(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor) -> None:
+        """Fills the grid table from the device's `grid` of these pixels, unread, and takes them over: `kernels.load_inputs`.
 
         Args:
             pixels: `[rows, patch_width]`, any float dtype, any device.
@@ -138,15 +138,15 @@ class EncoderProgram:
         part, rows = self._parts[budget], pixels.shape[0]
         arguments = (grid, rows, self._max_frames, self._spec.merge_size, part.grid)
         if part.pixels.is_contiguous() and load_inputs.takes(pixels, self._device):
-            self._ops.admit(*arguments, pixels, part.pixels)
+            self._ops.load_inputs(*arguments, pixels, part.pixels)
             return
-        self._ops.admit(*arguments)
+        self._ops.load_inputs(*arguments)
         part.pixels[:rows].copy_(pixels, non_blocking=True)
 
-    def hand_over(self, budget: int, outputs: EncoderOutputs) -> None:
+    def store_outputs(self, budget: int, outputs: EncoderOutputs) -> None:
         """Copies the first rows of `budget`'s outputs to `outputs`, which say how many."""
         part = self._parts[budget]
-        self._ops.hand_over(part.hidden, part.merged, outputs.hidden, outputs.merged)
+        self._ops.store_outputs(part.hidden, part.merged, outputs.hidden, outputs.merged)
 
     def table(self, rows: Rows) -> torch.Tensor:
         """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch.
@@ -166,7 +166,9 @@ class EncoderProgram:
     def load_grid(self, budget: int, rows: Rows) -> None:
         """Writes the grid table of a batch, (t, h, w) a piece."""
         tokens = sum([t * h * w for t, h, w in rows])
-        self._ops.admit(self.table(rows), tokens, self._max_frames, self._spec.merge_size, self._parts[budget].grid)
+        self._ops.load_inputs(
+            self.table(rows), tokens, self._max_frames, self._spec.merge_size, self._parts[budget].grid
+        )
 
     def held_bytes(self) -> int:
         return 0 if self._whole is None else self._whole.held_bytes() + self._slots.nbytes

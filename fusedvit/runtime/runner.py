@@ -12,7 +12,7 @@ from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import CAPTURE_FAILED, GraphManager
 from fusedvit.graphs.packing import Batch, Piece, Work, pack
-from fusedvit.kernels.backends import FormFailed
+from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
@@ -231,7 +231,7 @@ def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Enco
     while True:
         try:
             return _encode(tower, pixels, items)
-        except FormFailed:  # at its first launch; the next plan does without that form
+        except BackendFailed:  # at its first launch; the next plan does without that form
             continue
 
 

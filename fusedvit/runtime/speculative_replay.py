@@ -2,7 +2,7 @@
 
 Patch tokens and items are the shapes of the caller's tensors. They nearly always tell the batch: one, of one budget,
 its rows in the caller's order. The device takes a grid that lies there over itself and runs nothing where that is no
-grid of this call (`kernels.admit`); the host reads it later, and a guess that does not stand is dropped. A grid on the
+grid of this call (`kernels.load_inputs`); the host reads it later, and a guess that does not stand is dropped. A grid on the
 host tells the batch for certain.
 """
 
@@ -154,12 +154,12 @@ def _replay(
     program, found = graphs.program, None
 
     def load() -> None:
-        program.admit(budget, program.table(grid.items) if isinstance(grid, Read) else grid, pixels)
+        program.load_inputs(budget, program.table(grid.items) if isinstance(grid, Read) else grid, pixels)
 
     def unload() -> None:
         nonlocal found
         found = new_outputs(tower, pixels.shape[0])
-        program.hand_over(budget, found)
+        program.store_outputs(budget, found)
 
     graphs.manager.replay_unread(budget, load, unload)
     return found
@@ -242,7 +242,7 @@ def _likely(graphs: Graphs, rows: int, items: int, unit: int) -> int | None:
 
 
 def _sole_batch(items: Sequence[Item], graphs: Graphs, unit: int) -> Batch | None:
-    """The batch that `items` are, if that is one, of every item whole and in order: what `kernels.admit` lets pass."""
+    """The batch that `items` are, if that is one, of every item whole and in order: what `kernels.load_inputs` lets pass."""
     steps = steps_of(graphs, tuple(items), unit)
     alone = len(steps) == 1 and len(steps[0].runs) == 1 and len(steps[0].rows) == len(items)
     return steps[0].batch if alone else None

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from fusedvit.kernels.hopper.gemm_configs import begins_early, hopper_linear_config, tile_of
+from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_config, tile_of, uses_pdl
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import LONG_K, UNIT, UNIT_BYTES, OfChunks, supports
 from fusedvit.kernels.tile_configs import Target
 
@@ -36,13 +36,13 @@ class HopperAlternatingConfig(OfChunks):
         rows: rows of a tile, 16 to 128, a multiple of 16.
         stages: depth of the operand ring.
         max_programs: bounds the persistent grid.
-        overlap: see `HopperLinearConfig`.
+        pdl: see `HopperGemmConfig`.
     """
 
     rows: int
     stages: int
     max_programs: int = 132
-    overlap: bool = False
+    pdl: bool = False
 
     @property
     def cols(self) -> int:
@@ -72,7 +72,7 @@ class HopperAlternatingConfig(OfChunks):
 
     def options(self) -> dict[str, int]:
         """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
-        return {"num_warps": 4, "maxnreg": _LAUNCH_REGISTERS, "launch_pdl": self.overlap}
+        return {"num_warps": 4, "maxnreg": _LAUNCH_REGISTERS, "launch_pdl": self.pdl}
 
 
 def wrong_hopper_alternating(config: HopperAlternatingConfig, target: Target, dtype: torch.dtype) -> str:
@@ -91,11 +91,11 @@ def hopper_alternating_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
 ) -> HopperAlternatingConfig | None:
     """The height whose rounds of tiles take least; None where another form is as fast. Arguments as of
-    `hopper_linear_config`."""
+    `hopper_gemm_config`."""
     if target.capability != 90:
         return None
     if kind in INSTEAD.get(dtype, ()) and k > SHORT_K:
-        other = hopper_linear_config(rows, n, k, dtype, target, kind)
+        other = hopper_gemm_config(rows, n, k, dtype, target, kind)
         taken = other is not None and tile_of(other) == (2 * UNIT, COLS, 1)
     else:
         taken = kind in ALONE.get(dtype, ())
@@ -107,7 +107,7 @@ def hopper_alternating_config(
 def hopper_alternating_candidates(
     rows: int, n: int, k: int, target: Target, kind: str
 ) -> tuple[HopperAlternatingConfig, ...]:
-    """What a tuner may try; arguments as of `hopper_linear_config`."""
+    """What a tuner may try; arguments as of `hopper_gemm_config`."""
     if "rope" in kind.split("+") or not supports(n, k, kind):  # with these it was slower
         return ()
     if rows < LEAST_BUDGET and (k < LONG_K or rows * n < 2 * target.num_sms * MOST_ROWS * COLS):
@@ -116,5 +116,5 @@ def hopper_alternating_candidates(
     stages = (target.max_shared - none) // (one - none)
     if -(-k // UNIT) < stages:
         return ()
-    early = begins_early(rows, kind)
+    early = uses_pdl(rows, kind)
     return tuple(HopperAlternatingConfig(height, stages, target.num_sms, early) for height in TRIED)

@@ -4,7 +4,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from fusedvit.kernels.hopper.alternating_configs import COLS, HALVES
-from fusedvit.kernels.hopper.gemm import Form, _tile_of, _walk
+from fusedvit.kernels.hopper.gemm import GemmShape, _tile_of, _walk
 from fusedvit.kernels.hopper.gemm_epilogue import _chan
 from fusedvit.kernels.hopper.gemm_swap_ab import (
     LINES,
@@ -47,7 +47,7 @@ class Turns:
 @gluon.jit
 def _grid(tile):
     """What `linear`'s walk goes by: tiles of a consumer each, WIDE columns, not split."""
-    return Form(tile.N, tile.K, tile.ROWS, WIDE, 0, 1, tile.STAGES, 1, GROUP, False)
+    return GemmShape(tile.N, tile.K, tile.ROWS, WIDE, 0, 1, tile.STAGES, 1, GROUP, False)
 
 
 @gluon.jit

@@ -295,7 +295,7 @@ def attention(
         "REGISTERS": registers,
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)
-    options = {"num_warps": 4, "maxnreg": at_launch, "launch_pdl": config.overlap}
+    options = {"num_warps": 4, "maxnreg": at_launch, "launch_pdl": config.pdl}
     described = boxes(qkv, heads, head_dim, config)
     loaded = launch(_hopper_attention_kernel, programs, described, pointers, constants, options)
     if config.placed_bytes(head_dim) and loaded is not None and loaded not in _placed:

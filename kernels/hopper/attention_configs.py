@@ -85,7 +85,7 @@ MAX_HEAD = 128
 QUERIES = 64  # of a consumer
 SHIFT = 16  # columns of the step of K that shifts scores: the fewest that an instruction has
 SUMS = 8  # columns of a product with ones, all alike: the fewest that an instruction has
-OVERLAP = True  # whether what is chosen here begins before the previous launch has ended
+USE_PDL = True  # whether what is chosen here begins before the previous launch has ended
 _placed_bytes = functools.cache(placed_bytes)  # asked at every launch
 
 
@@ -107,7 +107,7 @@ class HopperAttentionConfig:
         near: that step is left out where a tile's first scores are small (see attention_softmax.py); in bfloat16.
         by_warp: warps wait and arrive for themselves (see attention_barriers.py), where memory is placed for it.
         max_programs: bound of the persistent grid.
-        overlap: begin before the previous launch has ended (programmatic dependent launch), see `OVERLAP`. The previous
+        pdl: begin before the previous launch has ended (programmatic dependent launch), see `USE_PDL`. The previous
             launch must not be what writes the tiles.
     """
 
@@ -123,7 +123,7 @@ class HopperAttentionConfig:
     near: bool = False
     by_warp: bool = False
     max_programs: int = 132
-    overlap: bool = False
+    pdl: bool = False
 
     @property
     def block_m(self) -> int:
@@ -205,7 +205,7 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
             turned += [replace(config, near=True) for config in (short, *turned)]
         varied = [replace(long, late=not long.late), replace(long, near=not long.near)]
         found = [TINY, short, *middle, long, *turned, *varied]
-    found = [replace(config, max_programs=config.ctas * target.num_sms, overlap=OVERLAP) for config in found]
+    found = [replace(config, max_programs=config.ctas * target.num_sms, pdl=USE_PDL) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 
 
@@ -343,7 +343,7 @@ def hopper_attention_config(
     chosen = min(
         offered, key=lambda s: sum(w * us / best for w, us, best in zip(weights, taken[s], least, strict=True))
     )
-    chosen = replace(chosen, max_programs=chosen.ctas * sms, overlap=OVERLAP)
+    chosen = replace(chosen, max_programs=chosen.ctas * sms, pdl=USE_PDL)
     return in_order(chosen, rows, heads, head_dim, kind)
 
 

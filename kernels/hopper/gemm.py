@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Scratch, Taps
-from fusedvit.kernels.hopper.gemm_configs import CHUNK, HopperLinearConfig, vector_width, warpgroups
+from fusedvit.kernels.hopper.gemm_configs import CHUNK, HopperGemmConfig, vector_width, warpgroups
 from fusedvit.kernels.hopper.gemm_epilogue import (
     Tail,
     _chan,
@@ -58,7 +58,7 @@ from fusedvit.kernels.tma import rows_behind
 
 
 @record
-class Form:
+class GemmShape:
     """What is known of a launch when it is compiled."""
 
     N: gl.constexpr
@@ -691,7 +691,7 @@ def _hopper_linear_kernel(
             mbarrier.init(turn.index(i), count=1)
     gdc_launch_dependents()
 
-    form = Form(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS)
+    form = GemmShape(N, K, BM, BN1, BN2, CONSUMERS, STAGES, SPLITS, GROUP_M, X_IN_REGISTERS)
     tail = Tail(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,
@@ -721,7 +721,7 @@ def linear(
     num_rows: torch.Tensor,
     out: torch.Tensor,
     epilogue: Epilogue,
-    config: HopperLinearConfig,
+    config: HopperGemmConfig,
 ) -> torch.Tensor:
     """See `kernels.linear.linear`. A split product needs `epilogue.scratch`.
 
@@ -750,7 +750,7 @@ def linear(
     return out
 
 
-def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperLinearConfig) -> str:
+def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperGemmConfig) -> str:
     """Why this product and what follows it cannot run here, or ""."""
     steps = -(-x.shape[1] // CHUNK) // config.splits
     if e.gated and (n % 16 or e.rope is not None or e.taps is not None):
@@ -771,7 +771,7 @@ def unsupported_operands(e: Epilogue, x: torch.Tensor) -> str:
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"operands of 16 bits only, got {x.dtype}"
     if e.rope is not None and e.rope.words is None:
-        return "rotary factors as words (see rope_words.py), got none"
+        return "rotary factors as words (see packed_cos_sin.py), got none"
     if e.rope is not None and (e.rope.cols % CHUNK or e.residual is not None):
         return f"rotary columns of whole {CHUNK}s and no residual, got {e.rope.cols}"
     return ""
@@ -781,7 +781,7 @@ def _size(scratch: Scratch | None) -> str:
     return "none" if scratch is None else f"{scratch.sums.numel()} and {scratch.counters.shape[1]}"
 
 
-def _pointers(e: Epilogue, norm: NormFold, taps: Taps, config: HopperLinearConfig) -> tuple[torch.Tensor | None, ...]:
+def _pointers(e: Epilogue, norm: NormFold, taps: Taps, config: HopperGemmConfig) -> tuple[torch.Tensor | None, ...]:
     """What the kernel reads and writes by itself; for None there is a stand-in, never read."""
     scratch = e.scratch if config.splits > 1 else None
     return (
@@ -798,7 +798,7 @@ def _pointers(e: Epilogue, norm: NormFold, taps: Taps, config: HopperLinearConfi
 
 
 def _boxes(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: HopperLinearConfig
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: HopperGemmConfig
 ) -> tuple[Any, ...]:
     wide, narrow = config.accumulators
     rows, tile = config.rows, config.block_m

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.attention_configs import OVERLAP
-from fusedvit.kernels.tile_configs import OVERLAP_ROWS, SPLITS, Target, parts_at_once
+from fusedvit.kernels.hopper.attention_configs import USE_PDL
+from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, SPLITS, Target, parts_at_once
 
 CHUNK = 64  # columns that go through the epilogue at a time; K of a step
 ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
@@ -20,14 +20,14 @@ PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
     "norm+quick_gelu",
 )  # fmt: skip
-# What begins early, with `OVERLAP`, up to how many rows, by the first that an epilogue has: not the first layer, before
+# What begins early, with `USE_PDL`, up to how many rows, by the first that an epilogue has: not the first layer, before
 # which the count is written. Of long launches those with a residual, a block's short ones (docs/hopper.md).
-EARLY_ROWS = {"residual": math.inf, "rope": OVERLAP_ROWS, "norm": 3072, "rms": 3072}
+PDL_ROWS = {"residual": math.inf, "rope": PDL_MAX_ROWS, "norm": 3072, "rms": 3072}
 CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by; the tuner asks nearer to full where budgets are dense
 
 
 @dataclass(frozen=True)
-class HopperLinearConfig:
+class HopperGemmConfig:
     """Tile and schedule of one launch.
 
     Attributes:
@@ -38,8 +38,8 @@ class HopperLinearConfig:
         splits: parts of K that a tile's product is cut into, each a CTA's, 1 to 8.
         max_programs: bounds the persistent grid; a split product has a CTA per part instead.
         group_m: tile rows that are walked together, so that weights stay in L2.
-        overlap: start before the previous launch has ended, as far as weights go (programmatic dependent launch). The
-            previous launch must not be what writes `num_rows`. Saves 1 to 2 us a launch: see `OVERLAP`.
+        pdl: start before the previous launch has ended, as far as weights go (programmatic dependent launch). The
+            previous launch must not be what writes `num_rows`. Saves 1 to 2 us a launch: see `USE_PDL`.
     """
 
     rows: int
@@ -49,7 +49,7 @@ class HopperLinearConfig:
     splits: int = 1
     max_programs: int = 132
     group_m: int = 8
-    overlap: bool = False
+    pdl: bool = False
 
     @property
     def block_m(self) -> int:
@@ -114,7 +114,7 @@ class HopperLinearConfig:
 
     def options(self) -> dict[str, int]:
         """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
-        return {"num_warps": 4, "maxnreg": 128 if self.consumers == 3 else 168, "launch_pdl": self.overlap}
+        return {"num_warps": 4, "maxnreg": 128 if self.consumers == 3 else 168, "launch_pdl": self.pdl}
 
 
 # Both of the kernel, too, where such functions call none but builtins.
@@ -128,7 +128,7 @@ def vector_width(cols: int) -> int:
     return 1 << (cols - 1).bit_length()
 
 
-def wrong_hopper_linear(config: HopperLinearConfig, target: Target, dtype: torch.dtype) -> str:
+def wrong_hopper_gemm(config: HopperGemmConfig, target: Target, dtype: torch.dtype) -> str:
     """Why `config` cannot run on `target`, or ""."""
     for name, allowed in (("rows", ROWS), ("cols", COLS), ("consumers", CONSUMERS), ("splits", SPLITS)):
         if getattr(config, name) not in allowed:
@@ -142,25 +142,25 @@ def wrong_hopper_linear(config: HopperLinearConfig, target: Target, dtype: torch
     return ""
 
 
-Costed = tuple[HopperLinearConfig, float, float, float]
+Costed = tuple[HopperGemmConfig, float, float, float]
 
 # Configurations with what a step of K, a round of tiles and a launch cost in us, fitted to an H200 (bf16, 56 to 16384
 # rows; in ping-pong a tile's end hides under the next, but for the last's, which the launch's share holds): off by 6 %
 # (rms); how far what they choose is from the best is in tests/kernels/linear_times.py.
 _MEASURED: tuple[Costed, ...] = (
-    (HopperLinearConfig(128, 128, 1, 4), 0.363, 0.2, 3.8),
-    (HopperLinearConfig(64, 192, 1, 5), 0.291, 0.35, 3.7),
-    (HopperLinearConfig(64, 128, 1, 6), 0.199, 0.25, 3.5),
-    (HopperLinearConfig(64, 64, 1, 8), 0.141, 0.05, 3.2),
-    (HopperLinearConfig(64, 256, 2, 3), 0.662, 3.15, 1.9),
-    (HopperLinearConfig(64, 192, 2, 4), 0.475, 2.8, 2.35),
-    (HopperLinearConfig(64, 192, 3, 3), 0.745, 3.5, 2.05),
-    (HopperLinearConfig(64, 128, 3, 4), 0.482, 2.95, 1.65),
-    (HopperLinearConfig(64, 128, 2, 5), 0.343, 2.2, 2.0),
+    (HopperGemmConfig(128, 128, 1, 4), 0.363, 0.2, 3.8),
+    (HopperGemmConfig(64, 192, 1, 5), 0.291, 0.35, 3.7),
+    (HopperGemmConfig(64, 128, 1, 6), 0.199, 0.25, 3.5),
+    (HopperGemmConfig(64, 64, 1, 8), 0.141, 0.05, 3.2),
+    (HopperGemmConfig(64, 256, 2, 3), 0.662, 3.15, 1.9),
+    (HopperGemmConfig(64, 192, 2, 4), 0.475, 2.8, 2.35),
+    (HopperGemmConfig(64, 192, 3, 3), 0.745, 3.5, 2.05),
+    (HopperGemmConfig(64, 128, 3, 4), 0.482, 2.95, 1.65),
+    (HopperGemmConfig(64, 128, 2, 5), 0.343, 2.2, 2.0),
 )
 
 
-def tile_of(config: HopperLinearConfig) -> tuple[int, int, int]:
+def tile_of(config: HopperGemmConfig) -> tuple[int, int, int]:
     """What its costs go by."""
     return config.rows, config.cols, config.consumers
 
@@ -181,9 +181,9 @@ _MEMORY, _SHOWN, _LATENCY_US = 3.12e6, 0.4, 1.06
 
 
 @lru_cache(maxsize=4096)
-def hopper_linear_config(
+def hopper_gemm_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
-) -> HopperLinearConfig | None:
+) -> HopperGemmConfig | None:
     """The configuration that takes least time for a `[rows, k] x [n, k]` product; None where it is plain Triton's.
 
     Args:
@@ -198,21 +198,21 @@ def hopper_linear_config(
         return None
     found = [c for c in _candidates(rows, n, k, target) if not _spills(c, kind)]
     best = min(
-        (c for c in found if not wrong_hopper_linear(c, target, dtype)),
-        key=lambda c: hopper_linear_mean_us(c, rows, n, k, kind),
+        (c for c in found if not wrong_hopper_gemm(c, target, dtype)),
+        key=lambda c: hopper_gemm_mean_us(c, rows, n, k, kind),
     )
     return _scheduled(best, rows, kind)
 
 
-def _scheduled(config: HopperLinearConfig, rows: int, kind: str) -> HopperLinearConfig:
+def _scheduled(config: HopperGemmConfig, rows: int, kind: str) -> HopperGemmConfig:
     """`config` with what it does for its neighbours in time."""
-    return replace(config, overlap=begins_early(rows, kind))
+    return replace(config, pdl=uses_pdl(rows, kind))
 
 
-def begins_early(rows: int, kind: str) -> bool:
+def uses_pdl(rows: int, kind: str) -> bool:
     """Whether a product of `rows` rows followed by `kind` begins before the previous launch has ended."""
     epilogue = kind.split("+")
-    return OVERLAP and rows <= next((most for what, most in EARLY_ROWS.items() if what in epilogue), 0)
+    return USE_PDL and rows <= next((most for what, most in PDL_ROWS.items() if what in epilogue), 0)
 
 
 def mean_over_contents(us: Callable[[int], float], rows: int) -> float:
@@ -221,12 +221,12 @@ def mean_over_contents(us: Callable[[int], float], rows: int) -> float:
     return sum(held) / len(held)
 
 
-def hopper_linear_mean_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str) -> float:
-    """`hopper_linear_us` as a budget of `rows` is judged by."""
-    return mean_over_contents(lambda content: hopper_linear_us(config, content, n, k, kind), rows)
+def hopper_gemm_mean_us(config: HopperGemmConfig, rows: int, n: int, k: int, kind: str) -> float:
+    """`hopper_gemm_us` as a budget of `rows` is judged by."""
+    return mean_over_contents(lambda content: hopper_gemm_us(config, content, n, k, kind), rows)
 
 
-def hopper_linear_us(config: HopperLinearConfig, rows: int, n: int, k: int, kind: str = "") -> float:
+def hopper_gemm_us(config: HopperGemmConfig, rows: int, n: int, k: int, kind: str = "") -> float:
     """What a `[rows, k] x [n, k]` product takes by the costs of its parts, in us; inf for a tile without any."""
     step_us, round_us, launch_us = _COSTS.get(tile_of(config), (float("inf"),) * 3)
     tiles, epilogue = config.tiles(max(1, rows), n), set(kind.split("+"))
@@ -251,7 +251,7 @@ def supports(n: int, k: int, kind: str) -> bool:
     return parts <= KINDS and k >= 2 * CHUNK and whole and turned and gated
 
 
-def _spills(config: HopperLinearConfig, kind: str) -> bool:
+def _spills(config: HopperGemmConfig, kind: str) -> bool:
     """Whether ptxas runs out of registers in this epilogue."""
     parts, three = set(kind.split("+")), config.consumers == 3
     taps = "taps" in parts and (config.rows > 64 or three)
@@ -259,7 +259,7 @@ def _spills(config: HopperLinearConfig, kind: str) -> bool:
     return taps or residual or (config.rows > 64 and config.splits > 2)
 
 
-def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperLinearConfig]:
+def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperGemmConfig]:
     """`_MEASURED` for this device, and some in parts of a long K where all of them run at once."""
     found = [replace(config, max_programs=target.num_sms) for config, *_ in _MEASURED]
     for config in [c for c in found if c.consumers < 3] if k >= _LONG_K else []:  # three have no registers for it
@@ -268,7 +268,7 @@ def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperLinearC
     return found
 
 
-def hopper_linear_candidates(rows: int, n: int, k: int, target: Target, kind: str) -> list[HopperLinearConfig]:
+def hopper_gemm_candidates(rows: int, n: int, k: int, target: Target, kind: str) -> list[HopperGemmConfig]:
     """What a tuner may try."""
     if not supports(n, k, kind):
         return []

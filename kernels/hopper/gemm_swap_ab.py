@@ -33,7 +33,7 @@ from fusedvit.kernels.hopper.gemm_epilogue import (
     _store_moments,
     _unpack,
 )
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import UNIT, UNIT_BYTES, HopperTransposedConfig, unsupported_shape
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import UNIT, UNIT_BYTES, HopperSwapABConfig, unsupported_shape
 from fusedvit.kernels.hopper.gluon_compat import (
     TensorDescriptor,
     async_load,
@@ -665,7 +665,7 @@ def linear(
     num_rows: torch.Tensor,
     out: torch.Tensor,
     epilogue: Epilogue,
-    config: HopperTransposedConfig,
+    config: HopperSwapABConfig,
 ) -> torch.Tensor:
     """See `kernels.linear.linear`.
 
@@ -702,7 +702,7 @@ def linear(
     return out
 
 
-def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperTransposedConfig) -> str:
+def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperSwapABConfig) -> str:
     """Why this product and what follows it cannot run here, or ""."""
     if e.gated or e.taps is not None:
         return "no swiglu and no position taps"
@@ -712,7 +712,7 @@ def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperTransposedCo
 
 
 def _boxes(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: HopperTransposedConfig
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: HopperSwapABConfig
 ) -> tuple[Any, ...]:
     box, tile = config.box, config.rows
     out_box = _box(out, box)

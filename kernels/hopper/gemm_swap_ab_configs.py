@@ -8,10 +8,10 @@ import torch
 
 from fusedvit.kernels.hopper import gemm_configs, gluon_compat
 from fusedvit.kernels.hopper.gemm_configs import (
-    begins_early,
-    hopper_linear_config,
-    hopper_linear_mean_us,
+    hopper_gemm_config,
+    hopper_gemm_mean_us,
     mean_over_contents,
+    uses_pdl,
 )
 from fusedvit.kernels.tile_configs import Target
 
@@ -55,20 +55,20 @@ class OfChunks:
 
 
 @dataclass(frozen=True)
-class HopperTransposedConfig(OfChunks):
+class HopperSwapABConfig(OfChunks):
     """Tile of one launch.
 
     Attributes:
         rows: rows of a tile, 16 to 192, a multiple of 8.
         consumers: warpgroups of a CTA, 1 to 4, each 64 columns of the tile.
         stages: depth of the operand ring.
-        overlap: see `HopperLinearConfig`.
+        pdl: see `HopperGemmConfig`.
     """
 
     rows: int
     consumers: int
     stages: int
-    overlap: bool = False
+    pdl: bool = False
 
     @property
     def cols(self) -> int:
@@ -107,7 +107,7 @@ class HopperTransposedConfig(OfChunks):
 
     def options(self) -> dict[str, int]:
         """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
-        return {"num_warps": 4, "maxnreg": _REGISTERS[self.consumers][0], "launch_pdl": self.overlap}
+        return {"num_warps": 4, "maxnreg": _REGISTERS[self.consumers][0], "launch_pdl": self.pdl}
 
 
 # Of the kernel, too, where such functions call none but builtins.
@@ -121,7 +121,7 @@ def units_of(chunks: int, consumers: int, stages: int, has_norm: bool) -> int:
     return stages * (consumers + chunks) + int(has_norm)
 
 
-def wrong_hopper_transposed(config: HopperTransposedConfig, target: Target, dtype: torch.dtype) -> str:
+def wrong_hopper_swap_ab(config: HopperSwapABConfig, target: Target, dtype: torch.dtype) -> str:
     """Why `config` cannot run on `target`, or ""."""
     rows, consumers = config.rows, config.consumers
     if rows not in range(2 * MULTIPLE, MOST_ROWS + 1, MULTIPLE) or consumers not in range(1, MOST_CONSUMERS + 1):
@@ -162,9 +162,7 @@ _OUT_US, _NORM_US, _NORMED_US, _ERF_US = 6.0e-3, 0.4, 1.2e-3, 0.013
 OF_LINEAR = 1.07
 
 
-def hopper_transposed_us(
-    config: HopperTransposedConfig, rows: int, n: int, k: int, target: Target, kind: str = ""
-) -> float:
+def hopper_swap_ab_us(config: HopperSwapABConfig, rows: int, n: int, k: int, target: Target, kind: str = "") -> float:
     """What a `[rows, k] x [n, k]` product takes by the costs of its parts, in us."""
     c, epilogue, tiles = config.consumers, set(kind.split("+")), config.tiles(max(1, rows), n)
     taken, out, steps = config.cols + config.rows, c * config.rows, -(-k // UNIT)
@@ -200,7 +198,7 @@ def _tiles_of(rows: int, n: int, target: Target) -> Iterator[tuple[int, int]]:
 
 def _deepest(rows: int, consumers: int, k: int, target: Target) -> int:
     """The most stages that shared memory and K allow."""
-    none, one = (HopperTransposedConfig(rows, consumers, stages).shared_bytes() for stages in (0, 1))
+    none, one = (HopperSwapABConfig(rows, consumers, stages).shared_bytes() for stages in (0, 1))
     return min((target.max_shared - none) // (one - none), MOST_STAGES, -(-k // UNIT))
 
 
@@ -211,41 +209,39 @@ def _waits_for_its_sm(height: int, consumers: int, k: int, kind: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def hopper_transposed_candidates(
-    rows: int, n: int, k: int, target: Target, kind: str
-) -> tuple[HopperTransposedConfig, ...]:
+def hopper_swap_ab_candidates(rows: int, n: int, k: int, target: Target, kind: str) -> tuple[HopperSwapABConfig, ...]:
     """What a tuner may try."""
     if not supports(n, k, kind):
         return ()
     # Consumers that have too few registers for erf: ptxas 12.8, and as Triton compiles it from 3.8 on.
     most = (2 if gluon_compat.NEEDS_MORE_REGISTERS else 3) if "gelu" in kind.split("+") else MOST_CONSUMERS
     found = (
-        HopperTransposedConfig(
+        HopperSwapABConfig(
             height,
             consumers,
             _deepest(height, consumers, k, target),
-            overlap=begins_early(rows, kind) and not _waits_for_its_sm(height, consumers, k, kind),
+            pdl=uses_pdl(rows, kind) and not _waits_for_its_sm(height, consumers, k, kind),
         )
         for height, consumers in dict.fromkeys(_tiles_of(rows, n, target))
         if consumers <= most
     )
-    return tuple(c for c in found if not wrong_hopper_transposed(c, target, torch.bfloat16))
+    return tuple(c for c in found if not wrong_hopper_swap_ab(c, target, torch.bfloat16))
 
 
 @lru_cache(maxsize=4096)
-def hopper_transposed_config(
+def hopper_swap_ab_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
-) -> HopperTransposedConfig | None:
-    """The configuration that takes least time by `hopper_transposed_us`; None where `kernels.hopper.linear` takes less
-    by its own costs, or nothing runs. Arguments as of `hopper_linear_config`."""
-    other = hopper_linear_config(rows, n, k, dtype, target, kind)
+) -> HopperSwapABConfig | None:
+    """The configuration that takes least time by `hopper_swap_ab_us`; None where `kernels.hopper.linear` takes less
+    by its own costs, or nothing runs. Arguments as of `hopper_gemm_config`."""
+    other = hopper_gemm_config(rows, n, k, dtype, target, kind)
     if other is None or kind not in PROVEN[dtype] or rows > MOST_BUDGET:
         return None
-    costs = {c: mean_us(c, rows, n, k, target, kind) for c in hopper_transposed_candidates(rows, n, k, target, kind)}
+    costs = {c: mean_us(c, rows, n, k, target, kind) for c in hopper_swap_ab_candidates(rows, n, k, target, kind)}
     best = min(costs, key=lambda c: costs[c], default=None)
-    return best if best is not None and costs[best] < hopper_linear_mean_us(other, rows, n, k, kind) else None
+    return best if best is not None and costs[best] < hopper_gemm_mean_us(other, rows, n, k, kind) else None
 
 
-def mean_us(config: HopperTransposedConfig, rows: int, n: int, k: int, target: Target, kind: str) -> float:
+def mean_us(config: HopperSwapABConfig, rows: int, n: int, k: int, target: Target, kind: str) -> float:
     """The mean over what a budget of `rows` may hold."""
-    return mean_over_contents(lambda content: hopper_transposed_us(config, content, n, k, target, kind), rows)
+    return mean_over_contents(lambda content: hopper_swap_ab_us(config, content, n, k, target, kind), rows)

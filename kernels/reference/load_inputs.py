@@ -1,9 +1,9 @@
-"""Torch twin of `kernels.admit`."""
+"""Torch twin of `kernels.load_inputs`."""
 
 import torch
 
 
-def admit(
+def load_inputs(
     grid: torch.Tensor,
     rows: int,
     frames: int,
@@ -12,7 +12,7 @@ def admit(
     pixels: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `fusedvit.kernels.load_inputs.admit`."""
+    """See `fusedvit.kernels.load_inputs.load_inputs`."""
     sides = grid.long()
     within = bool(((sides >= 1) & (sides <= rows)).all()) and bool((sides[:, 1:] % merge == 0).all())
     items = sides.tolist() if within else []

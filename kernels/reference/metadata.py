@@ -17,7 +17,7 @@ from fusedvit.kernels.metadata import (
     Layout,
     Metadata,
 )
-from fusedvit.kernels.reference.positions import rope_words
+from fusedvit.kernels.reference.positions import packed_cos_sin
 
 
 def _positions(h: int, w: int, merge: int) -> torch.Tensor:
@@ -99,8 +99,8 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         side = layout.window**2
         _tiles(windows, layout.window_block_m, 0, side, out.window_tiles, out.count(WINDOW_TILES))
     out.counts[TOKENS, 0], out.counts[MERGED, 0] = token, token // unit
-    if out.rope_words.shape[1]:
-        rope_words(out.rope, out.count(TOKENS), out.rope_words)
+    if out.packed_cos_sin.shape[1]:
+        packed_cos_sin(out.rope, out.count(TOKENS), out.packed_cos_sin)
     return out
 
 

@@ -1,9 +1,9 @@
-"""Torch twin of `kernels.rope_words`: words of a whole table."""
+"""Torch twin of `kernels.packed_cos_sin`: words of a whole table."""
 
 import torch
 
 
-def rope_words(table: torch.Tensor, num_rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def packed_cos_sin(table: torch.Tensor, num_rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """Fills the first `num_rows` rows of `words`.
 
     Args:

@@ -1,9 +1,9 @@
-"""Torch twin of `kernels.hand_over`."""
+"""Torch twin of `kernels.store_outputs`."""
 
 import torch
 
 
-def hand_over(hidden: torch.Tensor, merged: torch.Tensor, to_hidden: torch.Tensor, to_merged: torch.Tensor) -> None:
-    """See `fusedvit.kernels.store_outputs.hand_over`."""
+def store_outputs(hidden: torch.Tensor, merged: torch.Tensor, to_hidden: torch.Tensor, to_merged: torch.Tensor) -> None:
+    """See `fusedvit.kernels.store_outputs.store_outputs`."""
     to_hidden.copy_(hidden[: to_hidden.shape[0]])
     to_merged.copy_(merged[:, : to_merged.shape[1]])

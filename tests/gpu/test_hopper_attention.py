@@ -49,7 +49,7 @@ def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
 
 
 @pytest.fixture(scope="module")
-def form(device: torch.device) -> backends.Form:
+def form(device: torch.device) -> backends.Backend:
     found = backends.named(backends.ATTENTION, "hopper")
     reason = "no Gluon in this Triton" if found is None else found.absent(Target.of(device), BF16)
     if found is None or reason:
@@ -58,7 +58,7 @@ def form(device: torch.device) -> backends.Form:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(form: backends.Form, device: torch.device) -> None:
+def compiled(form: backends.Backend, device: torch.device) -> None:
     """Every kernel of the quick tests, side by side."""
     with compiling_only():
         for head_dim in (72, 64, 80, 128):
@@ -207,8 +207,8 @@ def test_quick_overlapped(device: torch.device) -> None:
     qkv = packed(lengths, 64, BF16, device, heads=12)
     for config in shipped(64, device):
         answers = []
-        for overlap in (False, True):
-            chosen = replace(config, overlap=overlap)
+        for pdl in (False, True):
+            chosen = replace(config, pdl=pdl)
             segs = segments(lengths, config.block_m, device, room=40)
             wide = torch.zeros(len(qkv), 768, dtype=BF16, device=device)
             thin = torch.zeros(len(qkv), 256, dtype=BF16, device=device)

@@ -16,8 +16,8 @@ from fusedvit.kernels.hopper.alternating_configs import (
     HopperAlternatingConfig,
     hopper_alternating_candidates,
 )
-from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig, hopper_linear_candidates
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig, hopper_transposed_candidates
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, hopper_gemm_candidates
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig, hopper_swap_ab_candidates
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments, store_moments
@@ -32,37 +32,37 @@ BF16, FP16 = torch.bfloat16, torch.float16
 ROWS, MERGED = 1021, 253  # prime, and no multiple of a tile
 REPEATS = 50
 PING_PONG, COOPERATIVE, WIDE = (
-    HopperLinearConfig(128, 128, 1, 4),
-    HopperLinearConfig(64, 192, 3, 3),
-    HopperLinearConfig(64, 256, 2, 3),
+    HopperGemmConfig(128, 128, 1, 4),
+    HopperGemmConfig(64, 192, 3, 3),
+    HopperGemmConfig(64, 256, 2, 3),
 )
-NARROW, SIX = HopperLinearConfig(64, 128, 1, 6), HopperLinearConfig(64, 192, 1, 5)
+NARROW, SIX = HopperGemmConfig(64, 128, 1, 6), HopperGemmConfig(64, 192, 1, 5)
 CASES = {
     "patch embed": (Layer(ROWS, 1536, 1152, taps=True, stats=True), SIX),
     "qkv": (Layer(ROWS, 1152, 3456, norm=True, part=128, heads=16), PING_PONG),
     "qkv, heads of 80, rms": (
         Layer(ROWS, 1280, 3840, norm=True, rms=True, part=64, heads=16),
-        HopperLinearConfig(64, 192, 2, 4),
+        HopperGemmConfig(64, 192, 2, 4),
     ),
     "qkv, heads of 64": (Layer(ROWS, 1024, 3072, norm=True, part=192, heads=16), NARROW),
     "proj": (Layer(ROWS, 1152, 1152, residual=True, stats=True), COOPERATIVE),
     "fc1": (Layer(ROWS, 1152, 4304, norm=True, part=192, activation="gelu_tanh"), PING_PONG),
     "fc1 of Qwen2-VL": (
         Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
-        HopperLinearConfig(64, 128, 3, 4),
+        HopperGemmConfig(64, 128, 3, 4),
     ),
     "swiglu": (Layer(ROWS, 1280, 6848, norm=True, rms=True, part=128, activation="swiglu"), PING_PONG),
-    "fc2": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperLinearConfig(64, 64, 1, 8)),
+    "fc2": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperGemmConfig(64, 64, 1, 8)),
     "fc2 in two": (Layer(250, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=2)),
     "fc2 in three": (Layer(190, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=3)),
     "fc2 in eight": (Layer(61, 4304, 1152, residual=True, stats=True), replace(NARROW, splits=8)),
     "fc2 of two in three": (
         Layer(490, 4304, 1152, residual=True, stats=True),
-        HopperLinearConfig(64, 128, 2, 5, splits=3),
+        HopperGemmConfig(64, 128, 2, 5, splits=3),
     ),
     "fc2 of two in two, 192 columns": (
         Layer(400, 4304, 1152, residual=True, stats=True),
-        HopperLinearConfig(64, 192, 2, 4, splits=2),
+        HopperGemmConfig(64, 192, 2, 4, splits=2),
     ),
     "deepstack fc1": (Layer(MERGED, 4608, 4608, norm=True, merged=4, part=128, activation="gelu"), WIDE),
     "merger fc1 in three": (
@@ -74,38 +74,38 @@ CASES = {
     "merger fc2 in two": (Layer(190, 4608, 4096, bias=False), replace(PING_PONG, splits=2)),
 }
 TRANSPOSED = {
-    "qkv, 112 rows": (Layer(780, 1152, 3456, norm=True, part=64, heads=16), HopperTransposedConfig(112, 3, 5)),
+    "qkv, 112 rows": (Layer(780, 1152, 3456, norm=True, part=64, heads=16), HopperSwapABConfig(112, 3, 5)),
     "qkv, 128 rows, part 192": (
         Layer(250, 1152, 3456, norm=True, part=192, heads=16),
-        HopperTransposedConfig(128, 1, 9),
+        HopperSwapABConfig(128, 1, 9),
     ),
     "qkv, 192 rows, heads of 64": (
         Layer(ROWS, 1024, 3072, norm=True, part=64, heads=16),
-        HopperTransposedConfig(192, 3, 4),
+        HopperSwapABConfig(192, 3, 4),
     ),
     "qkv, 56 rows, heads of 80, rms": (
         Layer(190, 1280, 3840, norm=True, rms=True, part=128, heads=16),
-        HopperTransposedConfig(56, 2, 9),
+        HopperSwapABConfig(56, 2, 9),
     ),
-    "proj, 112 rows": (Layer(780, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(112, 1, 9)),
-    "proj, 144 rows": (Layer(ROWS, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(144, 3, 4)),
-    "proj, 24 rows": (Layer(61, 1152, 1152, residual=True, stats=True), HopperTransposedConfig(24, 1, 9)),
+    "proj, 112 rows": (Layer(780, 1152, 1152, residual=True, stats=True), HopperSwapABConfig(112, 1, 9)),
+    "proj, 144 rows": (Layer(ROWS, 1152, 1152, residual=True, stats=True), HopperSwapABConfig(144, 3, 4)),
+    "proj, 24 rows": (Layer(61, 1152, 1152, residual=True, stats=True), HopperSwapABConfig(24, 1, 9)),
     "fc1, 112 rows": (
         Layer(780, 1152, 4304, norm=True, part=64, activation="gelu_tanh"),
-        HopperTransposedConfig(112, 4, 4),
+        HopperSwapABConfig(112, 4, 4),
     ),
     "fc1 of Qwen2-VL, 80 rows": (
         Layer(ROWS, 1280, 5120, norm=True, part=256, activation="quick_gelu"),
-        HopperTransposedConfig(80, 2, 6),
+        HopperSwapABConfig(80, 2, 6),
     ),
-    "fc2, 96 rows": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperTransposedConfig(96, 2, 6)),
-    "fc2, 40 rows": (Layer(190, 4304, 1152, residual=True, stats=True), HopperTransposedConfig(40, 1, 12)),
+    "fc2, 96 rows": (Layer(ROWS, 4304, 1152, residual=True, stats=True), HopperSwapABConfig(96, 2, 6)),
+    "fc2, 40 rows": (Layer(190, 4304, 1152, residual=True, stats=True), HopperSwapABConfig(40, 1, 12)),
     "deepstack fc1, 64 rows": (
         Layer(MERGED, 4608, 4608, norm=True, merged=4, part=64, activation="gelu"),
-        HopperTransposedConfig(64, 2, 8),
+        HopperSwapABConfig(64, 2, 8),
     ),
-    "merger fc1, 48 rows": (Layer(MERGED, 4608, 4608, activation="gelu"), HopperTransposedConfig(48, 1, 12)),
-    "merger fc2, 16 rows": (Layer(61, 4608, 4096, bias=False), HopperTransposedConfig(16, 1, 12)),
+    "merger fc1, 48 rows": (Layer(MERGED, 4608, 4608, activation="gelu"), HopperSwapABConfig(48, 1, 12)),
+    "merger fc2, 16 rows": (Layer(61, 4608, 4096, bias=False), HopperSwapABConfig(16, 1, 12)),
 }
 ALTERNATING = {
     "fc1, 128 rows in turns": (
@@ -146,7 +146,7 @@ NAMES = [
     for name in CASES
 ]
 CANDIDATES = {
-    "hopper": hopper_linear_candidates, "transposed": hopper_transposed_candidates,
+    "hopper": hopper_gemm_candidates, "swap_ab": hopper_swap_ab_candidates,
     "alternating": hopper_alternating_candidates,
 }  # fmt: skip
 LEAST = {"alternating": LEAST_BUDGET}  # rows from which there are any, whatever K
@@ -266,7 +266,7 @@ def test_random_cases_within_the_rule(form: str, name: str, dtype: torch.dtype, 
         pytest.skip(f"{form} has no {KINDS[name]}")
     cases = []
     for seed in range(25 if form == "hopper" else 40):
-        most = 192 * (132 // -(-base.n // 192)) if form == "transposed" else max(3000, least)  # the former: of one wave
+        most = 192 * (132 // -(-base.n // 192)) if form == "swap_ab" else max(3000, least)  # the former: of one wave
         rows = rng.choice([1, 63, 64, 65, 192, rng.randint(1, 300), rng.randint(1, most)])
         room = max(least, min(most, budget(rows)))
         config = rng.choice(CANDIDATES[form](room, base.n, base.k, Target.of(device), KINDS[name]))

@@ -30,7 +30,7 @@ NAMES = (*LINEARS, *ATTENTIONS)
 def linear_of(name: str, device: torch.device) -> Callable[[], object]:
     layer, config = CASES[name]
     arguments = fused(layer, tensors(layer, torch.bfloat16, device), layer.rows + 70)
-    config = replace(config, overlap=True)
+    config = replace(config, pdl=True)
     return lambda: arguments.run(backends.linear, config)
 
 

@@ -113,7 +113,7 @@ def test_weights_that_change_under_a_replay_begun_unread(fused: tuple[nn.Module,
     assert same(trust.call(tower, pixels, on_gpu), before)
 
 
-FORMS = {
+BACKENDS = {
     "bf16": lambda p: p,
     "fp32": lambda p: p.float() * 1.001,
     "fp16": lambda p: p.half() * 0.999,
@@ -124,7 +124,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("form", BACKENDS.values(), ids=BACKENDS)
 def test_pixels_are_taken_over_whatever_they_are(
     fused: tuple[nn.Module, FusedEncoder], form: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:

@@ -149,7 +149,7 @@ def test_by_position_and_by_name() -> None:
 
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+BACKENDS: dict[str, Callable[[torch.Tensor], Any]] = {
     **{str(dtype): lambda grid, dtype=dtype: grid.to(dtype) for dtype in INTEGERS},
     "list of lists": torch.Tensor.tolist,
     "list of tuples": lambda grid: [tuple(row) for row in grid.tolist()],
@@ -159,7 +159,7 @@ FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("form", BACKENDS.values(), ids=BACKENDS)
 def test_forms_of_grid(form: Callable[[torch.Tensor], Any]) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])

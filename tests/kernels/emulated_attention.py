@@ -29,7 +29,7 @@ def shipped(head_dim: int) -> Iterator[tuple[str, HopperAttentionConfig]]:
     """The schedules that heuristics choose from, what the tuner may choose beside them, and one head after another."""
     middle = {64: [MIDDLE_OF_64], 128: []}.get(head_dim, [MIDDLE])
     for config in (*schedules(head_dim), *middle):
-        yield "", replace(config, max_programs=3, overlap=True)
+        yield "", replace(config, max_programs=3, pdl=True)
         if config.consumers > 1:
             yield "by heads", replace(config, max_programs=3, together=1)
             yield "other turns", replace(config, max_programs=3, ping_pong=not config.ping_pong)

@@ -32,7 +32,7 @@ class Schedule:
 
     def attend(self, change: Change | None = None) -> tuple[torch.Tensor, set[int]]:
         """The answer, and which instructions ran."""
-        config = replace(self.config, max_programs=2, overlap=True)
+        config = replace(self.config, max_programs=2, pdl=True)
         qkv = packed(self.lengths, self.head_dim, torch.bfloat16, CPU)
         segs = segments(self.lengths, config.block_m, CPU)
         with emulated(seed=1, change=change, ready=(segs.tiles, segs.num_tiles)) as machine:

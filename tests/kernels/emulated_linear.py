@@ -16,8 +16,8 @@ from fusedvit.kernels.epilogue import Scratch
 from fusedvit.kernels.hopper import alternating, gemm_swap_ab
 from fusedvit.kernels.hopper import gemm as hopper
 from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
-from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tile_configs import LinearConfig
 from tests.emulator.launches import emulated
@@ -36,36 +36,36 @@ TAPS = Layer(150, 192, 192, taps=True, stats=True)
 DEEP = Layer(70, 512, 256, norm=True, merged=4, part=64, activation="gelu")
 QKV_80 = Layer(90, 320, 480, norm=True, rms=True, part=64, heads=2)
 HOPPER = {
-    "taps": (TAPS, HopperLinearConfig(64, 192, 1, 5)),
-    "qkv": (QKV, HopperLinearConfig(64, 192, 1, 5)),
-    "qkv, three consumers": (QKV, HopperLinearConfig(64, 192, 3, 3)),
-    "qkv, 128 rows": (QKV, HopperLinearConfig(128, 128, 1, 4)),
-    "qkv, heads of 80, rms": (QKV_80, HopperLinearConfig(64, 192, 2, 4)),
-    "fc1": (FC1, HopperLinearConfig(64, 256, 2, 3)),
-    "fc1, quick": (replace(FC1, activation="quick_gelu"), HopperLinearConfig(64, 128, 3, 4)),
-    "fc1, massive channels": (replace(FC1, massive=True), HopperLinearConfig(64, 128, 1, 6)),
-    "swiglu": (SWIGLU, HopperLinearConfig(128, 128, 1, 4)),
-    "fc2": (FC2, HopperLinearConfig(64, 64, 1, 8)),
-    "fc2, three consumers": (FC2, HopperLinearConfig(64, 192, 3, 3)),
-    "fc2 in two": (replace(FC2, k=320), HopperLinearConfig(64, 128, 1, 6, splits=2)),
-    "fc2 of two in three": (replace(FC2, rows=100, k=448, n=128), HopperLinearConfig(64, 128, 2, 5, splits=3)),
-    "fc2 in four": (replace(FC2, rows=61, k=576), HopperLinearConfig(64, 192, 1, 5, splits=4)),
-    "deepstack fc1": (DEEP, HopperLinearConfig(64, 256, 2, 3)),
-    "merger fc2": (Layer(70, 256, 256, bias=False), HopperLinearConfig(64, 128, 1, 6)),
+    "taps": (TAPS, HopperGemmConfig(64, 192, 1, 5)),
+    "qkv": (QKV, HopperGemmConfig(64, 192, 1, 5)),
+    "qkv, three consumers": (QKV, HopperGemmConfig(64, 192, 3, 3)),
+    "qkv, 128 rows": (QKV, HopperGemmConfig(128, 128, 1, 4)),
+    "qkv, heads of 80, rms": (QKV_80, HopperGemmConfig(64, 192, 2, 4)),
+    "fc1": (FC1, HopperGemmConfig(64, 256, 2, 3)),
+    "fc1, quick": (replace(FC1, activation="quick_gelu"), HopperGemmConfig(64, 128, 3, 4)),
+    "fc1, massive channels": (replace(FC1, massive=True), HopperGemmConfig(64, 128, 1, 6)),
+    "swiglu": (SWIGLU, HopperGemmConfig(128, 128, 1, 4)),
+    "fc2": (FC2, HopperGemmConfig(64, 64, 1, 8)),
+    "fc2, three consumers": (FC2, HopperGemmConfig(64, 192, 3, 3)),
+    "fc2 in two": (replace(FC2, k=320), HopperGemmConfig(64, 128, 1, 6, splits=2)),
+    "fc2 of two in three": (replace(FC2, rows=100, k=448, n=128), HopperGemmConfig(64, 128, 2, 5, splits=3)),
+    "fc2 in four": (replace(FC2, rows=61, k=576), HopperGemmConfig(64, 192, 1, 5, splits=4)),
+    "deepstack fc1": (DEEP, HopperGemmConfig(64, 256, 2, 3)),
+    "merger fc2": (Layer(70, 256, 256, bias=False), HopperGemmConfig(64, 128, 1, 6)),
 }
 TRANSPOSED = {
-    "qkv, 112 rows": (replace(QKV, k=320), HopperTransposedConfig(112, 3, 5)),
-    "qkv, 192 rows": (replace(QKV, k=256, rows=250), HopperTransposedConfig(192, 3, 4)),
-    "qkv, 128 rows": (replace(QKV, k=320), HopperTransposedConfig(128, 1, 5)),
-    "qkv, 56 rows, heads of 80, rms": (QKV_80, HopperTransposedConfig(56, 2, 5)),
-    "proj, 112 rows": (replace(FC2, k=384), HopperTransposedConfig(112, 1, 6)),
-    "proj, 144 rows": (replace(FC2, k=256), HopperTransposedConfig(144, 3, 4)),
-    "proj, 24 rows": (replace(FC2, rows=61, k=384), HopperTransposedConfig(24, 1, 6)),
-    "fc1, 112 rows": (FC1, HopperTransposedConfig(112, 4, 4)),
-    "fc2, 96 rows": (replace(FC2, k=464), HopperTransposedConfig(96, 2, 6)),
-    "fc2, 40 rows": (replace(FC2, k=464), HopperTransposedConfig(40, 1, 8)),
-    "deepstack fc1, 64 rows": (DEEP, HopperTransposedConfig(64, 2, 8)),
-    "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperTransposedConfig(16, 1, 8)),
+    "qkv, 112 rows": (replace(QKV, k=320), HopperSwapABConfig(112, 3, 5)),
+    "qkv, 192 rows": (replace(QKV, k=256, rows=250), HopperSwapABConfig(192, 3, 4)),
+    "qkv, 128 rows": (replace(QKV, k=320), HopperSwapABConfig(128, 1, 5)),
+    "qkv, 56 rows, heads of 80, rms": (QKV_80, HopperSwapABConfig(56, 2, 5)),
+    "proj, 112 rows": (replace(FC2, k=384), HopperSwapABConfig(112, 1, 6)),
+    "proj, 144 rows": (replace(FC2, k=256), HopperSwapABConfig(144, 3, 4)),
+    "proj, 24 rows": (replace(FC2, rows=61, k=384), HopperSwapABConfig(24, 1, 6)),
+    "fc1, 112 rows": (FC1, HopperSwapABConfig(112, 4, 4)),
+    "fc2, 96 rows": (replace(FC2, k=464), HopperSwapABConfig(96, 2, 6)),
+    "fc2, 40 rows": (replace(FC2, k=464), HopperSwapABConfig(40, 1, 8)),
+    "deepstack fc1, 64 rows": (DEEP, HopperSwapABConfig(64, 2, 8)),
+    "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperSwapABConfig(16, 1, 8)),
 }
 ALTERNATING = {
     "qkv, 112 rows": (replace(QKV, k=320), HopperAlternatingConfig(112, 5)),
@@ -95,9 +95,9 @@ TRITON = {
         ("deepstack fc1", DEEP, LinearConfig(64, 64, 64, 4, 3)),
     )
 }
-FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+BACKENDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hopper": (hopper.linear, HOPPER),
-    "transposed": (gemm_swap_ab.linear, TRANSPOSED),
+    "swap_ab": (gemm_swap_ab.linear, TRANSPOSED),
     "alternating": (alternating.linear, ALTERNATING),
     "triton": (plain.linear, TRITON),
 }
@@ -118,7 +118,7 @@ def bits(arguments: Fused, op: Any, config: Any, seed: int, scratch: Scratch | N
 
 
 def check(op: Any, layer: Layer, config: Any, dtype: torch.dtype) -> None:
-    config = replace(config, overlap=True)
+    config = replace(config, pdl=True)
     if hasattr(config, "max_programs"):
         config = replace(config, max_programs=PROGRAMS)
     t = tensors(layer, dtype, CPU)
@@ -141,10 +141,10 @@ def check(op: Any, layer: Layer, config: Any, dtype: torch.dtype) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--form", choices=list(FORMS), required=True)
+    parser.add_argument("--form", choices=list(BACKENDS), required=True)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     args = parser.parse_args()
-    op, cases = FORMS[args.form]
+    op, cases = BACKENDS[args.form]
     for name, (layer, config) in cases.items():
         check(op, layer, config, DTYPES[args.dtype])
         print(f"right: {name}", flush=True)

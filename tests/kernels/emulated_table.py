@@ -16,7 +16,7 @@ import torch
 from fusedvit.kernels import backends
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tuning_table import SHIPPED, config_of
-from tests.kernels.emulated_linear import CPU, FORMS, bits
+from tests.kernels.emulated_linear import BACKENDS, CPU, bits
 from tests.kernels.linear_cases import Layer, fused, scratch_for, tensors
 from tests.kernels.support import assert_rounded_once
 
@@ -28,11 +28,11 @@ def chosen() -> Iterator[tuple[str, str, Any]]:
     found: dict[tuple[str, str, Any], None] = {}
     for path in sorted(SHIPPED.glob("*.json")):
         for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
-            if entry["op"] != backends.LINEAR or entry["form"] not in FORMS:
+            if entry["op"] != backends.LINEAR or entry["form"] not in BACKENDS:
                 continue
             form = backends.named(backends.LINEAR, entry["form"])
             assert form is not None, f"no form {entry['form']} in this Triton"
-            config = replace(config_of(form, entry["config"], path.name), overlap=True)
+            config = replace(config_of(form, entry["config"], path.name), pdl=True)
             few = {"max_programs": 3, "group_m": 8}
             config = replace(config, **{name: value for name, value in few.items() if hasattr(config, name)})
             found[entry["form"], entry["kind"], config] = None
@@ -63,7 +63,7 @@ def check(form: str, kind: str, config: Any, seed: int) -> None:
     layer = layer_for(kind, config)
     t = tensors(layer, torch.bfloat16, CPU, seed)
     scratch = scratch_for(config, layer.rows + 20, layer.n, CPU)
-    out = bits(fused(layer, t, layer.rows + 20), FORMS[form][0], config, seed, scratch)[0]
+    out = bits(fused(layer, t, layer.rows + 20), BACKENDS[form][0], config, seed, scratch)[0]
     assert_rounded_once(out, fused(layer, t, wide=torch.float64).run(linear_ref, config)[0], f"{form} {config}:")
 
 

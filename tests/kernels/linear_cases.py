@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
-from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.launch import only_compiling
 from fusedvit.kernels.positions import width
 from fusedvit.kernels.reference.linear import store_moments
-from fusedvit.kernels.reference.positions import rope_words
+from fusedvit.kernels.reference.positions import packed_cos_sin
 from fusedvit.kernels.tile_configs import LinearConfig
 from tests.kernels.support import NAN, assert_nothing_behind, count, padded, random
 
@@ -205,7 +205,7 @@ class Fused:
 
 def scratch_for(config: Any, rows: int, n: int, device: torch.device) -> Scratch | None:
     """What a configuration that splits its product needs beside its arguments."""
-    if not isinstance(config, LinearConfig | HopperLinearConfig) or config.splits == 1:
+    if not isinstance(config, LinearConfig | HopperGemmConfig) or config.splits == 1:
         return None
     scratch = Scratch.zeros(*config.scratch_sizes(rows, n), device)
     scratch.sums.fill_(NAN)
@@ -229,7 +229,7 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
         table = torch.stack([t.angle.cos(), t.angle.sin()], dim=1)
         head_dim = layer.n // (3 * layer.heads)
         words = torch.empty(layer.rows, width(head_dim), dtype=torch.int32, device=table.device)
-        rope_words(table.float(), count(layer.rows, table.device), words)
+        packed_cos_sin(table.float(), count(layer.rows, table.device), words)
         rope = Rope(_poisoned(table, rows), 2 * layer.n // 3, head_dim, _poisoned(words, rows))
     if layer.taps:
         taps = Taps(t.table.to(dtype), _poisoned(t.index.int(), rows), _poisoned(t.tap, rows))

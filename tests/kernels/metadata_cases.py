@@ -63,7 +63,7 @@ def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0, words
     return Metadata(
         counts=integers(7, 4),
         rope=floats(tokens, 2, layout.head_dim // 2),
-        rope_words=integers(tokens, width(layout.head_dim) if words else 0),
+        packed_cos_sin=integers(tokens, width(layout.head_dim) if words else 0),
         tap_index=integers(tokens, layout.taps),
         tap_weight=floats(tokens, layout.taps),
         cu_seqlens=integers(len(frames) + 1 + room),
@@ -106,7 +106,7 @@ def fill(
 def assert_same_words(ours: Metadata, twin: Metadata) -> None:
     """To a unit in each half, and that seldom: where a cos or sin falls on the border of two, its last bits decide."""
     tokens = int(twin.count(TOKENS))
-    halves = [(m.rope_words[:tokens] & 0xFFFF, m.rope_words[:tokens] >> 16 & 0xFFFF) for m in (ours, twin)]
+    halves = [(m.packed_cos_sin[:tokens] & 0xFFFF, m.packed_cos_sin[:tokens] >> 16 & 0xFFFF) for m in (ours, twin)]
     off = torch.stack([a - b for a, b in zip(*halves, strict=True)]).abs()
     assert off.numel() == 0 or (off.max() <= 1 and off.float().mean() < 0.05), (off.max(), off.float().mean())
-    assert (ours.rope_words[tokens:] == UNWRITTEN).all(), "written past the tokens"
+    assert (ours.packed_cos_sin[tokens:] == UNWRITTEN).all(), "written past the tokens"

@@ -92,8 +92,8 @@ def test_other_dtypes_and_shapes_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"\[4, 16\]\), weight torch.Size\(\[8, 24\]\)"):
         linear(x.half(), torch.zeros(8, 24).half(), count(4, CPU), torch.zeros(4, 8).half(), Epilogue(), CONFIG)
     for dtype, why in ((FP32, "bfloat16 and float16 only"), (BF16, ""), (FP16, "")):
-        form = backends.form_of(CONFIG)
-        assert backends.why_absent(form, H200, dtype) == backends.why_absent(form, A100, dtype) == why
+        form = backends.backend_of(CONFIG)
+        assert backends.why_unavailable(form, H200, dtype) == backends.why_unavailable(form, A100, dtype) == why
         assert form.wrong(CONFIG, H200, dtype) == why
 
 
@@ -106,7 +106,7 @@ def test_sums_of_fp16_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
         with pytest.raises(
-            backends.FormFailed, match="linear in its cublaslt form: RuntimeError: .*sums would be of 16"
+            backends.BackendFailed, match="linear in its cublaslt form: RuntimeError: .*sums would be of 16"
         ):
             arguments[FP16].run(backends.linear, CONFIG)
         arguments[BF16].run(backends.linear, CONFIG)
@@ -139,9 +139,9 @@ def keys(spec: Any, rows: int = 1024) -> dict[str, Key]:
 
 def test_a_table_is_what_chooses_it() -> None:
     odd = Key(backends.LINEAR, "bias", 1280, 3420, 1024, "bfloat16")
-    assert not backends.form_of(CONFIG).candidates(odd, BF16, H200, 256)
+    assert not backends.backend_of(CONFIG).candidates(odd, BF16, H200, 256)
     for spec, asked in ((QWEN3_VL_8B, {"merger_fc2"}), (GLM_45V, {"patch", "downsample", "merger_proj", "merger_fc2"})):
-        offered = {n for n, key in keys(spec).items() if backends.form_of(CONFIG).candidates(key, BF16, H200, 256)}
+        offered = {n for n, key in keys(spec).items() if backends.backend_of(CONFIG).candidates(key, BF16, H200, 256)}
         assert offered == asked
         for target in (H200, A100):
             assert "cublaslt" not in plan_for(spec, 1024, BF16, target, Table()).choices().values()
@@ -204,7 +204,7 @@ def test_another_pytorch_makes_it_stale_and_no_other_form(
 
 def test_the_other_forms_are_as_tables_know_them() -> None:
     """No table that was made before this form is out of date by it."""
-    parts = {f"{form.op}/{form.name}": {module.__name__ for module in form.modules} for form in backends.FORMS}
+    parts = {f"{form.op}/{form.name}": {module.__name__ for module in form.modules} for form in backends.BACKENDS}
     own = parts.pop("linear/cublaslt")
     assert own == {"fusedvit.kernels.cublaslt"} and not any(own & others for others in parts.values())
-    assert [form.name for form in backends.FORMS if form.library] == ["cublaslt"]
+    assert [form.name for form in backends.BACKENDS if form.library] == ["cublaslt"]

@@ -20,7 +20,7 @@ from fusedvit.kernels.hopper.alternating_configs import (
     hopper_alternating_config,
     wrong_hopper_alternating,
 )
-from fusedvit.kernels.hopper.gemm_configs import begins_early
+from fusedvit.kernels.hopper.gemm_configs import uses_pdl
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import SHIPPED, Table, config_of, file_name
@@ -54,8 +54,8 @@ def test_what_is_offered_can_run(rows: int, shape: tuple[int, int, str]) -> None
     for config in found:
         assert not wrong_hopper_alternating(config, H200, BF16)
         assert config.stages <= -(-k // 64)
-        assert config.overlap == begins_early(rows, kind)
-        assert not config.overlap or rows < LEAST_BUDGET or "residual" in kind.split("+"), "these are long launches"
+        assert config.pdl == uses_pdl(rows, kind)
+        assert not config.pdl or rows < LEAST_BUDGET or "residual" in kind.split("+"), "these are long launches"
     left_out = {"rope", "taps", "swiglu"} & set(kind.split("+"))
     many = rows >= LEAST_BUDGET or (k >= 2048 and rows * n >= 2 * 132 * 128 * 128)
     assert bool(found) == (many and not left_out and n % 16 == 0), kind
@@ -63,7 +63,7 @@ def test_what_is_offered_can_run(rows: int, shape: tuple[int, int, str]) -> None
 
 @needs_gluon
 def test_a_table_may_choose_it(on_hopper: None) -> None:
-    form = backends.form_of(GOOD)
+    form = backends.backend_of(GOOD)
     assert backends.named(backends.LINEAR, "alternating") is form and config_of(form, asdict(GOOD), "here") == GOOD
     (task,) = (task for task in tasks(QWEN3_VL_8B, 4096, BF16) if task.name == "proj")
     assert plan_for(QWEN3_VL_8B, 4096, BF16, H200, Table()).choices()["proj"] == "hopper"

@@ -77,7 +77,7 @@ def test_every_budget_has_an_answer_that_can_run(usable: None, head_dim: int, dt
 
 
 def test_wrong_configurations_say_why(usable: None) -> None:
-    good = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True, overlap=attention_configs.OVERLAP)
+    good = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True, pdl=attention_configs.USE_PDL)
     wrong = {
         "consumers must be": dataclasses.replace(good, consumers=4),
         "block_n 64 or 128": dataclasses.replace(good, block_n=96),
@@ -190,7 +190,7 @@ def test_what_is_chosen_is_near_the_best_that_was_timed(usable: None) -> None:
             kind = "short" if length <= SHORT_FRAME else "long"
         chosen = hopper_attention_config(rows, 16, head_dim, BF16, H200, kind)
         assert chosen is not None
-        chosen = dataclasses.replace(chosen, max_programs=132, overlap=False)
+        chosen = dataclasses.replace(chosen, max_programs=132, pdl=False)
         if chosen in us:
             assert us[chosen] <= 1.1 * min(us.values()), f"{head_dim}: {frames} x {length}: {chosen}, {us}"
             seen += 1

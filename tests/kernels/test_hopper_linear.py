@@ -14,16 +14,16 @@ from fusedvit.kernels.hopper import gemm_configs, gluon_compat
 from fusedvit.kernels.hopper.gemm_configs import (
     CONTENTS,
     PROVEN,
-    HopperLinearConfig,
-    hopper_linear_candidates,
-    hopper_linear_config,
-    hopper_linear_us,
-    wrong_hopper_linear,
+    HopperGemmConfig,
+    hopper_gemm_candidates,
+    hopper_gemm_config,
+    hopper_gemm_us,
+    wrong_hopper_gemm,
 )
 from fusedvit.kernels.positions import width
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments
-from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS, OVERLAP_ROWS, Target, budget
+from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS, PDL_MAX_ROWS, Target, budget
 from fusedvit.kernels.tma import rows_behind
 from fusedvit.kernels.tuning_table import Table, config_of
 from fusedvit.model import buffers
@@ -48,14 +48,14 @@ LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == backends.LINEAR]
 @given(st.integers(1, 200_000).map(budget), st.sampled_from(LINEAR), st.sampled_from([BF16, FP16]))
 def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: torch.dtype) -> None:
     n, k, kind = shape
-    config = hopper_linear_config(rows, n, k, dtype, H200, kind)
-    assert config == hopper_linear_config(rows, n, k, dtype, H200, kind)
+    config = hopper_gemm_config(rows, n, k, dtype, H200, kind)
+    assert config == hopper_gemm_config(rows, n, k, dtype, H200, kind)
     if config is None:
         return
-    assert not wrong_hopper_linear(config, H200, dtype)
-    assert config in hopper_linear_candidates(rows, n, k, H200, kind)
+    assert not wrong_hopper_gemm(config, H200, dtype)
+    assert config in hopper_gemm_candidates(rows, n, k, H200, kind)
     assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
-    assert config.overlap == gemm_configs.begins_early(rows, kind)
+    assert config.pdl == gemm_configs.uses_pdl(rows, kind)
     if config.splits > 1:
         sums, counters = config.scratch_sizes(rows, n)
         assert sums <= MAX_SUMS and counters <= MAX_COUNTERS, "the encoder's scratch has no room"
@@ -66,10 +66,10 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
 @given(st.integers(1, 200_000).map(budget), st.sampled_from(LINEAR))
 def test_candidates_can_run(rows: int, shape: tuple[int, int, str]) -> None:
     n, k, kind = shape
-    found = hopper_linear_candidates(rows, n, k, H200, kind)
+    found = hopper_gemm_candidates(rows, n, k, H200, kind)
     assert len(set(found)) == len(found) > 0
     for config in found:
-        assert not wrong_hopper_linear(config, H200, BF16)
+        assert not wrong_hopper_gemm(config, H200, BF16)
         assert config.splits == 1 or config.scratch_sizes(rows, n)[0] <= MAX_SUMS
 
 
@@ -79,7 +79,7 @@ def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.Mon
     for newer in (False, True):
         monkeypatch.setattr(gluon_compat, "NEEDS_MORE_REGISTERS", newer)
         for kind in ("residual+stats", "norm+rope"):
-            found = hopper_linear_candidates(2048, 1152, 1152, H200, kind)
+            found = hopper_gemm_candidates(2048, 1152, 1152, H200, kind)
             offered[newer, kind] = {(c.rows, c.cols, c.consumers) for c in found}
     assert offered[False, "residual+stats"] - offered[True, "residual+stats"] == {(64, 128, 3)}
     assert offered[False, "norm+rope"] == offered[True, "norm+rope"]
@@ -96,8 +96,8 @@ def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.Mon
     ],
 )
 def test_what_it_cannot_do_is_left_to_plain_triton(n: int, k: int, kind: str, why: str) -> None:
-    assert hopper_linear_config(16384, n, k, BF16, H200, kind) is None, why
-    assert hopper_linear_candidates(16384, n, k, H200, kind) == [], why
+    assert hopper_gemm_config(16384, n, k, BF16, H200, kind) is None, why
+    assert hopper_gemm_candidates(16384, n, k, H200, kind) == [], why
 
 
 def test_what_is_chosen_is_hardly_slower_than_the_best() -> None:
@@ -105,7 +105,7 @@ def test_what_is_chosen_is_hardly_slower_than_the_best() -> None:
     where 0.88 of them are whole rounds of another tile."""
     slower = {}
     for name, rows, n, k, kind, us in TIMES:
-        config = hopper_linear_config(rows, n, k, BF16, H200, kind)
+        config = hopper_gemm_config(rows, n, k, BF16, H200, kind)
         assert config is not None
         taken = us[config.rows, config.cols, config.consumers, config.splits]
         slower[name, rows, n] = taken / min(us.values()) - 1
@@ -121,48 +121,48 @@ def test_costs_are_off_by_a_tenth() -> None:
     for _, rows, n, k, kind, us in TIMES:
         for (m, cols, consumers, splits), taken in us.items():
             (tile,) = {
-                replace(c, splits=splits, overlap=False)
-                for c in hopper_linear_candidates(rows, n, k, H200, kind)
+                replace(c, splits=splits, pdl=False)
+                for c in hopper_gemm_candidates(rows, n, k, H200, kind)
                 if (c.rows, c.cols, c.consumers) == (m, cols, consumers)
             }
-            thought = [hopper_linear_us(tile, int(share * rows), n, k, kind) for share in CONTENTS]
+            thought = [hopper_gemm_us(tile, int(share * rows), n, k, kind) for share in CONTENTS]
             off.append(sum(thought) / len(thought) / taken - 1)
     assert len(off) > 150 and sum(x * x for x in off) / len(off) < 0.1**2
 
 
 def test_other_devices_and_dtypes_are_left_to_plain_triton() -> None:
-    assert hopper_linear_config(4096, 1152, 4304, BF16, H200, "residual+stats") is not None
-    assert hopper_linear_config(4096, 1152, 4304, BF16, A100, "residual+stats") is None
-    assert hopper_linear_config(4096, 1152, 4304, FP32, H200, "residual+stats") is None
+    assert hopper_gemm_config(4096, 1152, 4304, BF16, H200, "residual+stats") is not None
+    assert hopper_gemm_config(4096, 1152, 4304, BF16, A100, "residual+stats") is None
+    assert hopper_gemm_config(4096, 1152, 4304, FP32, H200, "residual+stats") is None
 
 
 @pytest.mark.parametrize("n, k, kind", LINEAR)
 def test_what_is_not_proven_on_a_device_is_the_tuners_alone(n: int, k: int, kind: str) -> None:
     for rows, dtype in itertools.product((64, 4096, 16384), (BF16, FP16)):
-        assert bool(hopper_linear_config(rows, n, k, dtype, H200, kind)) == (kind in PROVEN)
-    assert hopper_linear_candidates(4096, n, k, H200, kind), "the tuner compares each with the twin"
+        assert bool(hopper_gemm_config(rows, n, k, dtype, H200, kind)) == (kind in PROVEN)
+    assert hopper_gemm_candidates(4096, n, k, H200, kind), "the tuner compares each with the twin"
 
 
-@pytest.mark.parametrize("rows, early", [(OVERLAP_ROWS, 5), (OVERLAP_ROWS + 256, 4), (3072, 4), (3328, 2), (65536, 2)])
+@pytest.mark.parametrize("rows, early", [(PDL_MAX_ROWS, 5), (PDL_MAX_ROWS + 256, 4), (3072, 4), (3328, 2), (65536, 2)])
 def test_what_begins_early(rows: int, early: int) -> None:
     kinds = ("residual+stats", "residual", "norm+gelu_tanh", "rms+swiglu", "norm+rope", "bias", "taps+stats", "stats")
-    assert [gemm_configs.begins_early(rows, kind) for kind in kinds] == [i < early for i in range(len(kinds))]
+    assert [gemm_configs.uses_pdl(rows, kind) for kind in kinds] == [i < early for i in range(len(kinds))]
 
 
 def test_launches_overlap_at_one_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is first may follow the launch that writes its count."""
-    monkeypatch.setattr(gemm_configs, "OVERLAP", True)
-    choose = hopper_linear_config.__wrapped__  # without what was chosen before
+    monkeypatch.setattr(gemm_configs, "USE_PDL", True)
+    choose = hopper_gemm_config.__wrapped__  # without what was chosen before
     for spec in (QWEN3_VL_8B, QWEN25_VL_7B, GLM_45V):
         for task in tasks(spec, 784, BF16):
             if task.key.op == backends.LINEAR and task.key.kind in PROVEN:
                 config = choose(784, task.key.n, task.key.k, BF16, H200, task.key.kind)
-                assert config in hopper_linear_candidates(784, task.key.n, task.key.k, H200, task.key.kind)
-                assert config.overlap == (task.name in {"qkv", "proj", "fc1", "fc2"} or "norm" in task.key.kind)
-                assert not (config.overlap and task.name == "patch")
+                assert config in hopper_gemm_candidates(784, task.key.n, task.key.k, H200, task.key.kind)
+                assert config.pdl == (task.name in {"qkv", "proj", "fc1", "fc2"} or "norm" in task.key.kind)
+                assert not (config.pdl and task.name == "patch")
 
 
-GOOD = HopperLinearConfig(64, 128, 1, 6)
+GOOD = HopperGemmConfig(64, 128, 1, 6)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ GOOD = HopperLinearConfig(64, 128, 1, 6)
     ],
 )
 def test_wrong_configurations_are_told(changed: dict[str, int], said: str) -> None:
-    found = wrong_hopper_linear(replace(GOOD, **changed), H200, BF16)
+    found = wrong_hopper_gemm(replace(GOOD, **changed), H200, BF16)
     assert said in found and bool(said) == bool(found)
 
 
@@ -196,7 +196,7 @@ def test_wrong_configurations_are_told(changed: dict[str, int], said: str) -> No
     ],
 )
 def test_what_it_cannot_run_is_refused_before_any_launch(
-    layer: Layer, dtype: torch.dtype, config: HopperLinearConfig, said: str, monkeypatch: pytest.MonkeyPatch
+    layer: Layer, dtype: torch.dtype, config: HopperGemmConfig, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper_linear, "launch", lambda *arguments: pytest.fail("launched"))
     arguments = fused(layer, tensors(layer, dtype, CPU))
@@ -217,7 +217,7 @@ def test_rotary_factors_are_needed_as_words(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("config", [GOOD, replace(GOOD, cols=192), replace(GOOD, splits=4)], ids=str)
-def test_the_twin_takes_its_configurations(config: HopperLinearConfig) -> None:
+def test_the_twin_takes_its_configurations(config: HopperGemmConfig) -> None:
     layer = Layer(21, 512, 384, residual=True, stats=True)
     t = tensors(layer, FP32, CPU)
     out, stats = fused(layer, t).run(linear_ref, config)
@@ -228,7 +228,7 @@ def test_the_twin_takes_its_configurations(config: HopperLinearConfig) -> None:
 
 @pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_tables_hold_its_configurations() -> None:
-    form = backends.form_of(GOOD)
+    form = backends.backend_of(GOOD)
     assert form.name == "hopper" and config_of(form, asdict(GOOD), "here") == GOOD
 
 
@@ -242,7 +242,7 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     failed = replace(H200, without=(("linear/hopper", "does not compile"),))
     for target, dtype in ((failed, BF16), (H200, FP32), (A100, BF16)):
         plan = plan_for(QWEN3_VL_8B, 4096, dtype, target, Table())
-        assert not any(isinstance(getattr(plan, name), HopperLinearConfig) for name in plan.choices())
+        assert not any(isinstance(getattr(plan, name), HopperGemmConfig) for name in plan.choices())
 
 
 def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_counted() -> None:
@@ -254,7 +254,7 @@ def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_cou
         (spec, FP32, 0),
     ):
         made = allocate(tower, capacity, dtype, CPU)
-        meta = replace(made.meta, rope_words=made.meta.rope_words[:0])
+        meta = replace(made.meta, packed_cos_sin=made.meta.packed_cos_sin[:0])
         without = replace(made, meta=meta, scratch=Scratch.zeros(0, 0, CPU))
         assert made.held_bytes() - without.held_bytes() == 4 * held
 
@@ -264,16 +264,16 @@ from dataclasses import replace
 import torch
 from fusedvit.kernels.codegen_checks import compile_launch, record
 from fusedvit.kernels.hopper.gemm import linear
-from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from tests.kernels.linear_cases import Layer, fused, tensors
-CPU, FP16, BF16, narrow = torch.device("cpu"), torch.float16, torch.bfloat16, HopperLinearConfig(64, 128, 1, 6)
+CPU, FP16, BF16, narrow = torch.device("cpu"), torch.float16, torch.bfloat16, HopperGemmConfig(64, 128, 1, 6)
 for layer, dtype, config in (
     (Layer(64, 256, 192, taps=True, stats=True), BF16, narrow),
-    (Layer(64, 2304, 256, norm=True, part=32, merged=2, activation="gelu"), BF16, HopperLinearConfig(64, 256, 2, 3)),
+    (Layer(64, 2304, 256, norm=True, part=32, merged=2, activation="gelu"), BF16, HopperGemmConfig(64, 256, 2, 3)),
     (Layer(64, 256, 272, norm=True, rms=True, part=128, activation="swiglu", limit=7.0), BF16, narrow),
-    (Layer(64, 256, 384, norm=True, rms=True, part=64, heads=2), FP16, HopperLinearConfig(64, 192, 3, 3)),
+    (Layer(64, 256, 384, norm=True, rms=True, part=64, heads=2), FP16, HopperGemmConfig(64, 192, 3, 3)),
     (Layer(64, 1024, 208, activation="quick_gelu"), FP16, replace(narrow, splits=3, overlap=True)),
-    (Layer(64, 4608, 256, norm=True, part=128, merged=4, activation="gelu"), FP16, HopperLinearConfig(128, 128, 1, 4)),
+    (Layer(64, 4608, 256, norm=True, part=128, merged=4, activation="gelu"), FP16, HopperGemmConfig(128, 128, 1, 4)),
 ):
     arguments = fused(layer, tensors(layer, dtype, CPU))
     for launch in record(lambda: arguments.run(linear, config)):

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from fusedvit.kernels import backends
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig, begins_early
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, uses_pdl
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import (
     MOST_BUDGET,
     MOST_ROWS,
     MOST_WAVES,
     OF_LINEAR,
     PROVEN,
-    HopperTransposedConfig,
-    hopper_transposed_candidates,
-    hopper_transposed_config,
+    HopperSwapABConfig,
+    hopper_swap_ab_candidates,
+    hopper_swap_ab_config,
     mean_us,
-    wrong_hopper_transposed,
+    wrong_hopper_swap_ab,
 )
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tile_configs import Target, budget
@@ -43,23 +43,23 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU, H200, A100 = torch.device("cpu"), Target(name="NVIDIA H200"), Target(80, 108, 163 * 1024)
 KEYS = [task.key for spec in (QWEN3_VL_8B, QWEN2_VL_7B, QWEN25_VL_7B) for task in tasks(spec, 64, BF16)]
 LINEAR = [(key.n, key.k, key.kind) for key in KEYS if key.op == backends.LINEAR]
-GOOD = HopperTransposedConfig(112, 1, 9)
-OFF = (("linear/transposed", "off"),)
+GOOD = HopperSwapABConfig(112, 1, 9)
+OFF = (("linear/swap_ab", "off"),)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 200_000).map(budget), st.sampled_from(LINEAR), st.sampled_from([BF16, FP16]))
 def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: torch.dtype) -> None:
     n, k, kind = shape
-    config = hopper_transposed_config(rows, n, k, dtype, H200, kind)
-    assert config == hopper_transposed_config(rows, n, k, dtype, H200, kind)
-    for candidate in hopper_transposed_candidates(rows, n, k, H200, kind):
-        assert not wrong_hopper_transposed(candidate, H200, dtype)
+    config = hopper_swap_ab_config(rows, n, k, dtype, H200, kind)
+    assert config == hopper_swap_ab_config(rows, n, k, dtype, H200, kind)
+    for candidate in hopper_swap_ab_candidates(rows, n, k, H200, kind):
+        assert not wrong_hopper_swap_ab(candidate, H200, dtype)
         waves = 1 if rows <= MOST_BUDGET else MOST_WAVES  # nothing hides the end of a tile
         assert candidate.tiles(rows, n) <= waves * H200.num_sms
-        assert candidate.overlap <= begins_early(rows, kind)
+        assert candidate.pdl <= uses_pdl(rows, kind)
     if config is not None:
-        assert kind in PROVEN[dtype] and config in hopper_transposed_candidates(rows, n, k, H200, kind)
+        assert kind in PROVEN[dtype] and config in hopper_swap_ab_candidates(rows, n, k, H200, kind)
         assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
 
 
@@ -75,24 +75,24 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
     ],
 )
 def test_what_it_cannot_do_is_left_to_others(rows: int, n: int, k: int, kind: str, why: str) -> None:
-    assert hopper_transposed_config(rows, n, k, BF16, H200, kind) is None, why
-    assert hopper_transposed_candidates(rows, n, k, H200, kind) == (), why
+    assert hopper_swap_ab_config(rows, n, k, BF16, H200, kind) is None, why
+    assert hopper_swap_ab_candidates(rows, n, k, H200, kind) == (), why
 
 
 @pytest.mark.parametrize("rows, height", [(4608, 112), (6144, 144), (6656, 152), (8192, 192)])
 def test_long_products_are_offered_in_full_waves(rows: int, height: int) -> None:
     """Two waves are 44 rows of six tiles; heuristics leave them to the tuner."""
-    found = {(c.rows, c.consumers): c for c in hopper_transposed_candidates(rows, 1152, 4304, H200, "residual+stats")}
+    found = {(c.rows, c.consumers): c for c in hopper_swap_ab_candidates(rows, 1152, 4304, H200, "residual+stats")}
     tiles = found[height, 3].tiles(rows, 1152)
     assert H200.num_sms < tiles <= 2 * H200.num_sms < found[height, 3].tiles(44 * height + 1, 1152)
-    assert hopper_transposed_config(rows, 1152, 4304, BF16, H200, "residual+stats") is None
+    assert hopper_swap_ab_config(rows, 1152, 4304, BF16, H200, "residual+stats") is None
 
 
 def test_what_is_chosen_is_hardly_slower_than_the_best() -> None:
     """2 % on average, of either form."""
     slower = {}
     for name, rows, n, k, kind, hopper_us, us in TIMES:
-        config = hopper_transposed_config(rows, n, k, BF16, H200, kind)
+        config = hopper_swap_ab_config(rows, n, k, BF16, H200, kind)
         taken = hopper_us if config is None else us.get((config.rows, config.consumers), 1.35 * min(us.values()))
         slower[name, rows] = taken / min(hopper_us, *us.values()) - 1
     assert len(slower) == 59 and max(slower.values()) < 0.2, slower
@@ -103,7 +103,7 @@ def test_costs_are_off_by_an_eighth() -> None:
     """Of tiles that take at most 1.35 times the best; rms over them."""
     off = []
     for _, rows, n, k, kind, _, us in TIMES:
-        for candidate in hopper_transposed_candidates(rows, n, k, H200, kind):
+        for candidate in hopper_swap_ab_candidates(rows, n, k, H200, kind):
             taken = us.get((candidate.rows, candidate.consumers))
             if taken is not None:
                 off.append(mean_us(candidate, rows, n, k, H200, kind) / taken - 1)
@@ -112,15 +112,15 @@ def test_costs_are_off_by_an_eighth() -> None:
 
 def test_other_devices_and_dtypes_are_left_to_others() -> None:
     arguments = 784, 1152, 4304
-    assert hopper_transposed_config(*arguments, BF16, H200, "residual+stats") is not None
-    assert hopper_transposed_config(*arguments, BF16, A100, "residual+stats") is None
-    assert hopper_transposed_config(*arguments, FP32, H200, "residual+stats") is None
+    assert hopper_swap_ab_config(*arguments, BF16, H200, "residual+stats") is not None
+    assert hopper_swap_ab_config(*arguments, BF16, A100, "residual+stats") is None
+    assert hopper_swap_ab_config(*arguments, FP32, H200, "residual+stats") is None
 
 
 def test_what_is_not_proven_on_a_device_is_the_tuners_alone() -> None:
     for kind, dtype in (("norm", BF16), ("norm+quick_gelu", FP16)):
-        assert hopper_transposed_config(784, 3456, 1152, dtype, H200, kind) is None
-        assert hopper_transposed_candidates(784, 3456, 1152, H200, kind)
+        assert hopper_swap_ab_config(784, 3456, 1152, dtype, H200, kind) is None
+        assert hopper_swap_ab_candidates(784, 3456, 1152, H200, kind)
 
 
 def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +128,11 @@ def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.Mon
     offered = {}
     for newer in (False, True):
         monkeypatch.setattr(gluon_compat, "NEEDS_MORE_REGISTERS", newer)
-        hopper_transposed_candidates.cache_clear()
+        hopper_swap_ab_candidates.cache_clear()
         for kind in ("norm+gelu", "norm+gelu_tanh"):
-            found = hopper_transposed_candidates(336, 4608, 4608, H200, kind)
+            found = hopper_swap_ab_candidates(336, 4608, 4608, H200, kind)
             offered[newer, kind] = {c.consumers for c in found}
-    hopper_transposed_candidates.cache_clear()
+    hopper_swap_ab_candidates.cache_clear()
     assert offered[False, "norm+gelu"] - offered[True, "norm+gelu"] == {3}
     assert offered[False, "norm+gelu_tanh"] == offered[True, "norm+gelu_tanh"] == {2, 3, 4}
 
@@ -150,8 +150,8 @@ def test_newer_tritons_leave_out_what_spills_there_alone(monkeypatch: pytest.Mon
     ],
 )
 def test_wrong_configurations_are_told(changed: dict[str, int], said: str) -> None:
-    assert wrong_hopper_transposed(GOOD, H200, BF16) == ""
-    assert said in wrong_hopper_transposed(replace(GOOD, **changed), H200, BF16)
+    assert wrong_hopper_swap_ab(GOOD, H200, BF16) == ""
+    assert said in wrong_hopper_swap_ab(replace(GOOD, **changed), H200, BF16)
 
 
 def test_tiles_that_wait_for_their_sm_begin_when_it_is_their_turn() -> None:
@@ -159,9 +159,9 @@ def test_tiles_that_wait_for_their_sm_begin_when_it_is_their_turn() -> None:
     cases = ((784, 4304, 112, 1), (448, 4304, 64, 1), (784, 1152, 112, 1), (1568, 4304, 112, 2))
     found = []
     for rows, k, height, consumers in cases:
-        candidates = hopper_transposed_candidates(rows, 1152, k, H200, "residual+stats")
+        candidates = hopper_swap_ab_candidates(rows, 1152, k, H200, "residual+stats")
         (config,) = (c for c in candidates if (c.rows, c.consumers) == (height, consumers))
-        found.append(config.overlap)
+        found.append(config.pdl)
     assert found == [False, True, True, True]
 
 
@@ -177,16 +177,14 @@ def test_tiles_that_wait_for_their_sm_begin_when_it_is_their_turn() -> None:
     ],
     ids=str,
 )
-def test_what_it_cannot_run_is_refused_before_any_launch(
-    layer: Layer, config: HopperTransposedConfig, said: str
-) -> None:
+def test_what_it_cannot_run_is_refused_before_any_launch(layer: Layer, config: HopperSwapABConfig, said: str) -> None:
     arguments = fused(layer, tensors(layer, BF16, CPU))
     with pytest.raises(ValueError, match=said):
         arguments.run(gemm_swap_ab.linear, config)
 
 
 @pytest.mark.parametrize("config", [GOOD, replace(GOOD, rows=24)], ids=str)
-def test_the_twin_takes_its_configurations(config: HopperTransposedConfig) -> None:
+def test_the_twin_takes_its_configurations(config: HopperSwapABConfig) -> None:
     layer = Layer(40, 128, 192, residual=True, stats=True)
     t = tensors(layer, FP32, CPU)
     out, stats = fused(layer, t).run(linear_ref, config)
@@ -196,18 +194,18 @@ def test_the_twin_takes_its_configurations(config: HopperTransposedConfig) -> No
 
 @needs_gluon
 def test_tables_hold_its_configurations() -> None:
-    form = backends.form_of(GOOD)
-    assert backends.named(backends.LINEAR, "transposed") is form and config_of(form, asdict(GOOD), "here") == GOOD
+    form = backends.backend_of(GOOD)
+    assert backends.named(backends.LINEAR, "swap_ab") is form and config_of(form, asdict(GOOD), "here") == GOOD
 
 
 @needs_gluon
 def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     plan = plan_for(QWEN3_VL_8B, 784, BF16, H200, Table())
-    assert plan.choices()["qkv"] == plan.choices()["fc2"] == "transposed" and plan.choices()["patch"] == "hopper"
-    assert plan.qkv == HopperTransposedConfig(112, 3, plan.qkv.stages, overlap=True)
+    assert plan.choices()["qkv"] == plan.choices()["fc2"] == "swap_ab" and plan.choices()["patch"] == "hopper"
+    assert plan.qkv == HopperSwapABConfig(112, 3, plan.qkv.stages, pdl=True)
     without = plan_for(QWEN3_VL_8B, 784, BF16, replace(H200, without=OFF), Table())
-    used = {**without.choices(), **{name: backends.form_of(config).name for name, config in without.beside.chain}}
-    assert "transposed" not in used.values(), "nor beside a merger"
+    used = {**without.choices(), **{name: backends.backend_of(config).name for name, config in without.beside.chain}}
+    assert "swap_ab" not in used.values(), "nor beside a merger"
 
 
 @needs_gluon
@@ -220,15 +218,15 @@ def test_mergers_beside_it_are_reckoned_in_one_run_s_times(on_hopper: None) -> N
     with_it, without = found.values()
     assert with_it is not None and without is not None and with_it.mergers == without.mergers
     assert with_it.late_us <= without.late_us + 1 and 1 < OF_LINEAR < 1.15
-    assert any(isinstance(config, HopperTransposedConfig) for _, config in with_it.chain)
-    assert isinstance(with_it.fc1, HopperLinearConfig), "it can be bounded to some SMs"
+    assert any(isinstance(config, HopperSwapABConfig) for _, config in with_it.chain)
+    assert isinstance(with_it.fc1, HopperGemmConfig), "it can be bounded to some SMs"
 
 
 COMPILED = """
 import torch
 from fusedvit.kernels.codegen_checks import _misplaced_ring, compile_launch, record
 from fusedvit.kernels.hopper import transposed
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig as Config
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig as Config
 from tests.kernels.linear_cases import Layer, fused, tensors
 
 qkv, fc2 = Layer(40, 640, 1152, norm=True, part=64, heads=16), Layer(40, 640, 192, residual=True, stats=True)

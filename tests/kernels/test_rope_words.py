@@ -8,7 +8,7 @@ import torch
 from fusedvit.kernels.metadata import vision_metadata
 from fusedvit.kernels.positions import CHUNK, width
 from fusedvit.kernels.reference.metadata import vision_metadata as vision_metadata_ref
-from fusedvit.kernels.reference.positions import rope_words
+from fusedvit.kernels.reference.positions import packed_cos_sin
 from tests.kernels.metadata_cases import UNWRITTEN, assert_same_words, fill, frames_of
 from tests.kernels.support import count, random
 
@@ -32,8 +32,8 @@ def test_kernel_is_its_twin(head_dim: int, device: torch.device) -> None:
     tokens = sum(frames_of(GRID))
     assert ours.rope.isnan().all(), "a table beside the words"
     without = fill(vision_metadata, GRID, device, **options)
-    words = torch.full_like(ours.rope_words, UNWRITTEN)
-    assert torch.equal(ours.rope_words, rope_words(without.rope, count(tokens, device), words))
+    words = torch.full_like(ours.packed_cos_sin, UNWRITTEN)
+    assert torch.equal(ours.packed_cos_sin, packed_cos_sin(without.rope, count(tokens, device), words))
 
 
 def test_windows_have_words(device: torch.device) -> None:
@@ -45,7 +45,7 @@ def test_windows_have_words(device: torch.device) -> None:
 def test_words_hold_cos_and_sin(head_dim: int) -> None:
     t = table(100, head_dim, torch.device("cpu"))
     words = torch.full((130, width(head_dim)), UNWRITTEN, dtype=torch.int32)
-    rope_words(t, count(100, t.device), words)
+    packed_cos_sin(t, count(100, t.device), words)
     assert (words[100:] == UNWRITTEN).all(), "rows past the count"
     pairs, whole = head_dim // 2, words[:100].long()
     for i, half in enumerate((whole & 0xFFFF, whole >> 16 & 0xFFFF)):
@@ -60,7 +60,7 @@ def test_words_hold_cos_and_sin(head_dim: int) -> None:
 
 def test_widths_must_fit(device: torch.device) -> None:
     def narrower(grid, inv_freq, out, layout):  # type: ignore[no-untyped-def]
-        return vision_metadata(grid, inv_freq, replace(out, rope_words=out.rope_words[:, :36]), layout)
+        return vision_metadata(grid, inv_freq, replace(out, packed_cos_sin=out.packed_cos_sin[:, :36]), layout)
 
     with pytest.raises(AssertionError, match="rotary words 36 a token for heads of 72"):
         fill(narrower, [(1, 2, 2)], device, head_dim=72, words=True)

@@ -135,4 +135,8 @@ def test_wheel_finds_its_own_modules_only(wheel, tmp_path):
     code = "import fusedvit, importlib.util as u\nanswer = [list(fusedvit.__path__), "
     code += "u.find_spec('fusedvit.kernels.tile_configs').origin, u.find_spec('fusedvit.kernels.theirs')]"
     inside = tmp_path / "site" / "fusedvit"
-    assert python(code, tmp_path, tmp_path / "site") == [[str(inside)], str(inside / "kernels" / "tile_configs.py"), None]
+    assert python(code, tmp_path, tmp_path / "site") == [
+        [str(inside)],
+        str(inside / "kernels" / "tile_configs.py"),
+        None,
+    ]

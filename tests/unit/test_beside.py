@@ -15,7 +15,7 @@ from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch
 from fusedvit.graphs.side_stream import Serial
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperTransposedConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.tuning_table import Table
 from fusedvit.model.buffers import EncoderBuffers
 from fusedvit.model.merger_overlap import _best
@@ -151,13 +151,13 @@ def test_small_budgets_of_a_deepstack_tower_have_mergers_beside(rows: int, on_ho
         if "attention" in name:
             assert config.block_m == getattr(plan, name).block_m, "one list of tiles"
             assert config.max_programs <= config.ctas * (H200.num_sms - plan.beside.sms)
-        elif isinstance(config, HopperTransposedConfig):
+        elif isinstance(config, HopperSwapABConfig):
             tiles = config.tiles(rows, {"qkv": 3456, "proj": 1152, "fc1": 4352, "fc2": 1152}[name])
             assert tiles <= H200.num_sms - plan.beside.sms, "one wave"
         elif config.splits == 1:
             assert config.max_programs <= H200.num_sms - plan.beside.sms
     for config in (plan.beside.fc1, plan.beside.fc2):
-        assert config.max_programs == plan.beside.sms and config.splits == 1 and not config.overlap
+        assert config.max_programs == plan.beside.sms and config.splits == 1 and not config.pdl
     assert plan == planned(rows) and plan.choices() == replace(plan, beside=None).choices()
     ends = [QWEN3_VL_8B.deepstack[m] + 1 + n for m, n in zip(plan.beside.mergers, plan.beside.blocks, strict=True)]
     assert all(end <= QWEN3_VL_8B.depth for end in ends)

@@ -27,7 +27,7 @@ def test_few_function_calls_before_the_replay(case: Case, kind: str) -> None:
         for _ in range(3):
             call()
         seen = counted(graphs.program, graphs.manager.graph(16), call)
-    ours = [name for name in seen if name not in ("admit", "replay")]  # those stand for launches
+    ours = [name for name in seen if name not in ("load_inputs", "replay")]  # those stand for launches
     assert "begin" in ours and len(ours) <= BEFORE[kind], ours
     assert graphs.manager.stats.replays == {16: 4} and graphs.manager.stats.mispredicted == 0
 
@@ -41,9 +41,9 @@ def counted(program: Any, graph: Any, call: Callable[[], object]) -> list[str]:
         if event == "call":
             seen.append(frame.f_code.co_name)
 
-    def admit(*arguments: Any) -> torch.Tensor:
+    def load_inputs(*arguments: Any) -> torch.Tensor:
         sys.setprofile(None)
-        out = real.admit(*arguments)
+        out = real.load_inputs(*arguments)
         sys.setprofile(note)
         return out
 
@@ -52,7 +52,7 @@ def counted(program: Any, graph: Any, call: Callable[[], object]) -> list[str]:
         run()
 
     run = graph.replay
-    ops = SimpleNamespace(**{name: getattr(real, name) for name in vars(real)} | {"admit": admit})
+    ops = SimpleNamespace(**{name: getattr(real, name) for name in vars(real)} | {"load_inputs": load_inputs})
     with mock.patch.object(program, "_ops", ops), mock.patch.object(graph, "replay", replay):
         sys.setprofile(note)
         try:

@@ -20,7 +20,7 @@ from tests.support.encoding import Encoder
 from tests.support.towers import GRIDS, assert_bitwise, patches_of, pixels_for, vision_tower
 
 on_hopper_alone = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
-WITHOUT = replace(H200, without=(("linear/transposed", "off"),))
+WITHOUT = replace(H200, without=(("linear/swap_ab", "off"),))
 GRID, DEEPSTACK, DEPTH = GRIDS["mix"], (0, 1, 3), 5
 
 
@@ -43,8 +43,8 @@ def test_the_last_merger_in_line_is_paired(rows: int, target: Target, hidden: tu
     assert (() if plan.beside is None else plan.beside.mergers) == hidden
     for ours, last in ((pair.fc1, pair.last_fc1), (pair.fc2, pair.last_fc2)):
         assert ours.max_programs == last.max_programs == H200.num_sms // 2 and ours.splits == last.splits == 1
-        assert not ours.overlap and ours == replace(last, overlap=False)
-    assert pair.last_fc1.overlap == plan.merger_fc1.overlap
+        assert not ours.pdl and ours == replace(last, pdl=False)
+    assert pair.last_fc1.pdl == plan.merger_fc1.pdl
     assert plan.of_deepstack(2).merger_fc1 == pair.fc1 and plan.of_last().merger_fc2 == pair.last_fc2
     chosen = chosen_for(QWEN3_VL_8B, rows, BF16, target, Table())
     layers = chosen["merger_fc1"], chosen["merger_fc2"]

@@ -276,7 +276,7 @@ def test_kernels_alone(tmp_path: Path) -> None:
 
 
 def test_a_form_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = iter([backends.FormFailed("linear in its x form: no")])
+    failures = iter([backends.BackendFailed("linear in its x backend: no")])
     real = kernel_bench.linear_case
 
     def once(*arguments: Any) -> Any:

@@ -40,9 +40,9 @@ def test_schedules_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found) == {"ships", "apart", "triton"} | others | by_heads
     assert found["apart"] == (found["3 x 64 by heads"], attention_configs.SHORT)
     assert (found["3 x 64 by heads"].together, found["3 x 64"].together) == (4, 0)
-    assert [config.overlap for config in found["ships"]] == [True, True]
+    assert [config.pdl for config in found["ships"]] == [True, True]
     found = attention.forms((4096,), 72, BF16, target)
-    assert found["apart"] == attention_configs.SHORT and found["ships"].overlap
+    assert found["apart"] == attention_configs.SHORT and found["ships"].pdl
     assert attention.forms((64,) * 64, 72, BF16, target)["ships"].block_m == 64
     found = attention.forms((4096,), 64, BF16, target)
     assert found["2 x 64"].near and not found["2 x 64, other offsets"].near

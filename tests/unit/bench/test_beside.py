@@ -68,12 +68,12 @@ def test_blocks_begin_as_a_ways_name_says(on_cpu: None) -> None:
     """All else as planned, beside mergers too."""
     target = Target(name="NVIDIA H200")
     usual = plan_for(QWEN3_VL_8B, 768, beside.DTYPE, target)
-    assert usual.beside is not None and usual.beside.chain and not usual.fc2.overlap and usual.qkv.overlap
+    assert usual.beside is not None and usual.beside.chain and not usual.fc2.pdl and usual.qkv.pdl
     for name, way in beside.BEGUN.items():
         plan = way.plan(QWEN3_VL_8B, 768, beside.DTYPE, target)
         for launches, planned in ((plan, usual), (plan.narrowed(), usual.narrowed())):
-            begun = {op: getattr(launches, op).overlap for op in beside.BLOCK}
-            expected = {op: getattr(planned, op).overlap for op in beside.BLOCK}
+            begun = {op: getattr(launches, op).pdl for op in beside.BLOCK}
+            expected = {op: getattr(planned, op).pdl for op in beside.BLOCK}
             expected |= dict.fromkeys(way.early, True) | dict.fromkeys(way.late, False)
             assert begun == expected, name
         assert beside.BEGUN["qkv late"].late == ("qkv",) and plan.merger_fc1 == usual.merger_fc1

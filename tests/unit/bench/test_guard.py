@@ -11,12 +11,12 @@ pytest.importorskip("transformers")
 
 from fusedvit.bench import guard  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS  # noqa: E402
-from fusedvit.kernels.backends import FormFailed  # noqa: E402
+from fusedvit.kernels.backends import BackendFailed  # noqa: E402
 
 BEGINS = json.dumps({"begins": "linear/hopper", "of": "fc2"})
 DONE = json.dumps({"done": True})
-RIGHT = json.dumps({"form": "linear/hopper", "problem": ""})
-WRONG = json.dumps({"form": "linear/hopper", "problem": "max error 3 is over 1"})
+RIGHT = json.dumps({"backend": "linear/hopper", "problem": ""})
+WRONG = json.dumps({"backend": "linear/hopper", "problem": "max error 3 is over 1"})
 NEXT = json.dumps({"begins": "attention/hopper", "of": "attention"})
 
 
@@ -48,7 +48,7 @@ def test_who_is_to_blame(lines: list[str], end: str, problems: dict[str, str], r
 
 
 def test_what_a_form_has_ended_is_run_again_without_it() -> None:
-    """The first form kills the process, the second raises, the third is right."""
+    """The first backend kills the process, the second raises, the third is right."""
     script = (
         "import json, os, sys\n"
         "left = [f for f in 'abc' if f not in sys.argv]\n"
@@ -56,7 +56,7 @@ def test_what_a_form_has_ended_is_run_again_without_it() -> None:
         "    print(json.dumps({'begins': f}), flush=True)\n"
         "    if f == 'a': os._exit(3)\n"
         "    assert f != 'b'\n"
-        "    print(json.dumps({'form': f, 'problem': ''}))\n"
+        "    print(json.dumps({'backend': f, 'problem': ''}))\n"
         "print(json.dumps({'done': True}))\n"
     )
     found = guard.guarded([sys.executable, "-c", script], 30.0)
@@ -83,7 +83,7 @@ def test_every_launch_is_checked_once(nothing_trusted: None, capsys: pytest.Capt
     *records, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     begun = [record["of"].split()[1] for record in records if "begins" in record]
     assert begun == ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2", "attention"]
-    assert [record["problem"] for record in records if "form" in record] == [""] * len(begun)
+    assert [record["problem"] for record in records if "backend" in record] == [""] * len(begun)
     assert last == {"done": True}
 
 
@@ -96,11 +96,11 @@ def test_plain_triton_is_what_is_left(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_form_that_raises_has_a_problem(nothing_trusted: None) -> None:
     def fail(config: Any) -> Any:
-        raise FormFailed("attention in its hopper form: no")
+        raise BackendFailed("attention in its hopper backend: no")
 
     cpu, dtype = torch.device("cpu"), torch.bfloat16
     (job,) = [j for j in guard.jobs("tiny", [64], dtype, cpu) if j.task.name == "attention"]
     case = job.make()
     broken = guard.Job(job.tower, job.task, job.shape, lambda: type(case)(case.run, fail, 1, case.cost, {}))
     _, record = guard.check(broken, dtype, cpu, set())
-    assert record == {"form": "attention/triton", "problem": "attention in its hopper form: no"}
+    assert record == {"backend": "attention/triton", "problem": "attention in its hopper backend: no"}

@@ -65,11 +65,11 @@ def test_likely_tiles_are_tried_early_and_late(on_hopper: None) -> None:
     found = in_tower.tried(Question(task, QWEN3_VL_8B), planned, BF16, H200)
     assert found[0] == planned and len(found) == len(set(found)) > 4
     for config in found:
-        if hasattr(config, "overlap"):
-            assert replace(config, overlap=not config.overlap) in found
+        if hasattr(config, "pdl"):
+            assert replace(config, pdl=not config.pdl) in found
     patch = task_of("patch")
     first = in_tower.tried(Question(patch, QWEN3_VL_8B), choose(patch, BF16, H200, Table()), BF16, H200)
-    assert not any(getattr(config, "overlap", False) for config in first), "the count is written before it"
+    assert not any(getattr(config, "pdl", False) for config in first), "the count is written before it"
 
 
 def test_another_tile_must_save_something_twice(at_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +103,9 @@ def test_what_heuristics_say_needs_no_entry(on_hopper: None) -> None:
     task = task_of("fc2")
     own = choose(task, BF16, H200, Table())
     assert in_tower.Decided(task, own, 1.0, 2.0).entry(own) is None
-    other = replace(own, overlap=not own.overlap)
+    other = replace(own, pdl=not own.pdl)
     entry = in_tower.Decided(task, other, 1.0, 2.0).entry(own)
-    assert entry is not None and (entry["tower_us"], entry["config"]["overlap"]) == (1.0, other.overlap)
+    assert entry is not None and (entry["tower_us"], entry["config"]["pdl"]) == (1.0, other.pdl)
 
 
 def test_it_writes_a_table(

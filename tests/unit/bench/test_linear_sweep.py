@@ -13,7 +13,7 @@ def test_every_tile_begun_early_and_not() -> None:
     many = variants(names["proj"], Target())
     for found in (*few.values(), many):
         assert len(set(found)) == len(found)
-        assert {c.overlap for c in found} == {False, True}
+        assert {c.pdl for c in found} == {False, True}
 
 
 def test_a_record_says_what_each_candidate_and_peer_took() -> None:

@@ -28,14 +28,14 @@ def test_steps_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
         steps = overhead.timeline(handle, call)
         assert overhead.replay_of(handle, [(1, 4, 6)], call) == graphs.manager.graph(16).replay
     names = list(steps)
-    first = ["call", "begin", "mark", "before_use", "admit", "replay"]
+    first = ["call", "begin", "mark", "before_use", "load_inputs", "replay"]
     wanted = [*first, "reason_of_call", "check_pixels", "look", "done", "true", "settle"]
     assert [name for name in names if name in wanted] == wanted
-    first.insert(first.index("admit"), "table")
+    first.insert(first.index("load_inputs"), "table")
     wanted = [*first, "reason_of_call", "check_pixels", "check_items", "settle", "look", "done", "true"]
     assert [name for name in read if name in wanted] == wanted, "a grid on the host, too, is checked afterwards"
     assert {"new_outputs", "after_use", "waiting for the GPU"} <= set(names)
     begins = [step["at_us"] for step in steps.values()]
     assert begins == sorted(begins) and all(step["us"] >= 0 for step in steps.values())
-    assert steps["begin"]["us"] > steps["admit"]["us"] + steps["replay"]["us"]
-    assert "replay" not in vars(graphs.program) and not hasattr(graphs.program.admit, "__wrapped__")
+    assert steps["begin"]["us"] > steps["load_inputs"]["us"] + steps["replay"]["us"]
+    assert "replay" not in vars(graphs.program) and not hasattr(graphs.program.load_inputs, "__wrapped__")

@@ -140,8 +140,8 @@ def test_multicast_by_rows() -> None:
 
 
 def test_the_best_height_of_each_kernel() -> None:
-    def row(form: str, op: str, tower: str = "T", **us: float) -> dict[str, Any]:
-        return {"form": form, "tower": tower, "op": op, "rows": 8, "cublas_us": 10.0, "chosen_us": 11.0, "us": us}
+    def row(backend: str, op: str, tower: str = "T", **us: float) -> dict[str, Any]:
+        return {"backend": backend, "tower": tower, "op": op, "rows": 8, "cublas_us": 10.0, "chosen_us": 11.0, "us": us}
 
     rows = [row("a", "fc1", low=12.0, high=9.8), row("b", "fc1"), row("b", "fc2", x=20.0), row("b", "qkv", "another")]
     head, found = turns_table({"rows": rows})

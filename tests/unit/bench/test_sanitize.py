@@ -37,7 +37,7 @@ def test_candidates_follow_the_heuristics_choice(monkeypatch: pytest.MonkeyPatch
     plain = backends.named("linear", "triton")
     offered = [LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 4, 4)]
     other = replace(plain, name="other", heuristic=lambda *_: None, candidates=lambda *_: offered)
-    monkeypatch.setattr(backends, "FORMS", (other, *backends.FORMS))
+    monkeypatch.setattr(backends, "BACKENDS", (other, *backends.BACKENDS))
     task = next(t for t in tasks(kernel_bench.spec_of("Qwen3-VL-8B"), 1024, BF16) if t.name == "proj")
     few, every = (sanitize._configs(task, BF16, Target(), flag) for flag in (False, True))
     assert len(few) == 1 and every[0] == few[0] and set(every) == {*few, *offered}

@@ -21,7 +21,7 @@ from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import backends, tuning_table  # noqa: E402
 from fusedvit.kernels.cublaslt import CublasLtConfig  # noqa: E402
 from fusedvit.kernels.hopper.attention_configs import schedules  # noqa: E402
-from fusedvit.kernels.hopper.gemm_configs import hopper_linear_candidates, hopper_linear_config  # noqa: E402
+from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates, hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
 from fusedvit.model.plan import choose  # noqa: E402
 from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
@@ -331,31 +331,31 @@ def test_waves_are_decided_one_after_another(
 
 
 def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the Hopper form only names and numbers are needed, which are there without a GPU."""
+    """Of the Hopper backend only names and numbers are needed, which are there without a GPU."""
     question = next(q for q in questions.questions([QWEN3_VL_8B], (1024,), BF16) if q.task.name == "qkv")
-    offered = hopper_linear_candidates(1024, 3456, 1152, H200, "norm+rope")
-    plain = [c for c in questions.candidates(question, BF16, H200) if c.form == "triton"]
+    offered = hopper_gemm_candidates(1024, 3456, 1152, H200, "norm+rope")
+    plain = [c for c in questions.candidates(question, BF16, H200) if c.backend == "triton"]
     own = questions.Candidate("hopper", offered[-1])
     every = list(dict.fromkeys([own, *(questions.Candidate("hopper", config) for config in offered), *plain]))
     found = shortlist.shortlist(question, every, BF16, H200)
-    predicted = {c: shortlist.mean_us(question.task.key, c.config, H200) for c in every if c.form == "hopper"}
+    predicted = {c: shortlist.mean_us(question.task.key, c.config, H200) for c in every if c.backend == "hopper"}
     best = sorted((c for c in predicted if c != own), key=predicted.__getitem__)[: shortlist.BEST]
     assert found == [own, *best, plain[0]] and all(0 < us < 100 for us in predicted.values())
     assert shortlist.shortlist(question, plain, BF16, H200) == plain, "nothing to choose from"
-    chosen = hopper_linear_config(1024, 3456, 1152, BF16, H200, "norm+rope")
+    chosen = hopper_gemm_config(1024, 3456, 1152, BF16, H200, "norm+rope")
     assert min(predicted, key=predicted.__getitem__).config == chosen, "the model is the heuristic's own"
 
 
 @pytest.mark.parametrize("rows", [4096, 16384])
 def test_what_no_model_knows_is_timed(on_hopper: None, rows: int) -> None:
-    """Of every form that an H200 has; each that has a cost is ranked by it, none stops the tuner."""
+    """Of every backend that an H200 has; each that has a cost is ranked by it, none stops the tuner."""
     asked = [q for q in questions.questions([QWEN3_VL_8B], (rows,), BF16) if q.task.key.op == "linear"]
     for question in asked:
         every = questions.candidates(question, BF16, H200)
         found, unpriced = shortlist.shortlist(question, every, BF16, H200), set(shortlist.UNPRICED)
         assert found[0] == every[0] and len(found) < len(every)
-        assert [c for c in found if c.form in unpriced] == [c for c in every if c.form in unpriced]
-    assert "alternating" in {c.form for q in asked for c in questions.candidates(q, BF16, H200)}
+        assert [c for c in found if c.backend in unpriced] == [c for c in every if c.backend in unpriced]
+    assert "alternating" in {c.backend for q in asked for c in questions.candidates(q, BF16, H200)}
 
 
 def test_of_attention_the_model_ranks_schedules() -> None:
@@ -384,7 +384,7 @@ def test_the_estimate_counts_what_is_compiled_once() -> None:
 def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
     def entry(rows: int, us: float) -> dict[str, Any]:
         key = {"op": "linear", "kind": "bias", "n": 64, "k": 64, "rows": rows, "dtype": "bfloat16"}
-        return {**key, "form": "triton", "config": vars(LinearConfig(64, 64, 64, 4, 3)), "us": us}
+        return {**key, "backend": "triton", "config": vars(LinearConfig(64, 64, 64, 4, 3)), "us": us}
 
     path = tmp_path / "cpu.json"
     tune.write(path, "CPU", [entry(64, 1.0), entry(128, 2.0)])
@@ -392,17 +392,19 @@ def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
     assert [e["us"] for e in json.loads(path.read_text())["entries"]] == [1.0, 3.0]
     tune.write(path, "CPU", [], [backends.Key("linear", "bias", 64, 64, 64, "bfloat16")])
     assert [e["us"] for e in json.loads(path.read_text())["entries"]] == [3.0], "the heuristic's choice by now"
-    fingerprints = {f"{form.op}/{form.name}": tuning_table.fingerprint(form) for form in tuning_table.FORMS}
-    for form, kept in (("linear/cublaslt", [3.0, 4.0]), ("linear/triton", [5.0])):
-        path.write_text(path.read_text().replace(fingerprints[form], "0" * 16))
+    fingerprints = {
+        f"{backend.op}/{backend.name}": tuning_table.fingerprint(backend) for backend in tuning_table.BACKENDS
+    }
+    for backend, kept in (("linear/cublaslt", [3.0, 4.0]), ("linear/triton", [5.0])):
+        path.write_text(path.read_text().replace(fingerprints[backend], "0" * 16))
         tune.write(path, "CPU", [entry(256, kept[-1])])
-        assert [e["us"] for e in json.loads(path.read_text())["entries"]] == kept, "those of the form's own sources"
+        assert [e["us"] for e in json.loads(path.read_text())["entries"]] == kept, "those of the backend's own sources"
     made = json.loads(path.read_text())
     del made["passport"]["sources"]["linear/cublaslt"]
     path.write_text(json.dumps(made))
     tune.write(path, "CPU", [entry(512, 6.0)])
     kept = [e["us"] for e in json.loads(path.read_text())["entries"]]
-    assert kept == [5.0, 6.0], "a table from before a form was there"
+    assert kept == [5.0, 6.0], "a table from before a backend was there"
 
 
 def merger_fc2(rows: int = 1024) -> questions.Question:
@@ -411,7 +413,7 @@ def merger_fc2(rows: int = 1024) -> questions.Question:
 
 
 def test_a_library_is_offered_and_stays_on_the_shortlist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside Hopper's form, and beside plain Triton alone, of which nothing is left out for it."""
+    """Beside Hopper's backend, and beside plain Triton alone, of which nothing is left out for it."""
     library = questions.Candidate("cublaslt", CublasLtConfig())
     for question in questions.questions([QWEN3_VL_8B], (1024,), BF16):
         offered = questions.candidates(question, BF16, H200)
@@ -420,10 +422,10 @@ def test_a_library_is_offered_and_stays_on_the_shortlist(monkeypatch: pytest.Mon
     every = questions.candidates(question, BF16, a100)
     assert library in every and len(every) > 4 and shortlist.shortlist(question, every, BF16, a100) == every
     key = question.task.key
-    hopper = hopper_linear_candidates(key.rows, key.n, key.k, H200, key.kind)
-    plain = [c for c in questions.candidates(question, BF16, H200) if c.form == "triton"]
+    hopper = hopper_gemm_candidates(key.rows, key.n, key.k, H200, key.kind)
+    plain = [c for c in questions.candidates(question, BF16, H200) if c.backend == "triton"]
     every = [*(questions.Candidate("hopper", config) for config in hopper), library, *plain]
-    found = [c.form for c in shortlist.shortlist(question, every, BF16, H200)]
+    found = [c.backend for c in shortlist.shortlist(question, every, BF16, H200)]
     assert found == ["hopper"] * (1 + shortlist.BEST) + ["cublaslt", "triton"]
     assert library not in questions.candidates(question, FP32, H200), "16 bits only"
 
@@ -437,7 +439,7 @@ def test_a_library_is_taken_where_it_is_faster(
     times(monkeypatch, lambda config: us if isinstance(config, CublasLtConfig) else 10.0)
     found = tune.Tuner(CPU, BF16, tune.Log(None, {}), no_prune)
     entries = found.run([question])
-    assert [(e["form"], e["config"], e["us"], e["heuristic_us"]) for e in entries] == [
+    assert [(e["backend"], e["config"], e["us"], e["heuristic_us"]) for e in entries] == [
         ("cublaslt", {}, 9.0, 10.0)
     ] * taken
     tune.write(tmp_path / "cpu.json", "CPU", entries)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fusedvit.kernels.reference.store_outputs import hand_over as hand_over_ref
-from fusedvit.kernels.store_outputs import hand_over
+from fusedvit.kernels.reference.store_outputs import store_outputs as hand_over_ref
+from fusedvit.kernels.store_outputs import store_outputs
 from tests.kernels.support import NAN, random
 
-OPS = {"kernel": hand_over, "twin": hand_over_ref}
+OPS = {"kernel": store_outputs, "twin": hand_over_ref}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.kernels.load_inputs import DTYPES, PIXELS, admit, takes
-from fusedvit.kernels.reference.load_inputs import admit as admit_ref
+from fusedvit.kernels.load_inputs import DTYPES, PIXELS, load_inputs, takes
+from fusedvit.kernels.reference.load_inputs import load_inputs as admit_ref
 from fusedvit.runtime.inputs import check_items
 
-OPS = {"kernel": admit, "twin": admit_ref}
+OPS = {"kernel": load_inputs, "twin": admit_ref}
 ROOM, FRAMES = 6, 9
 GOOD = [[1, 4, 6], [3, 2, 2], [1, 8, 2]]
 ROWS = 52
@@ -82,7 +82,7 @@ def test_good_grids_pass(device: torch.device) -> None:
     rng = pseudo_random.Random(0)
     for _ in range(20):
         rows = [[1, 2 * rng.randint(1, 30), 2 * rng.randint(1, 30)] for _ in range(rng.randint(1, ROOM))]
-        assert check(admit, torch.tensor(rows, device=device), sum(h * w for _, h, w in rows))
+        assert check(load_inputs, torch.tensor(rows, device=device), sum(h * w for _, h, w in rows))
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -97,7 +97,7 @@ def test_room_for_thousands(op: Callable[..., torch.Tensor], device: torch.devic
         assert not op(bad, 8402, 2100, 2, out).any() and not op(grid, 8400, 2099, 2, out).any()
 
 
-@pytest.mark.parametrize("op", [admit], ids=["kernel"])
+@pytest.mark.parametrize("op", [load_inputs], ids=["kernel"])
 def test_other_tables_are_refused(op: Callable[..., torch.Tensor], device: torch.device) -> None:
     for grid in (torch.tensor(GOOD, dtype=torch.int16, device=device), torch.ones(ROOM + 1, 3, device=device).long()):
         with pytest.raises(AssertionError):

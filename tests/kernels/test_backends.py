@@ -1,4 +1,4 @@
-"""A configuration's type decides what runs; a form that fails is out of every later plan."""
+"""A configuration's type decides what runs; a backend that fails is out of every later plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,9 +27,9 @@ class OtherConfig:
     block_n: int = 192
 
 
-def other(run: Any) -> backends.Form:
-    """A linear form for bf16 on sm_90, of one kind of epilogue."""
-    return backends.Form(
+def other(run: Any) -> backends.Backend:
+    """A linear backend for bf16 on sm_90, of one kind of epilogue."""
+    return backends.Backend(
         name="other",
         op=backends.LINEAR,
         config=OtherConfig,
@@ -44,11 +44,11 @@ def other(run: Any) -> backends.Form:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Calls that the other form got."""
+    """Calls that the other backend got."""
     calls: list[Any] = []
-    form = other(lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(backends, "FORMS", (form, *backends.FORMS))
-    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, form)
+    backend = other(lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(backends, "BACKENDS", (backend, *backends.BACKENDS))
+    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, backend)
     yield calls
     tile_configs._failed.clear()
 
@@ -65,7 +65,7 @@ def test_a_form_answers_where_it_can(registered: list[Any]) -> None:
     assert plan.proj == plan.fc2 == OtherConfig() and not isinstance(plan.qkv, OtherConfig)
     for dtype, target in ((FP32, H200), (BF16, A100)):
         assert "other" not in plan_for(QWEN3_VL_8B, 784, dtype, target, Table()).choices().values()
-    assert "  without linear in its other form: bf16 on sm_90 only" in choices(QWEN3_VL_8B, FP32, H200, [784])
+    assert "  without linear in its other backend: bf16 on sm_90 only" in choices(QWEN3_VL_8B, FP32, H200, [784])
 
 
 def test_the_table_answers_first(registered: list[Any]) -> None:
@@ -81,7 +81,7 @@ def test_the_table_answers_first(registered: list[Any]) -> None:
 def test_the_type_of_the_config_decides(registered: list[Any]) -> None:
     backends.linear("x", "w", "rows", "out", "epilogue", OtherConfig())
     assert registered == [("x", "w", "rows", "out", "epilogue", OtherConfig())]
-    with pytest.raises(AssertionError, match="no form runs a str"):
+    with pytest.raises(AssertionError, match="no backend runs a str"):
         backends.attention(None, None, None, 1, 64, "config")
 
 
@@ -93,11 +93,11 @@ def test_a_failed_form_is_out_of_later_plans(
         raise error
 
     monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, other(fail))
-    with pytest.raises(backends.FormFailed, match="linear in its other form"):
+    with pytest.raises(backends.BackendFailed, match="linear in its other backend"):
         backends.linear(None, None, None, None, None, OtherConfig())
     without = replace(H200, without=tuple(tile_configs._failed.items()))
     assert "other" not in plan_for(QWEN3_VL_8B, 784, BF16, without, Table()).choices().values()
-    assert any("linear in its other form: " in line for line in choices(QWEN3_VL_8B, BF16, without, [784]))
+    assert any("linear in its other backend: " in line for line in choices(QWEN3_VL_8B, BF16, without, [784]))
 
 
 def test_errors_of_the_device_are_nobodys_fallback(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_an_encoder_goes_on_without_a_failed_form(registered: list[Any], monkeyp
         seen.append(plan.choices()["proj"])
         if seen[-1] == "other":
             tile_configs.note_failure("linear/other", "does not compile")
-            raise backends.FormFailed
+            raise backends.BackendFailed
 
     monkeypatch.setattr(captured_encoder, "encode", encode)
     monkeypatch.setattr(Target, "of", lambda device: replace(H200, without=tuple(tile_configs._failed.items())))

@@ -112,9 +112,9 @@ def test_what_cannot_be_is_named() -> None:
     config, target = LinearConfig(64, 64, 64, 4, 4, copy_engine=False), TARGETS["A100"]
     assert wrong_linear(config, target, torch.bfloat16) == ""
     assert wrong_linear(replace(config, splits=9), target, torch.bfloat16) == "splits must be 1 to 8, got 9"
-    early = replace(config, overlap=True)
+    early = replace(config, pdl=True)
     assert wrong_linear(early, target, torch.bfloat16) == "no launch begins early on sm_80"
-    attention = replace(attention_config(256, 16, 72, torch.bfloat16, target), overlap=True)
+    attention = replace(attention_config(256, 16, 72, torch.bfloat16, target), pdl=True)
     assert wrong_attention(attention, target, torch.bfloat16) == "no launch begins early on sm_80"
 
 

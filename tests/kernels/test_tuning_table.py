@@ -11,7 +11,7 @@ import torch
 
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.backends import Key
-from fusedvit.kernels.hopper.gemm_configs import HopperLinearConfig, wrong_hopper_linear
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, wrong_hopper_gemm
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.tuning_table import Table, TableError
 from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
@@ -25,11 +25,11 @@ CONFIG, ATTENTION = LinearConfig(128, 64, 64, 4, 3), AttentionConfig(128, 64, 8,
 
 
 def entry(key: Key = KEY, chosen: Any = CONFIG, **changes: Any) -> dict[str, Any]:
-    return {**asdict(key), "form": "triton", "config": asdict(chosen), "us": 12.5, **changes}
+    return {**asdict(key), "backend": "triton", "config": asdict(chosen), "us": 12.5, **changes}
 
 
 def document(*entries: dict[str, Any], **passport: Any) -> dict[str, Any]:
-    sources = {f"{form.op}/{form.name}": tuning_table.fingerprint(form) for form in backends.FORMS}
+    sources = {f"{backend.op}/{backend.name}": tuning_table.fingerprint(backend) for backend in backends.BACKENDS}
     return {
         "passport": {"gpu": "NVIDIA H200", "triton": tuning_table.TRITON, "sources": sources} | passport,
         "entries": list(entries),
@@ -67,7 +67,7 @@ BAD = {
     "no passport": ({"entries": []}, "expected 'passport'"),
     "another GPU": (document(gpu="NVIDIA A100"), "made on 'NVIDIA A100', this is 'NVIDIA H200'"),
     "entries no list": ({**document(), "entries": {}}, "entries must be list, got dict"),
-    "no form": (document({**asdict(KEY), "config": {}}), "entry 0: expected 'form'"),
+    "no backend": (document({**asdict(KEY), "config": {}}), "entry 0: expected 'backend'"),
     "rows as text": (document(entry(rows="1024")), "rows must be int, got str"),
     "rows as bool": (document(entry(rows=True)), "rows must be int, got bool"),
     "odd dtype": (document(entry(dtype="int8")), "dtype must be one of"),
@@ -159,7 +159,7 @@ def test_only_what_is_stale_is_left_out(folders: tuple[Path, Path]) -> None:
 
 
 def test_entries_of_forms_unknown_here_are_passed_over(tmp_path: Path) -> None:
-    path = write(tmp_path, document(entry(), entry(HEADS, form="of tomorrow", config={"x": 1})))
+    path = write(tmp_path, document(entry(), entry(HEADS, backend="of tomorrow", config={"x": 1})))
     assert tuning_table.read(path, "NVIDIA H200").entries == {KEY: CONFIG}
 
 
@@ -187,7 +187,7 @@ def test_fingerprints_are_blind_to_words_only(tmp_path: Path, monkeypatch: pytes
     def of(source: str) -> str:
         monkeypatch.setattr(tuning_table.inspect, "getsource", lambda module: source)
         tuning_table.fingerprint.cache_clear()
-        return tuning_table.fingerprint(backends.FORMS[0])
+        return tuning_table.fingerprint(backends.BACKENDS[0])
 
     plain = of('"""Says."""\ndef f(x):\n    """Does."""\n    return x + 1\n')
     assert of('"""Says more."""\n\n\ndef f(x):  # a comment\n    """Does."""\n    return (x + 1)\n') == plain
@@ -222,10 +222,10 @@ def test_shipped_tables_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuning_table, "TRITON", passport["triton"])
         monkeypatch.setattr(tuning_table, "TORCH", tuning_table.minor(passport["torch"]))
         monkeypatch.setattr(
-            tuning_table, "fingerprint", lambda form, p=passport: p["sources"].get(f"{form.op}/{form.name}")
+            tuning_table, "fingerprint", lambda backend, p=passport: p["sources"].get(f"{backend.op}/{backend.name}")
         )
         table = tuning_table.read(path, passport["gpu"])
         assert not table.stale and len(table.entries) == len(found["entries"]) > 500
         for config in table.entries.values():
-            if isinstance(config, HopperLinearConfig):
-                assert wrong_hopper_linear(config, H200, BF16) == "", config
+            if isinstance(config, HopperGemmConfig):
+                assert wrong_hopper_gemm(config, H200, BF16) == "", config
