@@ -24,7 +24,7 @@ from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.side_stream import PRIORITY, CapturedBranch
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target, budget
-from fusedvit.model.merger_overlap import MERGER, SMS, on_sms, priced
+from fusedvit.model.merger_overlap import MERGER, SMS, on_sms
 from fusedvit.model.ops import TRITON
 from fusedvit.model.paired import paired
 from fusedvit.model.plan import EncoderPlan, chosen_for, plan_for
@@ -81,7 +81,7 @@ class Way:
         """As `plan_for`, but for what this way says."""
         plan = plan_for(spec, rows, dtype, target)
         beside = plan.beside
-        chosen = priced(chosen_for(spec, rows, dtype, target), dtype, target)
+        chosen = chosen_for(spec, rows, dtype, target)
         if self.sms is not None:
             found = on_sms(spec, chosen, dtype, target, self.sms or SMS[0], True)
             beside = None if found is None else found[1]

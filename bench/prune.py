@@ -55,7 +55,7 @@ def problem_of(
     """
     question, candidate = pair
     case = small_case(question, dtype, device)
-    if device.type == "cuda" and not backends.backend_of(candidate.config).library:
+    if device.type == "cuda":
         capability, known = Target.of(device).capability, {} if known is None else known
         for compiled in compile_in_place(lambda: case.run(candidate.config, 0), capability, known):
             if compiled.problems:

@@ -30,7 +30,6 @@ PLAIN_ROWS = (
 )
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
-LIBRARIES = tuple(backend.name for backend in backends.BACKENDS if backend.library)
 # Forms of products that no cost model knows: they are timed.
 UNPRICED = tuple(
     f.name for f in backends.BACKENDS if f.op == backends.LINEAR and f.name != PLAIN and f.config not in PRICED
@@ -39,7 +38,7 @@ UNPRICED = tuple(
 # Seconds, of a core for a compilation and its check (a busy CPU took 2 to 7 s for Gluon, 1 s for plain Triton), of the
 # GPU's process for a question's data and the winner's check, and for a candidate's load and capture: assumed.
 COMPILE_S = {
-    backends.LINEAR: {PLAIN: 1.3, "hopper": 3.8, **dict.fromkeys(LIBRARIES, 0.2)},
+    backends.LINEAR: {PLAIN: 1.3, "hopper": 3.8},
     backends.ATTENTION: {PLAIN: 2.0, "hopper": 5.5},
 }
 START_S, QUESTION_S, CANDIDATE_S = 8.0, 0.05, 0.012

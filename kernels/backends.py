@@ -5,7 +5,6 @@
     HopperSwapABConfig          "swap_ab": Gluon, on sm_90, in 16 bits, for products of one wave
     HopperAlternatingConfig         "alternating": Gluon, on sm_90, in 16 bits, for products of many rows
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
-    CublasLtConfig                  "cublaslt": cuBLASLt with a bias, in 16 bits; only where a tuning table says so
 
 A backend that a device or this Triton lacks is never planned. One that does not compile at a first launch raises
 `BackendFailed` and is out of every later plan of this process: `Target.of` says so in `without`.
@@ -19,12 +18,11 @@ import torch
 from triton.errors import TritonError
 
 from fusedvit.kernels import attention as plain_attention
-from fusedvit.kernels import cublaslt, epilogue, metadata, tile_configs
+from fusedvit.kernels import epilogue, metadata, tile_configs
 from fusedvit.kernels import epilogue as plain_epilogue
 from fusedvit.kernels import linear as plain_linear
 from fusedvit.kernels import linear as plain_split
 from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.cublaslt import CublasLtConfig
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import alternating_configs, gemm_swap_ab_configs, gluon_compat
 from fusedvit.kernels.hopper import attention_configs as hopper_configs
@@ -92,8 +90,6 @@ class Backend:
             or None where the backend has no answer.
         candidates: the same arguments -> configurations worth timing, for the tuner, which prunes what compiles badly.
         modules: whose sources decide what the backend computes and how fast.
-        library: one of PyTorch's runs it: what was measured holds for its version, nothing is compiled, and the bits
-            depend on how many rows the buffers have.
     """
 
     name: str
@@ -105,7 +101,6 @@ class Backend:
     heuristic: Callable[[Key, torch.dtype, Target, int], Any]
     candidates: Callable[[Key, torch.dtype, Target, int], list[Any]]
     modules: tuple[Any, ...]
-    library: bool = False
 
 
 def _never_absent(target: Target, dtype: torch.dtype) -> str:
@@ -136,14 +131,6 @@ def _plain_attention(key: Key, dtype: torch.dtype, target: Target, widest: int) 
 def _likely(propose: Callable[..., Any]) -> Callable[[Key, torch.dtype, Target, int], list[Any]]:
     """Candidates that go by the same, whatever the dtype."""
     return lambda key, dtype, target, widest: list(propose(key.rows, key.n, key.k, target, key.kind))
-
-
-def _cublaslt_absent(target: Target, dtype: torch.dtype) -> str:
-    return "" if dtype in cublaslt.DTYPES else "bfloat16 and float16 only"
-
-
-def _cublaslt_linears(key: Key, dtype: torch.dtype, target: Target, widest: int) -> list[CublasLtConfig]:
-    return [CublasLtConfig()] if key.kind == "bias" and key.k % cublaslt.MULTIPLE == 0 else []
 
 
 def _alternating() -> Backend:
@@ -203,18 +190,6 @@ def _hopper_forms() -> tuple[Backend, ...]:
 
 BACKENDS: tuple[Backend, ...] = (  # the fastest first, as heuristics ask them in this order
     *_hopper_forms(),
-    Backend(
-        name="cublaslt",
-        op=LINEAR,
-        config=CublasLtConfig,
-        run=cublaslt.linear,
-        absent=_cublaslt_absent,
-        wrong=lambda config, target, dtype: _cublaslt_absent(target, dtype),
-        heuristic=lambda key, dtype, target, widest: None,
-        candidates=_cublaslt_linears,
-        modules=(cublaslt,),
-        library=True,
-    ),
     Backend(
         name="triton",
         op=LINEAR,

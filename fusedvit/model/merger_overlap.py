@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fusedvit.kernels.backends import LINEAR, Backend, Key, present
-from fusedvit.kernels.cublaslt import CublasLtConfig
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import (
     HopperGemmConfig,
@@ -69,26 +68,12 @@ class Beside:
 
 def beside(spec: VisionSpec, chosen: Chosen, dtype: torch.dtype, target: Target) -> Beside | None:
     """The mergers that are worth it; None for none. Known for Hopper's forms alone, whose times are."""
-    chosen = priced(chosen, dtype, target)
     attentions = {name: config for name, (_, config) in chosen.items() if "attention" in name}
     hopper = all(isinstance(chosen[name][1], PRICED) for name in chosen if name not in attentions)
     hopper = hopper and all(isinstance(config, HopperAttentionConfig) for config in attentions.values())
     if not (spec.deepstack and hopper) or chosen["qkv"][0].rows > MOST_ROWS:
         return None
     return _best(spec, tuple(chosen.items()), dtype, target)
-
-
-def priced(chosen: Chosen, dtype: torch.dtype, target: Target) -> Chosen:
-    """`chosen` with Hopper's forms in cuBLASLt's place, whose times nobody knows: it is taken where it is a little
-    faster."""
-
-    def one(key: Key, config: Any) -> Any:
-        if not isinstance(config, CublasLtConfig):
-            return config
-        answers = (backend.heuristic(key, dtype, target, 0) for backend in _forms(target, dtype))
-        return next((answer for answer in answers if answer is not None), None)
-
-    return {name: (key, one(key, config)) for name, (key, config) in chosen.items()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ import torch
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.tile_configs import Target
-from fusedvit.model.merger_overlap import LEAST_GAIN, MERGER, PRICED, Beside, Chosen, fastest, priced, total_us
+from fusedvit.model.merger_overlap import LEAST_GAIN, PRICED, Beside, Chosen, fastest, total_us
 from fusedvit.model.spec import VisionSpec
 
 MOST_ROWS = 2048  # of patches; above, a merger has tiles for all SMs, several times
@@ -55,8 +55,7 @@ def paired(
     in_line = [b for m, b in enumerate(spec.deepstack) if m not in hidden and b < spec.depth - 1]
     if spec.tail != "merger" or not in_line or chosen["qkv"][0].rows > MOST_ROWS:
         return None
-    layers = priced({name: chosen[name] for name in MERGER}, dtype, target)
-    configs = _halves(layers["merger_fc1"], layers["merger_fc2"], dtype, target, late_us)
+    configs = _halves(chosen["merger_fc1"], chosen["merger_fc2"], dtype, target, late_us)
     if configs is None:
         return None
     fc1, fc2 = (replace(config, pdl=False) for config in configs)

@@ -76,11 +76,6 @@ class EncoderPlan:
         """The backend of each operation, by its name."""
         return {name: backend.name for name, backend in self._forms().items()}
 
-    @property
-    def whole(self) -> bool:
-        """Whether bits depend on the rows of the buffers: then every run's are as many as the budget has."""
-        return any(backend.library for backend in self._forms().values())
-
     def _forms(self) -> dict[str, Backend]:
         others = ("max_programs", "beside", "paired")
         configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}

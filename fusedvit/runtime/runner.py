@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -224,7 +224,7 @@ class _Answer:
 
 
 def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
-    """The encoder on buffers of exactly the size of `items`; of their budget's where bits depend on that."""
+    """The encoder on buffers of exactly the size of `items`."""
     items = [item for item in items if item.tokens]
     if not items:
         return new_outputs(tower, 0)
@@ -237,21 +237,12 @@ def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> Enco
 
 def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
     tokens = _tokens(items)
-    rows = tower.plan_tokens(tokens)
-    plan = plan_for(tower.spec, rows, tower.dtype, Target.of(tower.device))
-    capacity, whole = Capacity.of(items, plan.layout(tower.spec)), plan.whole
-    if whole:
-        buffers = allocate(tower.spec, replace(capacity, tokens=rows), tower.dtype, tower.device)
-        buffers.pixels[:tokens].copy_(pixels)
-    else:
-        pixels = _aligned(pixels.to(tower.device, tower.dtype))
-        buffers = allocate(tower.spec, capacity, tower.dtype, tower.device, pixels)
+    plan = plan_for(tower.spec, tower.plan_tokens(tokens), tower.dtype, Target.of(tower.device))
+    pixels = _aligned(pixels.to(tower.device, tower.dtype))
+    buffers = allocate(tower.spec, Capacity.of(items, plan.layout(tower.spec)), tower.dtype, tower.device, pixels)
     _fill_grid(buffers.grid, items)
     with torch.no_grad():
         outputs = encode(tower.spec, tower.weights.get(), buffers, ops_for(tower.device), plan)
-    if whole:
-        merged = outputs.merged[:, : tokens // tower.spec.merge_unit]
-        return EncoderOutputs(outputs.hidden[:tokens].clone(), merged.contiguous())
     return EncoderOutputs(outputs.hidden, outputs.merged.contiguous())
 
 

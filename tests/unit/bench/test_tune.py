@@ -19,7 +19,6 @@ from typer.testing import CliRunner  # noqa: E402
 from fusedvit.bench import cases, kernel_bench, prune, questions, shortlist, tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import backends, tuning_table  # noqa: E402
-from fusedvit.kernels.cublaslt import CublasLtConfig  # noqa: E402
 from fusedvit.kernels.hopper.attention_configs import schedules  # noqa: E402
 from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates, hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
@@ -395,69 +394,16 @@ def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
     fingerprints = {
         f"{backend.op}/{backend.name}": tuning_table.fingerprint(backend) for backend in tuning_table.BACKENDS
     }
-    for backend, kept in (("linear/cublaslt", [3.0, 4.0]), ("linear/triton", [5.0])):
+    for backend, kept in (("attention/triton", [3.0, 4.0]), ("linear/triton", [5.0])):
         path.write_text(path.read_text().replace(fingerprints[backend], "0" * 16))
         tune.write(path, "CPU", [entry(256, kept[-1])])
         assert [e["us"] for e in json.loads(path.read_text())["entries"]] == kept, "those of the backend's own sources"
     made = json.loads(path.read_text())
-    del made["passport"]["sources"]["linear/cublaslt"]
+    del made["passport"]["sources"]["attention/triton"]
     path.write_text(json.dumps(made))
     tune.write(path, "CPU", [entry(512, 6.0)])
     kept = [e["us"] for e in json.loads(path.read_text())["entries"]]
     assert kept == [5.0, 6.0], "a table from before a backend was there"
-
-
-def merger_fc2(rows: int = 1024) -> questions.Question:
-    """What a library can answer: a bias alone."""
-    return next(q for q in questions.questions([QWEN3_VL_8B], (rows,), BF16) if q.task.name == "merger_fc2")
-
-
-def test_a_library_is_offered_and_stays_on_the_shortlist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside Hopper's backend, and beside plain Triton alone, of which nothing is left out for it."""
-    library = questions.Candidate("cublaslt", CublasLtConfig())
-    for question in questions.questions([QWEN3_VL_8B], (1024,), BF16):
-        offered = questions.candidates(question, BF16, H200)
-        assert (library in offered) == (question.task.name == "merger_fc2") and offered[0] != library
-    question, a100 = merger_fc2(), Target(80, 108, 163 * 1024)
-    every = questions.candidates(question, BF16, a100)
-    assert library in every and len(every) > 4 and shortlist.shortlist(question, every, BF16, a100) == every
-    key = question.task.key
-    hopper = hopper_gemm_candidates(key.rows, key.n, key.k, H200, key.kind)
-    plain = [c for c in questions.candidates(question, BF16, H200) if c.backend == "triton"]
-    every = [*(questions.Candidate("hopper", config) for config in hopper), library, *plain]
-    found = [c.backend for c in shortlist.shortlist(question, every, BF16, H200)]
-    assert found == ["hopper"] * (1 + shortlist.BEST) + ["cublaslt", "triton"]
-    assert library not in questions.candidates(question, FP32, H200), "16 bits only"
-
-
-@pytest.mark.parametrize("us, taken", [(9.0, True), (9.9, False)])
-def test_a_library_is_taken_where_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, us: float, taken: bool
-) -> None:
-    """By more than the margin; checked, written, and read back."""
-    question = merger_fc2(256)
-    times(monkeypatch, lambda config: us if isinstance(config, CublasLtConfig) else 10.0)
-    found = tune.Tuner(CPU, BF16, tune.Log(None, {}), no_prune)
-    entries = found.run([question])
-    assert [(e["backend"], e["config"], e["us"], e["heuristic_us"]) for e in entries] == [
-        ("cublaslt", {}, 9.0, 10.0)
-    ] * taken
-    tune.write(tmp_path / "cpu.json", "CPU", entries)
-    table = tuning_table.read(tmp_path / "cpu.json", "CPU")
-    chosen = choose(question.task, BF16, H200, table)
-    assert (chosen == CublasLtConfig()) == taken and len(table.entries) == taken
-
-
-def test_a_library_is_checked_with_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(prune, "compile_in_place", lambda *words: compiled.append(words) or [])
-    question, library = merger_fc2(256), questions.Candidate("cublaslt", CublasLtConfig())
-    on_gpu = type("Device", (), {"type": "cuda"})()
-    monkeypatch.setattr(prune, "small_case", lambda q, dtype, device: small_case(q, dtype, CPU))
-    monkeypatch.setattr(Target, "of", lambda device: H200)
-    assert prune.problem_of((question, library), BF16, on_gpu) == "" and not compiled
-    plain = questions.candidates(question, BF16, H200)[-1]
-    assert prune.problem_of((question, plain), BF16, on_gpu) == "" and len(compiled) == 1
 
 
 @pytest.mark.parametrize("name", ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2", "attention"])
