@@ -6,7 +6,7 @@ from math import prod
 from torch import nn
 
 from fusedvit.families.base import Family
-from fusedvit.families.param_names import DownsampleNames, LastNormNames, MergerNames
+from fusedvit.model.param_names import DownsampleNames, LastNormNames, MergerNames
 from fusedvit.model.spec import VisionSpec
 
 # Modules without parameters that repeat a known function, by our names of it.

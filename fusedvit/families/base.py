@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.families.param_names import WeightNames
+from fusedvit.model.param_names import WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import TensorSource
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
-from fusedvit.families.param_names import DownsampleNames, WeightNames
+from fusedvit.model.param_names import DownsampleNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
 NAMES = WeightNames(

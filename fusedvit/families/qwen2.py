@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
-from fusedvit.families.param_names import LastNormNames, MergerNames, WeightNames
+from fusedvit.model.param_names import LastNormNames, MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from einops import rearrange, repeat
 
-from fusedvit.families.param_names import DownsampleNames, LastNormNames, MergerNames, WeightNames
 from fusedvit.kernels.attention import query_scale
 from fusedvit.kernels.hopper.attention_configs import absent
 from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.param_names import DownsampleNames, LastNormNames, MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import (
     ALIGNMENT,

@@ -3,24 +3,47 @@
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 FOLDERS = {"fusedvit": "fusedvit"} | {name: f"fusedvit.{name}" for name in ("kernels", "graphs", "bench")}
-MAY_IMPORT = {  # beyond the standard library; a folder that is not named may import anything
-    "kernels": ("fusedvit.kernels", "torch", "triton", "einops"),
-    "graphs": ("fusedvit.graphs", "torch"),
+
+# Which areas of our own an area may import besides itself. An area is a folder, or a file directly in fusedvit/.
+CORE = ("model", "runtime", "checks", "families", "graphs", "kernels", "config", "errors", "tolerance")
+OUTER = ("serving", "cli", "bench")  # import anything; nothing imports them
+DIRECTIONS: dict[str, tuple[str, ...]] = {
+    "kernels": (),
+    "graphs": (),
+    "errors": (),
+    "tolerance": (),
+    "config": ("graphs",),
+    "model": ("kernels",),
+    "runtime": ("model", "graphs", "kernels", "config", "errors"),
+    "families": ("model", "kernels"),
+    "checks": ("families", "model", "kernels"),
+    "pixels": ("model", "kernels", "errors"),
+    "stats": (*CORE, "pixels"),
+    "fused_encoder": (*CORE, "pixels", "stats"),
+    "api": (*CORE, "pixels", "stats", "fused_encoder"),
 }
-OUTSIDE_CORE = re.compile(r"(fusedvit/cli|bench)/.*")  # what the encoder must not need
-MAY_IMPORT_TRANSFORMERS = re.compile(rf"fusedvit/api\.py|fusedvit/families/.*|{OUTSIDE_CORE.pattern}")
-OUTER = ("fusedvit.cli", "fusedvit.bench")
-MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120
+# Packages beside the standard library and our own; an area that is not named may import any.
+PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}
+TRANSFORMERS = ("api", "checks", "families", "pixels", *OUTER)  # areas that may import it, inside functions
+
+MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120  # lines
+MAX_FOLDER, MAX_FOLDERS = 16, {"kernels/hopper": 10}  # Python files of one folder, __init__.py not counted
+MAX_DEPTH = 15  # modules in the longest chain of imports
+OTHERS_PRIVATE = {"_version", "_parameters", "_modules", "_buffers", "_make", "_replace", "_asdict", "_fields"}
+
 MACHINE = re.compile(
     r"(?<![\w./])/(?:work|root|home|opt|Users|mnt)/\w|[A-Z]:\\\\?Users"  # absolute paths of one machine
     r"|pypi\.org|pythonhosted\.org|download\.pytorch|conda\.anaconda"  # package registries
 )
 TEXT = {".py", ".md", ".toml", ".json", ".txt", ".cfg", ".ini", ".yml", ".yaml", ".sh", ""}
+TOPS = (*FOLDERS, "docs", "tests", ".ci", "Makefile", "README.md", "CHANGELOG.md", "pyproject.toml", ".gitignore")
 
 
 @dataclass(frozen=True)
@@ -43,11 +66,12 @@ class Source:
     tree: ast.Module
 
     @property
-    def folder(self) -> str:
-        return self.path.split("/")[0]
+    def area(self) -> str:
+        return area_of(self.module)
 
 
 def read_sources(root: Path) -> list[Source]:
+    """Every Python file of the four folders."""
     sources = []
     for folder, package in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
@@ -56,6 +80,12 @@ def read_sources(root: Path) -> list[Source]:
             text = path.read_text(encoding="utf-8")
             sources.append(Source(path.relative_to(root).as_posix(), module, text, ast.parse(text)))
     return sources
+
+
+def area_of(module: str) -> str:
+    """`fusedvit.model.spec` -> `model`; of the package itself and its dunder names the empty string."""
+    names = module.split(".")
+    return "" if len(names) == 1 or names[1].startswith("__") else names[1]
 
 
 def imports_of(source: Source) -> list[Import]:
@@ -81,25 +111,37 @@ def within(target: str, package: str) -> bool:
     return target == package or target.startswith(package + ".")
 
 
-def within_any(target: str, packages: tuple[str, ...]) -> bool:
-    return any(within(target, package) for package in packages)
-
-
 def wrong_directions(sources: list[Source]) -> Iterator[str]:
+    """Imports of another area of ours, against `DIRECTIONS`."""
     for source in sources:
-        allowed = MAY_IMPORT.get(source.folder)
+        allowed = DIRECTIONS.get(source.area)
+        if allowed is None and source.area not in ("", *OUTER):
+            yield f"{source.path}: area {source.area!r} is in none of the rules"
+            continue
         for item in imports_of(source):
-            standard = item.target.split(".")[0] in sys.stdlib_module_names
-            where = f"{source.path}:{item.line}: "
-            if allowed and not standard and not within_any(item.target, allowed):
-                yield f"{where}{source.folder} imports {item.target}"
-            if within(item.target, "transformers") and not MAY_IMPORT_TRANSFORMERS.fullmatch(source.path):
-                yield f"{where}imports transformers"
-            if within_any(item.target, OUTER) and not OUTSIDE_CORE.fullmatch(source.path):
-                yield f"{where}the core imports {item.target}"
+            if allowed is None or not within(item.target, "fusedvit"):
+                continue
+            if area_of(item.target) not in ("", source.area, *allowed):
+                yield f"{source.path}:{item.line}: {source.area} imports {item.target}"
 
 
-def wrong_forms(sources: list[Source]) -> Iterator[str]:
+def wrong_packages(sources: list[Source]) -> Iterator[str]:
+    """Other people's packages where they do not belong, and transformers at the top of a file."""
+    for source in sources:
+        allowed = PACKAGES.get(source.area)
+        for item in imports_of(source):
+            package = item.target.split(".")[0]
+            ours = package in ("", "fusedvit") or package in sys.stdlib_module_names
+            if allowed is not None and not ours and package not in allowed:
+                yield f"{source.path}:{item.line}: {source.area} imports {item.target}"
+            elif package == "transformers" and source.area not in TRANSFORMERS:
+                yield f"{source.path}:{item.line}: {source.area} imports transformers"
+            elif package == "transformers" and not item.inside_function and not item.type_checking:
+                yield f"{source.path}:{item.line}: imports transformers when it is imported itself"
+
+
+def wrong_statements(sources: list[Source]) -> Iterator[str]:
+    """Relative imports, ways around `fusedvit.`, and imports of our own inside a function."""
     for source in sources:
         for item in imports_of(source):
             where = f"{source.path}:{item.line}: "
@@ -111,15 +153,57 @@ def wrong_forms(sources: list[Source]) -> Iterator[str]:
                 yield f"{where}imports {item.target} inside a function"
 
 
-def cycles(sources: list[Source]) -> Iterator[str]:
-    """Import cycles. Imports for the type checker alone are left out: the public names load lazily."""
+def private_names(sources: list[Source]) -> Iterator[str]:
+    """Names with a leading underscore that another of our files defines, imported or read as an attribute.
+
+    An attribute counts where this file defines nothing of its name and another one does, as a function, class,
+    variable or attribute of `self`.
+    """
+    defined = {source.path: frozenset(_defined(source.tree)) - OTHERS_PRIVATE for source in sources}
+    files_with = Counter(name for names in defined.values() for name in names)
+    for source in sources:
+        for item in imports_of(source):
+            name = item.target.rpartition(".")[2]
+            if within(item.target, "fusedvit") and _is_private(name):
+                yield f"{source.path}:{item.line}: imports {item.target}"
+        for node in ast.walk(source.tree):
+            theirs = isinstance(node, ast.Attribute) and node.attr not in defined[source.path]
+            if theirs and files_with[node.attr]:
+                yield f"{source.path}:{node.lineno}: reads {ast.unparse(node)}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Private names that a file defines."""
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else ""
+        if _is_private(name):
+            yield name
+
+
+def _edges(sources: list[Source]) -> dict[str, list[str]]:
+    """Who imports whom, ours only. Imports for the type checker alone are left out: public names load lazily."""
     names = {source.module for source in sources}
     edges: dict[str, list[str]] = {}
     for source in sources:
         targets = [item.target for item in imports_of(source) if not item.type_checking]
         known = [target if target in names else target.rpartition(".")[0] for target in targets]
         edges[source.module] = [target for target in known if target in names and target != source.module]
+    return edges
 
+
+def cycles(sources: list[Source]) -> Iterator[str]:
+    """Import cycles."""
+    edges = _edges(sources)
     done: set[str] = set()
 
     def walk(module: str, trail: tuple[str, ...]) -> Iterator[str]:
@@ -130,8 +214,32 @@ def cycles(sources: list[Source]) -> Iterator[str]:
                 yield from walk(target, (*trail, module))
             done.add(module)
 
-    for module in sorted(names):
+    for module in sorted(edges):
         yield from walk(module, ())
+
+
+def too_deep(sources: list[Source]) -> Iterator[str]:
+    """The longest chain of imports, in modules of ours with both ends counted, past its limit.
+
+    Counted over every file of the four folders. `fusedvit/__init__.py` loads public names lazily and is part of a
+    chain only where a file imports it; the empty `__init__.py` of a subpackage is in none.
+    """
+    if any(cycles(sources)):
+        return  # no chain is longest there
+    chain = longest_chain(sources)
+    if len(chain) > MAX_DEPTH:
+        yield f"{len(chain)} modules deep, at most {MAX_DEPTH}: {' -> '.join(chain)}"
+
+
+def longest_chain(sources: list[Source]) -> tuple[str, ...]:
+    """Modules that import one another, the importing one first."""
+    edges = _edges(sources)
+
+    @cache
+    def below(module: str) -> tuple[str, ...]:
+        return (module, *max((below(target) for target in edges[module]), key=len, default=()))
+
+    return max((below(module) for module in sorted(edges)), key=len, default=())
 
 
 def too_long(sources: list[Source]) -> Iterator[str]:
@@ -156,13 +264,26 @@ def function_length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return length
 
 
+def too_many(sources: list[Source]) -> Iterator[str]:
+    """Folders with more Python files than a reader takes in."""
+    files = Counter(path.rpartition("/")[0] for path in (source.path for source in sources) if "__init__" not in path)
+    for folder, count in files.items():
+        limit = MAX_FOLDERS.get(folder, MAX_FOLDER)
+        if count > limit:
+            yield f"{folder}: {count} files, at most {limit}"
+
+
+def text_files(root: Path) -> Iterator[Path]:
+    """Sources, tests, docs and settings that somebody reads."""
+    for top in TOPS:
+        for path in sorted((root / top).rglob("*")) if (root / top).is_dir() else [root / top]:
+            if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts:
+                yield path
+
+
 def machine_traces(root: Path) -> Iterator[str]:
     """Lines that hold an absolute path of some machine, or the address of a package registry."""
-    tops = [*FOLDERS, "docs", "tests", ".ci", "Makefile", "README.md", "pyproject.toml", ".gitignore"]
-    files = [path for top in tops for path in ((root / top).rglob("*") if (root / top).is_dir() else [root / top])]
-    for path in sorted(files):
-        if not path.is_file() or path.suffix not in TEXT or "__pycache__" in path.parts:
-            continue
+    for path in text_files(root):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if match := MACHINE.search(line):
                 yield f"{path.relative_to(root).as_posix()}:{number}: {match.group()}"
