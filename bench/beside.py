@@ -21,7 +21,7 @@ from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
-from fusedvit.graphs.side_stream import PRIORITY, CapturedBranch
+from fusedvit.graphs.side_stream import PRIORITY, CapturedSideStream
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.model.merger_overlap import MERGER, SMS, on_sms
@@ -141,7 +141,7 @@ class Line:
     def __init__(self, spec: VisionSpec, weights: EncoderWeights, way: Planned, grid: Grid) -> None:
         merged = budget(max(SMALLEST * spec.merge_unit, tokens(grid))) // spec.merge_unit
         side, blocks = way.priorities
-        branch = CapturedBranch(DEVICE, side)
+        branch = CapturedSideStream(DEVICE, side)
         self.program = EncoderProgram(spec, TRITON, DTYPE, DEVICE, lambda: weights, branch, way.plan)
         self.manager = GraphManager(check_limits((merged,), 8, 64), self.program, CudaCapture(DEVICE, blocks))
         self.budget, self.grid, self.rows = merged, grid, tokens(grid)

@@ -123,7 +123,7 @@ def _workload(tower: nn.Module, plain: nn.Module, handle: FusedEncoder, grid: Gr
         "eager_over_graph": eager / graph,
         "replays_a_call": sum(replays.values()) / calls,
         "budgets": [budget for budget, count in replays.items() if count],
-        "mispredicted": after["mispredicted"] - before["mispredicted"],
+        "mispredictions": after["mispredictions"] - before["mispredictions"],
         "padding": 1 - (after["tokens"] - before["tokens"]) / launched if launched else 0.0,
         "held_mib": after["held_mib"],
     }

@@ -18,7 +18,7 @@ from fusedvit.runtime import speculative_replay as guesses
 from fusedvit.runtime.inputs import Grid, Item, check_grid, check_items, check_pixels
 from fusedvit.runtime.readback import lies_on_gpu, on_device
 from fusedvit.runtime.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, budgets_of, run
-from fusedvit.runtime.tower_graphs import captured, new_graphs
+from fusedvit.runtime.tower_graphs import capture_budgets, new_graphs
 from fusedvit.runtime.weight_cache import PreparedWeights
 from fusedvit.stats import Stats, compiles, describe
 
@@ -83,7 +83,6 @@ class FusedEncoder:
         self,
         progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
         *,
-        measure: bool = False,
         calls: Iterable[Grid] | None = None,
     ) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
@@ -91,8 +90,6 @@ class FusedEncoder:
         Args:
             progress: wraps the iterable of budgets, as `tqdm.tqdm` or `rich.progress.track` do; a bar on a terminal's
                 standard error if None.
-            measure: time the graphs, so that batches are packed by this GPU's costs. Packing may then differ from
-                process to process, and with it the last bit of an output. Needs every budget.
             calls: the `grid_thw` of calls to come, if they are known: the budgets that these replay are captured now,
                 any other by the first call that needs it.
 
@@ -107,7 +104,7 @@ class FusedEncoder:
             graphs, _ = self._graphs_on(parameter)
             if graphs is not None:
                 only = None if wanted is None else budgets_of(graphs, wanted, self.spec.merge_unit)
-                self._graphs = captured(graphs, progress, measure, only)
+                capture_budgets(graphs, progress, only)
 
     def _items_of(self, grid_thw: Grid) -> list[Item]:
         rows = check_grid(grid_thw).tolist()

@@ -123,7 +123,7 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
         g = stats["graphs"]
         lines.append(
             f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
-            f"{g['replays']} replays and {g['mispredicted']} mispredicted, padding {g['padding']:.0%}, "
+            f"{g['replays']} replays and {g['mispredictions']} mispredictions, padding {g['padding']:.0%}, "
             f"buffers {g['buffers_mib']:.0f} MiB, "
             f"pool {g['held_mib'] - g['buffers_mib']:.0f} MiB"
         )

@@ -1,14 +1,10 @@
 """Capturing launches into a CUDA graph, behind a small interface that a test can stand in for."""
 
 import gc
-import statistics
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
-
-# ── current ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-# The stream that launches go to now, known without making an object of it at every look-up.
 
 
 class CurrentStream:
@@ -36,11 +32,6 @@ class CurrentStream:
         return stream
 
 
-# ── capture ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-REPLAYS_TIMED = 5
-
-
 class Graph(Protocol):
     """Something captured."""
 
@@ -62,9 +53,6 @@ class Capture(Protocol):
 
     def after_use(self) -> None:
         """Notes on the stream of `before_use` that the static buffers are in use until here."""
-
-    def time_us(self, graph: Graph) -> float:
-        """Microseconds of one replay on the current stream, the static buffers as they are."""
 
     def wait(self) -> None:
         """Makes the host wait until nothing uses the static buffers."""
@@ -135,17 +123,6 @@ class CudaCapture:
     def after_use(self) -> None:
         self._used.record(self._next)
         self._user = self._next
-
-    def time_us(self, graph: Graph) -> float:
-        times = []
-        for _ in range(1 + REPLAYS_TIMED):  # the first is a warm-up
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(1000 * begin.elapsed_time(end))
-        return statistics.median(times[1:])
 
     def wait(self) -> None:
         self._used.synchronize()

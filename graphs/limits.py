@@ -67,7 +67,6 @@ def infer_limits(
     largest: int,
     dense: Iterable[int],
     bytes_per_token: int,
-    fixed_bytes: int,
     free_bytes: int,
     share: float = 0.1,
     token_budgets: Sequence[int] | None = None,
@@ -86,7 +85,6 @@ def infer_limits(
         smallest, largest: ends of the ladder, in tokens.
         dense: sizes in tokens where kernels' tiles differ between closer ones than four an octave.
         bytes_per_token: what the static buffers grow by with each token of the largest budget.
-        fixed_bytes: what does not grow with tokens.
         free_bytes: free device memory.
         share: part of `free_bytes` that buffers may take, in (0, 1].
 
@@ -103,7 +101,7 @@ def infer_limits(
         if count is not None:
             _check_count(name, count)
     if token_budgets is None:
-        held = (int(share * free_bytes) - fixed_bytes) // bytes_per_token
+        held = int(share * free_bytes) // bytes_per_token
         token_budgets = (_halve_to(held, largest, floor=max(smallest, max_items or 1)),)
     budgets = _filled(_check_budgets(token_budgets), smallest, dense)
     if max_items is None:

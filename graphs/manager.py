@@ -57,7 +57,7 @@ class GraphStats:
         launched_tokens: merged tokens that the replayed budgets have room for.
         captures: graphs captured.
         failures: captures that failed.
-        mispredicted: replays begun before their content was known, for which another plan turned out to be right.
+        mispredictions: replays begun before their content was known, for which another plan turned out to be right.
     """
 
     replays: Counter[int] = field(default_factory=Counter)
@@ -66,7 +66,7 @@ class GraphStats:
     launched_tokens: int = 0
     captures: int = 0
     failures: int = 0
-    mispredicted: int = 0
+    mispredictions: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, a copy."""
@@ -80,7 +80,7 @@ class GraphStats:
             "padding": padding,
             "captures": self.captures,
             "capture_failures": self.failures,
-            "mispredicted": self.mispredicted,
+            "mispredictions": self.mispredictions,
         }
 
 
@@ -128,23 +128,6 @@ class GraphManager:
             self._program.allocate(self.limits)
             self._allocated = True
 
-    def measure(self) -> list[tuple[int, int, float]]:
-        """Replays each captured graph nearly empty and full: (budget, tokens, microseconds), for a cost model."""
-        with self._lock:
-            self._capture.before_use()
-            samples = [sample for budget in sorted(self._graphs) for sample in self._measure_budget(budget)]
-            self._capture.after_use()
-            return samples
-
-    def _measure_budget(self, budget: int) -> list[tuple[int, int, float]]:
-        graph, found = self._graphs[budget], []
-        for wanted in (1, budget):
-            tokens = self._program.rehearse(budget, wanted)
-            found.append((budget, tokens, self._capture.time_us(graph)))
-        if found[0][1] == found[1][1]:  # too small a budget for two contents: the line through it is level
-            found[0] = (budget, 0, found[1][2])
-        return found
-
     def ready(self, budget: int) -> bool:
         """Whether `budget` has a graph; captures it if nobody has tried yet."""
         with self._lock:
@@ -183,19 +166,19 @@ class GraphManager:
             held,
         )
 
-    def replay(self, batch: Batch, load: Callable[[], None], unload: Callable[[], None]) -> bool:
-        """`load()` fills the static buffers, the batch's graph runs, `unload()` copies out: all on the current stream.
+    def replay(self, batch: Batch, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
+        """`load(budget)` fills the static buffers of `budget`, whose graph runs, `unload(budget)` copies out.
 
-        Returns False, with nothing done, where the budget cannot be captured.
+        All on the current stream. Returns False, with nothing done, where the budget cannot be captured.
         """
         with self._lock:
-            if not self.ready(batch.budget) or not self.replay_unread(batch.budget, load, unload):
+            if not self.ready(batch.budget) or not self.replay_if_captured(batch.budget, load, unload):
                 return False
-            self.count(batch)
+            self.count_replay(batch)
             return True
 
-    def replay_unread(self, budget: int, load: Callable[[], None], unload: Callable[[], None]) -> bool:
-        """As `replay`, of a content that the host may have yet to read. Then `count` the batch, or that it was another.
+    def replay_if_captured(self, budget: int, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
+        """As `replay`, of content that the host may have yet to read: the caller counts it when it is known.
 
         Returns False, with nothing done, where the budget is not captured yet.
         """
@@ -205,24 +188,26 @@ class GraphManager:
                 return False
             self._capture.before_use()
             try:
-                load()
+                load(budget)
                 graph.replay()
-                unload()
+                unload(budget)
             finally:
                 self._capture.after_use()
             return True
 
-    def count(self, batch: Batch | None) -> None:
-        """Counts a replay of `batch`; of None, one whose content turned out to be another."""
+    def count_replay(self, batch: Batch) -> None:
+        """Counts a replay of `batch`."""
         with self._lock:
             stats = self.stats
-            if batch is None:
-                stats.mispredicted += 1
-                return
             stats.replays[batch.budget] += 1
             stats.items += len(batch.pieces)
             stats.tokens += sum([piece.tokens for piece in batch.pieces])
             stats.launched_tokens += batch.budget
+
+    def count_misprediction(self) -> None:
+        """Counts a speculative replay whose content turned out to be another."""
+        with self._lock:
+            self.stats.mispredictions += 1
 
     def graph(self, budget: int) -> Graph:
         """The captured graph of a `ready` budget, for measuring."""

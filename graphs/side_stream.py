@@ -8,7 +8,7 @@ import torch
 PRIORITY = -2  # above the captured stream's; a level whose streams PyTorch hands out to hardly anybody else
 
 
-class Branch(Protocol):
+class SideStream(Protocol):
     """A second line of launches beside the current stream's."""
 
     def fork(self, launches: Callable[[], None]) -> None:
@@ -21,7 +21,7 @@ class Branch(Protocol):
         """What is launched from now on comes after every fork."""
 
 
-class Serial:
+class NoSideStream:
     """No second line: forks are launched where they stand."""
 
     def fork(self, launches: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Serial:
         pass
 
 
-class CapturedBranch:
+class CapturedSideStream:
     """A stream that is drawn into the capture of the current one. Where nothing is captured, launches stay in line.
 
     Nodes keep the priority of the stream that they were captured on.

@@ -8,7 +8,6 @@ import torch
 
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Work, pack
-from fusedvit.runtime.pricing import expected_cost
 from fusedvit.runtime.tower_graphs import limits_for
 
 FREE_BYTES = 16 * 2**30  # of device memory, where there is no GPU to ask
@@ -40,7 +39,7 @@ class PackedCall:
 
 
 def packed_calls(handle: Any, grids: Mapping[str, Sequence[Sequence[int]]], dtype: torch.dtype) -> list[PackedCall]:
-    """How calls with these rows (t, h, w) would be packed, by expected costs.
+    """How calls with these rows (t, h, w) would be packed.
 
     Args:
         handle: of a fused tower; the limits of its graphs where it has some, else as with 16 GiB free.
@@ -55,7 +54,7 @@ def packed_calls(handle: Any, grids: Mapping[str, Sequence[Sequence[int]]], dtyp
 
 def _packed(name: str, rows: Sequence[Sequence[int]], spec: Any, limits: Limits) -> PackedCall:
     works = tuple(Work(t, h * w // spec.merge_unit) for t, h, w in rows)
-    plan = pack(works, limits, expected_cost(spec, limits))
+    plan = pack(works, limits)
     batches = [
         PackedBatch(batch.budget, sum(piece.tokens for piece in batch.pieces), len(batch.pieces))
         for batch in plan.batches

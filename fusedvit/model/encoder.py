@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.graphs.side_stream import Branch, Serial
+from fusedvit.graphs.side_stream import NoSideStream, SideStream
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
 from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
@@ -28,7 +28,7 @@ from fusedvit.model.weights import (
     NormWeights,
 )
 
-SERIAL = Serial()
+SERIAL = NoSideStream()
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def encode(
     buffers: EncoderBuffers,
     ops: Ops,
     plan: EncoderPlan,
-    branch: Branch = SERIAL,
+    branch: SideStream = SERIAL,
 ) -> EncoderOutputs:
     """Runs the tower on `buffers.pixels` and `buffers.grid`.
 
@@ -147,7 +147,7 @@ def encode(
     return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
-def _blocks(run: _Run, branch: Branch) -> list[Callable[[], None]]:
+def _blocks(run: _Run, branch: SideStream) -> list[Callable[[], None]]:
     """Patches, blocks and deepstack mergers; blocks that have one beside them run with fewer programs.
 
     Returns those mergers' launches that are left for the tail.

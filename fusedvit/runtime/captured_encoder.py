@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fusedvit.graphs.limits import Limits
-from fusedvit.graphs.side_stream import Branch, CapturedBranch, Serial
+from fusedvit.graphs.side_stream import CapturedSideStream, NoSideStream, SideStream
 from fusedvit.kernels import load_inputs
 from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.launch import compiling_only
@@ -37,7 +37,7 @@ class EncoderProgram:
         dtype: torch.dtype,
         device: torch.device,
         weights: Callable[[], EncoderWeights],
-        branch: Branch | None = None,
+        branch: SideStream | None = None,
         planner: Callable[[VisionSpec, int, torch.dtype, Target], EncoderPlan] = plan_for,
     ) -> None:
         self._spec = spec
@@ -46,7 +46,7 @@ class EncoderProgram:
         self._device = device
         self._weights = weights
         self._planner = planner
-        self._branch = branch or (CapturedBranch(device) if device.type == "cuda" else Serial())
+        self._branch = branch or (CapturedSideStream(device) if device.type == "cuda" else NoSideStream())
         self._whole: EncoderBuffers | None = None
         self._parts: dict[int, EncoderBuffers] = {}
         self._plans: dict[int, EncoderPlan] = {}

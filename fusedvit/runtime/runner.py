@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import CAPTURE_FAILED, GraphManager
 from fusedvit.graphs.packing import Batch, Piece, Work, pack
@@ -50,7 +49,6 @@ class Graphs:
 
     manager: GraphManager
     program: EncoderProgram
-    cost: CostModel
     layouts: dict[tuple[Item, ...], tuple["Step", ...]] = field(default_factory=dict, compare=False, repr=False)
     guesses: dict[tuple[int, int], int | None] = field(default_factory=dict, compare=False, repr=False)
     read: dict[object, Read] = field(default_factory=dict, compare=False, repr=False)
@@ -113,12 +111,12 @@ def steps_of(graphs: Graphs, items: tuple[Item, ...], unit: int) -> tuple[Step, 
     if known is None:
         if len(graphs.layouts) >= LAYOUTS_KEPT:
             graphs.layouts.clear()
-        known = graphs.layouts[items] = _plan(items, unit, graphs.limits, graphs.cost)
+        known = graphs.layouts[items] = _plan(items, unit, graphs.limits)
     return known
 
 
-def _plan(items: tuple[Item, ...], unit: int, limits: Limits, cost: CostModel) -> tuple[Step, ...]:
-    plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits, cost)
+def _plan(items: tuple[Item, ...], unit: int, limits: Limits) -> tuple[Step, ...]:
+    plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits)
     first = [0, *itertools.accumulate(item.tokens for item in items)]
 
     def step(batch: Batch | None, reason: str, pieces: Sequence[Piece]) -> Step:
@@ -184,17 +182,17 @@ def run(
 
 
 def _replay(pixels: torch.Tensor, graphs: Graphs, step: Step, batch: Batch, answer: "_Answer") -> bool:
-    """Replays one batch; False where its budget has no graph."""
-    program, budget = graphs.program, batch.budget
+    """Replays one batch; False where no graph can hold it."""
+    program = graphs.program
 
-    def load() -> None:
+    def load(budget: int) -> None:
         static = program.buffers(budget).pixels
         program.load_grid(budget, step.rows)
         for there, here, length in step.runs:
             rows = pixels if length == pixels.shape[0] else pixels[there : there + length]
             static[here : here + length].copy_(rows, non_blocking=True)
 
-    def unload() -> None:
+    def unload(budget: int) -> None:
         static = program.buffers(budget)
         answer.keep(EncoderOutputs(static.hidden, static.merged), step.runs)
 

@@ -52,14 +52,14 @@ class Guess:
         if outputs is None or batch is None or batch.budget != self.budget:
             self.drop()
             return None
-        self.graphs.manager.count(batch)
+        self.graphs.manager.count_replay(batch)
         self.over, self.outputs = True, None
         return outputs
 
     def drop(self) -> None:
-        """Counts a replay that is not settled as mispredicted."""
+        """Counts a replay that is not settled as a misprediction."""
         if self.outputs is not None:
-            self.graphs.manager.count(None)
+            self.graphs.manager.count_misprediction()
         self.over, self.outputs = True, None
 
 
@@ -153,15 +153,15 @@ def _replay(
     """Replays the graph of `budget`; None where there is none."""
     program, found = graphs.program, None
 
-    def load() -> None:
+    def load(budget: int) -> None:
         program.load_inputs(budget, program.table(grid.items) if isinstance(grid, Read) else grid, pixels)
 
-    def unload() -> None:
+    def unload(budget: int) -> None:
         nonlocal found
         found = new_outputs(tower, pixels.shape[0])
         program.store_outputs(budget, found)
 
-    graphs.manager.replay_unread(budget, load, unload)
+    graphs.manager.replay_if_captured(budget, load, unload)
     return found
 
 
@@ -238,7 +238,7 @@ def _likely(graphs: Graphs, rows: int, items: int, unit: int) -> int | None:
     budget = graphs.guesses.get((rows, items), _UNKNOWN)
     if budget != _UNKNOWN:
         return budget
-    return None if rows % unit else sole_budget(rows // unit, items, graphs.limits, graphs.cost)
+    return None if rows % unit else sole_budget(rows // unit, items, graphs.limits)
 
 
 def _sole_batch(items: Sequence[Item], graphs: Graphs, unit: int) -> Batch | None:

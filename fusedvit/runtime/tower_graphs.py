@@ -1,14 +1,12 @@
-"""The graphs of a tower on one device: how large, priced how, over which program."""
+"""The graphs of a tower on one device: how large, over which program."""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
 from fusedvit.config import FuseConfig
 from fusedvit.graphs.capture import CudaCapture
-from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.limits import Limits, infer_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.kernels.tile_configs import DENSE
@@ -16,7 +14,6 @@ from fusedvit.model.ops import ops_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.captured_encoder import EncoderProgram, bytes_per_token
-from fusedvit.runtime.pricing import expected_cost
 from fusedvit.runtime.runner import Graphs
 
 SMALLEST_BUDGET, LARGEST_BUDGET = 64, 16384  # merged tokens
@@ -33,7 +30,7 @@ def new_graphs(
     """Nothing captured yet, nothing allocated."""
     limits = limits_for(spec, config, dtype, torch.cuda.mem_get_info(device)[0])
     program = EncoderProgram(spec, ops_for(device), dtype, device, weights)
-    return Graphs(GraphManager(limits, program, CudaCapture(device)), program, expected_cost(spec, limits))
+    return Graphs(GraphManager(limits, program, CudaCapture(device)), program)
 
 
 def limits_for(spec: VisionSpec, config: FuseConfig, dtype: torch.dtype, free_bytes: int) -> Limits:
@@ -47,7 +44,6 @@ def limits_for(spec: VisionSpec, config: FuseConfig, dtype: torch.dtype, free_by
         largest=LARGEST_BUDGET,
         dense=[rows // spec.merge_unit for rows in DENSE],
         bytes_per_token=bytes_per_token(spec, dtype),
-        fixed_bytes=0,
         free_bytes=free_bytes,
         share=SHARE_OF_FREE_MEMORY,
         token_budgets=config.token_budgets,
@@ -56,20 +52,13 @@ def limits_for(spec: VisionSpec, config: FuseConfig, dtype: torch.dtype, free_by
     )
 
 
-def captured(
+def capture_budgets(
     graphs: Graphs,
     progress: Callable[[Iterable[int]], Iterable[int]] | None,
-    measure: bool,
     only: Collection[int] | None = None,
-) -> Graphs:
-    """`graphs` with every budget captured, or those of `only`; if asked for, with costs measured on all of them."""
+) -> None:
+    """Captures every budget, or those of `only`, the largest first."""
     graphs.manager.warmup(progress or _bar, only)
-    samples = graphs.manager.measure() if measure else []
-    if {budget for budget, _, _ in samples} != set(graphs.limits.token_budgets):
-        return (
-            graphs  # not asked for, or a budget was left out or could not be captured, of which the manager has warned
-        )
-    return replace(graphs, cost=CostModel.measured(samples), layouts={}, guesses={}, read={})
 
 
 def _bar(budgets: Iterable[int]) -> Iterable[int]:

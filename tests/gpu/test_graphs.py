@@ -223,17 +223,6 @@ def test_two_devices_side_by_side(plain: nn.Module) -> None:
     unfuse(plain)
 
 
-def test_costs_measured_at_warmup_follow_the_content(fused: tuple[nn.Module, FusedEncoder]) -> None:
-    tower, handle = fused
-    handle.warmup(measure=True)
-    cost = handle.graphs().cost
-    assert cost.budgets == handle.stats()["graphs"]["token_budgets"]
-    assert cost.cost(1024, 1024) > 1.5 * cost.cost(1024, 64)
-    grid = [(1, 8, 8), (3, 4, 6)]
-    pixels = trust.pixels_of(grid, torch.bfloat16, 0)
-    assert same(trust.call(tower, pixels, grid), trust.eager(handle, pixels, grid))
-
-
 def test_warmup_compiles_everything(plain: nn.Module) -> None:
     with torch.inference_mode():
         handle = fuse(plain, CONFIG)

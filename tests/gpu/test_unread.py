@@ -69,7 +69,7 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
         trust.poison(handle)
         assert same(trust.call(tower, pixels, grid), want)
     stats = handle.stats()["graphs"]
-    assert stats["mispredicted"] == 3 and stats["replays"] == 2 + 4, "two of the fixture's"
+    assert stats["mispredictions"] == 3 and stats["replays"] == 2 + 4, "two of the fixture's"
 
 
 def test_grids_on_the_gpu_are_guessed_and_read_once(fused: tuple[nn.Module, FusedEncoder]) -> None:
@@ -82,7 +82,7 @@ def test_grids_on_the_gpu_are_guessed_and_read_once(fused: tuple[nn.Module, Fuse
         form = on_gpu if i % 2 else on_gpu.int().repeat(1, 2)[:, :3]
         assert same(trust.call(tower, pixels, form), trust.call(tower, pixels, grid)), grid
     stats = handle.stats()
-    assert stats["graphs"]["mispredicted"] == 2 and stats["fused"] == 2 + 20 and stats["eager"] == {}
+    assert stats["graphs"]["mispredictions"] == 2 and stats["fused"] == 2 + 20 and stats["eager"] == {}
 
 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])

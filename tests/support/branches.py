@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusedvit.bench.poison import poison_buffers
-from fusedvit.graphs.side_stream import Branch
+from fusedvit.graphs.side_stream import SideStream
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.tile_configs import Target
@@ -70,7 +70,9 @@ def buffers_for(encoder: Encoder, grid: Grid, mergers: int) -> EncoderBuffers:
     return made
 
 
-def outputs(encoder: Encoder, buffers: EncoderBuffers, plan: EncoderPlan, branch: Branch, ops: Ops = TORCH) -> Outputs:
+def outputs(
+    encoder: Encoder, buffers: EncoderBuffers, plan: EncoderPlan, branch: SideStream, ops: Ops = TORCH
+) -> Outputs:
     with torch.no_grad():
         made = encode(encoder.spec, encoder.weights, buffers, ops, plan, branch)
     return {"hidden": made.hidden.clone(), "merged": made.merged.clone()}

@@ -13,7 +13,7 @@ import torch
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch
-from fusedvit.graphs.side_stream import Serial
+from fusedvit.graphs.side_stream import NoSideStream
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.tuning_table import Table
@@ -55,12 +55,12 @@ def test_when_a_merger_runs_changes_no_bit(encoder: Encoder, name: str, grid: Gr
     plan = beside_of(encoder.plan(patches_of(grid)), *APART[name])
     pixels = pixels_for(vision_tower(), grid)
     answers = []
-    for branch in (Serial(), Late(1), Late()):
+    for branch in (NoSideStream(), Late(1), Late()):
         for room in (len(plan.apart), 0):  # without memory of their own they are in line, whatever the branch
             buffers = buffers_for(encoder, grid, room)
             encoder.load(buffers, grid, pixels)
             answers.append(outputs(encoder, buffers, plan, branch))
-        assert isinstance(branch, Serial) or branch.forks == len(plan.apart)
+        assert isinstance(branch, NoSideStream) or branch.forks == len(plan.apart)
     assert all(bool(answer["merged"].isfinite().all()) for answer in answers)
     for answer in answers[1:]:
         assert_bitwise(answer, answers[0])
@@ -113,12 +113,12 @@ def test_graphs_of_several_budgets_in_the_same_buffers(encoder: Encoder, name: s
         got = []
         for program, manager in zip(programs, managers, strict=True):
 
-            def load(program: EncoderProgram = program) -> None:
+            def load(budget: int, program: EncoderProgram = program) -> None:
                 program.load_grid(budget, tuple(grid))  # noqa: B023
                 program.buffers(budget).pixels[:tokens] = pixels_for(vision_tower(), grid, seed=seed)  # noqa: B023
 
-            def unload(program: EncoderProgram = program) -> None:
-                part = program.buffers(budget)  # noqa: B023
+            def unload(budget: int, program: EncoderProgram = program) -> None:
+                part = program.buffers(budget)
                 merged = part.merged[:, : tokens // 4].clone()  # noqa: B023
                 got.append({"hidden": part.hidden[:tokens].clone(), "merged": merged})  # noqa: B023
 

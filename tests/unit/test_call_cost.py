@@ -29,7 +29,7 @@ def test_few_function_calls_before_the_replay(case: Case, kind: str) -> None:
         seen = counted(graphs.program, graphs.manager.graph(16), call)
     ours = [name for name in seen if name not in ("load_inputs", "replay")]  # those stand for launches
     assert "begin" in ours and len(ours) <= BEFORE[kind], ours
-    assert graphs.manager.stats.replays == {16: 4} and graphs.manager.stats.mispredicted == 0
+    assert graphs.manager.stats.replays == {16: 4} and graphs.manager.stats.mispredictions == 0
 
 
 def counted(program: Any, graph: Any, call: Callable[[], object]) -> list[str]:

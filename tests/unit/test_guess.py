@@ -21,7 +21,7 @@ def test_only_what_is_captured_is_begun_unread(case: Case) -> None:
     assert all(right(case, GRID) for _ in range(3))
     assert notes == [False, True, True]
     stats = case[2].manager.stats
-    assert stats.replays == {16: 3} and stats.items == 6 and stats.tokens == 42 and stats.mispredicted == 0
+    assert stats.replays == {16: 3} and stats.items == 6 and stats.tokens == 42 and stats.mispredictions == 0
     assert case[1].stats()["fused"] == case[1].stats()["calls"] == 3
 
 
@@ -31,10 +31,10 @@ def test_other_layouts_of_the_same_totals_and_new_totals(case: Case) -> None:
     for grid in ([(1, 6, 4), (2, 4, 4)], [(2, 4, 4), (1, 4, 6)], [(1, 14, 4)], [(1, 4, 4)], GRID, [(5, 2, 2)]):
         assert right(case, grid)
     assert notes == [True, True, True, False, True, True], "a budget of 4 is not captured yet"
-    assert case[2].manager.stats.mispredicted == 0
+    assert case[2].manager.stats.mispredictions == 0
 
 
-def test_a_plan_that_shapes_decide_is_mispredicted_once(case: Case) -> None:
+def test_a_plan_that_shapes_decide_is_a_misprediction_once(case: Case) -> None:
     """Nine frames are over the limit of eight: as many tokens as an image that goes whole."""
     case[2].manager.warmup(only=[16, 4])
     notes = begun(case)
@@ -42,16 +42,16 @@ def test_a_plan_that_shapes_decide_is_mispredicted_once(case: Case) -> None:
     assert right(case, video) and right(case, video)
     assert notes == [True, False]
     stats = case[2].manager.stats
-    assert stats.mispredicted == 1 and stats.items == 4, "two pieces a call"
+    assert stats.mispredictions == 1 and stats.items == 4, "two pieces a call"
     assert right(case, image) and right(case, image) and notes == [True, False, False, True]
-    assert right(case, video) and stats.mispredicted == 2
+    assert right(case, video) and stats.mispredictions == 2
 
 
 def test_items_without_frames_are_never_taken_over(case: Case) -> None:
     case[2].manager.warmup(only=[16])
     for grid in ([(0, 4, 4), *GRID], [(0, 2**40, 2), *GRID]):
         assert right(case, grid) and right(case, grid)
-    assert case[2].manager.stats.mispredicted == 1
+    assert case[2].manager.stats.mispredictions == 1
 
 
 @pytest.mark.parametrize("grid", BAD.values(), ids=BAD)
@@ -67,7 +67,7 @@ def test_bad_grids_right_after_a_good_call(case: Case, grid: Any) -> None:
     assert str(ours.value) == str(plain.value) and notes == [True]
     assert not graphs.program.buffers(16).grid.any(), "the replay had no items"
     assert same(answer(tower, pixels, GRID), want)
-    assert graphs.manager.stats.mispredicted == 1 and graphs.manager.stats.replays == {16: 2}
+    assert graphs.manager.stats.mispredictions == 1 and graphs.manager.stats.replays == {16: 2}
     assert handle.stats()["fused"] == 2 and handle.stats()["calls"] == 3
 
 
@@ -113,8 +113,8 @@ def test_one_host_read_a_call(case: Case, grid: Any) -> None:
 @pytest.mark.parametrize(
     "grid, wanted",
     [
-        (GRID, ["replay_unread", "look", "true"]),
-        ([(9, 2, 2)], ["look", "replay_unread", "replay_unread", "true"]),
+        (GRID, ["replay_if_captured", "look", "true"]),
+        ([(9, 2, 2)], ["look", "replay_if_captured", "replay_if_captured", "true"]),
         ([(1, 20, 20)], ["look", "true"]),
     ],
     ids=["one batch", "two batches", "eager"],
@@ -124,7 +124,7 @@ def test_the_walk_over_the_tower_is_under_the_gpus_work(case: Case, grid: Any, w
     tower, handle, graphs = case
     assert right(case, grid)
     prepared = handle.prepared
-    order = noted((graphs.manager, "replay_unread"), (prepared, "look"), (prepared, "true"))
+    order = noted((graphs.manager, "replay_if_captured"), (prepared, "look"), (prepared, "true"))
     answer(tower, Call.of(tower, grid).pixels, grid)
     assert order == wanted
 
@@ -209,9 +209,9 @@ def test_a_call_that_cannot_run_fused_drops_what_was_begun(case: Case, spoil: An
         with pytest.raises(RuntimeError, match="strict"):
             spoil(tower, pixels, grid)
     assert notes == [True], "the next such call begins nothing"
-    assert graphs.manager.stats.mispredicted == 1 and graphs.manager.stats.replays == {16: 1}
+    assert graphs.manager.stats.mispredictions == 1 and graphs.manager.stats.replays == {16: 1}
     assert same(answer(tower, pixels, GRID), want) and same(answer(tower, pixels, GRID), want)
-    assert graphs.manager.stats.mispredicted == 1 and handle.stats()["fused"] == 3
+    assert graphs.manager.stats.mispredictions == 1 and handle.stats()["fused"] == 3
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_pixels_of_other_forms_after_a_good_call(case: Case, form: Any) -> None:
         assert same(answer(tower, form(pixels), GRID), want)
         assert isinstance(form(pixels), torch.nn.Parameter)
     assert len(notes) <= 1 and same(answer(tower, pixels, GRID), want)
-    assert graphs.manager.stats.mispredicted <= 1
+    assert graphs.manager.stats.mispredictions <= 1
 
 
 def test_pixels_that_want_gradients_leave_no_trace_in_the_buffers(case: Case) -> None:
@@ -275,4 +275,4 @@ def test_compiled_calls_among_fused_ones_begin_nothing_and_compile_once(case: Ca
             for _ in range(3):
                 answer(tower, pixels, GRID)
                 assert torch.equal(compiled(pixels.clone()), want)
-    assert notes == [False, *[True] * 3] and graphs.manager.stats.mispredicted == 0
+    assert notes == [False, *[True] * 3] and graphs.manager.stats.mispredictions == 0

@@ -29,21 +29,24 @@ def on_the_host(case: Case) -> Iterator[Case]:
 def test_what_a_grid_on_the_host_says_is_begun_before_any_check(on_the_host: Case) -> None:
     tower, handle, graphs = on_the_host
     order = noted(
-        (graphs.manager, "replay_unread"), (guesses, "begin"), (handle.prepared, "look"), (fallback, "reason_of_call")
+        (graphs.manager, "replay_if_captured"),
+        (guesses, "begin"),
+        (handle.prepared, "look"),
+        (fallback, "reason_of_call"),
     )
     for grid in (GRID, [(1, 6, 4), (2, 4, 4)], [(1, 2, 2)], GRID):
         pixels = Call.of(tower, grid).pixels
         order.clear()
         out = tower(pixels, grid_thw=grid)
-        assert order == ["begin", "replay_unread", "reason_of_call", "look"]
+        assert order == ["begin", "replay_if_captured", "reason_of_call", "look"]
         assert close([out.last_hidden_state, out.pooler_output, *out.deepstack_features], eager(handle, pixels, grid))
     for grid in ([(9, 2, 2)], [(0, 4, 4), *GRID]):  # two batches; an item without frames
         pixels = Call.of(tower, grid).pixels
         order.clear()
         out = tower(pixels, grid_thw=grid)
-        assert order[:3] == ["begin", "reason_of_call", "replay_unread"] and order[-1] == "look"
+        assert order[:3] == ["begin", "reason_of_call", "replay_if_captured"] and order[-1] == "look"
         assert close([out.pooler_output], eager(handle, pixels, grid)[1:2])
-    assert graphs.manager.stats.mispredicted == 0
+    assert graphs.manager.stats.mispredictions == 0
 
 
 @pytest.mark.parametrize("grid", [*BAD.values(), [(1, 4)], [(1, 4, 6.0)], "a grid", None], ids=str)
@@ -52,7 +55,7 @@ def test_bad_grids_on_the_host_begin_nothing(on_the_host: Case, grid: Any) -> No
     pixels, notes = Call.of(tower, GRID).pixels, begun(on_the_host)
     with pytest.raises((TypeError, ValueError), match="grid_thw"):
         tower(pixels, grid_thw=grid)
-    assert notes == [] and graphs.manager.stats.mispredicted == 0
+    assert notes == [] and graphs.manager.stats.mispredictions == 0
 
 
 def test_a_call_with_a_grid_on_the_host_that_cannot_run_fused_is_dropped(on_the_host: Case) -> None:
@@ -61,7 +64,7 @@ def test_a_call_with_a_grid_on_the_host_that_cannot_run_fused_is_dropped(on_the_
     replays = dict(graphs.manager.stats.replays)
     with pytest.raises(RuntimeError, match="strict"):
         tower(pixels, grid_thw=GRID, colour=1)
-    assert graphs.manager.stats.mispredicted == 1 and graphs.manager.stats.replays == replays
+    assert graphs.manager.stats.mispredictions == 1 and graphs.manager.stats.replays == replays
 
 
 @pytest.mark.parametrize("watch", [True, False])

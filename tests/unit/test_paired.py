@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.graphs.side_stream import Serial
+from fusedvit.graphs.side_stream import NoSideStream
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Table
@@ -128,7 +128,7 @@ def test_outputs_are_those_of_mergers_in_line(encoder: Encoder, hidden: tuple[in
     for plan in (beside_of(usual, hidden, 2), usual):
         buffers = buffers_for(encoder, GRID, len(plan.apart))
         encoder.load(buffers, GRID, pixels_for(vision_tower(), GRID))
-        answers.append(outputs(encoder, buffers, plan, Serial()))
+        answers.append(outputs(encoder, buffers, plan, NoSideStream()))
     assert_bitwise(*answers)
     assert bool(answers[0]["merged"].isfinite().all())
 
@@ -141,6 +141,6 @@ def test_a_stream_that_is_not_kept_would_be_seen(encoder: Encoder, name: str) ->
     common = replace(buffers, apart=replace(buffers.apart, **{name: getattr(buffers, name)[None]}))
     for given in (buffers, common):
         encoder.load(given, GRID, pixels_for(vision_tower(), GRID))
-        answers.append(outputs(encoder, given, plan, Serial())["merged"])
+        answers.append(outputs(encoder, given, plan, NoSideStream())["merged"])
     same = [torch.equal(ours, theirs) for ours, theirs in zip(*answers, strict=True)]
     assert same == [True, True, True, False]

@@ -7,7 +7,6 @@ import torch
 
 from fusedvit.api import fuse
 from fusedvit.config import FuseConfig
-from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.runtime.inputs import Item
@@ -20,7 +19,7 @@ UNIT = 4
 
 def graphs() -> Graphs:
     manager = GraphManager(LIMITS, mock.Mock(), mock.Mock())
-    return Graphs(manager, mock.Mock(), CostModel.even(LIMITS, 100.0, 1.0))
+    return Graphs(manager, mock.Mock())
 
 
 @pytest.mark.parametrize(

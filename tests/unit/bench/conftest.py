@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedvit.bench import beside, towers
-from fusedvit.graphs.side_stream import Serial
+from fusedvit.graphs.side_stream import NoSideStream
 from fusedvit.model.ops import TORCH
 from tests.unit.graphs.stand_in import CpuCapture
 
@@ -25,4 +25,4 @@ def on_cpu(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(beside, "TRITON", TORCH)
     monkeypatch.setattr(beside, "CudaCapture", lambda device, priority: CpuCapture())
-    monkeypatch.setattr(beside, "CapturedBranch", lambda device, priority: Serial())
+    monkeypatch.setattr(beside, "CapturedSideStream", lambda device, priority: NoSideStream())

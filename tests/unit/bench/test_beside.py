@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusedvit.bench import beside
-from fusedvit.graphs.side_stream import Serial
+from fusedvit.graphs.side_stream import NoSideStream
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.plan import plan_for
@@ -81,7 +81,7 @@ def test_blocks_begin_as_a_ways_name_says(on_cpu: None) -> None:
 
 @pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 def test_it_sees_a_merger_that_has_not_run(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful(Serial):
+    class Forgetful(NoSideStream):
         calls = 0
 
         def fork(self, launches) -> None:
@@ -89,6 +89,6 @@ def test_it_sees_a_merger_that_has_not_run(on_cpu: None, monkeypatch: pytest.Mon
             if Forgetful.calls != 7:  # the rehearsal's and the capture's three each, then the first replay's
                 launches()
 
-    monkeypatch.setattr(beside, "CapturedBranch", lambda device, priority: Forgetful())
+    monkeypatch.setattr(beside, "CapturedSideStream", lambda device, priority: Forgetful())
     line = beside.Line(*beside.tower_of("Qwen3-VL-8B"), beside.WAYS["24 SMs"], beside.GRIDS["1 x 224 px"])
     assert line.wrong(line.capture()) == 1

@@ -1,16 +1,10 @@
-"""What every plan must be: its rules in words, and the least cost by brute force."""
+"""What every plan must be: its rules in words, and the fewest batches by brute force."""
 
 from collections import Counter
 from collections.abc import Iterator
 
-from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import FRAMES, TOKENS, Batch, Piece, Plan, Work
-
-
-def even_cost(limits: Limits) -> CostModel:
-    """Of a 27-block tower, about: half a millisecond a replay, eight microseconds a token."""
-    return CostModel.even(limits, 500.0, 8000.0)
 
 
 def faults(works: list[Work], limits: Limits, plan: Plan, split: bool = True) -> list[str]:
@@ -83,32 +77,25 @@ def pieces_of(plan: Plan) -> list[Piece]:
     return [piece for batch in plan.batches for piece in batch.pieces]
 
 
-def total(plan: Plan, cost: CostModel) -> float:
-    """Microseconds."""
-    return sum(cost.cost(batch.budget, sum(piece.tokens for piece in batch.pieces)) for batch in plan.batches)
-
-
 def shapes(plan: Plan) -> Counter:
     """Batches without regard to which item is which."""
     return Counter((b.budget, tuple(sorted((p.frames, p.tokens) for p in b.pieces))) for b in plan.batches)
 
 
-def least_cost(pieces: list[Piece], limits: Limits, cost: CostModel) -> float:
-    """By trying every way to put pieces into batches."""
+def groupings(pieces: list[Piece], limits: Limits) -> Iterator[list[list[Piece]]]:
+    """Every way to put pieces into batches that keep to the limits."""
+    if not pieces:
+        yield []
+        return
+    first, *rest = pieces
+    for smaller in groupings(rest, limits):
+        yield [[first], *smaller]
+        for i, group in enumerate(smaller):
+            joined = [first, *group]
+            if fits(joined, limits):
+                yield [*smaller[:i], joined, *smaller[i + 1 :]]
 
-    def batch_cost(group: list[Piece]) -> float:
-        tokens, frames = sum(p.tokens for p in group), sum(p.frames for p in group)
-        if len(group) > limits.max_items or frames > limits.max_frames:
-            return float("inf")
-        return min((cost.cost(b, tokens) for b in limits.token_budgets if b >= tokens), default=float("inf"))
 
-    def partitions(rest: list[Piece]) -> Iterator[list[list[Piece]]]:
-        if not rest:
-            yield []
-            return
-        for smaller in partitions(rest[1:]):
-            yield [[rest[0]], *smaller]
-            for i, group in enumerate(smaller):
-                yield [*smaller[:i], [rest[0], *group], *smaller[i + 1 :]]
-
-    return min(sum(batch_cost(group) for group in groups) for groups in partitions(pieces))
+def fits(pieces: list[Piece], limits: Limits) -> bool:
+    tokens, frames = sum(p.tokens for p in pieces), sum(p.frames for p in pieces)
+    return tokens <= limits.largest and frames <= limits.max_frames and len(pieces) <= limits.max_items

@@ -7,7 +7,6 @@ from unittest import mock
 import torch
 
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.graphs.cost import CostModel
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.model.ops import TORCH
@@ -30,9 +29,6 @@ class CpuCapture:
         run()
         return Kept(run)
 
-    def time_us(self, graph: Kept) -> float:
-        return 100.0
-
     def held_bytes(self) -> int:
         return 0
 
@@ -47,7 +43,7 @@ def graphs_on_cpu(handle: FusedEncoder, limits: Limits) -> Iterator[Graphs]:
     """Within, calls of a tower on the CPU replay such graphs; a grid tensor counts as unread, as one on a GPU does."""
     dtype = next(handle.tower.parameters()).dtype
     program = EncoderProgram(handle.spec, TORCH, dtype, torch.device("cpu"), handle.prepared.get)
-    graphs = Graphs(GraphManager(limits, program, CpuCapture()), program, CostModel.even(limits, 100.0, 1.0))
+    graphs = Graphs(GraphManager(limits, program, CpuCapture()), program)
     handle._graphs = graphs
     with (
         mock.patch.object(FusedEncoder, "_graphs_on", lambda self, parameter: (graphs, "")),

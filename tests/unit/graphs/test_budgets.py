@@ -12,7 +12,7 @@ GIB = 2**30
 DENSE = range(128, 512, 16)
 TO_16K = tuple(sorted({*(n << i for i in range(4, 12) for n in (4, 5, 6, 7)), *DENSE, 16384}))
 ROOMY = {"smallest": 64, "largest": 16384, "dense": DENSE}
-ROOMY |= {"bytes_per_token": 2**17, "fixed_bytes": 2**24, "free_bytes": 100 * GIB}
+ROOMY |= {"bytes_per_token": 2**17, "free_bytes": 100 * GIB}
 
 
 def test_accepts_what_holds():
@@ -140,11 +140,10 @@ def test_inferred_limits_hold(smallest, factor, dense, free, bytes_per_token, sh
         largest=largest,
         dense=dense,
         bytes_per_token=bytes_per_token,
-        fixed_bytes=2**20,
         free_bytes=free,
         share=share,
     )
     assert limits == check_limits(limits.token_budgets, limits.max_items, limits.max_frames)
     assert smallest == limits.token_budgets[0] and limits.largest <= largest
     assert all(4 * b <= 5 * a or b == a + 1 for a, b in pairwise(limits.token_budgets)), "a batch fills four fifths"
-    assert limits.largest == smallest or 2**20 + limits.largest * bytes_per_token <= share * free
+    assert limits.largest == smallest or limits.largest * bytes_per_token <= share * free

@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedvit.graphs import packing
-from fusedvit.graphs.cost import CostModel, price_list
 from fusedvit.graphs.limits import Limits, check_limits
-from fusedvit.graphs.packing import FRAMES, TOKENS, Batch, Overflow, Piece, Plan, Work, pack
-from tests.unit.graphs.plan_rules import even_cost, faults, least_cost, pieces_of, shapes, total
+from fusedvit.graphs.packing import FRAMES, TOKENS, Batch, Overflow, Piece, Plan, Work, pack, sole_budget
+from tests.unit.graphs.plan_rules import faults, groupings, pieces_of, shapes
 
 LIMITS = check_limits((64, 256, 1024, 4096), 8, 32)
 
 
-# ── random cases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# random cases
 
 
 @st.composite
@@ -32,91 +31,53 @@ def works_(max_size: int):
     return st.lists(st.one_of(image, video), max_size=max_size)
 
 
-@st.composite
-def cost_of(draw, limits: Limits, arbitrary: bool) -> CostModel:
-    budgets = limits.token_budgets
-    if not arbitrary:
-        return even_cost(limits)
-    costs = st.lists(st.floats(0, 3000), min_size=len(budgets), max_size=len(budgets)).map(tuple)
-    return CostModel(budgets, draw(costs), draw(costs))
-
-
-@st.composite
-def cases(draw, max_size: int = 30):
-    limits = draw(limits_())
-    return draw(works_(max_size)), limits, draw(cost_of(limits, draw(st.booleans())))
-
-
-@given(cases(), st.booleans())
+@given(works_(30), limits_(), st.booleans())
 @settings(deadline=None, max_examples=300)
-def test_every_rule_holds(case, split):
-    works, limits, cost = case
-    assert faults(works, limits, pack(works, limits, cost, split=split), split) == []
+def test_every_rule_holds(works, limits, split):
+    assert faults(works, limits, pack(works, limits, split=split), split) == []
 
 
-@given(cases(max_size=6))
-@settings(deadline=None, max_examples=300)
-def test_cost_is_minimal_for_few_pieces(case):
-    works, limits, cost = case
-    plan = pack(works, limits, cost)
-    if len(pieces_of(plan)) <= packing.EXACT_PIECES:
-        assert total(plan, cost) == pytest.approx(least_cost(pieces_of(plan), limits, cost), rel=1e-9, abs=1e-6)
-
-
-@given(cases())
+@given(works_(30), limits_())
 @settings(deadline=None)
-def test_budget_of_each_batch_is_its_cheapest(case):
-    works, limits, cost = case
-    for batch in pack(works, limits, cost).batches:
-        tokens = sum(piece.tokens for piece in batch.pieces)
-        least = min(cost.cost(b, tokens) for b in limits.token_budgets if b >= tokens)
-        assert cost.cost(batch.budget, tokens) == pytest.approx(least, rel=1e-9, abs=1e-6)
+def test_each_batch_takes_the_smallest_budget_that_holds_it(works, limits):
+    for batch in pack(works, limits).batches:
+        assert batch.budget == limits.smallest_for(sum(piece.tokens for piece in batch.pieces))
 
 
-@given(cases(), st.randoms(use_true_random=False))
+@given(works_(30), limits_(), st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_order_of_items_does_not_matter(case, shuffler):
-    works, limits, cost = case
+def test_order_of_items_does_not_matter(works, limits, shuffler):
     shuffled = list(works)
     shuffler.shuffle(shuffled)
-    assert shapes(pack(shuffled, limits, cost)) == shapes(pack(works, limits, cost))
+    assert shapes(pack(shuffled, limits)) == shapes(pack(works, limits))
 
 
-@given(cases())
+@given(works_(30), limits_())
 @settings(deadline=None)
-def test_same_plan_without_the_cache(case):
-    works, limits, cost = case
-    plan = pack(works, limits, cost)
+def test_same_plan_without_the_cache(works, limits):
+    plan = pack(works, limits)
     packing._pack.cache_clear()
-    assert pack(tuple(works), replace(limits), replace(cost)) == plan
+    assert pack(tuple(works), replace(limits)) == plan
 
 
-@given(cases(max_size=6), st.integers(1, 300))
+@given(works_(6), limits_())
 @settings(deadline=None)
-def test_another_budget_never_costs_more(case, budget):
-    """Below the largest one, which decides where videos are cut."""
-    works, limits, cost = case
-    plan = pack(works, limits, cost)
-    if budget >= limits.largest or len(pieces_of(plan)) > packing.EXACT_PIECES:
-        return
-    more = tuple(sorted({*limits.token_budgets, budget}))
-    known = dict(zip(cost.budgets, zip(cost.empty_us, cost.slope_ns, strict=True), strict=True))
-    lines = [known.get(b, (100.0, 2000.0)) for b in more]
-    richer = CostModel(more, tuple(e for e, _ in lines), tuple(s for _, s in lines))
-    better = pack(works, replace(limits, token_budgets=more), richer)
-    assert total(better, richer) <= total(plan, cost) * (1 + 1e-9) + 1e-6
+def test_what_makes_one_batch_follows_from_its_shapes(works, limits):
+    works = [work for work in works if work.frames * work.frame_tokens]
+    tokens, frames = sum(w.frames * w.frame_tokens for w in works), sum(w.frames for w in works)
+    budget, plan = sole_budget(tokens, len(works), limits), pack(works, limits)
+    if budget is None or frames > limits.max_frames:
+        assert not works or len(plan.batches) != 1 or plan.overflow
+    else:
+        assert [batch.budget for batch in plan.batches] == [budget] and len(pieces_of(plan)) == len(works)
 
 
-# Replays that follow their content, as measured ones do: an empty replay costs as much as some 80 tokens.
-PLAUSIBLE = {
-    "default": even_cost(check_limits((64, 256, 1024, 4096, 16384), 64, 256)),
-    "large budgets faster": CostModel(
-        (64, 256, 1024, 4096, 16384), (620.0, 640.0, 700.0, 830.0, 1200.0), (9500.0, 9200.0, 8400.0, 8000.0, 7900.0)
-    ),
-    "largest slower": CostModel(
-        (64, 256, 1024, 4096, 16384), (620.0, 640.0, 700.0, 830.0, 1200.0), (9500.0, 9200.0, 8400.0, 8000.0, 8300.0)
-    ),
-}
+# brute force: a replay costs about as much as 80 tokens more than its tokens, and a trifle per token of its budget
+
+
+def cost(groups: list[list[Piece]], limits: Limits) -> float:
+    tokens = [sum(piece.tokens for piece in group) for group in groups]
+    return sum(80 + n + 0.001 * min(b for b in limits.token_budgets if b >= n) for n in tokens)
 
 
 def random_works(rng: random.Random, count: int, most: int) -> list[Work]:
@@ -127,36 +88,33 @@ def random_works(rng: random.Random, count: int, most: int) -> list[Work]:
     return works
 
 
-@pytest.mark.parametrize("name", PLAUSIBLE)
-def test_many_pieces_cost_little_more_than_the_lower_bound(name):
-    """Worst seen: 1.003, 1.027 and 1.024 times the bound; mean 1.001, 1.003 and 1.011."""
-    cost = PLAUSIBLE[name]
-    limits = check_limits(cost.budgets, 64, 256)
-    rng = random.Random(5)
-    for trial in range(400):
-        plan = pack(random_works(rng, rng.randint(7, 64), (512, 4096, 16384)[trial % 3]), limits, cost)
-        pieces = pieces_of(plan)
-        tokens = sum(piece.tokens for piece in pieces)
-        batches = max(-(-tokens // limits.largest), -(-sum(p.frames for p in pieces) // limits.max_frames))
-        assert total(plan, cost) <= 1.25 * price_list(limits, cost).floor(tokens, batches)
+@given(works_(6), limits_())
+@settings(deadline=None, max_examples=300)
+def test_few_pieces_take_at_most_one_batch_and_a_quarter_more_than_the_fewest(works, limits):
+    """First-fit-decreasing's bound for one resource, 11/9 of the fewest and 6/9, with room for the other two."""
+    plan = pack(works, limits)
+    if len(pieces_of(plan)) <= 7:
+        fewest = min(len(groups) for groups in groupings(pieces_of(plan), limits))
+        assert len(plan.batches) <= 1 + 1.25 * fewest
 
 
-@pytest.mark.parametrize("name", PLAUSIBLE)
-def test_seven_pieces_cost_nearly_the_minimum(name):
-    """Worst seen: 1.003 times the minimum."""
-    cost = PLAUSIBLE[name]
-    limits = check_limits(cost.budgets, 64, 256)
-    rng = random.Random(6)
-    for trial in range(60):
-        plan = pack(random_works(rng, 7, (512, 4096, 16384)[trial % 3]), limits, cost)
-        assert total(plan, cost) <= 1.02 * least_cost(pieces_of(plan), limits, cost)
+@pytest.mark.parametrize("most", [512, 4096, 16384])
+def test_seven_items_cost_nearly_the_least(most):
+    """Over 200 calls the mean is within 0.1 % of the least cost, and the worst within 5 %."""
+    limits, rng = check_limits((64, 256, 1024, 4096, 16384), 64, 256), random.Random(most)
+    ratios = []
+    for _ in range(60):
+        plan = pack(random_works(rng, 7, most), limits)
+        least = min(cost(groups, limits) for groups in groupings(pieces_of(plan), limits))
+        ratios.append(cost([list(batch.pieces) for batch in plan.batches], limits) / least)
+    assert sum(ratios) / len(ratios) <= 1.001 and max(ratios) <= 1.05
 
 
-# ── cases by hand ────────────────────────────────────────────────────────────────────────────────────────────────────
+# cases by hand
 
 
 def plan_of(*works: Work, limits: Limits = LIMITS, split: bool = True) -> Plan:
-    return pack(works, limits, even_cost(limits), split=split)
+    return pack(works, limits, split=split)
 
 
 def test_image_and_video_share_a_batch():
@@ -172,6 +130,11 @@ def test_nothing_to_do():
 def test_items_without_tokens_keep_their_number():
     plan = plan_of(Work(0, 196), Work(1, 64), Work(0, 5000))
     assert plan == Plan((Batch(64, (Piece(1, 0, 1, 64),)),), ())
+
+
+def test_the_largest_pieces_are_placed_first():
+    plan = plan_of(Work(1, 96), Work(1, 2000), Work(1, 2096), Work(1, 4000))
+    assert [[piece.item for piece in batch.pieces] for batch in plan.batches] == [[0, 3], [1, 2]]
 
 
 def test_nine_frames_under_a_frame_budget_of_three():
@@ -207,46 +170,12 @@ def test_overflow_where_videos_stay_whole():
     assert pieces_of(plan) == [Piece(1, 0, 32, 320)]
 
 
-def test_two_replays_where_padding_is_dear():
-    limits = check_limits((64, 1024), 8, 32)
-    works = [Work(1, 60), Work(1, 60)]
-    assert [b.budget for b in plan_of(*works, limits=limits).batches] == [1024]
-    dear = CostModel((64, 1024), (64.0, 1024.0), (0.0, 0.0))
-    assert [b.budget for b in pack(works, limits, dear).batches] == [64, 64]
-
-
-def test_one_batch_that_was_searched_for_keeps_the_order():
-    limits = check_limits((4, 6), 2, 2)
-    plan = pack([Work(1, 1), Work(1, 5)], limits, CostModel((4, 6), (0.0, 1.0), (0.0, 0.0)))
-    assert plan == Plan((Batch(6, (Piece(0, 0, 1, 1), Piece(1, 0, 1, 5))),), ())
-
-
-def test_two_replays_cheaper_by_less_than_a_third():
-    works, limits = [Work(1, 60), Work(1, 60)], check_limits((64, 128), 8, 32)
-    plan = pack(works, limits, CostModel((64, 128), (64.0, 150.0), (0.0, 0.0)))
-    assert [b.budget for b in plan.batches] == [64, 64]
-
-
-# Seven images, so that nothing is searched through: first-fit leaves batches that are cheaper together.
 @pytest.mark.parametrize(
-    ("tokens", "limits", "cost"),
-    [
-        ((1, 12, 12, 2, 6, 2, 8), Limits((8, 16, 32), 9, 9), CostModel((8, 16, 32), (2.0, 22.0, 26.0), (0.0,) * 3)),
-        # joined, two fill the largest budget to the last token
-        ((3, 10, 1, 6, 3, 10, 3), Limits((10, 20), 4, 9), CostModel((10, 20), (12.0, 21.0), (1000.0, 1000.0))),
-    ],
+    ("tokens", "items", "budget"),
+    [(64, 1, 64), (65, 8, 256), (4096, 8, 4096), (4097, 1, None), (64, 9, None), (7, 8, None), (0, 0, None)],
 )
-def test_batches_are_joined(tokens, limits, cost):
-    works = [Work(1, n) for n in tokens]
-    plan = pack(works, limits, cost)
-    assert faults(works, limits, plan) == []
-    assert total(plan, cost) == pytest.approx(least_cost(pieces_of(plan), limits, cost))
-
-
-def test_joined_batches_keep_to_their_items():
-    limits, cost = Limits((10, 20), 2, 9), CostModel((10, 20), (3.0, 12.0), (1000.0, 2000.0))
-    works = [Work(1, n) for n in (5, 12, 4, 12, 1, 12, 3)]  # two batches with three items would be cheaper as one
-    assert faults(works, limits, pack(works, limits, cost)) == []
+def test_sole_budget(tokens, items, budget):
+    assert sole_budget(tokens, items, LIMITS) == budget
 
 
 def test_remembers_a_bounded_number_of_layouts():
@@ -254,8 +183,3 @@ def test_remembers_a_bounded_number_of_layouts():
         plan_of(Work(frames, 1))
     info = packing._pack.cache_info()
     assert info.maxsize is not None and info.currsize <= info.maxsize
-
-
-def test_cost_model_of_other_budgets():
-    with pytest.raises(ValueError, match=r"lacks \[64, 256, 1024\]"):
-        pack([Work(1, 1)], LIMITS, even_cost(check_limits((4096,), 1, 1)))

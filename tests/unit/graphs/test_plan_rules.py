@@ -7,7 +7,7 @@ import pytest
 
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.packing import FRAMES, Batch, Piece, Plan, Work, pack
-from tests.unit.graphs.plan_rules import even_cost, faults, pieces_of
+from tests.unit.graphs.plan_rules import faults, pieces_of
 
 LIMITS = check_limits((64, 256, 1024, 4096), 8, 32)
 WORKS = [Work(1, 300), Work(40, 100), Work(1, 5000), Work(1, 3900), Work(0, 9)]
@@ -84,7 +84,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found(plant):
-    plan = pack(WORKS, LIMITS, even_cost(LIMITS))
+    plan = pack(WORKS, LIMITS)
     assert faults(WORKS, LIMITS, plan) == []
     found = faults(WORKS, LIMITS, plant(plan))
     assert any(PLANTED[plant] in fault for fault in found), found
