@@ -37,7 +37,7 @@ OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
 TYPED := $(VENV)/typed
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EMULATED := tests/kernels/test_emulated.py -k "72-bf16 or hopper-bf16 or transposed-bf16 or alternating-bf16 or noticed or tables"
+EMULATED := tests/kernels/test_emulated.py -k "72-bf16 or hopper-bf16 or transposed-bf16 or noticed or tables"
 HF_TESTS = $(wildcard tests/fusedvit/test_hf_*.py)
 
 .DEFAULT_GOAL := help

@@ -3,7 +3,6 @@
     LinearConfig, AttentionConfig   "triton": plain Triton, on every GPU, and the twin of every other backend
     HopperGemmConfig              "hopper": Gluon, on sm_90, in 16 bits
     HopperSwapABConfig          "swap_ab": Gluon, on sm_90, in 16 bits, for products of one wave
-    HopperAlternatingConfig         "alternating": Gluon, on sm_90, in 16 bits, for products of many rows
     HopperAttentionConfig           "hopper": Gluon, on sm_90, in 16 bits
 
 A backend that a device or this Triton lacks is never planned. One that does not compile at a first launch raises
@@ -24,8 +23,8 @@ from fusedvit.kernels import linear as plain_linear
 from fusedvit.kernels import linear as plain_split
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue
-from fusedvit.kernels.hopper import alternating_configs, gemm_swap_ab_configs, gluon_compat
 from fusedvit.kernels.hopper import attention_configs as hopper_configs
+from fusedvit.kernels.hopper import gemm_swap_ab_configs, gluon_compat
 from fusedvit.kernels.hopper.attention_configs import (
     HopperAttentionConfig,
     hopper_attention_config,
@@ -40,7 +39,6 @@ from fusedvit.kernels.hopper.gemm_configs import (
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 
 if gluon_compat.AVAILABLE:  # elsewhere these modules cannot even be read
-    from fusedvit.kernels.hopper import alternating as hopper_alternating
     from fusedvit.kernels.hopper import attention as hopper_attention
     from fusedvit.kernels.hopper import gemm as hopper_linear
     from fusedvit.kernels.hopper import gemm_swap_ab as hopper_transposed
@@ -133,20 +131,6 @@ def _likely(propose: Callable[..., Any]) -> Callable[[Key, torch.dtype, Target, 
     return lambda key, dtype, target, widest: list(propose(key.rows, key.n, key.k, target, key.kind))
 
 
-def _alternating() -> Backend:
-    return Backend(
-        name="alternating",
-        op=LINEAR,
-        config=alternating_configs.HopperAlternatingConfig,
-        run=hopper_alternating.linear,
-        absent=hopper_configs.absent,
-        wrong=alternating_configs.wrong_hopper_alternating,
-        heuristic=_by_shape(alternating_configs.hopper_alternating_config),
-        candidates=_likely(alternating_configs.hopper_alternating_candidates),
-        modules=sources.ALTERNATING,
-    )
-
-
 def _hopper_forms() -> tuple[Backend, ...]:
     if not gluon_compat.AVAILABLE:
         return ()
@@ -162,7 +146,6 @@ def _hopper_forms() -> tuple[Backend, ...]:
             candidates=_likely(gemm_swap_ab_configs.hopper_swap_ab_candidates),
             modules=sources.TRANSPOSED,
         ),
-        _alternating(),
         Backend(
             name="hopper",
             op=LINEAR,

@@ -24,7 +24,6 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
 from fusedvit.kernels.hopper.attention_configs import placed_bytes
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 
@@ -308,8 +307,6 @@ def _misplaced_ring(launch: Launch, ptx: str) -> list[str]:
     elif "swap_ab" in launch.name:
         config = HopperSwapABConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
         needed = config.ring_bytes(constants["IN_PARTS"] > 0)
-    elif "alternating" in launch.name:
-        needed = HopperAlternatingConfig(constants["ROWS"], constants["STAGES"]).ring_bytes()
     else:
         return []
     said = misplaced_ring(ptx, needed)

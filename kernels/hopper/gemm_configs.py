@@ -18,7 +18,7 @@ KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh"
 # it compares each candidate with the twin; the heuristic leaves it to plain Triton.
 PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
-    "norm+quick_gelu",
+    "norm+quick_gelu", "stats", "rms",
 )  # fmt: skip
 # What begins early, with `USE_PDL`, up to how many rows, by the first that an epilogue has: not the first layer, before
 # which the count is written. Of long launches those with a residual, a block's short ones (docs/hopper.md).

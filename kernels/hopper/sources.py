@@ -1,8 +1,6 @@
 """Which files each form in Gluon is made of: what was timed is known by them. Read only where Gluon is there."""
 
 from fusedvit.kernels.hopper import (
-    alternating,
-    alternating_warps,
     attention,
     attention_configs,
     attention_consumer,
@@ -26,4 +24,3 @@ ATTENTION = (
 )
 LINEAR = (gemm, gemm, gemm_epilogue, gemm, gemm, gemm)
 TRANSPOSED = (gemm_swap_ab, gemm_swap_ab, gemm_swap_ab, gemm_swap_ab, gemm_epilogue)
-ALTERNATING = (alternating, alternating_warps, gemm, *TRANSPOSED[1:])

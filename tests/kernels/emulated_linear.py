@@ -13,9 +13,8 @@ import torch
 
 from fusedvit.kernels import linear as plain
 from fusedvit.kernels.epilogue import Scratch
-from fusedvit.kernels.hopper import alternating, gemm_swap_ab
 from fusedvit.kernels.hopper import gemm as hopper
-from fusedvit.kernels.hopper.alternating_configs import HopperAlternatingConfig
+from fusedvit.kernels.hopper import gemm_swap_ab
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.reference.linear import linear as linear_ref
@@ -37,7 +36,9 @@ DEEP = Layer(70, 512, 256, norm=True, merged=4, part=64, activation="gelu")
 QKV_80 = Layer(90, 320, 480, norm=True, rms=True, part=64, heads=2)
 HOPPER = {
     "taps": (TAPS, HopperGemmConfig(64, 192, 1, 5)),
+    "patch embed, statistics alone": (Layer(290, 332, 320, stats=True), HopperGemmConfig(128, 128, 1, 4)),
     "qkv": (QKV, HopperGemmConfig(64, 192, 1, 5)),
+    "qkv, rms, no heads": (Layer(150, 320, 272, norm=True, rms=True, part=64), HopperGemmConfig(128, 128, 1, 4)),
     "qkv, three consumers": (QKV, HopperGemmConfig(64, 192, 3, 3)),
     "qkv, 128 rows": (QKV, HopperGemmConfig(128, 128, 1, 4)),
     "qkv, heads of 80, rms": (QKV_80, HopperGemmConfig(64, 192, 2, 4)),
@@ -67,22 +68,6 @@ TRANSPOSED = {
     "deepstack fc1, 64 rows": (DEEP, HopperSwapABConfig(64, 2, 8)),
     "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperSwapABConfig(16, 1, 8)),
 }
-ALTERNATING = {
-    "qkv, 112 rows": (replace(QKV, k=320), HopperAlternatingConfig(112, 5)),
-    "qkv, 48 rows, heads of 80, rms": (QKV_80, HopperAlternatingConfig(48, 5)),
-    "proj, 128 rows": (replace(FC2, k=320, rows=290, n=320), HopperAlternatingConfig(128, 5)),
-    "fc1, 64 rows": (FC1, HopperAlternatingConfig(64, 4)),
-    "fc1, 128 rows, massive channels": (replace(FC1, k=320, massive=True), HopperAlternatingConfig(128, 5)),
-    "fc2, 80 rows": (replace(FC2, k=464), HopperAlternatingConfig(80, 5)),
-    "deepstack fc1, 32 rows": (DEEP, HopperAlternatingConfig(32, 8)),
-    "merger fc2, 16 rows": (Layer(70, 512, 256, bias=False), HopperAlternatingConfig(16, 8)),
-    "patch embed, 128 rows, statistics alone": (Layer(290, 332, 320, stats=True), HopperAlternatingConfig(128, 5)),
-    "qkv, 112 rows, rms, no heads": (
-        Layer(150, 320, 272, norm=True, rms=True, part=64),
-        HopperAlternatingConfig(112, 5),
-    ),
-    "fc1 of Qwen2-VL, 128 rows": (replace(FC1, k=320, activation="quick_gelu"), HopperAlternatingConfig(128, 5)),
-}
 TRITON = {
     name: (layer, config)
     for name, layer, config in (
@@ -98,7 +83,6 @@ TRITON = {
 BACKENDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hopper": (hopper.linear, HOPPER),
     "swap_ab": (gemm_swap_ab.linear, TRANSPOSED),
-    "alternating": (alternating.linear, ALTERNATING),
     "triton": (plain.linear, TRITON),
 }
 

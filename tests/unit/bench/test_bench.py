@@ -1,6 +1,5 @@
 """The bench on a CPU with the tiny tower: gates, schema, ratios, files. What it measures is another matter."""
 
-import copy
 import csv
 import dataclasses
 import functools
@@ -32,7 +31,7 @@ from fusedvit.bench import (  # noqa: E402
     kernel_bench,
     peer_attention,
     plots,
-    readme_speed,
+    report,
     roofline,
     rows,
     show,
@@ -118,37 +117,16 @@ def test_flat_rows_and_csv(document: dict[str, Any], tmp_path: Path) -> None:
     assert tuple(read[0]) == rows.FIELDS and [r["contender"] for r in read] == [r["contender"] for r in found]
 
 
-def test_the_readmes_tables_name_ours_and_the_peers(document: dict[str, Any]) -> None:
-    ((head, found),) = readme_speed.speed_tables(document).values()
+def test_the_table_of_a_tower_names_ours_and_the_peers(document: dict[str, Any]) -> None:
+    rows = document["towers"]["tiny"]["workloads"]
+    head, found = report.tower_table(rows)
     assert [row[0] for row in found] == list(SMALL) and all(len(row) == len(head) for row in found)
-    row = document["towers"]["tiny"]["workloads"]["one"]
-    ratio = row["speedup"]["engine-like torch"]["median"]
-    first = row["first_ms"]["ours"]["median"]
-    assert found[0][4] == f"{row['ms']['engine-like torch']['median']:.2f} ({ratio:.2f} x torch)"
-    assert found[0][2:4] == [f"{row['ms']['ours']['median']:.2f}", f"{first:.2f}"]
-    said = " ".join(readme_speed.explanation(document | {"ceilings": {"tflops": 1.0, "tbs": 1.0}}))
-    assert "A turn is 3 calls in a row" in said and "**First**" in said
-
-
-def test_the_sweep_has_tables_of_its_own(document: dict[str, Any]) -> None:
-    (row, *_) = document["towers"]["tiny"]["workloads"].values()
-    both = {"towers": {"tiny": {"workloads": {"one": row, "image 56 px": row}}, "other": {"workloads": {"one": row}}}}
-    found = readme_speed.speed_tables(both), readme_speed.sweep_tables(both)
-    names = [{tower: [line[0] for line in lines] for tower, (_, lines) in tables.items()} for tables in found]
-    assert names == [{"tiny": ["one"], "other": ["one"]}, {"tiny": ["image 56 px"]}]
-
-
-def test_a_document_without_first_calls_is_still_read(document: dict[str, Any]) -> None:
-    old = copy.deepcopy(document) | {"ceilings": {"tflops": 1.0, "tbs": 1.0}}
-    for row in old["towers"]["tiny"]["workloads"].values():
-        del row["first_ms"], row["calls_in_a_turn"]
-    ((head, found),) = readme_speed.speed_tables(old).values()
-    assert "first" not in head and all(len(row) == len(head) for row in found)
-    assert "A turn" not in " ".join(readme_speed.explanation(old))
-    assert all(row["first_ms"] is None for row in rows.flat(old))
-    out = StringIO()
-    show.show(old, Console(file=out, width=200))
-    assert "two and a video" in out.getvalue()
+    row = dict(zip(head, found[0], strict=True))
+    ms, ratio, first = (rows["one"][part] for part in ("ms", "speedup", "first_ms"))
+    assert row["ours, ms"] == f"{ms['ours']['median']:.2f}"
+    assert row["ours, CPU caches cold, ms"] == f"{first['ours']['median']:.2f}"
+    engine = "engine-like torch"
+    assert row["engine-like, ms (ratio)"] == f"{ms[engine]['median']:.2f} ({ratio[engine]['median']:.2f}) torch"
 
 
 def test_plots_of_what_there_is(document: dict[str, Any], tmp_path: Path) -> None:

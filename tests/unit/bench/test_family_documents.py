@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from fusedvit.bench import families, family_documents, readme  # noqa: E402
+from fusedvit.bench import families, family_documents  # noqa: E402
 
 OLD = {"passport": {"commit": "old"}, "families": {"A": {"parity": {}}, "B": {"parity": {}, "cost": {"1024": 1}}}}
 
@@ -52,13 +52,3 @@ def test_a_broken_rule_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.Monk
     broken = {"parity": {"odd image": {"passed": False}}}
     monkeypatch.setattr(families, "measure", lambda *_: broken)
     assert families.main(["--json", str(tmp_path / "f.json"), "--family", "Qwen3-VL-4B"]) == 1
-
-
-def test_the_readme_names_every_commit() -> None:
-    name = "h200-families.json"
-    said = readme._origins(name, readme._load(name))
-    assert said.count(f"](bench/results/{name})") >= 1 and " at " in said
-    for name in ("h200-bench.json", "h200-parity.json", "h200-graphs.json"):
-        passport = readme._load(name)["passport"]
-        assert readme._origin(name, passport).endswith(f"`{passport['command']}` at {passport['commit'][:7]}")
-        assert readme._origin(name, passport) in readme.figures()
