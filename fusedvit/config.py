@@ -5,25 +5,27 @@ from dataclasses import dataclass
 
 from fusedvit.graphs.limits import check_limits
 
-ANY_BUDGET = 2**31  # stands for budgets that are inferred later
+ANY_BUDGET = 2**31  # placeholder for budgets that are inferred later
 
 
 @dataclass(frozen=True)
 class FuseConfig:
     """How a fused tower behaves.
 
-    Options that cannot be met by any tower are refused here: ValueError or TypeError, by the option's name.
-
     Attributes:
-        token_budgets: output (merged) tokens that captured graphs have room for, ascending; the last decides what
-            memory is held. At least four sizes an octave below it are added: a small batch runs on tiles of its own
-            size. Inferred from the tower and free memory if None.
-        max_items: images + videos (or parts of videos) that a graph holds; inferred if None.
-        max_frames: frames (attention sequences) that a graph holds; inferred if None.
-        graphs: replay CUDA graphs on a GPU; without them every call runs eagerly.
+        token_budgets: sizes of the captured CUDA graphs in output (merged) tokens, ascending. The largest decides how
+            much memory is held. At least four smaller sizes per octave are added, so that a small batch pays for its
+            own size. None: chosen from the tower and the free memory.
+        max_items: images and videos (or parts of videos) per graph; None: chosen.
+        max_frames: frames (attention sequences) per graph; None: chosen.
+        graphs: replay CUDA graphs on a GPU; False runs every call eagerly.
         strict: raise `RuntimeError` where a call would fall back to the original code.
-        watch_data: notice writes that bypass autograd's version counter (`param.data.copy_(...)`) by a sampled
-            fingerprint, read together with `grid_thw`. Without it such writes need `handle.refresh()`.
+        watch_data: detect writes that bypass autograd's version counter (`param.data.copy_(...)`) by a sampled
+            fingerprint of the weights, read back together with `grid_thw`. False: such writes need
+            `handle.refresh()`.
+
+    Raises:
+        ValueError, TypeError: an option that no tower can meet; the message names the option.
     """
 
     token_budgets: Sequence[int] | None = None

@@ -1,5 +1,5 @@
-"""Errors of our own; everything about a call's input is a ValueError or TypeError."""
+"""Our own exceptions. Wrong input to a call raises ValueError or TypeError instead."""
 
 
 class UnsupportedModel(ValueError):
-    """The model holds no vision tower that can be fused; the message names what is supported."""
+    """The model contains no supported vision tower; the message names the supported ones."""

@@ -1,23 +1,23 @@
-"""The rule by which every kernel, block and tower of ours is judged against PyTorch.
+"""The error rule: every kernel, block and tower is compared with PyTorch by it.
 
     max|ours - ref| <= 2    * max|pt - ref| + floor_max
     rms(ours - ref) <= 1.25 * rms(pt - ref) + floor_rms
 
-`ref` is the same maths in a wider type (fp32, or fp64 where that is cheap), `pt` is PyTorch or Hugging Face in the
-working dtype. Nobody chooses an epsilon: the yardstick is the error that the user lives with already.
+`ref` is the same computation in a wider dtype (fp32, or fp64 where that is cheap). `pt` is PyTorch or Hugging Face in
+the working dtype. No epsilon is chosen by hand: the limit is a multiple of the error that PyTorch itself makes.
 
-The floor is there for one case only: `pt` can hit `ref` more closely than its dtype is able to in general (few
-elements, or values that happen to be representable), and then twice almost nothing is almost nothing. An answer stored
-in the working dtype is off by up to half a unit in the last place (ulp), so `pt` is credited with that at least:
+The floors cover one case. `pt` can be closer to `ref` than its dtype allows in general (few elements, or values that
+happen to be representable); twice almost nothing is then almost nothing. Storing a result in the working dtype costs up
+to half a unit in the last place (ulp), so `pt` is credited with at least that error:
 
-    storage_max = ulp_w(max|ref|) / 2              the largest rounding error of a stored answer
+    storage_max = ulp_w(max|ref|) / 2              the largest rounding error of a stored result
     storage_rms = rms(ulp_w(ref_i)) / sqrt(12)     the same for errors spread evenly over half an ulp to both sides
     floor_max   = 2    * max(storage_max - max|pt - ref|, 0) + 2 * ulp_r(max|ref|)
     floor_rms   = 1.25 * max(storage_rms - rms(pt - ref), 0) + 2 * ulp_r(rms(ref))
 
-with ulp_w in the working dtype and ulp_r in ref's own. Where pt's error is above its storage rounding, as for any block
-or tower, the floor is the two ulps of ref and nothing else. A flat "two ulps of the working dtype at ref's largest
-value" was measured on a 27-layer tower in bf16 and would have passed a rms error of five times pt's.
+with ulp_w in the working dtype and ulp_r in ref's dtype. Where pt's error exceeds its storage rounding, as in any block
+or tower, the floor is two ulps of ref. A flat floor of two ulps of the working dtype at ref's largest value is too
+loose: on a 27-layer tower in bf16 it passes an rms error of five times pt's.
 """
 
 import math
@@ -32,7 +32,7 @@ FACTOR_RMS = 1.25
 
 @dataclass(frozen=True)
 class Comparison:
-    """One verdict. Errors are absolute; a ratio is ours / pt: 1 if both are 0, inf if only pt is, nan beside NaN."""
+    """One result. Errors are absolute. Ratios are ours / pt: 1 if both are 0, inf if only pt is 0, nan for NaN."""
 
     max_ours: float
     max_pt: float
@@ -77,7 +77,7 @@ def ulp(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def compare(ours: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor, dtype: torch.dtype | None = None) -> Comparison:
-    """Judge `ours` by the rule in this file's docstring.
+    """Compare `ours` with `ref` by the rule in this file's docstring.
 
     Args:
         ours, ref, pt: floating tensors of one shape, on one device.

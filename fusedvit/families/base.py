@@ -1,4 +1,4 @@
-"""What the encoder must know of a family of towers: a record, not an encoder."""
+"""A model family as a record: its tower classes, its parameter names, and how its config becomes a `VisionSpec`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fusedvit.model.param_names import WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import TensorSource
 
-# fusion_config={"patch_embeddings": True} makes the convolution a linear layer in memory
+# transformers' fusion_config={"patch_embeddings": True} replaces the patch embedding's convolution by a linear layer
 LINEAR_PATCH_EMBED = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
 
 
@@ -19,14 +19,14 @@ class Family:
     """One family.
 
     Attributes:
-        name: as its makers write it.
+        name: as the model cards write it.
         class_names: names of its tower classes in transformers.
-        spec_from_config: a tower's `config` -> its spec; raises ValueError for numbers it cannot have.
-        names: where its parameters are.
-        output_class: name of the record that its towers return, in their module.
-        has_deepstack: that record has `deepstack_features`.
-        also_in: model types of transformers that hold one of these towers and have none of their own.
-        aliases: parameter names as some loading options leave them -> as in `names`.
+        spec_from_config: a tower's `config` -> its spec; raises ValueError for a config that no such tower can have.
+        names: the towers' parameter names.
+        output_class: class name of the towers' output record, in the module of the tower class.
+        has_deepstack: the output record has `deepstack_features`.
+        also_in: `model_type`s of transformers that contain one of these towers and define no tower class.
+        aliases: other parameter name -> name in `names`, for loading options that rename parameters.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, parameters: Mapping[str, torch.Tensor]) -> TensorSource:
-        """Looks parameters up by the names of `names`."""
+        """A lookup `name -> tensor` over `parameters`, by the names in `names`."""
         renamed = {self.aliases.get(name, name): tensor for name, tensor in parameters.items()}
         return renamed.__getitem__
 
 
 def rope_theta_of(config: Any) -> float:
-    """The base of a config's rotary frequencies."""
+    """The rotary base of a config; 10000 where it gives none."""
     return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))

@@ -1,7 +1,7 @@
-"""GLM-4V's line: RMSNorm, SwiGLU, a merger that downsamples by a convolution.
+"""GLM-4.1V to GLM-5.3: RMSNorm, SwiGLU, a merger that downsamples by a convolution.
 
-GLM-4.1V, 4.5V and 4.6V normalise embedded patches and add bicubic positions, without biases; GLM-OCR and GLM-5.3 have
-no positions but the rotary ones and normalise q and k; GLM-5.3 clamps both SwiGLUs.
+GLM-4.1V, 4.5V and 4.6V normalise embedded patches and add a bicubic position table; their linear layers have no biases.
+GLM-OCR and GLM-5.3 have rotary positions only and normalise q and k. GLM-5.3 clamps both SwiGLUs.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ WITH_POSITIONS = replace(NAMES, qk_norm=(), position="embeddings.position_embedd
 
 
 def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:
-    """What the line has in common; `merger_size` is the width of the merger's MLP."""
+    """The fields that these families share; `merger_size` is the width of the merger's MLP."""
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
     return VisionSpec(
@@ -61,10 +61,10 @@ def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:
 
 
 def glm4v_spec(config: Any) -> VisionSpec:
-    """GLM-4.1V to 4.6V: the MLP is as wide as the output, `intermediate_size` is the merger's.
+    """GLM-4.1V to 4.6V: `out_hidden_size` is also the blocks' MLP width, `intermediate_size` is the merger's.
 
     Raises:
-        ValueError: a number that no such tower can have.
+        ValueError: an activation other than SiLU.
     """
     without_bias = ("proj", "mlp", "merger") if config.attention_bias else ("qkv", "proj", "mlp", "merger")
     return replace(

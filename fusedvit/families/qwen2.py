@@ -1,6 +1,6 @@
-"""Qwen2-VL: LayerNorm, quick_gelu, heads of 80, no position table; ERNIE 4.5 VL's blocks are the same.
+"""Qwen2-VL and ERNIE 4.5 VL: LayerNorm, quick GELU, head_dim 80, no position table.
 
-ERNIE's tower takes single frames and ends with a norm: what merges its tokens stands outside.
+ERNIE's tower takes single frames and ends with a norm: its token merger is a module outside the tower.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def spec_from_config(config: Any) -> VisionSpec:
     """The spec behind a `vision_config` of this family, whose `hidden_size` is the language model's.
 
     Raises:
-        ValueError: a number that no such tower can have.
+        ValueError: an unknown activation.
     """
     _check(config)
     return VisionSpec(

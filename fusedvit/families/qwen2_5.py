@@ -1,6 +1,6 @@
-"""Qwen2.5-VL and what took its tower over: RMSNorm, SwiGLU, attention windows with whole frames in a few blocks.
+"""Qwen2.5-VL and the families that use its tower: RMSNorm, SwiGLU, window attention, full attention in a few blocks.
 
-Qwen2.5-Omni's keeps q, k and v apart; EXAONE 4.5's shares heads of k and v.
+Qwen2.5-Omni has separate linear layers for q, k and v. EXAONE 4.5 uses grouped-query attention.
 """
 
 from dataclasses import replace
@@ -21,18 +21,18 @@ NAMES = WeightNames(
     act="blocks.{}.mlp.act_fn",
     merger=MergerNames("merger.ln_q", "merger.mlp.0", "merger.mlp.2", "merger.mlp.1"),
 )
-APART = replace(NAMES, qkv=tuple(f"blocks.{{}}.attn.{part}" for part in "qkv"))
+SEPARATE_QKV_NAMES = replace(NAMES, qkv=tuple(f"blocks.{{}}.attn.{part}" for part in "qkv"))
 
 
 def spec_from_config(config: Any) -> VisionSpec:
     """The spec behind a `vision_config` of these families.
 
     Raises:
-        ValueError: a number that no such tower can have.
+        ValueError: an activation other than SiLU, or a window that is no multiple of a merged token.
     """
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
-    pixels = config.patch_size * config.spatial_merge_size  # of a merged token
+    pixels = config.patch_size * config.spatial_merge_size  # side of a merged token
     if config.window_size < pixels or config.window_size % pixels:
         raise ValueError(f"window_size must be a multiple of {pixels} (a merged token), got {config.window_size}")
     return VisionSpec(
@@ -70,7 +70,7 @@ FAMILIES = (
         name="Qwen2.5-Omni",
         class_names=("Qwen2_5OmniVisionEncoder",),
         spec_from_config=spec_from_config,
-        names=APART,
+        names=SEPARATE_QKV_NAMES,
         output_class="BaseModelOutputWithPooling",
         aliases=LINEAR_PATCH_EMBED,
     ),

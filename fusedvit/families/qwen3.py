@@ -1,5 +1,7 @@
-"""Qwen3-VL (dense and MoE: the same tower), Qwen3-Omni (under other names), Qwen3.5 / 3.6 (without deepstack), and
-models that took one of these towers over."""
+"""Qwen3-VL and the families that use its tower: LayerNorm, GELU, a bilinear position table, deepstack mergers.
+
+Qwen3-VL's dense and MoE models have one tower. Qwen3-Omni has other parameter names, Qwen3.5 and 3.6 no deepstack.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -41,7 +43,7 @@ def spec_from_config(config: Any) -> VisionSpec:
     """The spec behind a `vision_config` of this family.
 
     Raises:
-        ValueError: a number that no such tower can have.
+        ValueError: a position table that is not square, or an unknown activation.
     """
     side = int(config.num_position_embeddings**0.5)
     if side * side != config.num_position_embeddings:
@@ -67,7 +69,7 @@ def spec_from_config(config: Any) -> VisionSpec:
 
 
 def spec_without_deepstack(config: Any) -> VisionSpec:
-    """As `spec_from_config`, for towers that have no deepstack mergers whatever their config still says."""
+    """As `spec_from_config`, for towers without deepstack mergers: their configs may still list indexes."""
     return replace(spec_from_config(config), deepstack=())
 
 

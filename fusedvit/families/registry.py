@@ -1,4 +1,4 @@
-"""Every family that can be fused."""
+"""Every supported family, and the lookup by tower class."""
 
 from fusedvit.families import glm, qwen2, qwen2_5, qwen3
 from fusedvit.families.base import Family
@@ -7,5 +7,5 @@ FAMILIES: tuple[Family, ...] = (*qwen2.FAMILIES, *qwen2_5.FAMILIES, *qwen3.FAMIL
 
 
 def family_of(class_name: str) -> Family | None:
-    """The family of a tower class, by its name."""
+    """The family that a tower class belongs to; None if it is not supported."""
     return next((family for family in FAMILIES if class_name in family.class_names), None)

@@ -1,17 +1,17 @@
-"""Vision towers that take `grid_thw` and are not fused, with what stands in the way."""
+"""Vision towers that take `grid_thw` and cannot be fused, each with the reason."""
 
 UNSUPPORTED = {
-    "PaddleOCRVisionModel": "takes pixels of five axes; how it samples its positions differs between transformers 5.17 "
-    "and 5.23",
-    "VideoLlama3VisionModel": "merges by a size of each image's own, and resizes what it has merged",
-    "Kimi_K25VisionModel": "attends to whole clips, adds positions in time and averages over it",
-    "MiniMaxM3VLVisionModel": "turns three axes of a part of each head, and attends to whole clips",
-    "MuseGlimmerVisionModel": "windows of 32 x 32 patches in raster order, positions padded with zeros",
-    "MuseSparkVisionModel": "windows of 32 x 32 patches in raster order, positions padded with zeros",
-    "Inkling2VisionModel": "a class token per image, layer scale, rotary pairs beside one another",
-    "HunYuanVLVisionTransformer": "no rotary embedding, and tokens of its own in the merger",
+    "PaddleOCRVisionModel": "takes five-dimensional pixels; its position interpolation differs between transformers "
+    "5.17 and 5.23",
+    "VideoLlama3VisionModel": "has a merge size per image, and resizes the merged tokens",
+    "Kimi_K25VisionModel": "attends across frames, adds temporal positions and averages over time",
+    "MiniMaxM3VLVisionModel": "three-axis rotary embedding of a part of each head, attention across frames",
+    "MuseGlimmerVisionModel": "windows of 32 x 32 patches in raster order, zero-padded position table",
+    "MuseSparkVisionModel": "windows of 32 x 32 patches in raster order, zero-padded position table",
+    "Inkling2VisionModel": "a class token per image, layer scale, rotary embedding of adjacent channels",
+    "HunYuanVLVisionTransformer": "no rotary embedding, learned tokens in the merger",
     "GlmImageVisionModel": "no rotary embedding",
-    "Cosmos3EdgeVisionModel": "no rotary embedding, positions resampled with antialiasing",
-    "Dots3NoteVisionModel": "mixtures of experts from block 25 on",
+    "Cosmos3EdgeVisionModel": "no rotary embedding, antialiased position resampling",
+    "Dots3NoteVisionModel": "mixture of experts from block 25 on",
     "Lfm3VlVisionModel": "two-dimensional short convolutions in most blocks",
 }

@@ -1,11 +1,11 @@
-"""Where a family keeps its parameters and activations. `{}` in a name stands for a block's or merger's index."""
+"""Parameter and activation names of a tower, as `named_parameters()` gives them; `{}` stands for an index."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class MergerNames:
-    """A Qwen merger; linear layers and norms without `.weight` / `.bias`."""
+    """A Qwen merger: norm, linear, activation, linear. Names without `.weight` and `.bias`."""
 
     norm: str
     fc1: str
@@ -13,7 +13,7 @@ class MergerNames:
     act: str
 
     def at(self, i: int) -> "MergerNames":
-        """The i-th of several."""
+        """The names of merger `i`."""
         return MergerNames(*(getattr(self, name).format(i) for name in ("norm", "fc1", "fc2", "act")))
 
 
@@ -33,21 +33,22 @@ class DownsampleNames:
 
 @dataclass(frozen=True)
 class LastNormNames:
-    """No merger: a norm of the last block's states."""
+    """No merger: a norm of the last block's output."""
 
     norm: str
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """A family's parameter names.
+    """All parameter names of a tower.
 
     Attributes:
         qkv: one fused linear layer, or those of q, k and v.
         fc1: one linear layer, or gate and up of a gated MLP.
         act: the MLP's activation module.
         merger: what follows the blocks.
-        position: None for a family without a learned position table.
+        deepstack: the deepstack mergers, if there are any.
+        position: the learned position table, if there is one.
         patch_norm: norm of the embedded patches, if there is one.
         qk_norm: norms of q and k, if there are any.
     """

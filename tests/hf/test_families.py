@@ -62,7 +62,7 @@ def test_every_output(name: str, grid: Grid) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @by_class
 def test_tolerance_rule(name: str, dtype: torch.dtype) -> None:
-    """Against fp64: no further from it than Hugging Face's own answer in the same dtype. Images, a video, odd grids."""
+    """Against fp64: no further from it than Hugging Face in the same dtype. Images, a video, odd grids."""
     tower = twin(family_tower(name), dtype)
     call = Call.of(tower, taken_by(name, [(1, 10, 12), (1, 4, 18), (1, 8, 8), (3, 6, 10)]))
     pt = call.run(twin(tower))

@@ -1,4 +1,4 @@
-"""Whole models of the Qwen families that towers.py does not make: the tower is found, and generate() is the same."""
+"""Whole models of the Qwen families that tests/support/towers.py does not build: fuse finds the tower."""
 
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,9 @@ def tiny_model(name: str) -> Any:
         settings |= {"audio_config": AUDIO, "audio_token_id": 295}
     model = f"{name}{suffix}"
     config = getattr(transformers, f"{model}Config", None) or _config_of(name, model)
-    made = getattr(transformers, f"{model}ForConditionalGeneration")(config(**settings)).eval()
-    random_weights_(made)
-    return made
+    built = getattr(transformers, f"{model}ForConditionalGeneration")(config(**settings)).eval()
+    random_weights_(built)
+    return built
 
 
 def _config_of(name: str, model: str) -> Any:
@@ -126,18 +126,18 @@ def prompt(tower: Any, images: Grid, videos: Grid) -> dict[str, torch.Tensor]:
 def arguments_for(model: Any) -> dict[str, torch.Tensor]:
     if "Qwen4" in type(model).__name__:
         return prompt_by_frame(tower_of(model), IMAGES, VIDEOS)
-    made = prompt(tower_of(model), IMAGES, VIDEOS)
+    inputs = prompt(tower_of(model), IMAGES, VIDEOS)
     if "Omni" in type(model).__name__:
-        del made["mm_token_type_ids"]
-        made["video_second_per_grid"] = torch.ones(len(VIDEOS))
-    return made
+        del inputs["mm_token_type_ids"]
+        inputs["video_second_per_grid"] = torch.ones(len(VIDEOS))
+    return inputs
 
 
 def generate(model: Any, arguments: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, logits of every step)."""
     settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    made = model.generate(**{k: v.clone() for k, v in arguments.items()}, **settings)
-    return made.sequences, torch.stack(made.logits)
+    generated = model.generate(**{k: v.clone() for k, v in arguments.items()}, **settings)
+    return generated.sequences, torch.stack(generated.logits)
 
 
 @by_model
@@ -169,12 +169,12 @@ def test_colqwen2() -> None:
     inner = {"model_type": "qwen2_vl", "text_config": TEXT, "vision_config": vision} | TOKENS
     model = transformers.ColQwen2ForRetrieval(transformers.ColQwen2Config(vlm_config=inner)).eval()
     random_weights_(model)
-    made = prompt(model.vlm.visual, [(1, 4, 6)], [])
+    inputs = prompt(model.vlm.visual, [(1, 4, 6)], [])
     arguments = {
-        "input_ids": made["input_ids"],
-        "attention_mask": made["attention_mask"],
-        "pixel_values": nn.functional.pad(made["pixel_values"], (0, 0, 0, 8))[None],
-        "image_grid_thw": made["image_grid_thw"],
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "pixel_values": nn.functional.pad(inputs["pixel_values"], (0, 0, 0, 8))[None],
+        "image_grid_thw": inputs["image_grid_thw"],
     }
     with torch.no_grad():
         expected = model(**arguments).embeddings

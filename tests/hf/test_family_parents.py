@@ -1,6 +1,6 @@
-"""Every tower below the model that it is of: found under its name there, and called as that model calls it.
+"""Every tower inside its whole model: `fuse` finds it there, and the model calls it.
 
-Language models stay on the meta device: only what stands around the tower is made.
+Language models stay on the meta device; only the modules around the tower have memory.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ from tests.support.towers import Grid, assert_same, outputs_of, pixels_for, ran_
 STRICT = fusedvit.FuseConfig(strict=True)
 IMAGES: Grid = [(1, 4, 6), (1, 10, 4)]
 VIDEOS: Grid = [(2, 4, 10), (4, 4, 4)]
-# What AutoModel does not know: test_hf_family_models.py makes them.
+# AutoModel does not know these; test_family_models.py builds them.
 OTHERS = {"qwen2_5_omni", "qwen3_omni_moe", "colqwen2"}
 NEWER = {"hyperclovax_vision_v2"}  # than the oldest transformers of our range
-# Configs of text whose defaults make no model.
+# Text configs whose defaults build no model.
 TEXT: dict[str, dict[str, Any]] = {
     "cohere_compass": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "qwen4_exp": {
@@ -48,26 +48,26 @@ def _model_types() -> list[tuple[str, str]]:
 
 def outer_model(kind: str, tower: str) -> Any:
     """A model of this type around a tiny tower; its language model has shapes and no values."""
-    made = family_tower(tower)
+    inner = family_tower(tower)
     text = {"text_config": TEXT[kind]} if kind in TEXT else {}
-    config = AutoConfig.for_model(kind, vision_config=made.config.to_dict(), **text)
+    config = AutoConfig.for_model(kind, vision_config=inner.config.to_dict(), **text)
     with torch.device("meta"):
         model = AutoModel.from_config(config).eval().requires_grad_(False)
     for name, child in model.named_children():
-        if type(child) is type(made):
-            setattr(model, name, made)
+        if type(child) is type(inner):
+            setattr(model, name, inner)
         elif name != "language_model":
             random_weights_(child.to_empty(device="cpu"))
     return model
 
 
 def features(model: Any, tower: nn.Module) -> dict[str, torch.Tensor]:
-    """What the model makes of images and of videos."""
+    """The model's image and video features."""
     with torch.no_grad():
         images = model.get_image_features(pixels_for(tower, IMAGES), torch.tensor(IMAGES))
         videos = model.get_video_features(pixels_for(tower, VIDEOS, seed=2), torch.tensor(VIDEOS))
-    answers = {"images": images, "videos": videos}
-    return {f"{kind} {name}": t for kind, answer in answers.items() for name, t in flat(outputs_of(answer)).items()}
+    outputs = {"images": images, "videos": videos}
+    return {f"{kind} {name}": t for kind, output in outputs.items() for name, t in flat(outputs_of(output)).items()}
 
 
 def flat(found: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -77,7 +77,7 @@ def test_towers_that_are_known_and_not_fused_say_why() -> None:
     class Kimi_K25VisionModel(nn.Module):
         pass
 
-    with pytest.raises(fusedvit.UnsupportedModel, match="Kimi_K25VisionModel is not: attends to whole clips"):
+    with pytest.raises(fusedvit.UnsupportedModel, match="Kimi_K25VisionModel is not: attends across frames"):
         fusedvit.fuse(nn.Sequential(Kimi_K25VisionModel()))
     assert not set(UNSUPPORTED) & {name for family in FAMILIES for name in family.class_names}
 

@@ -1,4 +1,4 @@
-"""A tiny tower of every registered class, with weights that nothing gets right by luck."""
+"""A tiny tower of every registered class, with random weights of different scales."""
 
 import importlib
 from typing import Any

@@ -25,13 +25,13 @@ def example() -> Family:
 
 
 def test_the_example_is_the_registered_record() -> None:
-    made, registered = example(), family_of(QWEN2)
+    written, registered = example(), family_of(QWEN2)
     assert registered is not None
     config = class_of(QWEN2).config_class(**TINY[QWEN2][1])
-    assert made.spec_from_config(config) == registered.spec_from_config(config)
+    assert written.spec_from_config(config) == registered.spec_from_config(config)
     for field in fields(Family):
         if field.name != "spec_from_config":
-            assert getattr(made, field.name) == getattr(registered, field.name), field.name
+            assert getattr(written, field.name) == getattr(registered, field.name), field.name
 
 
 @pytest.mark.parametrize("record", [VisionSpec, Family])

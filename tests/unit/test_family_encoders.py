@@ -1,4 +1,4 @@
-"""The encoder of every kind of family on both tables of operations, in buffers that exceed their content."""
+"""The encoder of every kind of family, with torch and with Triton operations, in buffers larger than their content."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from tests.support.encoding import Encoder, hugging_face
 from tests.support.families import INSTALLED, family_tower
 from tests.support.towers import Grid, assert_bitwise, assert_rule, assert_same, patches_of, pixels_for, twin
 
-# One class of each shape of encoder: what the others add is in their weights.
+# One class per shape of encoder; the other classes differ in parameter names.
 SHAPES = [
     name
     for name in (
@@ -52,7 +52,7 @@ def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
 @by_table
 @by_shape
 def test_buffers_of_a_budget_and_nan_in_their_rest(name: str, table: ops.Ops, device: torch.device) -> None:
-    """Larger buffers, every spare row NaN or garbage; one call after another in the same ones."""
+    """Several calls in the same larger buffers, every spare row NaN or garbage."""
     encoder = Encoder(family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu"), table)
     shared = encoder.buffers([(1, 2, 2)] * 12, spare=(64 - 48, 3, 5, 7), poisoned=True)
     for seed, grid in enumerate((GRID, [(1, 6, 8)], [(1, 8, 6)], [(1, 2, 2)])):
@@ -65,7 +65,7 @@ def test_buffers_of_a_budget_and_nan_in_their_rest(name: str, table: ops.Ops, de
 def test_short_frames_in_a_launch_of_their_own(
     name: str, table: ops.Ops, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a large budget's plan has it, with a lower limit. Both kinds, either alone, and NaN in all that is spare."""
+    """Two attention launches, as in a large budget's plan. Short and long frames, either alone, NaN in spare rows."""
     monkeypatch.setattr(plan, "SHORT_FRAME", 8)
     tower = family_tower(name, depth=2).to(device if table is ops.TRITON else "cpu")
     encoder = Encoder(tower, table)
@@ -84,7 +84,7 @@ def test_short_frames_in_a_launch_of_their_own(
 
 @pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_capacities(block_m: int) -> None:
-    """Exact ones count what there is; those for limits hold every batch within them."""
+    """Exact capacities count what a batch holds; capacities for limits hold every batch within them."""
     layout = Layout(2, 80, block_m, window=8, window_block_m=block_m)
     for h in range(2, 40, 2):
         for w in range(2, 40, 2):

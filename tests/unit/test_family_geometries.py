@@ -18,7 +18,7 @@ from fusedvit.cli.weights import cast_parameters_
 from fusedvit.families.registry import FAMILIES
 from tests.support.towers import Grid, pixels_for
 
-# Towers of Qwen2.5-VL-7B and Qwen3-VL-8B under other names, which the tiny ones tell apart.
+# The towers of Qwen2.5-VL-7B and Qwen3-VL-8B with other parameter names, which tests on tiny towers cover.
 SAME = {"Qwen2.5-Omni-7B", "Qwen3-Omni-30B-A3B", "Qwen3.5-9B"}
 INSTALLED = [name for name, geometry in GEOMETRIES.items() if class_of(geometry) is not None and name not in SAME]
 MIX: Grid = [(1, 6, 10), (2, 2, 4)]  # narrower than a window, cut by one, two frames

@@ -26,7 +26,7 @@ def test_same_as_pytorch_passes_with_ratio_one() -> None:
     assert verdict.elements == ref.numel()
 
 
-def test_a_better_answer_passes() -> None:
+def test_a_better_result_passes() -> None:
     ref, pt = _tower_like()
     verdict = compare(ref.clone(), ref, pt)
     assert verdict.passed and verdict.ratio_max == 0.0
