@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from fusedvit.bench import beside, tune
+from fusedvit import __version__
+from fusedvit.bench import beside
 from fusedvit.bench.beside import HIGH, Line, tower_of
 from fusedvit.bench.cases import wrong_twice
 from fusedvit.bench.questions import BUDGETS, Candidate, Question, candidates, cases_of
@@ -32,7 +33,7 @@ from fusedvit.kernels import tuning_table
 from fusedvit.kernels.hopper.gemm_configs import uses_pdl
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target
-from fusedvit.kernels.tuning_table import Table
+from fusedvit.kernels.tuning_table import Entry, Table
 from fusedvit.model.plan import EncoderPlan, Task, choose, heuristic, plan_for, tasks
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
@@ -62,7 +63,7 @@ class Decided:
     us: float
     planned_us: float
 
-    def entry(self, own: Any) -> tune.Entry | None:
+    def entry(self, own: Any) -> Entry | None:
         """The table's; None where heuristics say the same, which is their `own`."""
         if self.config == own:
             return None
@@ -163,7 +164,8 @@ def main() -> int:
             table, found = Budget(spec, weights, rows, args.seconds).decide(table)
             entries = [d.entry(heuristic(d.task, beside.DTYPE, target)) for d in found]
             kept = [entry for entry in entries if entry is not None]
-            tune.write(args.out, target.name, kept, [d.task.key for d in found])
+            passport = tuning_table.passport(target.name, __version__)
+            tuning_table.write(args.out, passport, kept, [d.task.key for d in found])
             for d in found:
                 print(json.dumps({"name": d.task.name, "rows": rows, "us": d.us, "planned_us": d.planned_us}))
             done += 1

@@ -63,9 +63,9 @@ def candidates(question: Question, dtype: torch.dtype, target: Target) -> list[C
     """The heuristic's choice first, then every backend's proposals, each once."""
     task = question.task
     configs = [heuristic(task, dtype, target)]
-    for backend in backends.present(task.key.op, target, dtype):
+    for backend in backends.available_backends(task.key.op, target, dtype):
         proposed = backend.candidates(task.key, dtype, target, task.widest)
-        configs += [c for c in proposed if not backend.wrong(c, target, dtype)]
+        configs += [c for c in proposed if not backend.wrong(task.key, c, target, dtype)]
     return [Candidate.of(config) for config in dict.fromkeys(configs)]
 
 

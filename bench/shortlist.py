@@ -71,7 +71,7 @@ def shortlist(question: Question, proposed: Sequence[Candidate], dtype: torch.dt
     others = sorted(others, key=lambda candidate: predicted(key, candidate.config, target))[:best] + unpriced
     if key.rows > PLAIN_ROWS and own.backend != PLAIN:
         return list(dict.fromkeys([own, *others]))
-    plain = backends.named(key.op, PLAIN)
+    plain = backends.backend_named(key.op, PLAIN)
     assert plain is not None, "every operation has a plain backend"
     fallback = Candidate(PLAIN, plain.heuristic(key, dtype, target, question.task.widest))
     return list(dict.fromkeys([own, *others, fallback]))

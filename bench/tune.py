@@ -18,28 +18,26 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from fusedvit import __version__
 from fusedvit.bench.cases import Case, wrong_twice
 from fusedvit.bench.prune import Prune
 from fusedvit.bench.questions import Candidate, Question, candidates, cases_of, compilation, contents_of
 from fusedvit.bench.shortlist import shortlist
 from fusedvit.bench.timing import Contender, captured, in_turns
 from fusedvit.kernels import backends, tuning_table
-from fusedvit.kernels.backends import BACKENDS, Key
+from fusedvit.kernels.backends import Key
 from fusedvit.kernels.tile_configs import Target
+from fusedvit.kernels.tuning_table import Entry
 
 PRUNING = 0.6  # of the time, at most
 MARGIN = 0.02  # that another configuration must be faster by
 KEEP_S = 10.0  # between two writings of the table
-Entry = dict[str, Any]
 
 
 @dataclass
@@ -244,47 +242,6 @@ def _entry(
     """The table's entry; None where the heuristic says the same, or nothing is right."""
     if won is None or won[0] == own:
         return None
-    entry = {**asdict(question.task.key), **won[0].as_dict(), "us": round(won[1][0], 2)}
+    entry = tuning_table.entry_of(question.task.key, won[0].config, us=round(won[1][0], 2))
     beaten = dict(measured).get(own)
     return entry if beaten is None else entry | {"heuristic_us": round(beaten[0], 2)}
-
-
-def passport(gpu: str) -> dict[str, Any]:
-    """What a table must say of itself, see `kernels.tables`."""
-    sources = {f"{backend.op}/{backend.name}": tuning_table.fingerprint(backend) for backend in BACKENDS}
-    versions = {"torch": torch.__version__, "fusedvit": __version__, "triton_version": triton.__version__}
-    return {"gpu": gpu, "triton": tuning_table.TRITON, "sources": sources, **versions}
-
-
-def write(path: Path, gpu: str, entries: list[Entry], decided: Iterable[Key] = ()) -> None:
-    """The table, an entry a line; entries of an older table stay where nothing was decided anew, those of forms whose
-    sources are the same."""
-    made = passport(gpu)
-    kept: dict[str, Entry] = {}
-    if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        kept = {_identity(entry): entry for entry in _holding(old)}
-    for key in decided:
-        kept.pop(_identity(asdict(key)), None)
-    kept |= {_identity(entry): entry for entry in entries}
-    lines = ",\n".join("  " + json.dumps(entry) for entry in kept.values())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = f'{{\n "passport": {json.dumps(made)},\n "entries": [\n{lines}\n ]\n}}\n'
-    whole = path.with_name(path.name + ".new")
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(path)  # a run that is cut here leaves the one before
-    tuning_table.forget()
-
-
-def _holding(document: dict[str, Any]) -> list[Entry]:
-    """A table's entries of forms that are still what they were."""
-    made = document["passport"]
-    if made["triton"] != tuning_table.TRITON:
-        return []
-    known = {f"{backend.op}/{backend.name}" for backend in BACKENDS}
-    hold = known.difference(*tuning_table.stale_forms(made["sources"], made["torch"]))
-    return [entry for entry in document["entries"] if f"{entry['op']}/{entry['backend']}" in hold]
-
-
-def _identity(entry: dict[str, Any]) -> str:
-    return json.dumps([entry[name] for name in ("op", "kind", "n", "k", "rows", "dtype")])

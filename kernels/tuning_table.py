@@ -1,24 +1,30 @@
-"""Tuning tables: what was measured to be fastest, one JSON file per GPU, never executed, only read.
+"""Tuning tables: the fastest configuration measured for each operation and size, one JSON file per GPU model.
 
-    {"passport": {"gpu": …, "triton": "3.6", "torch": "2.11.0", "sources": {"linear/triton": hash, …}},
-     "entries": [{"op": "linear", "kind": "norm+rope", "n": 3456, "k": 1152, "rows": 1024, "dtype": "bfloat16",
-                  "backend": "triton", "config": {…}, "us": 15.2}, …]}
+    {
+     "passport": {"gpu": "NVIDIA H200", "triton_version": "3.6.0", "torch": "2.11.0", "fusedvit": "0.2.0",
+                  "backends": {"linear/hopper": 1, "attention/triton": 1, …}},
+     "entries": [
+      {"op": "linear", "kind": "norm+rope", "n": 3456, "k": 1152, "rows": 1024, "dtype": "bfloat16",
+       "backend": "hopper", "config": {…}, "us": 15.2, "heuristic_us": 15.9},
+      …
+     ]
+    }
 
-Shipped ones are in kernels/configs/; a user's own, in the cache directory, is put over the shipped one entry by entry.
-A table that is malformed, or was measured on another Triton, is left out with a warning; so is, by itself, every backend
-whose sources have changed since, or that is a library's of another PyTorch. That a shipped one is for another Triton or
-PyTorch is nobody's fault, and no warning. Sizes are looked up as they are: no entry, no answer.
+Shipped tables lie in kernels/tuned; the user's own, in the cache directory, override them entry by entry. A lookup is
+exact: a size without an entry is left to the heuristics.
+
+What decides whether an entry holds is the version of its backend (`Backend.version`): entries of another version are
+left out and reported, entries of a backend that does not exist here are ignored. The versions of Triton, PyTorch and
+fusedvit are recorded and decide nothing: one table serves every supported Triton, and what a newer one cannot compile
+well is refused by the configuration's own check (`Backend.wrong`). A malformed table is left out with a warning.
 """
 
-import ast
-import hashlib
-import inspect
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,14 +40,7 @@ logger = logging.getLogger("fusedvit")
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def minor(version: str) -> str:
-    """The first two numbers: of "3.6.0" "3.6"."""
-    return ".".join(version.split(".")[:2])
-
-
-TRITON, TORCH = minor(triton.__version__), minor(torch.__version__)
+Entry = dict[str, Any]  # one of a document's "entries"
 
 
 class TableError(ValueError):
@@ -53,57 +52,55 @@ class Table:
     """Configurations by what they were tuned for.
 
     Attributes:
-        entries: what holds here.
-        stale: what was left out, and why: forms, or everything.
-        elsewhere: all of that, as it was made with another Triton, or another PyTorch's libraries.
+        entries: those that hold here.
+        stale: why others were left out, one text per table and backend.
     """
 
     entries: Mapping[Key, Any] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
-    elsewhere: bool = False
 
     def over(self, other: "Table") -> "Table":
-        """Both, this one first where they answer the same question."""
+        """Both tables' entries, this one's where both have one."""
         return Table({**other.entries, **self.entries}, (*self.stale, *other.stale))
 
     def find(self, key: Key, target: Target, dtype: torch.dtype) -> Any | None:
-        """The configuration for `key`, if there is one and its backend runs on `target`."""
+        """The configuration tuned for `key`; None if there is none, or it cannot run on `target`."""
         config = self.entries.get(key)
         if config is None:
             return None
         backend = backends.backend_of(config)
-        absent = backends.why_unavailable(backend, target, dtype) or backend.wrong(config, target, dtype)
-        return None if absent else config
+        problem = backends.why_unavailable(backend, target, dtype) or backend.wrong(key, config, target, dtype)
+        return None if problem else config
 
 
 def file_name(gpu: str) -> str:
-    """The table's file for a GPU by the driver's name: "NVIDIA H200" -> "nvidia-h200.json"."""
+    """The table's file name for a GPU by the driver's name: "NVIDIA H200" -> "nvidia-h200.json"."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
 
 
 def user_folder() -> Path:
-    """Where a user's own tables lie: `$XDG_CACHE_HOME/fusedvit/configs`, ~/.cache without it."""
+    """Where the user's own tables lie: `$XDG_CACHE_HOME/fusedvit/tuned`, under ~/.cache without it."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "fusedvit" / "tuned"
 
 
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def table_for(target: Target) -> Table:
-    """The table of `target`'s GPU; an empty one where there is none. Read once a process, see `forget`."""
+    """The table of `target`'s GPU, empty if there is none. Read once per process, see `forget`."""
     return _read_all(target.name, SHIPPED, user_folder()) if target.name else Table()
 
 
 def forget() -> None:
-    """Tables are read again when next needed: one was written."""
+    """Makes the next `table_for` read the files again."""
     _read_all.cache_clear()
-
-
-_STALE = "tuning table %s: %s; heuristics used instead. `fusedvit tune` makes it anew"
 
 
 @lru_cache(maxsize=16)
 def _read_all(gpu: str, shipped: Path, own: Path) -> Table:
-    """Logged once each, as the answer is kept; what is stale says whose it is."""
-    whole = Table()
+    """The shipped table with the user's own over it. Cached, so each warning is logged once."""
+    both = Table()
     for whose, folder in (("shipped", shipped), ("own", own)):
         path = folder / file_name(gpu)
         if not path.is_file():
@@ -113,63 +110,65 @@ def _read_all(gpu: str, shipped: Path, own: Path) -> Table:
         except (TableError, OSError) as error:
             logger.warning("tuning table left out, heuristics used instead: %s", error)
             continue
-        level = logging.INFO if table.elsewhere and folder == shipped else logging.WARNING
         for reason in table.stale:
-            logger.log(level, _STALE, path, reason)
-        signed = tuple(f"{whose} tuning table: {reason}" for reason in table.stale)
-        whole = replace(table, stale=signed).over(whole)
-    return whole
+            logger.log(
+                logging.WARNING if whose == "own" else logging.INFO,  # a user can only renew his own
+                "tuning table %s: %s; heuristics used instead. `fusedvit tune` measures it anew",
+                path,
+                reason,
+            )
+        stale = tuple(f"{whose} tuning table: {reason}" for reason in table.stale)
+        both = Table(table.entries, stale).over(both)
+    return both
 
 
 def read(path: Path, gpu: str) -> Table:
-    """The table at `path`, of which stale forms are left out, or everything if it was made with another Triton.
+    """The table at `path`, without the entries of backends whose version has changed.
 
     Raises:
-        TableError: not a table, of another GPU, or an entry that cannot be.
+        TableError: not a table, of another GPU, or an invalid entry.
         OSError: not readable.
     """
+    document = _document(path)
+    found = document["passport"]["gpu"]
+    if file_name(found) != file_name(gpu):
+        raise TableError(f"{path}: measured on {found!r}, this is {gpu!r}")
+    versions, entries, changed = document["passport"]["backends"], dict[Key, Any](), dict[str, str]()
+    for i, entry in enumerate(document["entries"]):
+        where = f"{path}: entry {i}"
+        key, backend = _key(entry, where), _backend(entry, where)
+        if backend is None:
+            continue
+        if versions.get(backend.id) != backend.version:
+            changed[backend.id] = f"version {versions.get(backend.id)} of {backend.id}, this is {backend.version}"
+            continue
+        entries[key] = config_of(backend, _member(entry, "config", dict, where), where)
+    return Table(entries, tuple(changed[name] for name in sorted(changed)))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The JSON at `path`, whose "passport", its "gpu" and "backends", and "entries" are there."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise TableError(f"{path}: not JSON: {error}") from error
     passport = _member(document, "passport", dict, str(path))
-    found = _member(passport, "gpu", str, f"{path}: passport")
-    if file_name(found) != file_name(gpu):
-        raise TableError(f"{path}: made on {found!r}, this is {gpu!r}")
-    made_on = _member(passport, "triton", str, f"{path}: passport")
-    if made_on != TRITON:
-        return Table({}, (f"made with Triton {made_on}, this is {TRITON}",), elsewhere=True)
-    sources = _member(passport, "sources", dict, f"{path}: passport")
-    changed, foreign = stale_forms(sources, str(passport.get("torch")))
-    reasons = {backend: f"the sources of {backend} have changed since" for backend in changed}
-    reasons |= {backend: f"{backend} was measured with another PyTorch than {TORCH}" for backend in foreign}
-    entries, dropped = {}, set[str]()
-    for i, entry in enumerate(_member(document, "entries", list, str(path))):
-        key, config, backend = _entry(entry, f"{path}: entry {i}")
-        if backend in reasons:
-            dropped.add(backend)
-        elif config is not None:
-            entries[key] = config
-    return Table(entries, tuple(reasons[backend] for backend in sorted(dropped)), bool(dropped) and dropped <= foreign)
+    _member(passport, "gpu", str, f"{path}: passport")
+    _member(passport, "backends", dict, f"{path}: passport")
+    _member(document, "entries", list, str(path))
+    return document
 
 
-def stale_forms(sources: Mapping[str, Any], made_with: str) -> tuple[set[str], set[str]]:
-    """(Forms whose sources are no longer these, other forms that belong to libraries of another PyTorch than the one
-    that it was `made_with`), as "op/backend"."""
-    names = {f"{backend.op}/{backend.name}": backend for backend in BACKENDS}
-    changed = {name for name, backend in names.items() if sources.get(name) != fingerprint(backend)}
-    return changed, set()
-
-
-def _entry(entry: Any, where: str) -> tuple[Key, Any | None, str]:
-    """(key, configuration, "op/backend"); no configuration for a backend that this version does not know."""
+def _key(entry: Any, where: str) -> Key:
     key = Key(**{f.name: _member(entry, f.name, _TYPES[f.type], where) for f in fields(Key)})
     if key.dtype not in DTYPES:
         raise TableError(f"{where}: dtype must be one of {sorted(DTYPES)}, got {key.dtype!r}")
-    name = _member(entry, "backend", str, where)
-    record = _member(entry, "config", dict, where)
-    backend = backends.named(key.op, name)
-    return key, None if backend is None else config_of(backend, record, where), f"{key.op}/{name}"
+    return key
+
+
+def _backend(entry: Any, where: str) -> Backend | None:
+    """None for a backend that does not exist here: deleted, or of a newer fusedvit."""
+    return backends.backend_named(_member(entry, "op", str, where), _member(entry, "backend", str, where))
 
 
 _TYPES: dict[Any, type] = {"str": str, "int": int, "bool": bool, str: str, int: int, bool: bool}
@@ -201,14 +200,53 @@ def _member(value: Any, name: str, kind: type, where: str) -> Any:
     return found
 
 
-@lru_cache(maxsize=64)
-def fingerprint(backend: Backend) -> str:
-    """A hash of the code behind `backend`, blind to comments, docstrings and layout."""
-    digest = hashlib.sha256()
-    for module in backend.modules:
-        tree = ast.parse(inspect.getsource(module))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-        digest.update(ast.unparse(tree).encode())
-    return digest.hexdigest()[:16]
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def passport(gpu: str, fusedvit: str) -> dict[str, Any]:
+    """What a table says of itself.
+
+    Args:
+        gpu: the driver's name.
+        fusedvit: version of the package.
+    """
+    versions = {"triton_version": triton.__version__, "torch": torch.__version__, "fusedvit": fusedvit}
+    return {"gpu": gpu, **versions, "backends": {backend.id: backend.version for backend in BACKENDS}}
+
+
+def entry_of(key: Key, config: Any, **measured: float) -> Entry:
+    """One entry of a table: `config` is what `key` runs fastest with, `measured` its times in microseconds."""
+    return {**asdict(key), "backend": backends.backend_of(config).name, "config": asdict(config), **measured}
+
+
+def write(path: Path, document_passport: dict[str, Any], entries: Sequence[Entry], decided: Iterable[Key] = ()) -> None:
+    """Writes a table, one entry a line, in one step: a process that dies meanwhile leaves the old file.
+
+    Entries of a table that is there already are kept if their backend still has the version that they were measured
+    with, and their key is neither in `entries` nor in `decided` (a key whose heuristic choice is as fast now).
+    """
+    kept = {_key(entry, str(path)): entry for entry in _valid_entries(path)}
+    for key in decided:
+        kept.pop(key, None)
+    kept |= {_key(entry, "new entry"): entry for entry in entries}
+    lines = ",\n".join("  " + json.dumps(entry) for entry in kept.values())
+    text = f'{{\n "passport": {json.dumps(document_passport)},\n "entries": [\n{lines}\n ]\n}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+    forget()
+
+
+def _valid_entries(path: Path) -> list[Entry]:
+    """The entries at `path` whose backend has the version that they were measured with; none if it is no table."""
+    if not path.exists():
+        return []
+    try:
+        document = _document(path)
+        found = [(entry, _backend(entry, str(path))) for entry in document["entries"]]
+    except TableError as error:
+        logger.warning("tuning table replaced: %s", error)
+        return []
+    versions = document["passport"]["backends"]
+    return [entry for entry, backend in found if backend is not None and versions.get(backend.id) == backend.version]

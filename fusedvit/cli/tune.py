@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fusedvit import __version__
 from fusedvit.bench import kernel_bench, prune, questions, shortlist, tune
 from fusedvit.cli import documents
 from fusedvit.cli.progress import CountedStep, with_bar
@@ -61,7 +62,8 @@ def command(
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
     waves, console = _asked(names, budget, operation, dtype), Console()
     path = out or tuning_table.user_folder() / tuning_table.file_name(gpu)
-    log = tune.Log(path.with_suffix(".log.jsonl"), tune.passport(gpu) | {"thorough": thorough})
+    passport = tuning_table.passport(gpu, __version__)
+    log = tune.Log(path.with_suffix(".log.jsonl"), passport | {"thorough": thorough})
     pruned = prune.in_processes(jobs, dtype, device) if device.type == "cuda" else prune.here(dtype, device)
     tuner = tune.Tuner(device, dtype, log, pruned, deadline=deadline, thorough=thorough)
     asked = [question for wave in waves for question in wave]
@@ -71,11 +73,11 @@ def command(
     if dry_run:
         _show_plan(asked, tuner, console)
         return
-    tuner.keep = lambda entries, decided: tune.write(path, gpu, entries, decided)
+    tuner.keep = lambda entries, decided: tuning_table.write(path, passport, entries, decided)
     _run(tuner, waves, path, console)
     if json:
         found = {"entries": tuner.entries(asked), "log": log.found}
-        documents.write({"passport": tune.passport(gpu), **found}, json)
+        documents.write({"passport": passport, **found}, json)
 
 
 def _asked(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.kernels.backends import LINEAR, Backend, Key, present
+from fusedvit.kernels.backends import LINEAR, Backend, Key, available_backends
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import (
     HopperGemmConfig,
@@ -140,7 +140,7 @@ def _chain(chosen: Chosen, dtype: torch.dtype, target: Target, narrow: Target) -
 
 def _forms(target: Target, dtype: torch.dtype) -> list[Backend]:
     """Those of a product whose times are known and that `target` has."""
-    return [backend for backend in present(LINEAR, target, dtype) if backend.config in PRICED]
+    return [backend for backend in available_backends(LINEAR, target, dtype) if backend.config in PRICED]
 
 
 def mean_us(key: Key, config: Any, target: Target) -> float:

@@ -210,7 +210,7 @@ def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
 
 def heuristic(task: Task, dtype: torch.dtype, target: Target) -> Any:
     """The first answer of the forms of this operation, the fastest backend first; plain Triton always has one."""
-    for backend in backends.present(task.key.op, target, dtype):
+    for backend in backends.available_backends(task.key.op, target, dtype):
         config = backend.heuristic(task.key, dtype, target, task.widest)
         if config is not None:
             return config

@@ -234,6 +234,12 @@ def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype:
     return absent(target, dtype)
 
 
+def spills(config: HopperAttentionConfig, head_dim: int) -> bool:
+    """Whether ptxas runs out of registers, as Triton compiles three consumers from 3.8 on."""
+    extras = config.late or config.near or config.by_warp
+    return gluon_compat.NEEDS_MORE_REGISTERS and config.consumers == 3 and extras
+
+
 # ── attention choice ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px

@@ -196,7 +196,7 @@ def hopper_gemm_config(
     """
     if target.capability != 90 or dtype.itemsize != 2 or kind not in PROVEN or not supports(n, k, kind):
         return None
-    found = [c for c in _candidates(rows, n, k, target) if not _spills(c, kind)]
+    found = [c for c in _candidates(rows, n, k, target) if not spills(c, kind)]
     best = min(
         (c for c in found if not wrong_hopper_gemm(c, target, dtype)),
         key=lambda c: hopper_gemm_mean_us(c, rows, n, k, kind),
@@ -251,7 +251,7 @@ def supports(n: int, k: int, kind: str) -> bool:
     return parts <= KINDS and k >= 2 * CHUNK and whole and turned and gated
 
 
-def _spills(config: HopperGemmConfig, kind: str) -> bool:
+def spills(config: HopperGemmConfig, kind: str) -> bool:
     """Whether ptxas runs out of registers in this epilogue."""
     parts, three = set(kind.split("+")), config.consumers == 3
     taps = "taps" in parts and (config.rows > 64 or three)
@@ -273,4 +273,4 @@ def hopper_gemm_candidates(rows: int, n: int, k: int, target: Target, kind: str)
     if not supports(n, k, kind):
         return []
     found = _candidates(rows, n, k, target)
-    return [_scheduled(config, rows, kind) for config in found if not _spills(config, kind)]
+    return [_scheduled(config, rows, kind) for config in found if not spills(config, kind)]

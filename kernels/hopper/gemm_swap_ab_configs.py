@@ -135,6 +135,13 @@ def wrong_hopper_swap_ab(config: HopperSwapABConfig, target: Target, dtype: torc
     return ""
 
 
+def spills(config: HopperSwapABConfig, kind: str) -> bool:
+    """Whether ptxas runs out of registers: erf leaves enough for three consumers, for two as Triton compiles it from
+    3.8 on."""
+    most = (2 if gluon_compat.NEEDS_MORE_REGISTERS else 3) if "gelu" in kind.split("+") else MOST_CONSUMERS
+    return config.consumers > most
+
+
 def unsupported_shape(n: int, k: int, stages: int) -> str:
     """Why a product of this shape cannot run in so many stages, or ""."""
     if n % 16:
@@ -213,8 +220,6 @@ def hopper_swap_ab_candidates(rows: int, n: int, k: int, target: Target, kind: s
     """What a tuner may try."""
     if not supports(n, k, kind):
         return ()
-    # Consumers that have too few registers for erf: ptxas 12.8, and as Triton compiles it from 3.8 on.
-    most = (2 if gluon_compat.NEEDS_MORE_REGISTERS else 3) if "gelu" in kind.split("+") else MOST_CONSUMERS
     found = (
         HopperSwapABConfig(
             height,
@@ -223,9 +228,8 @@ def hopper_swap_ab_candidates(rows: int, n: int, k: int, target: Target, kind: s
             pdl=uses_pdl(rows, kind) and not _waits_for_its_sm(height, consumers, k, kind),
         )
         for height, consumers in dict.fromkeys(_tiles_of(rows, n, target))
-        if consumers <= most
     )
-    return tuple(c for c in found if not wrong_hopper_swap_ab(c, target, torch.bfloat16))
+    return tuple(c for c in found if not wrong_hopper_swap_ab(c, target, torch.bfloat16) and not spills(c, kind))
 
 
 @lru_cache(maxsize=4096)

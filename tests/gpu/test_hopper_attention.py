@@ -50,7 +50,7 @@ def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
 
 @pytest.fixture(scope="module")
 def form(device: torch.device) -> backends.Backend:
-    found = backends.named(backends.ATTENTION, "hopper")
+    found = backends.backend_named(backends.ATTENTION, "hopper")
     reason = "no Gluon in this Triton" if found is None else found.absent(Target.of(device), BF16)
     if found is None or reason:
         pytest.skip(reason)

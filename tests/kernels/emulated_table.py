@@ -28,14 +28,14 @@ def chosen() -> Iterator[tuple[str, str, Any]]:
     found: dict[tuple[str, str, Any], None] = {}
     for path in sorted(SHIPPED.glob("*.json")):
         for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
-            if entry["op"] != backends.LINEAR or entry["form"] not in BACKENDS:
+            if entry["op"] != backends.LINEAR or entry["backend"] not in BACKENDS:
                 continue
-            form = backends.named(backends.LINEAR, entry["form"])
+            form = backends.backend_named(backends.LINEAR, entry["backend"])
             assert form is not None, f"no form {entry['form']} in this Triton"
             config = replace(config_of(form, entry["config"], path.name), pdl=True)
             few = {"max_programs": 3, "group_m": 8}
             config = replace(config, **{name: value for name, value in few.items() if hasattr(config, name)})
-            found[entry["form"], entry["kind"], config] = None
+            found[entry["backend"], entry["kind"], config] = None
     yield from sorted(found, key=str)
 
 

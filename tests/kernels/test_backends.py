@@ -1,4 +1,4 @@
-"""A configuration's type decides what runs; a backend that fails is out of every later plan."""
+"""The type of a configuration decides which backend runs; one that fails is left out of every later plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +10,11 @@ from triton.runtime.errors import OutOfResources
 
 from fusedvit.graphs.limits import check_limits
 from fusedvit.kernels import backends, tile_configs
+from fusedvit.kernels.backends import Key
+from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.tuning_table import Table
 from fusedvit.model.ops import TORCH
@@ -32,13 +37,13 @@ def other(run: Any) -> backends.Backend:
     return backends.Backend(
         name="other",
         op=backends.LINEAR,
+        version=1,
         config=OtherConfig,
         run=run,
         absent=lambda target, dtype: "" if target.capability == 90 and dtype == BF16 else "bf16 on sm_90 only",
-        wrong=lambda config, target, dtype: "",
+        wrong=lambda key, config, target, dtype: "",
         heuristic=lambda key, dtype, target, widest: OtherConfig() if key.kind == "residual+stats" else None,
         candidates=lambda key, dtype, target, widest: [OtherConfig()],
-        modules=(tile_configs,),
     )
 
 
@@ -53,14 +58,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     tile_configs._failed.clear()
 
 
-def test_every_plan_is_of_forms_that_are_known() -> None:
+def test_every_plan_is_of_known_backends() -> None:
     plan = plan_for(QWEN3_VL_8B, 784, FP32, A100, Table())
     assert set(plan.choices().values()) == {"triton"}
     assert isinstance(plan.qkv, LinearConfig) and isinstance(plan.attention, AttentionConfig)
     assert list(plan.choices()) == [task.name for task in tasks(QWEN3_VL_8B, 784, FP32)]
 
 
-def test_a_form_answers_where_it_can(registered: list[Any]) -> None:
+def test_a_backends_heuristic_is_asked_where_it_can_run(registered: list[Any]) -> None:
     plan = plan_for(QWEN3_VL_8B, 784, BF16, H200, Table())
     assert plan.proj == plan.fc2 == OtherConfig() and not isinstance(plan.qkv, OtherConfig)
     for dtype, target in ((FP32, H200), (BF16, A100)):
@@ -68,7 +73,7 @@ def test_a_form_answers_where_it_can(registered: list[Any]) -> None:
     assert "  without linear in its other backend: bf16 on sm_90 only" in choices(QWEN3_VL_8B, FP32, H200, [784])
 
 
-def test_the_table_answers_first(registered: list[Any]) -> None:
+def test_the_table_comes_before_heuristics(registered: list[Any]) -> None:
     by_name = {task.name: task.key for task in tasks(QWEN3_VL_8B, 784, BF16)}
     mine = LinearConfig(64, 64, 64, 4, 3)
     table = Table({by_name["proj"]: mine, by_name["fc1"]: OtherConfig()})
@@ -86,7 +91,7 @@ def test_the_type_of_the_config_decides(registered: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("error", [OutOfResources(3, 2, "shared memory"), RuntimeError("PassManager::run failed")])
-def test_a_failed_form_is_out_of_later_plans(
+def test_a_failed_backend_is_out_of_later_plans(
     registered: list[Any], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*arguments: Any) -> torch.Tensor:
@@ -100,7 +105,7 @@ def test_a_failed_form_is_out_of_later_plans(
     assert any("linear in its other backend: " in line for line in choices(QWEN3_VL_8B, BF16, without, [784]))
 
 
-def test_errors_of_the_device_are_nobodys_fallback(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_errors_are_not_a_reason_to_fall_back(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError("no memory")
 
@@ -110,7 +115,7 @@ def test_errors_of_the_device_are_nobodys_fallback(registered: list[Any], monkey
     assert not tile_configs._failed
 
 
-def test_an_encoder_goes_on_without_a_failed_form(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_goes_on_without_a_failed_backend(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def encode(spec: Any, weights: Any, buffers: Any, ops: Any, plan: Any, branch: Any) -> None:
@@ -122,8 +127,30 @@ def test_an_encoder_goes_on_without_a_failed_form(registered: list[Any], monkeyp
     monkeypatch.setattr(captured_encoder, "encode", encode)
     monkeypatch.setattr(Target, "of", lambda device: replace(H200, without=tuple(tile_configs._failed.items())))
     cpu = torch.device("cpu")
-    made = captured_encoder.EncoderProgram(replace(QWEN3_VL_8B, depth=1, deepstack=()), TORCH, BF16, cpu, lambda: None)
-    made.allocate(check_limits((16, 64), 4, 8))
-    made.run(64)
-    made.run(64)
+    program = captured_encoder.EncoderProgram(
+        replace(QWEN3_VL_8B, depth=1, deepstack=()), TORCH, BF16, cpu, lambda: None
+    )
+    program.allocate(check_limits((16, 64), 4, 8))
+    program.run(64)
+    program.run(64)
     assert seen == ["other", "triton", "triton"]
+
+
+@pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
+@pytest.mark.parametrize(
+    "name, key, config",
+    [
+        ("hopper", Key("linear", "residual+stats", 1152, 1152, 2048, "bfloat16"), HopperGemmConfig(64, 128, 3, 4)),
+        ("swap_ab", Key("linear", "norm+gelu", 4608, 4608, 336, "bfloat16"), HopperSwapABConfig(112, 3, 5)),
+        ("hopper", Key("attention", "", 16, 64, 65536, "bfloat16"), HopperAttentionConfig(3, 64, 4, late=True)),
+    ],
+)
+def test_what_spills_on_a_newer_triton_is_refused_there(
+    monkeypatch: pytest.MonkeyPatch, name: str, key: Key, config: Any, on_hopper: None
+) -> None:
+    backend = backends.backend_named(key.op, name)
+    assert backend is backends.backend_of(config)
+    for newer in (False, True):
+        monkeypatch.setattr(gluon_compat, "NEEDS_MORE_REGISTERS", newer)
+        assert (backend.wrong(key, config, H200, BF16) == "spills registers") == newer
+        assert (Table({key: config}).find(key, H200, BF16) is None) == newer

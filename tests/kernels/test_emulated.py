@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import triton
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.tuning_table import SHIPPED, TRITON
+from fusedvit.kernels.tuning_table import SHIPPED
 from tests.kernels.test_aot import run
 
 needs_gluon = pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
@@ -45,10 +46,11 @@ def test_products(form: str, dtype: str, cases: int) -> None:
 @needs_gluon
 @pytest.mark.parametrize("part", [0, 1])
 def test_what_the_tables_choose(part: int) -> None:
-    """On the Triton that they were made with, where alone they count: `make aot-matrix`."""
-    made_with = {json.loads(path.read_text(encoding="utf-8"))["passport"]["triton"] for path in SHIPPED.glob("*.json")}
-    if made_with != {TRITON}:
-        pytest.skip(f"tables are for Triton {', '.join(made_with)}")
+    """On the Triton that the tables were measured with alone: it takes minutes."""
+    passports = [json.loads(path.read_text(encoding="utf-8"))["passport"] for path in SHIPPED.glob("*.json")]
+    versions = {passport["triton_version"] for passport in passports}
+    if versions != {triton.__version__}:
+        pytest.skip(f"tables were measured with Triton {', '.join(versions)}")
     says_right(50, "tests.kernels.emulated_table", "--part", str(part), "--of", "2")
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,19 +214,11 @@ def test_contents_nearly_fill_their_budget(rows: int) -> None:
 
 
 def test_windows_take_tiles_of_their_size(usable: None) -> None:
-    form = backends.named(backends.ATTENTION, "hopper")
+    form = backends.backend_named(backends.ATTENTION, "hopper")
     assert form is not None
     key = Key(backends.ATTENTION, "window", 16, 80, 4096, "bfloat16")
     assert form.heuristic(key, BF16, H200, 256).block_m == 64
     assert form.heuristic(dataclasses.replace(key, kind=""), BF16, H200, 256).block_m == 128
-
-
-def test_what_was_timed_is_known_by_every_file_of_the_kernel() -> None:
-    """But the heuristic, which a table takes the place of."""
-    form = backends.named(backends.ATTENTION, "hopper")
-    assert form is not None
-    files = {path.stem for path in Path(attention_smem.__file__).parent.glob("attention*.py")}
-    assert {Path(module.__file__).stem for module in form.modules} >= files - {"attention_choice"}
 
 
 def test_large_budgets_have_two_lists(usable: None) -> None:

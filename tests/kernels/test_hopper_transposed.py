@@ -195,7 +195,7 @@ def test_the_twin_takes_its_configurations(config: HopperSwapABConfig) -> None:
 @needs_gluon
 def test_tables_hold_its_configurations() -> None:
     form = backends.backend_of(GOOD)
-    assert backends.named(backends.LINEAR, "swap_ab") is form and config_of(form, asdict(GOOD), "here") == GOOD
+    assert backends.backend_named(backends.LINEAR, "swap_ab") is form and config_of(form, asdict(GOOD), "here") == GOOD
 
 
 @needs_gluon

@@ -1,4 +1,4 @@
-"""Tuning tables: read strictly, laid over each other, left out with one warning where they do not hold."""
+"""Tuning tables: read strictly, the user's over the shipped one, left out with one warning where they do not hold."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ import torch
 
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.backends import Key
-from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, wrong_hopper_gemm
+from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.tuning_table import Table, TableError
 from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
@@ -29,11 +29,13 @@ def entry(key: Key = KEY, chosen: Any = CONFIG, **changes: Any) -> dict[str, Any
 
 
 def document(*entries: dict[str, Any], **passport: Any) -> dict[str, Any]:
-    sources = {f"{backend.op}/{backend.name}": tuning_table.fingerprint(backend) for backend in backends.BACKENDS}
-    return {
-        "passport": {"gpu": "NVIDIA H200", "triton": tuning_table.TRITON, "sources": sources} | passport,
-        "entries": list(entries),
-    }
+    return {"passport": tuning_table.passport("NVIDIA H200", "0.0") | passport, "entries": list(entries)}
+
+
+def other_versions(**changed: int) -> dict[str, int]:
+    """Versions of all backends, some other than today's ("linear_triton")."""
+    today = {backend.id: backend.version for backend in backends.BACKENDS}
+    return today | {name.replace("_", "/", 1): version for name, version in changed.items()}
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -65,7 +67,8 @@ BAD = {
     "no JSON": ("{", "not JSON"),
     "a list": ([], "expected 'passport'"),
     "no passport": ({"entries": []}, "expected 'passport'"),
-    "another GPU": (document(gpu="NVIDIA A100"), "made on 'NVIDIA A100', this is 'NVIDIA H200'"),
+    "no versions": ({"passport": {"gpu": "NVIDIA H200"}, "entries": []}, "passport: expected 'backends'"),
+    "another GPU": (document(gpu="NVIDIA A100"), "measured on 'NVIDIA A100', this is 'NVIDIA H200'"),
     "entries no list": ({**document(), "entries": {}}, "entries must be list, got dict"),
     "no backend": (document({**asdict(KEY), "config": {}}), "entry 0: expected 'backend'"),
     "rows as text": (document(entry(rows="1024")), "rows must be int, got str"),
@@ -112,55 +115,52 @@ def test_the_users_table_goes_over_the_shipped_one(folders: tuple[Path, Path]) -
 
 
 @pytest.mark.parametrize("whose, level", [("own", logging.WARNING), ("shipped", logging.INFO)])
-def test_another_triton_makes_a_table_stale(
+def test_entries_of_another_version_of_their_backend_are_left_out(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, whose: str, level: int
 ) -> None:
-    """That the table we ship is for another one is nobody's fault: no warning; the report says it."""
-    write(folders[whose == "shipped"], document(entry(), triton="2.1"))
-    why = f"made with Triton 2.1, this is {tuning_table.TRITON}"
-    with caplog.at_level(logging.INFO, "fusedvit"):
-        assert (
-            tuning_table.table_for(H200) == tuning_table.table_for(H200) == Table({}, (f"{whose} tuning table: {why}",))
-        )
-    (record,) = caplog.records
-    assert why in record.getMessage() and record.levelno == level
-    assert choices(QWEN3_VL_8B, BF16, H200, [784])[-1] == f"  {whose} tuning table: {why}; heuristics used instead"
-
-
-def test_a_malformed_table_of_ours_is_warned_of(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
-    write(folders[1], {"passport": {"gpu": "NVIDIA H200", "triton": 3.6}})
-    with caplog.at_level(logging.INFO, "fusedvit"):
-        assert tuning_table.table_for(H200) == Table()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "triton must be str, got float" in record.getMessage()
-
-
-@pytest.mark.parametrize("whose", ["own", "shipped"])
-def test_changed_sources_make_one_form_stale(
-    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, whose: str
-) -> None:
-    made = document(entry(), entry(HEADS, ATTENTION))
-    made["passport"]["sources"]["linear/triton"] = "0" * 16
+    """The rest holds. Only the user's own table is worth a warning: it is the user who can measure it anew."""
+    made = document(entry(), entry(HEADS, ATTENTION), backends=other_versions(linear_triton=0))
     write(folders[whose == "shipped"], made)
-    table = tuning_table.table_for(H200)
-    assert table.find(KEY, H200, BF16) is None and table.find(HEADS, H200, BF16) == ATTENTION
-    assert table.stale == (f"{whose} tuning table: the sources of linear/triton have changed since",)
+    why = f"{whose} tuning table: version 0 of linear/triton, this is 1"
+    with caplog.at_level(logging.INFO, "fusedvit"):
+        assert tuning_table.table_for(H200) == tuning_table.table_for(H200) == Table({HEADS: ATTENTION}, (why,))
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "the sources of linear/triton have changed since" in record.getMessage()
+    assert "version 0 of linear/triton, this is 1" in record.getMessage() and record.levelno == level
+    assert choices(QWEN3_VL_8B, BF16, H200, [784])[-1] == f"  {why}; heuristics used instead"
+
+
+def test_configurations_of_another_version_are_not_parsed(tmp_path: Path) -> None:
+    """Their fields may have been others."""
+    versions = other_versions(linear_triton=2)
+    path = write(tmp_path, document(entry(config={"of": "tomorrow"}), entry(HEADS, ATTENTION), backends=versions))
+    table = tuning_table.read(path, "NVIDIA H200")
+    assert table.entries == {HEADS: ATTENTION}
+    assert table.stale == ("version 2 of linear/triton, this is 1",)
+
+
+def test_a_backend_that_the_passport_lacks_is_of_another_version(tmp_path: Path) -> None:
+    path = write(tmp_path, document(entry(), backends={}))
+    assert tuning_table.read(path, "NVIDIA H200") == Table({}, ("version None of linear/triton, this is 1",))
+
+
+@pytest.mark.parametrize("version", ["triton_version", "torch", "fusedvit"])
+def test_other_versions_void_nothing(tmp_path: Path, version: str) -> None:
+    path = write(tmp_path, document(entry(), **{version: "0.1"}))
+    assert tuning_table.read(path, "NVIDIA H200") == Table({KEY: CONFIG})
 
 
 def test_only_what_is_stale_is_left_out(folders: tuple[Path, Path]) -> None:
-    """A user's own table answers beside a shipped one for another Triton."""
-    write(folders[0], document(entry()))
-    write(folders[1], document(entry(HEADS, ATTENTION), triton="2.1"))
+    """A shipped entry serves where the user's own is of another version."""
+    mine = LinearConfig(64, 64, 128, 4, 3)
+    write(folders[0], document(entry(chosen=mine), entry(HEADS, ATTENTION), backends=other_versions(linear_triton=0)))
+    write(folders[1], document(entry()))
     table = tuning_table.table_for(H200)
-    assert table.entries == {KEY: CONFIG} and len(table.stale) == 1
+    assert table.entries == {KEY: CONFIG, HEADS: ATTENTION} and len(table.stale) == 1
 
 
-def test_entries_of_forms_unknown_here_are_passed_over(tmp_path: Path) -> None:
+def test_entries_of_unknown_backends_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, document(entry(), entry(HEADS, backend="of tomorrow", config={"x": 1})))
-    assert tuning_table.read(path, "NVIDIA H200").entries == {KEY: CONFIG}
+    assert tuning_table.read(path, "NVIDIA H200") == Table({KEY: CONFIG})
 
 
 @pytest.mark.parametrize(
@@ -183,27 +183,6 @@ def test_no_gpu_no_table() -> None:
     assert tuning_table.file_name("NVIDIA H200") == "nvidia-h200.json"
 
 
-def test_fingerprints_are_blind_to_words_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(source: str) -> str:
-        monkeypatch.setattr(tuning_table.inspect, "getsource", lambda module: source)
-        tuning_table.fingerprint.cache_clear()
-        return tuning_table.fingerprint(backends.BACKENDS[0])
-
-    plain = of('"""Says."""\ndef f(x):\n    """Does."""\n    return x + 1\n')
-    assert of('"""Says more."""\n\n\ndef f(x):  # a comment\n    """Does."""\n    return (x + 1)\n') == plain
-    assert of("def f(x):\n    return x + 2\n") != plain
-    tuning_table.fingerprint.cache_clear()
-
-
-def test_tables_that_ship_are_well_formed() -> None:
-    """Read as on their GPU; another Triton, or sources changed since, make one stale, and no error."""
-    for path in tuning_table.SHIPPED.glob("*.json"):
-        gpu = json.loads(path.read_text(encoding="utf-8"))["passport"]["gpu"]
-        assert path.name == tuning_table.file_name(gpu)
-        table = tuning_table.read(path, gpu)
-        assert table.entries or table.stale, f"{path} says nothing"
-
-
 def test_a_shipped_table_is_looked_up_by_the_budget_alone(folders: tuple[Path, Path]) -> None:
     """Between two budgets that it knows nothing is answered: heuristics choose there."""
     write(folders[1], document(entry(), entry(replace(KEY, rows=2048))))
@@ -212,20 +191,60 @@ def test_a_shipped_table_is_looked_up_by_the_budget_alone(folders: tuple[Path, P
     assert found == {1024: CONFIG, 1280: None, 2048: CONFIG}
 
 
-def test_shipped_tables_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the Triton, the PyTorch and the sources that they were made with: each entry can be, and stands once."""
+def test_shipped_tables_hold(on_hopper: None) -> None:
+    """Every entry is read, stands once, and can run on the GPU and the Triton that it was measured with."""
     shipped = sorted(tuning_table.SHIPPED.glob("*.json"))
     assert [path.name for path in shipped] == [tuning_table.file_name("NVIDIA H200")]
     for path in shipped:
         found = json.loads(path.read_text(encoding="utf-8"))
-        passport = found["passport"]
-        monkeypatch.setattr(tuning_table, "TRITON", passport["triton"])
-        monkeypatch.setattr(tuning_table, "TORCH", tuning_table.minor(passport["torch"]))
-        monkeypatch.setattr(
-            tuning_table, "fingerprint", lambda backend, p=passport: p["sources"].get(f"{backend.op}/{backend.name}")
-        )
-        table = tuning_table.read(path, passport["gpu"])
+        table = tuning_table.read(path, found["passport"]["gpu"])
         assert not table.stale and len(table.entries) == len(found["entries"]) > 500
-        for config in table.entries.values():
-            if isinstance(config, HopperGemmConfig):
-                assert wrong_hopper_gemm(config, H200, BF16) == "", config
+        refused = [key for key in table.entries if table.find(key, H200, tuning_table.DTYPES[key.dtype]) is None]
+        if gluon_compat.NEEDS_MORE_REGISTERS:
+            assert len(refused) < 0.1 * len(table.entries), "what a newer Triton compiles badly is a few entries"
+        else:
+            assert not refused
+
+
+def test_a_shipped_table_is_one_entry_a_line() -> None:
+    for path in tuning_table.SHIPPED.glob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        lines = ",\n".join("  " + json.dumps(entry) for entry in json.loads(text)["entries"])
+        assert f' "entries": [\n{lines}\n ]\n}}\n' in text
+
+
+def written(path: Path) -> list[tuple[int, float]]:
+    """(rows, us) of a table's entries."""
+    return [(e["rows"], e["us"]) for e in json.loads(path.read_text(encoding="utf-8"))["entries"]]
+
+
+def timed(rows: int, us: float) -> dict[str, Any]:
+    return tuning_table.entry_of(replace(KEY, rows=rows), CONFIG, us=us)
+
+
+def test_a_written_table_is_read_back(tmp_path: Path) -> None:
+    path, passport = tmp_path / "new" / "nvidia-h200.json", tuning_table.passport("NVIDIA H200", "0.2.0")
+    tuning_table.write(path, passport, [timed(64, 1.0), tuning_table.entry_of(HEADS, ATTENTION, us=2.0)])
+    assert tuning_table.read(path, "NVIDIA H200") == Table({replace(KEY, rows=64): CONFIG, HEADS: ATTENTION})
+    assert json.loads(path.read_text())["passport"] == passport and passport["fusedvit"] == "0.2.0"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing unfinished is left"
+
+
+def test_writing_keeps_what_was_not_decided_anew(tmp_path: Path) -> None:
+    path, passport = tmp_path / "t.json", tuning_table.passport("CPU", "0")
+    tuning_table.write(path, passport, [timed(64, 1.0), timed(128, 2.0)])
+    tuning_table.write(path, passport, [timed(128, 3.0)])
+    assert written(path) == [(64, 1.0), (128, 3.0)]
+    tuning_table.write(path, passport, [], [replace(KEY, rows=64)])
+    assert written(path) == [(128, 3.0)], "the heuristic's choice is as fast now"
+
+
+def test_writing_drops_entries_of_other_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    passport = tuning_table.passport("NVIDIA H200", "0")
+    old = [timed(64, 1.0), tuning_table.entry_of(HEADS, ATTENTION, us=2.0), timed(256, 3.0) | {"backend": "gone"}]
+    path = write(tmp_path, document(*old, backends=other_versions(linear_triton=0)))
+    tuning_table.write(path, passport, [timed(128, 4.0)])
+    assert written(path) == [(1024, 2.0), (128, 4.0)] and not caplog.records
+    path = write(tmp_path, {"passport": {"gpu": "NVIDIA H200", "sources": {}}, "entries": old})
+    tuning_table.write(path, passport, [timed(128, 4.0)])
+    assert written(path) == [(128, 4.0)] and "replaced" in caplog.text, "a table of another format"

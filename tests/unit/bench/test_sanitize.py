@@ -34,7 +34,7 @@ def test_every_operation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_candidates_follow_the_heuristics_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = backends.named("linear", "triton")
+    plain = backends.backend_named("linear", "triton")
     offered = [LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 4, 4)]
     other = replace(plain, name="other", heuristic=lambda *_: None, candidates=lambda *_: offered)
     monkeypatch.setattr(backends, "BACKENDS", (other, *backends.BACKENDS))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from fusedvit.bench import cases, kernel_bench, prune, questions, shortlist, tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.kernels import backends, tuning_table  # noqa: E402
+from fusedvit.kernels import tuning_table  # noqa: E402
 from fusedvit.kernels.hopper.attention_configs import schedules  # noqa: E402
 from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates, hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
@@ -97,7 +97,7 @@ def test_the_fastest_is_taken_and_read_back(
     assert [e["config"]["block_m"] for e in entries] == [64, 64]
     assert all(e["us"] < e["heuristic_us"] for e in entries)
     path = tmp_path / "cpu.json"
-    tune.write(path, "CPU", entries)
+    tuning_table.write(path, tuning_table.passport("CPU", "0"), entries)
     table = tuning_table.read(path, "CPU")
     assert set(table.entries) == {q.task.key for q in asked if q.task.key.op == "linear"} and not table.stale
 
@@ -377,32 +377,6 @@ def test_the_estimate_counts_what_is_compiled_once() -> None:
     assert found.questions == 16 and found.compilations == len(distinct) <= 16
     faster = shortlist.estimate(asked, lambda q: own[q.describe()], BF16, 8)
     assert faster.compile_s < found.compile_s and faster.timing_s == found.timing_s > 16 * shortlist.QUESTION_S
-
-
-def test_a_table_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
-    def entry(rows: int, us: float) -> dict[str, Any]:
-        key = {"op": "linear", "kind": "bias", "n": 64, "k": 64, "rows": rows, "dtype": "bfloat16"}
-        return {**key, "backend": "triton", "config": vars(LinearConfig(64, 64, 64, 4, 3)), "us": us}
-
-    path = tmp_path / "cpu.json"
-    tune.write(path, "CPU", [entry(64, 1.0), entry(128, 2.0)])
-    tune.write(path, "CPU", [entry(128, 3.0)])
-    assert [e["us"] for e in json.loads(path.read_text())["entries"]] == [1.0, 3.0]
-    tune.write(path, "CPU", [], [backends.Key("linear", "bias", 64, 64, 64, "bfloat16")])
-    assert [e["us"] for e in json.loads(path.read_text())["entries"]] == [3.0], "the heuristic's choice by now"
-    fingerprints = {
-        f"{backend.op}/{backend.name}": tuning_table.fingerprint(backend) for backend in tuning_table.BACKENDS
-    }
-    for backend, kept in (("attention/triton", [3.0, 4.0]), ("linear/triton", [5.0])):
-        path.write_text(path.read_text().replace(fingerprints[backend], "0" * 16))
-        tune.write(path, "CPU", [entry(256, kept[-1])])
-        assert [e["us"] for e in json.loads(path.read_text())["entries"]] == kept, "those of the backend's own sources"
-    made = json.loads(path.read_text())
-    del made["passport"]["sources"]["attention/triton"]
-    path.write_text(json.dumps(made))
-    tune.write(path, "CPU", [entry(512, 6.0)])
-    kept = [e["us"] for e in json.loads(path.read_text())["entries"]]
-    assert kept == [5.0, 6.0], "a table from before a backend was there"
 
 
 @pytest.mark.parametrize("name", ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2", "attention"])
