@@ -1,4 +1,4 @@
-"""Capturing launches into a CUDA graph, behind a small interface that a test can stand in for."""
+"""Capture of launches into CUDA graphs, behind a small interface that tests stand in for."""
 
 import gc
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import torch
 
 
 class CurrentStream:
-    """The current stream of one device. While it stays the same, so does the object that stands for it.
+    """The current stream of one device, as one object for as long as it stays the current one.
 
-    Torch's own look-up takes 3 us and more on the host, a comparison of handles 0.2 us. A stream of torch's is never
-    destroyed, so that its handle is its own for good. That of an `ExternalStream` is not: such streams are looked up
-    each time, and are another object each time.
+    PyTorch's own look-up takes at least 3 us on the host, a comparison of handles 0.2 us. PyTorch never destroys its
+    streams, so a handle identifies one for good. The handle of an `ExternalStream` may be used again: such streams are
+    looked up each time, and each time are another object.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,7 +21,7 @@ class CurrentStream:
         self._last: tuple[int, torch.cuda.Stream] | None = None
 
     def get(self) -> torch.cuda.Stream:
-        """The stream; from any thread, whose own it is."""
+        """The current stream of the calling thread."""
         last = self._last
         if last is not None and last[0] == torch._C._cuda_getCurrentRawStream(self._index):
             return last[1]
@@ -33,7 +33,7 @@ class CurrentStream:
 
 
 class Graph(Protocol):
-    """Something captured."""
+    """A captured graph."""
 
     def replay(self) -> None:
         """Launches what was captured, on the current stream."""
@@ -52,16 +52,16 @@ class Capture(Protocol):
         """Makes the current stream wait until the static buffers are free; `after_use` follows on the same stream."""
 
     def after_use(self) -> None:
-        """Notes on the stream of `before_use` that the static buffers are in use until here."""
+        """Records on the stream of `before_use` that the static buffers are in use until here."""
 
     def wait(self) -> None:
         """Makes the host wait until nothing uses the static buffers."""
 
     def held_bytes(self) -> int:
-        """Device memory that captured graphs hold beside the static buffers."""
+        """Device memory that captured graphs hold, without the static buffers."""
 
     def forget(self) -> None:
-        """Every graph was reset: the next capture begins a new pool (the old one is gone with its last graph)."""
+        """Begins a new memory pool: every graph was reset, and the old pool is gone with the last of them."""
 
     def give_back(self) -> None:
         """Returns freed memory to the device."""
@@ -75,7 +75,7 @@ class CudaCapture:
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """`priority`: of what is captured, whatever stream it is replayed on; lower numbers go first."""
+        """`priority` of the captured launches, whatever stream they are replayed on; lower numbers go first."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)
         self._pool = torch.cuda.graph_pool_handle()
@@ -106,14 +106,14 @@ class CudaCapture:
         return graph
 
     def _make_room(self) -> None:
-        """Leaves two words in the allocator's cache of this stream, which the beginning of a first capture takes for
-        the random generator: out of memory there, PyTorch ends the process when the graph is destroyed.
+        """Leaves 16 bytes in the allocator's cache of this stream, which the beginning of a first capture takes for the
+        random generator: out of memory there, PyTorch ends the process when the graph is destroyed.
 
         Raises:
-            torch.cuda.OutOfMemoryError: there are none.
+            torch.cuda.OutOfMemoryError: there is no room for them.
         """
-        words = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(2)]
-        del words
+        room = [torch.empty(1, dtype=torch.int64, device=self._device) for _ in range(2)]
+        del room
 
     def before_use(self) -> None:
         self._next = self._current.get()

@@ -1,8 +1,8 @@
 """What one replay may hold: token budgets, items, frames. From the user, or from the tower and free memory.
 
 Tokens are output tokens: patches after the spatial merge. A frame is one attention sequence, of at least one token.
-All budgets share one set of buffers, so that a graph more costs a fraction of a MiB: at least four sizes an octave
-below the largest budget are always among them, and a small batch runs on tiles of its own size.
+All budgets share one set of buffers, so one more graph costs a fraction of a MiB. Therefore there are always at least
+four budgets an octave below the largest one, and a small batch runs on tiles chosen for its own size.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ FRAMES_PER_ITEM = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """Made by `check_limits` or `infer_limits`, which say what holds.
+    """Created by `check_limits` or `infer_limits`, which say what holds.
 
     Attributes:
         token_budgets: tokens that each captured graph has room for, ascending.
@@ -39,7 +39,7 @@ class Limits:
 
 
 def check_limits(token_budgets: Sequence[int], max_items: int, max_frames: int) -> Limits:
-    """The limits that a user asked for.
+    """The limits that a user gave.
 
     Raises:
         TypeError: not integers.

@@ -1,18 +1,16 @@
-"""One captured graph per token budget over one set of static buffers.
+"""The graph manager: one captured CUDA graph per token budget, all over one set of static buffers.
 
-States of a budget: unknown -> captured, or failed. A failure leaves the others as they are; `release` makes all unknown
-again. Nothing here knows what is captured: a `Program` does.
+A budget has no graph, is captured, or has failed. A failure leaves the other graphs as they are; `drop_graphs` and
+`release` forget graphs and failures. Nothing here knows what is captured: a `Program` does.
 """
 
 import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-
-import torch
 
 from fusedvit.graphs.capture import Capture, Graph
 from fusedvit.graphs.limits import Limits
@@ -28,7 +26,7 @@ class Program(Protocol):
     """What is captured."""
 
     def allocate(self, limits: Limits) -> None:
-        """Static buffers for the largest budget; smaller ones use a part of them. Called before any capture."""
+        """Allocates static buffers for the largest budget; smaller ones use a part of them. Precedes any capture."""
 
     def compile(self, budgets: Sequence[int]) -> None:
         """Compiles what `run` will launch for `budgets`; what fails here may fail again there. After `allocate`."""
@@ -48,16 +46,16 @@ class Program(Protocol):
 
 @dataclass
 class GraphStats:
-    """What the graphs did.
+    """Counters of what the graphs did.
 
     Attributes:
-        replays: by budget.
+        replays: by the budget whose graph ran.
         items: pieces (images, videos or parts of videos) replayed.
         tokens: merged tokens replayed.
-        launched_tokens: merged tokens that the replayed budgets have room for.
+        launched_tokens: merged tokens that the replayed graphs have room for.
         captures: graphs captured.
         failures: captures that failed.
-        mispredictions: replays begun before their content was known, for which another plan turned out to be right.
+        mispredictions: speculative replays whose content turned out to need another plan.
     """
 
     replays: Counter[int] = field(default_factory=Counter)
@@ -67,6 +65,13 @@ class GraphStats:
     captures: int = 0
     failures: int = 0
     mispredictions: int = 0
+
+    def add(self, batch: Batch) -> None:
+        """Counts a replay of `batch` by the graph of its budget."""
+        self.replays[batch.budget] += 1
+        self.items += len(batch.pieces)
+        self.tokens += sum([piece.tokens for piece in batch.pieces])
+        self.launched_tokens += batch.budget
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, a copy."""
@@ -85,9 +90,10 @@ class GraphStats:
 
 
 class GraphManager:
-    """Captures lazily or at `warmup`, replays, and gives memory back.
+    """Captures graphs at `warmup` or when first needed, replays them, and gives their memory back.
 
-    A call of `replay` is safe from any thread and stream: the lock covers what is launched, an event what still runs.
+    Every method is safe from any thread and stream: the lock orders what is launched, an event of the capture orders
+    what still runs.
     """
 
     def __init__(self, limits: Limits, program: Program, capture: Capture) -> None:
@@ -96,9 +102,61 @@ class GraphManager:
         self._program = program
         self._capture = capture
         self._graphs: dict[int, Graph] = {}
-        self._failed: set[int] = set()
+        self._failed: dict[int, int | None] = {}  # and the larger budget whose graph does their work, if there is one
         self._allocated = False
         self._lock = threading.RLock()
+
+    # replay
+
+    def replay(self, batch: Batch, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
+        """Replays `batch`, and counts it.
+
+        `load(budget)` fills the static buffers as `budget` sees them, the graph of `budget` runs, and `unload(budget)`
+        copies out: all on the current stream. That is the batch's budget, or a larger one where its capture failed.
+
+        Returns:
+            False, with nothing done, where no graph takes the batch.
+        """
+        with self._lock:
+            budget = self._budget_for(batch.budget)
+            if budget is None:
+                return False
+            self.replay_if_captured(budget, load, unload)
+            self.stats.add(batch if budget == batch.budget else replace(batch, budget=budget))
+            return True
+
+    def replay_if_captured(self, budget: int, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
+        """Replays the graph of `budget`, as `replay` does, of content that the host may have yet to read.
+
+        The caller counts it once the content is known, by `count_replay` or `count_misprediction`.
+
+        Returns:
+            False, with nothing done, where `budget` has no graph yet.
+        """
+        with self._lock:
+            graph = self._graphs.get(budget)
+            if graph is None:
+                return False
+            self._capture.before_use()
+            try:  # `_buffers_in_use` would cost every call a microsecond
+                load(budget)
+                graph.replay()
+                unload(budget)
+            finally:
+                self._capture.after_use()
+            return True
+
+    def count_replay(self, batch: Batch) -> None:
+        """Counts a speculative replay that was of `batch`, by the graph of its budget."""
+        with self._lock:
+            self.stats.add(batch)
+
+    def count_misprediction(self) -> None:
+        """Counts a speculative replay whose content turned out to need another plan."""
+        with self._lock:
+            self.stats.mispredictions += 1
+
+    # capture
 
     def warmup(
         self,
@@ -111,107 +169,76 @@ class GraphManager:
         for budget in progress(wanted):
             self.ready(budget)
 
+    def ready(self, budget: int) -> bool:
+        """Whether `budget` has a graph; captures it if nobody has tried yet."""
+        with self._lock:
+            if budget not in self._graphs and budget not in self._failed:
+                self._try_capture(budget)
+            return budget in self._graphs
+
+    def graph(self, budget: int) -> Graph:
+        """The captured graph of a `ready` budget, for measuring."""
+        return self._graphs[budget]
+
+    def _budget_for(self, budget: int) -> int | None:
+        """The budget whose graph takes a batch of `budget`, None if none does. From call to call it stays the same."""
+        return budget if self.ready(budget) else self._failed[budget]
+
     def _compile(self, budgets: tuple[int, ...]) -> None:
-        """All at once, which takes a fraction of the time; a failure is found, and dealt with, budget by budget."""
+        """Compiles all at once, which takes a fraction of the time. A failure is dealt with budget by budget."""
         if not budgets:
             return
         with self._lock, contextlib.suppress(RuntimeError):
             self._allocate()
-            self._capture.before_use()
-            try:
+            with self._buffers_in_use():
                 self._program.compile(budgets)
-            finally:
-                self._capture.after_use()
+
+    def _try_capture(self, budget: int) -> None:
+        try:
+            self._capture_budget(budget)
+            return
+        except RuntimeError as error:  # of CUDA, its memory, or the compiler; anything else is a fault of ours
+            cause = _first_line(error)
+        self._give_up(budget, cause)  # not in the handler: there the traceback keeps what failed alive
+
+    def _capture_budget(self, budget: int) -> None:
+        self._allocate()
+        with self._buffers_in_use():
+            self._program.rehearse(budget, 1)
+            self._program.run(budget)  # compiles, and fails outside the capture if it must
+        self._graphs[budget] = self._capture.capture(lambda: self._program.run(budget))
+        self.stats.captures += 1
 
     def _allocate(self) -> None:
         if not self._allocated:
             self._program.allocate(self.limits)
             self._allocated = True
 
-    def ready(self, budget: int) -> bool:
-        """Whether `budget` has a graph; captures it if nobody has tried yet."""
-        with self._lock:
-            if budget in self._graphs:
-                return True
-            if budget in self._failed:
-                return False
-            try:
-                self._capture_budget(budget)
-            except torch.cuda.OutOfMemoryError as error:
-                self._give_up(budget, error)
-            except RuntimeError as error:  # what CUDA and the compiler raise; anything else is a fault of ours
-                self._give_up(budget, error)
-            return budget in self._graphs
-
-    def _capture_budget(self, budget: int) -> None:
-        self._allocate()
+    @contextlib.contextmanager
+    def _buffers_in_use(self) -> Iterator[None]:
         self._capture.before_use()
-        self._program.rehearse(budget, 1)
-        self._program.run(budget)  # compiles, and fails outside the capture if it must
-        self._capture.after_use()
-        self._graphs[budget] = self._capture.capture(lambda: self._program.run(budget))
-        self.stats.captures += 1
+        try:
+            yield
+        finally:
+            self._capture.after_use()
 
-    def _give_up(self, budget: int, error: RuntimeError) -> None:
+    def _give_up(self, budget: int, cause: str) -> None:
+        """Decides for good what runs batches of `budget`: graphs of two budgets may differ in an output's last bit."""
         self.stats.failures += 1
         held = self.held_bytes() / MIB
         if not self._graphs:
-            self._drop()
-        self._failed.add(budget)
+            self._free()
+        instead = self._failed[budget] = min((b for b in self._graphs if b > budget), default=None)
         logger.warning(
-            "no CUDA graph for token budget %d, which runs eagerly: %s. Graphs and buffers held %.0f MiB; smaller "
-            "token_budgets need less",
+            "no CUDA graph for token budget %d, %s: %s. Graphs and buffers held %.0f MiB; smaller token_budgets need "
+            "less",
             budget,
-            str(error).splitlines()[0],
+            "which runs eagerly" if instead is None else f"whose batches replay that of {instead}",
+            cause,
             held,
         )
 
-    def replay(self, batch: Batch, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
-        """`load(budget)` fills the static buffers of `budget`, whose graph runs, `unload(budget)` copies out.
-
-        All on the current stream. Returns False, with nothing done, where the budget cannot be captured.
-        """
-        with self._lock:
-            if not self.ready(batch.budget) or not self.replay_if_captured(batch.budget, load, unload):
-                return False
-            self.count_replay(batch)
-            return True
-
-    def replay_if_captured(self, budget: int, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
-        """As `replay`, of content that the host may have yet to read: the caller counts it when it is known.
-
-        Returns False, with nothing done, where the budget is not captured yet.
-        """
-        with self._lock:
-            graph = self._graphs.get(budget)
-            if graph is None:
-                return False
-            self._capture.before_use()
-            try:
-                load(budget)
-                graph.replay()
-                unload(budget)
-            finally:
-                self._capture.after_use()
-            return True
-
-    def count_replay(self, batch: Batch) -> None:
-        """Counts a replay of `batch`."""
-        with self._lock:
-            stats = self.stats
-            stats.replays[batch.budget] += 1
-            stats.items += len(batch.pieces)
-            stats.tokens += sum([piece.tokens for piece in batch.pieces])
-            stats.launched_tokens += batch.budget
-
-    def count_misprediction(self) -> None:
-        """Counts a speculative replay whose content turned out to be another."""
-        with self._lock:
-            self.stats.mispredictions += 1
-
-    def graph(self, budget: int) -> Graph:
-        """The captured graph of a `ready` budget, for measuring."""
-        return self._graphs[budget]
+    # memory
 
     def exclusive(self) -> threading.RLock:
         """The lock under which nothing is launched on the static buffers."""
@@ -221,27 +248,36 @@ class GraphManager:
         """Makes the host wait until no replay is under way; under `exclusive()` none begins."""
         self._capture.wait()
 
+    def held_bytes(self) -> int:
+        """Bytes of static buffers and of captured graphs."""
+        return self._program.held_bytes() + self._capture.held_bytes()
+
     def drop_graphs(self) -> None:
-        """Forgets captured graphs and failures, keeps the static buffers: what they point to has moved."""
+        """Forgets captured graphs and failures, keeps the static buffers: what graphs point to has moved."""
         with self._lock:
-            self._capture.wait()
-            for graph in self._graphs.values():
-                graph.reset()
-            self._graphs.clear()
+            self._reset_graphs()
             self._failed.clear()
-            self._capture.forget()
 
     def release(self) -> None:
-        """Gives back graphs and static buffers; the next use captures again."""
+        """Gives back graphs and static buffers, and forgets failures; the next use captures again."""
         with self._lock:
-            self._drop()
+            self._free()
+            self._failed.clear()
 
-    def _drop(self) -> None:
-        self.drop_graphs()
+    def _free(self) -> None:
+        self._reset_graphs()
         self._program.free()
         self._allocated = False
         self._capture.give_back()
 
-    def held_bytes(self) -> int:
-        """Bytes of static buffers and of captured graphs."""
-        return self._program.held_bytes() + self._capture.held_bytes()
+    def _reset_graphs(self) -> None:
+        self._capture.wait()
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._capture.forget()
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of its message; its type's name where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -11,6 +11,7 @@ tokens. Over 3000 random calls it cost 1.000001 times the optimal plan on averag
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -19,11 +20,11 @@ from fusedvit.graphs.limits import Limits
 TOKENS = "token budget"
 FRAMES = "frame budget"
 
-OPEN_BATCHES = 64  # that a piece may still join: time stays linear in the pieces
+OPEN_BATCHES = 64  # that a piece may still join: planning stays linear in the pieces
 _TOKENS_THEN_FRAMES = itemgetter(3, 2)  # of a Piece
 
 
-# Work and Piece are made for every item of every call: a tuple costs a third of a frozen dataclass.
+# Work and Piece are created for every item of every call: a tuple costs a third of a frozen dataclass.
 class Work(NamedTuple):
     """One image (frames = 1) or video; neither count is negative.
 
@@ -105,7 +106,7 @@ def _smallest_budget(pieces: Sequence[Piece], limits: Limits) -> int:
 
 
 def _cut(works: Sequence[Work], limits: Limits, split: bool) -> tuple[list[Piece], list[Overflow]]:
-    """Items to pieces that fit a batch each, and what cannot be cut so."""
+    """Cuts items into pieces that fit a batch each; returns these, and the items that cannot be cut so."""
     pieces: list[Piece] = []
     overflow: list[Overflow] = []
     largest, max_frames = limits.largest, limits.max_frames
@@ -123,10 +124,10 @@ def _cut(works: Sequence[Work], limits: Limits, split: bool) -> tuple[list[Piece
 
 
 def _cut_video(item: int, frames: int, frame_tokens: int, most: int) -> list[Piece]:
-    """As few pieces of at most `most` frames as possible, whose frames differ by at most one."""
+    """Cuts into as few pieces of at most `most` frames as possible, whose frames differ by at most one."""
     count = -(-frames // most)
     cuts = [frames * i // count for i in range(count + 1)]
-    return [Piece(item, a, b - a, (b - a) * frame_tokens) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [Piece(item, a, b - a, (b - a) * frame_tokens) for a, b in pairwise(cuts)]
 
 
 @dataclass(slots=True)
@@ -142,7 +143,9 @@ class _OpenBatch:
 def _first_fit_decreasing(pieces: Sequence[Piece], limits: Limits) -> list[list[Piece]]:
     """Each piece, largest first, joins the first open batch with room for it, or opens one.
 
-    A batch is closed when it is full, and the oldest one when more than `OPEN_BATCHES` are open.
+    A full batch is closed. So is the oldest when more than `OPEN_BATCHES` are open: it has the least room for tokens,
+    unless several pieces share a batch. That costs nothing up to 64 batches, and beyond them a few replays more, each
+    small beside its content.
     """
     ordered = sorted(pieces, key=_TOKENS_THEN_FRAMES, reverse=True)  # stable: the caller's order among equals
     least = ordered[-1].tokens if ordered else 0

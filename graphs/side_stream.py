@@ -1,4 +1,4 @@
-"""Launches beside other launches, where a graph is being captured."""
+"""Side streams: launches of a captured graph that overlap with others of it."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,20 +9,20 @@ PRIORITY = -2  # above the captured stream's; a level whose streams PyTorch hand
 
 
 class SideStream(Protocol):
-    """A second line of launches beside the current stream's."""
+    """Takes launches that may overlap with those of the current stream."""
 
     def fork(self, launches: Callable[[], None]) -> None:
-        """Launches after everything launched before, and beside what is launched from now on until `join`.
+        """Runs `launches` after everything launched before, overlapped with what is launched from now on until `join`.
 
-        Forks follow each other in their order. `launches` allocates nothing.
+        Forks run in their order. `launches` allocates nothing.
         """
 
     def join(self) -> None:
-        """What is launched from now on comes after every fork."""
+        """Makes what is launched from now on wait for every fork."""
 
 
 class NoSideStream:
-    """No second line: forks are launched where they stand."""
+    """No overlap: forks are launched in line, on the current stream."""
 
     def fork(self, launches: Callable[[], None]) -> None:
         launches()
@@ -32,9 +32,9 @@ class NoSideStream:
 
 
 class CapturedSideStream:
-    """A stream that is drawn into the capture of the current one. Where nothing is captured, launches stay in line.
+    """A stream that joins the capture of the current one. Where nothing is captured, launches stay in line.
 
-    Nodes keep the priority of the stream that they were captured on.
+    A graph's nodes keep the priority of the stream that they were captured on.
     """
 
     def __init__(self, device: torch.device, priority: int = PRIORITY) -> None:

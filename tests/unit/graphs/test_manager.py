@@ -1,6 +1,8 @@
 """The manager's states, on a stand-in for capture: what fails where, and what is left then."""
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,14 +18,15 @@ LIMITS = check_limits((4, 16, 64), 4, 8)
 class Log:
     """What happened, in order, and where to fail."""
 
-    def __init__(self, fail_at: int | None = None, error: type[RuntimeError] = RuntimeError) -> None:
+    def __init__(self, fail_at: int | str | None = None, error: type[BaseException] = RuntimeError) -> None:
+        """`fail_at`: the number of the event, counted from 1, or the event."""
         self.events: list[str] = []
         self.fail_at = fail_at
         self.error = error
 
     def add(self, event: str) -> None:
         self.events.append(event)
-        if self.fail_at is not None and len(self.events) == self.fail_at:
+        if self.fail_at in (event, len(self.events)):
             raise self.error(f"injected at {event}")
 
 
@@ -114,6 +117,14 @@ def replay(manager: GraphManager, log: Log, budget: int = 16) -> bool:
     return manager.replay(batch(budget), lambda _: log.add("load"), lambda _: log.add("unload"))
 
 
+def budget_of_a_replay(manager: GraphManager, budget: int) -> int | None:
+    """Whose graph takes a batch of `budget`."""
+    loaded: list[int] = []
+    unloaded: list[int] = []
+    assert manager.replay(batch(budget), loaded.append, unloaded.append) == bool(loaded) and loaded == unloaded
+    return loaded[0] if loaded else None
+
+
 def test_warmup_captures_the_largest_first_and_replays_in_order() -> None:
     log = Log()
     manager, _, _ = make(log)
@@ -143,7 +154,7 @@ def test_a_failed_first_capture_leaves_nothing_behind(
     step: int, error: type[RuntimeError], caplog: pytest.LogCaptureFixture
 ) -> None:
     log = Log(fail_at=step, error=error)
-    manager, program, capture = make(log)
+    manager, program, _ = make(log)
     with caplog.at_level(logging.WARNING, "fusedvit"):
         assert not replay(manager, log)
         assert not replay(manager, log)  # not tried again
@@ -158,15 +169,113 @@ def test_a_failed_first_capture_leaves_nothing_behind(
     assert replay(manager, log), "and this one after release"
 
 
+def test_budgets_that_failed_before_any_was_captured_are_not_tried_again() -> None:
+    log = Log()
+    manager, _, _ = make(log)
+    for budget in (64, 16):
+        log.fail_at = f"run {budget}"
+        assert not replay(manager, log, budget)
+    log.fail_at = None
+    log.events.clear()
+    assert not replay(manager, log, 64) and not replay(manager, log, 16)
+    assert log.events == [] and manager.stats.failures == 2
+
+
+def test_a_failure_without_a_message_is_a_failure_like_others(caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(RuntimeError):
+        def __str__(self) -> str:
+            return ""
+
+    manager, _, _ = make(log := Log("run 16", Silent))
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        assert not replay(manager, log)
+    assert "which runs eagerly: Silent." in caplog.text
+
+
 def test_a_failed_second_capture_keeps_the_first() -> None:
     log = Log()
     manager, program, _ = make(log)
-    assert replay(manager, log, 64)
+    assert replay(manager, log, 16)
     log.fail_at = len(log.events) + 1
-    assert not replay(manager, log, 4)
+    assert not replay(manager, log, 64)
     log.fail_at = None
     assert program.allocated
-    assert replay(manager, log, 64)
+    assert replay(manager, log, 16)
+
+
+def test_a_failed_budget_gives_its_work_to_the_next_larger_graph(caplog: pytest.LogCaptureFixture) -> None:
+    log = Log("run 4")
+    manager, _, _ = make(log)
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        manager.warmup()
+    assert "token budget 4, whose batches replay that of 16" in caplog.text
+    assert not manager.ready(4)
+    assert budget_of_a_replay(manager, 4) == 16 and budget_of_a_replay(manager, 64) == 64
+    stats = manager.stats.as_dict()
+    assert stats["replays_by_budget"] == {16: 1, 64: 1} and stats["launched_tokens"] == 80, "what ran, not what failed"
+    assert not manager.replay_if_captured(4, lambda _: log.add("load"), lambda _: log.add("unload"))
+
+
+def test_what_takes_a_failed_budgets_work_stays_the_same() -> None:
+    """Graphs of two budgets may differ in the last bit of an output."""
+    log = Log("run 4")
+    manager, _, _ = make(log)
+    assert budget_of_a_replay(manager, 64) == 64 and budget_of_a_replay(manager, 4) == 64
+    assert budget_of_a_replay(manager, 16) == 16 and budget_of_a_replay(manager, 4) == 64
+    manager, _, _ = make(log)
+    assert budget_of_a_replay(manager, 4) is None
+    assert budget_of_a_replay(manager, 64) == 64 and budget_of_a_replay(manager, 4) is None
+
+
+def test_failures_are_forgotten_with_the_graphs() -> None:
+    log = Log("run 4")
+    manager, _, _ = make(log)
+    for forget in (manager.drop_graphs, manager.release):
+        log.fail_at = "run 4"
+        assert budget_of_a_replay(manager, 64) == 64 and budget_of_a_replay(manager, 4) == 64
+        log.fail_at = None
+        forget()
+        assert budget_of_a_replay(manager, 4) == 4
+        manager.drop_graphs()
+
+
+@pytest.mark.parametrize("step", ["rehearse 16", "run 16"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, AssertionError])
+def test_buffers_are_free_again_whatever_a_rehearsal_raises(step: str, error: type[BaseException]) -> None:
+    log = Log(step, error)
+    manager, _, capture = make(log)
+    with contextlib.suppress(KeyboardInterrupt, AssertionError):
+        replay(manager, log)
+    assert capture.in_use == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_buffers_are_free_again_whatever_a_compilation_raises(error: type[BaseException]) -> None:
+    manager, _, capture = make(Log("compile [4, 16, 64]", error))
+    with contextlib.suppress(KeyboardInterrupt):
+        manager.warmup()
+    assert capture.in_use == 0
+
+
+def test_a_failure_is_dealt_with_after_what_it_held_is_gone() -> None:
+    """The traceback of an exception keeps its frames, and their tensors, until it is handled."""
+    alive: list[bool] = []
+
+    class Held:
+        pass
+
+    class Program(FakeProgram):
+        def run(self, budget: int) -> None:
+            held = Held()
+            self.held = weakref.ref(held)
+            raise RuntimeError("no memory")
+
+        def free(self) -> None:
+            alive.append(self.held() is not None)
+            super().free()
+
+    manager = GraphManager(LIMITS, Program(log := Log()), FakeCapture(log))
+    assert not replay(manager, log) and alive == [False]
 
 
 @pytest.mark.parametrize("where", ["load", "replay", "unload"])
@@ -184,7 +293,7 @@ def test_an_error_in_a_replay_frees_the_buffers_for_the_next(where: str) -> None
 
 def test_release_gives_everything_back_and_the_next_use_captures_again() -> None:
     log = Log()
-    manager, program, capture = make(log)
+    manager, _, capture = make(log)
     manager.warmup()
     graphs = list(capture.graphs)
     assert manager.held_bytes() == 130
