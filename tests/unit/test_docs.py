@@ -1,0 +1,97 @@
+"""README and docs/: their examples, tables, links and paths are those of the code."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedvit.checks.fallback import ADVICE
+from fusedvit.config import FuseConfig
+from fusedvit.families.base import Family
+from fusedvit.families.registry import FAMILIES, family_of
+from fusedvit.model.spec import VisionSpec
+from tests.support.families import TINY, class_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+QWEN2 = "Qwen2VisionTransformerPretrainedModel"
+MAX_LINES = {"README.md": 170, "kernels.md": 250}
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Cells of every table row, without heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rules = [i for i, row in enumerate(rows) if set("".join(row)) <= set("-: ")]
+    return [row for i, row in enumerate(rows) if i not in rules and i + 1 not in rules]
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def example() -> Family:
+    (code,) = re.findall(r"```python\n(.*?)```", page("docs/families.md"), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(code, "docs/families.md", "exec"), found)
+    return found["FAMILY"]
+
+
+def test_the_example_is_the_registered_record() -> None:
+    written, registered = example(), family_of(QWEN2)
+    assert registered is not None
+    config = class_of(QWEN2).config_class(**TINY[QWEN2][1])
+    assert written.spec_from_config(config) == registered.spec_from_config(config)
+    for field in fields(Family):
+        if field.name != "spec_from_config":
+            assert getattr(written, field.name) == getattr(registered, field.name), field.name
+
+
+@pytest.mark.parametrize("record, name", [(VisionSpec, "families"), (Family, "families"), (FuseConfig, "using")])
+def test_every_field_is_named(record: Any, name: str) -> None:
+    text = page(f"docs/{name}.md")
+    assert [field.name for field in fields(record) if not re.search(rf"\b{field.name}\b", text)] == []
+
+
+def test_every_reason_and_its_advice_are_listed() -> None:
+    part = page("docs/using.md").split("## Why a call falls back")[1].split('`stats()["eager"]`')[0]
+    assert {cells[0].strip("`"): cells[1] for cells in rows_of(part)} == ADVICE
+
+
+def test_every_family_is_in_the_support_matrix() -> None:
+    part = page("README.md").split("## Support")[1].split("## What falls back")[0]
+    listed = ", ".join(cells[0] for cells in rows_of(part)).replace(" to ", ", ")
+    names = [name for family in FAMILIES for name in re.split(r", ", family.name)]
+    missing = [name for name in names if name not in listed and name not in ("4.5V",)]  # within GLM-4.1V to 4.6V
+    assert missing == []
+
+
+def test_every_example_compiles() -> None:
+    for path in PAGES:
+        for code in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+            compile(code, str(path), "exec")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        linked = (path.parent / target) if target else path
+        assert linked.exists(), f"{path.name}: {target}"
+        assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), f"{path.name}: {target}#{anchor}"
+    named = re.findall(r"`((?:fusedvit|tests|bench|kernels|graphs)/[\w./-]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("name, most", MAX_LINES.items())
+def test_length(name: str, most: int) -> None:
+    (path,) = (path for path in PAGES if path.name == name)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
