@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fusedvit.bench import report
 from fusedvit.checks.fallback import ADVICE
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
@@ -72,6 +73,13 @@ def test_every_family_is_in_the_support_matrix() -> None:
     names = [name for family in FAMILIES for name in re.split(r", ", family.name)]
     missing = [name for name in names if name not in listed and name not in ("4.5V",)]  # within GLM-4.1V to 4.6V
     assert missing == []
+
+
+def test_memory_is_what_was_measured() -> None:
+    stats = report.load(report.GRAPHS)["cost"]["stats"]
+    part = page("README.md").split("## Memory and the first call")[1]
+    assert f"| {stats['weights_mib']:.0f} MiB |" in part and f"| {stats['graphs']['buffers_mib']:.0f} MiB |" in part
+    assert f"up to {stats['graphs']['token_budgets'][-1]} output tokens" in part
 
 
 def test_every_example_compiles() -> None:
