@@ -62,7 +62,7 @@ def test_threads_and_streams(fused: tuple[nn.Module, FusedEncoder]) -> None:
     assert trust.threads_and_streams(*fused, threads=8, streams=4, calls=40) == {"calls": 320, "wrong": 0}
 
 
-def test_captures_beside_allocating_and_pinning_threads(fused: tuple[nn.Module, FusedEncoder]) -> None:
+def test_captures_while_threads_allocate_and_pin(fused: tuple[nn.Module, FusedEncoder]) -> None:
     found = trust.captures_beside_others(*fused, captures=10)
     assert found["captures"] == found["right"] == 10 and found["disturbances"] > 0
 
@@ -81,14 +81,14 @@ def test_out_of_memory_leaves_right_answers_and_no_leak(
 
 def test_nothing_is_compiled_after_warmup(fused: tuple[nn.Module, FusedEncoder]) -> None:
     before = len(launch._compiled)
-    trust.graph_equals_eager(*fused, batches=1)  # the eager twin may compile its own
+    trust.graph_equals_eager(*fused, batches=1)  # the eager run may compile its own
     trust.held_outputs(fused[0], 20)
     after = len(launch._compiled)
     trust.held_outputs(fused[0], 60)
     assert len(launch._compiled) == after >= before
 
 
-def test_what_looks_at_weights_and_grid_is_compiled_with_the_weights(
+def test_the_fingerprint_kernels_are_compiled_with_the_weights(
     fused: tuple[nn.Module, FusedEncoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tower, handle = fused
@@ -120,7 +120,7 @@ def test_a_video_over_the_frame_budget_is_split_without_changing_a_bit(plain: nn
     assert all(float((a - b).abs().max()) < 0.5 for a, b in zip(got, whole, strict=True))
 
 
-def test_an_image_over_the_largest_budget_runs_eagerly_beside_replayed_ones(
+def test_an_image_over_the_largest_budget_runs_eagerly_among_replayed_ones(
     fused: tuple[nn.Module, FusedEncoder],
 ) -> None:
     tower, handle = fused

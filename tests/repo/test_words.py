@@ -72,7 +72,6 @@ TODO = (
     "fusedvit/model/",
     "fusedvit/runtime/",
     "fusedvit/stats.py",
-    "graphs/",
     "kernels/",
     "tests/",
 )

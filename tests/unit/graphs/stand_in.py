@@ -1,4 +1,4 @@
-"""Graphs without a GPU: a captured run is kept and run again, on the torch twins, over real static buffers."""
+"""Graphs without a GPU: a captured run is kept and run again, on the reference operations, over real static buffers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Replays begun before the grid on the GPU is read, on two blocks of Qwen3-VL-8B's width."""
+"""Speculative replays, begun before the grid on the GPU is read, on two blocks of Qwen3-VL-8B's width."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def plain() -> nn.Module:
 def fused(plain: nn.Module) -> Iterator[tuple[nn.Module, FusedEncoder]]:
     handle = fuse(plain, FuseConfig(token_budgets=LADDER, max_items=16, max_frames=64))
     with torch.inference_mode():
-        for rows in (128, 520):  # captured by their first calls, which begin nothing
+        for rows in (128, 520):  # their first calls capture, and speculate nothing
             trust.call(plain, trust.pixels_of([(1, 2, rows // 2)], torch.bfloat16, 0), [(1, 2, rows // 2)])
         yield plain, handle
     unfuse(plain)
@@ -72,15 +72,15 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
     assert stats["mispredictions"] == 3 and stats["replays"] == 2 + 4, "two of the fixture's"
 
 
-def test_grids_on_the_gpu_are_guessed_and_read_once(fused: tuple[nn.Module, FusedEncoder]) -> None:
-    """Layouts of one total in turn, a video over the frame limit among them, in several memory layouts."""
+def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, FusedEncoder]) -> None:
+    """Layouts of one total after each other, a video over the frame limit among them, in several memory layouts."""
     tower, handle = fused
     pixels = trust.pixels_of([(1, 20, 26)], torch.bfloat16, 0)
     grids = [[(1, 20, 26)], [(1, 26, 20)], [(130, 2, 2)], [(10, 2, 26)], [(1, 26, 20)]]
     for i, grid in enumerate(2 * grids):
         on_gpu = torch.tensor(grid, device="cuda")
-        form = on_gpu if i % 2 else on_gpu.int().repeat(1, 2)[:, :3]
-        assert same(trust.call(tower, pixels, form), trust.call(tower, pixels, grid)), grid
+        given = on_gpu if i % 2 else on_gpu.int().repeat(1, 2)[:, :3]
+        assert same(trust.call(tower, pixels, given), trust.call(tower, pixels, grid)), grid
     stats = handle.stats()
     assert stats["graphs"]["mispredictions"] == 2 and stats["fused"] == 2 + 20 and stats["eager"] == {}
 
@@ -96,7 +96,7 @@ def test_one_wait_a_call(fused: tuple[nn.Module, FusedEncoder], where: str) -> N
         assert len(waits) <= 1, waits
 
 
-def test_weights_that_change_under_a_replay_begun_unread(fused: tuple[nn.Module, FusedEncoder]) -> None:
+def test_weights_that_change_under_a_speculative_replay(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 10, 10)]
     pixels, on_gpu = trust.pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device="cuda")
@@ -113,7 +113,7 @@ def test_weights_that_change_under_a_replay_begun_unread(fused: tuple[nn.Module,
     assert same(trust.call(tower, pixels, on_gpu), before)
 
 
-BACKENDS = {
+PIXELS = {
     "bf16": lambda p: p,
     "fp32": lambda p: p.float() * 1.001,
     "fp16": lambda p: p.half() * 0.999,
@@ -124,16 +124,16 @@ BACKENDS = {
 }
 
 
-@pytest.mark.parametrize("form", BACKENDS.values(), ids=BACKENDS)
-def test_pixels_are_taken_over_whatever_they_are(
-    fused: tuple[nn.Module, FusedEncoder], form: Callable[[torch.Tensor], torch.Tensor]
+@pytest.mark.parametrize("variant", PIXELS.values(), ids=PIXELS)
+def test_pixels_of_any_dtype_layout_and_device(
+    fused: tuple[nn.Module, FusedEncoder], variant: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """From each kind of grid, on one stream and on two in turns."""
+    """From each kind of grid, on one stream, and on two alternately."""
     tower, handle = fused
     grid = [(1, 8, 12), (2, 4, 4)]
     side = torch.cuda.Stream()
     for i, where in enumerate(["cpu", "cuda", "cuda", "cpu"]):
-        pixels = form(trust.pixels_of(grid, torch.bfloat16, i))
+        pixels = variant(trust.pixels_of(grid, torch.bfloat16, i))
         want = trust.eager(handle, pixels, grid)
         given = torch.tensor(grid, device=where)
         trust.poison(handle)
