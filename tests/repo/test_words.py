@@ -71,7 +71,6 @@ TODO = (
     "fusedvit/fused_encoder.py",
     "fusedvit/model/",
     "fusedvit/runtime/",
-    "fusedvit/stats.py",
     "kernels/",
     "tests/",
 )
