@@ -65,7 +65,7 @@ $(OLDER)/.ready: $(SETUP)
 
 demo: $(SETUP)
 	@mkdir -p $(DEMO)
-	$(PY) -m fusedvit.cli.app demo --plot $(DEMO)/demo.png --json $(DEMO)/demo.json
+	$(PY) -m fusedvit demo --plot $(DEMO)/demo.png --json $(DEMO)/demo.json
 
 test: lint test-cpu $(TEST_HF) aot $(if $(HAS_GPU),test-gpu)
 
@@ -79,7 +79,7 @@ ruff: $(SETUP)
 mypy: $(SETUP)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedvit/kernels
 	@ln -s $(CURDIR)/fusedvit/* $(CURDIR)/graphs $(CURDIR)/bench $(TYPED)/fusedvit/
-	@ln -s $(filter-out %/configs,$(wildcard $(CURDIR)/kernels/*)) $(TYPED)/fusedvit/kernels/
+	@ln -s $(filter-out %/tuned,$(wildcard $(CURDIR)/kernels/*)) $(TYPED)/fusedvit/kernels/
 	MYPYPATH=$(TYPED) $(PY) -m mypy --cache-dir=/dev/null -p fusedvit
 
 test-cpu: $(SETUP)

@@ -21,7 +21,7 @@ from fusedvit.bench.passport import passport
 from fusedvit.bench.towers import patch_width
 from fusedvit.bench.verdict import outputs_of, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.cli.weights import cast_parameters_
+from fusedvit.cli.towers import cast_parameters_
 from fusedvit.config import FuseConfig
 from fusedvit.families.registry import family_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fusedvit.bench.towers import wider
-from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.cli.towers import cast_parameters_, random_weights_
 from fusedvit.families.registry import family_of
 from fusedvit.model.spec import VisionSpec
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.cli.towers import cast_parameters_, random_weights_
 from fusedvit.families.registry import family_of
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec

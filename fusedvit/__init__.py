@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fusedvit.errors import UnsupportedModel
     from fusedvit.model.spec import VisionSpec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the one place: pyproject.toml reads it
 __all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse", "unfuse"]
 
 _HOMES = {

@@ -1,66 +1,199 @@
-"""The `fusedvit` command."""
+"""The `fusedvit` command: what each subcommand takes. Its work is in the file of its name, imported when it runs, so
+that `--help` waits for neither torch nor transformers."""
 
+import contextlib
+import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fusedvit.cli import bench, demo_report, documents, environment, picture, tune, verify
-from fusedvit.cli import demo as demo_command
-from fusedvit.cli.on_media import on_media
+import fusedvit
+from fusedvit.cli.console import STDOUT, InputError, Outcome, progress, write
+from fusedvit.errors import UnsupportedModel
+
+PASSED, FAILED, UNUSABLE = 0, 1, 2  # exit codes; UNUSABLE is click's own for bad usage
 
 app = typer.Typer(
     name="fusedvit",
-    help="Fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models.",
+    help="Fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models. "
+    "Exit codes: 0 fine, 1 answers differ or a bar is missed, 2 bad usage or input.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,  # locals would print tensors and paths
 )
+bench_app = typer.Typer(help="Measure towers and operations against their peers.", invoke_without_command=True)
+app.add_typer(bench_app, name="bench")
 
-app.add_typer(bench.app, name="bench")
-app.command("tune")(tune.command)
-app.command("verify")(verify.command)
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="PATH", help="Write everything as JSON; '-' for standard output alone.")
+]
+MediaFiles = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[IMAGE|VIDEO]...", help="Left out: a photograph and a video that we ship."),
+]
+Towers = Annotated[
+    list[str] | None,
+    typer.Option("--tower", metavar="NAME", help="Qwen3-VL-8B, Qwen3-VL-2B, another family's, or tiny."),
+]
+Fa3 = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH", envvar="FUSEDVIT_FA3", help="FA3's library (vLLM's build; may be .xz), for peers.", exists=True
+    ),
+]
+Rows = Annotated[
+    list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone at so many rows.")
+]
+Without = Annotated[
+    list[str] | None, typer.Option("--without", metavar="BACKEND", help="As if it were not there: linear/hopper …")
+]
+Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when left out.")]
 
-Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write everything to a JSON file as well.")]
+
+def run(command: str, json: str | None, **arguments: Any) -> None:
+    """Runs `fusedvit.cli.<command>`, writes its document and exits with its code; 2 and a line for unusable input."""
+    alone = json == STDOUT
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
+            outcome = _outcome(command, json=None if alone else json, **arguments)
+        if json:
+            write(outcome.document, json)
+    except (InputError, UnsupportedModel) as error:
+        Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(UNUSABLE) from None
+    raise typer.Exit(PASSED if outcome.passed else FAILED)
+
+
+def _outcome(command: str, **arguments: Any) -> Outcome:
+    with progress() as step:
+        step("importing torch")
+        module = import_module(f"fusedvit.cli.{command}")
+    return module.run(**arguments)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fusedvit {fusedvit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
 def demo(
-    media: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[IMAGE|VIDEO]...", help="Left out: a photograph and a video that we ship."),
-    ] = None,
+    media: MediaFiles = None,
     model: Annotated[
         str | None, typer.Option(metavar="PATH_OR_ID", help="A checkpoint to take the tower from; else random weights.")
     ] = None,
     plot: Annotated[Path, typer.Option(metavar="PATH", help="Where the picture goes.")] = Path("demo.png"),
     json: Json = None,
 ) -> None:
-    """Run the original and the fused tower on real media, side by side. Exits with 1 where they differ."""
-    console = Console()
-    files, found = on_media(media, lambda files, step: (files, demo_command.run(files, model, step)))
-    picture.draw(found, files, plot)
-    if json:
-        documents.write({**documents.plain(found), "passed": found.passed}, json)
-    demo_report.show(found, console)
-    console.print(f"picture: {escape(str(plot))}" + (f", document: {escape(str(json))}" if json else ""))
-    raise typer.Exit(0 if found.passed else 1)
+    """Run the original and the fused tower on real media, side by side."""
+    run("demo", json, media=media, model=model, plot=plot)
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint: a folder or a hub name.")],
+    media: MediaFiles = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; else the GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; else bf16 on a GPU, fp32 on a CPU.")] = None,
+    json: Json = None,
+) -> None:
+    """Compare the fused tower of your checkpoint with the original, on your media."""
+    run("verify", json, model=model, media=media, device=device, dtype=dtype)
 
 
 @app.command()
 def env(json: Json = None) -> None:
-    """Show the versions and GPUs that fusedvit sees."""
-    found = environment.collect()
-    environment.show(found, Console())
-    if json:
-        documents.write(found, json)
+    """Show versions and GPUs, and whether towers can run fused here."""
+    run("env", json)
 
 
-def main() -> None:
-    app()
+@app.command()
+def tune(
+    tower: Annotated[
+        list[str] | None,
+        typer.Option("--tower", metavar="NAME", help="Of Qwen3-VL-8B and -2B, the default, other families', or 'all'."),
+    ] = None,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option("--budget", metavar="PATCHES", min=4, help="Row budgets; else the ladder's from 256 to 65536."),
+    ] = None,
+    operation: Annotated[
+        list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")
+    ] = None,
+    budget_minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; run again to go on.")] = 60.0,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that compile and check candidates; else one per core.")
+    ] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Every candidate, not only those that the cost model thinks best.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried, and for how long.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="PATH", help="The table; else your own in the cache.")] = None,
+    json: Json = None,
+) -> None:
+    """Find the fastest backend and tile of every operation on this GPU; the table is used from the next process on."""
+    options = {"tower": tower, "budget": budget, "operation": operation, "budget_minutes": budget_minutes}
+    run("tune", json, **options, jobs=jobs, thorough=thorough, dry_run=dry_run, out=out)
 
 
-if __name__ == "__main__":
-    main()
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    tower: Towers = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only these of the nine; 'none' for none.")
+    ] = None,
+    sweep: Annotated[
+        bool | None, typer.Option("--sweep/--no-sweep", help="Single images of many sizes and videos of many lengths.")
+    ] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="A minute or two: one tower, no sweep, the peers that count, fewer rounds.")
+    ] = False,
+    compile_on: Annotated[
+        list[str] | None, typer.Option("--compile", metavar="WORKLOAD", help="Run torch.compile there: minutes each.")
+    ] = None,
+    fa3: Fa3 = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload.")] = None,
+    rows: Rows = None,
+    without: Without = None,
+    guard: Annotated[
+        float, typer.Option("--guard", min=0, help="Seconds for checking backends in a process of its own first.")
+    ] = 0.0,
+    json: Json = None,
+    csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write flat rows.")] = None,
+    plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pictures.")] = None,
+    commit: Commit = "",
+) -> None:
+    """Whole towers against Hugging Face, torch.compile and an engine-like encoder."""
+    if context.invoked_subcommand is not None:
+        return
+    options = {"tower": tower, "workload": workload, "sweep": sweep, "short": short, "compile_on": compile_on}
+    options |= {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without, "guard": guard}
+    run("bench", json, **options, csv=csv, plots=plots, commit=commit)
+
+
+@bench_app.command()
+def kernels(
+    tower: Towers = None,
+    fa3: Fa3 = None,
+    rows: Rows = None,
+    without: Without = None,
+    json: Json = None,
+    commit: Commit = "",
+) -> None:
+    """Each operation alone against cuBLAS, FA3, cuDNN and torch; weights rotated, so that none is found in L2."""
+    run("bench", json, kernels=True, tower=tower, fa3=fa3, rows=rows, without=without, commit=commit)

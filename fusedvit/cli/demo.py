@@ -1,135 +1,61 @@
 """`fusedvit demo`: real media through the original tower and the fused one, side by side."""
 
-import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 from torch import nn
 
 import fusedvit
-from fusedvit.cli import environment, kernel_checks
-from fusedvit.cli.encoding import kernel_calls
-from fusedvit.cli.measure import Latency, Launches, gpu_launches, latency, operators, peak_mib
-from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, Media, load
-from fusedvit.cli.packing import PackedCall, packed_calls
-from fusedvit.cli.processors import VisionInput, prepare
-from fusedvit.cli.towers import checkpoint_tower, geometry_of, layout_of, random_tower
-from fusedvit.cli.weights import cast_parameters_
-from fusedvit.tolerance import Comparison, Summary, compare, summarize
+from fusedvit.cli import demo_report, env, kernel_checks
+from fusedvit.cli.checkpoint import device_of, dtype_of, load_tower
+from fusedvit.cli.console import Outcome, Step, plain, progress
+from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
+from fusedvit.cli.measure import gpu_launches, latency, operators, peak_mib
+from fusedvit.cli.media import Media, VisionInput
+from fusedvit.cli.towers import geometry_of, random_tower
+from fusedvit.cli.verify import REFERENCE, Towers, call_tower, inputs_of, load_media, parity_of, quiet, side_by_side
+from fusedvit.graphs.limits import Limits
+from fusedvit.graphs.packing import Work, pack
+from fusedvit.runtime.tower_graphs import limits_for
+from fusedvit.tolerance import summarize
 
-Step = Callable[[str], None]
-Work = Callable[[Step], "Demo"]
-SIDES = ("original", "fused")
 MANY = 100
-REFERENCE = torch.float64  # not fp32: no TF32 to keep out, and the fp32 tower can be judged by it as well
+FREE_BYTES = 16 * 2**30  # of device memory, where there is no GPU to ask
+DEADLINE_SECONDS = 60.0  # after which the kernel checks are not begun, or cut off
+KERNEL_SECONDS = 40.0
 
 
-@dataclass(frozen=True)
-class OutputParity:
-    """One output of one call, judged by fusedvit.tolerance."""
-
-    output: str
-    shape: tuple[int, ...]
-    comparison: Comparison
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """One call of both towers. Per side ("original", "fused"); `launches` on a GPU, `operators` on a CPU."""
-
-    name: str
-    grid_thw: list[list[int]]
-    patches: int
-    tokens: int
-    parity: list[OutputParity]
-    latency_ms: dict[str, Latency]
-    launches: dict[str, Launches] | None
-    operators: dict[str, int] | None
-    peak_mib: dict[str, float] | None
+def run(
+    media: Sequence[str | Path] | None, model: str | None = None, plot: Path = Path("demo.png"), json: Any = None
+) -> Outcome:
+    """Compares both towers, prints the tables and draws the picture."""
+    with quiet(), progress() as step:
+        files = load_media(media or [])
+        found = collect(files, model, step)
+        step("drawing the picture")
+        demo_report.draw(found, files, plot)
+    console = Console()
+    demo_report.show(found, console)
+    console.print(f"picture: {escape(str(plot))}" + (f", document: {escape(str(json))}" if json else ""))
+    return Outcome({**plain(found), "passed": found.passed}, found.passed)
 
 
-@dataclass(frozen=True)
-class BadInput:
-    """An input that must be refused, and the error that came back (empty: it was accepted)."""
-
-    what: str
-    error: str
-    message: str
-
-    @property
-    def refused(self) -> bool:
-        return self.error in ("ValueError", "TypeError")
-
-
-@dataclass(frozen=True)
-class Demo:
-    """Everything that the demo found out."""
-
-    environment: dict[str, Any]
-    tower: str
-    geometry: dict[str, Any]
-    dtype: str
-    reference_dtype: str
-    calls: list[CallResult]
-    spread: Summary
-    bad_inputs: list[BadInput]
-    report: str
-    stats: dict[str, Any]
-    fused_kernels: dict[str, int] | None  # by operation: what one fused call launches on a GPU; told on a CPU
-    kernels: list[kernel_checks.KernelCheck]
-    packing: list[PackedCall]  # by the calls' grids, and MANY times all of them in one call
-    seconds: float
-
-    @property
-    def same_answers(self) -> bool:
-        return self.spread.failures == 0
-
-    @property
-    def passed(self) -> bool:
-        refused = all(bad.refused for bad in self.bad_inputs)
-        return self.same_answers and refused and all(check.passed for check in self.kernels)
-
-
-@dataclass(frozen=True)
-class Towers:
-    """The same parameters three times."""
-
-    original: nn.Module
-    fused: nn.Module
-    reference: nn.Module  # the original with its parameters as REFERENCE
-    dtype: torch.dtype
-    device: torch.device
-
-    def calls(self, item: VisionInput) -> dict[str, Callable[[], Any]]:
-        return {"original": lambda: _call(self.original, item), "fused": lambda: _call(self.fused, item)}
-
-
-def load_media(paths: Sequence[Path]) -> list[Media]:
-    """The given files, or those that we ship. Raises MediaError."""
-    media: dict[str, Media] = {}
-    for path in paths or (SAMPLE_IMAGE, SAMPLE_VIDEO):
-        item = load(path)
-        while item.name in media:  # results go by name
-            item = replace(item, name=f"another {item.name}")
-        media[item.name] = item
-    return list(media.values())
-
-
-def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
-    """Compare both towers on `media`: each alone, and all at once. `step` is told what happens next.
+def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
+    """Compares both towers on `media`: each alone, and all at once. `step` is told what happens next.
 
     Raises:
         UnsupportedModel: the checkpoint holds no tower that can be fused.
-        OSError: there is no such checkpoint.
+        InputError: there is no such checkpoint, or a picture is refused.
     """
     start = time.perf_counter()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(None)
     step("building the tower")
-    tower = checkpoint_tower(model_id, device) if model_id else random_tower(device)
+    tower = load_tower(model_id, device, dtype_of(None, device), step) if model_id else random_tower(device)
     step("fusing")
     handle = fusedvit.fuse(tower.model)
     towers = side_by_side(handle, tower.dtype, device)
@@ -137,10 +63,13 @@ def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
     calls = [_compare_call(name, item, towers, step) for name, item in inputs.items()]
     step("bad inputs")
     bad_inputs = _try_bad_inputs(towers.fused, next(iter(inputs.values())))
+    packing = packed_calls(handle, _grids(calls), tower.dtype)
+    on_gpu = device.type == "cuda"
+    left = DEADLINE_SECONDS - (time.perf_counter() - start)
     return Demo(
-        environment=environment.collect(),
+        environment=env.collect(),
         tower=tower.name,
-        geometry=geometry_of(towers.fused),
+        geometry=geometry_of(handle.spec),
         dtype=str(tower.dtype),
         reference_dtype=str(REFERENCE),
         calls=calls,
@@ -148,33 +77,11 @@ def run(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
         bad_inputs=bad_inputs,
         report=handle.report(),
         stats=handle.stats(),
-        fused_kernels=None if device.type == "cuda" else kernel_calls(handle),
-        kernels=[] if device.type == "cuda" else kernel_checks.run(step),
-        packing=packed_calls(handle, _grids(calls), tower.dtype),
+        fused_kernels=None if on_gpu else kernel_checks.kernel_calls(handle),
+        kernels=[] if on_gpu else kernel_checks.run(step, min(left, KERNEL_SECONDS)),
+        packing=packing,
         seconds=time.perf_counter() - start,
     )
-
-
-def _grids(calls: Sequence[CallResult]) -> dict[str, list[list[int]]]:
-    grids = {call.name: call.grid_thw for call in calls}
-    return grids | {f"{MANY} times {calls[-1].name}": MANY * calls[-1].grid_thw}
-
-
-def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
-    """A fused tower beside its original and a reference, which are copies."""
-    original = fusedvit.unfuse(copy.deepcopy(handle.tower))
-    reference = copy.deepcopy(original)
-    cast_parameters_(reference, REFERENCE)
-    return Towers(original, handle.tower, reference, dtype, device)
-
-
-def inputs_of(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
-    """Each medium preprocessed for these towers; several of them once more all at once."""
-    layout = layout_of(towers.original)
-    inputs = {item.name: prepare(item, layout) for item in media}
-    if len(inputs) > 1:
-        inputs["all at once"] = _together(list(inputs.values()))
-    return {name: _placed(item, towers.dtype, towers.device) for name, item in inputs.items()}
 
 
 def _compare_call(name: str, item: VisionInput, towers: Towers, step: Step) -> CallResult:
@@ -183,56 +90,53 @@ def _compare_call(name: str, item: VisionInput, towers: Towers, step: Step) -> C
     calls = towers.calls(item)
     on_gpu = towers.device.type == "cuda"
     step(f"{name}: cost")
-    merge: int = getattr(towers.fused.config, "spatial_merge_size", 1)
     patches = int(item.pixel_values.shape[0])
     return CallResult(
         name=name,
         grid_thw=item.grid_thw.tolist(),
         patches=patches,
-        tokens=patches // merge**2,
+        tokens=patches // towers.handle.spec.merge_unit,
         parity=parity,
-        latency_ms=latency(calls, towers.device),
+        latency_ms=latency(calls, towers.device) if on_gpu else None,
         launches={side: gpu_launches(calls[side]) for side in SIDES} if on_gpu else None,
         operators=None if on_gpu else {side: operators(calls[side]) for side in SIDES},
         peak_mib={side: peak_mib(calls[side], towers.device) for side in SIDES} if on_gpu else None,
     )
 
 
-def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
-    """Every output of one call, by the tolerance rule."""
-    ref = _outputs(_call(towers.reference, VisionInput(item.pixel_values.to(REFERENCE), item.grid_thw)))
-    pt, ours = (_outputs(call()) for call in towers.calls(item).values())
-    if not ref.keys() == pt.keys() == ours.keys():
-        raise RuntimeError(f"outputs {sorted(pt)} expected, got {sorted(ours)}")
-    return [
-        OutputParity(name, tuple(ours[name].shape), compare(ours[name], ref[name], pt[name], towers.dtype))
-        for name in ours
+# ── which CUDA graphs a call takes: the plan alone, which needs no GPU ────────────────────────────────────────────────
+
+
+def _grids(calls: Sequence[CallResult]) -> dict[str, list[list[int]]]:
+    grids = {call.name: call.grid_thw for call in calls}
+    return grids | {f"{MANY} times {calls[-1].name}": MANY * calls[-1].grid_thw}
+
+
+def packed_calls(handle: Any, grids: Mapping[str, Sequence[Sequence[int]]], dtype: torch.dtype) -> list[PackedCall]:
+    """How calls with these rows (t, h, w) would be packed.
+
+    Args:
+        handle: of a fused tower; the limits of its graphs where it has some, else as with 16 GiB free.
+    """
+    stats = handle.stats().get("graphs")
+    if stats is None:
+        limits = limits_for(handle.spec, handle.config, dtype, FREE_BYTES)
+    else:
+        limits = Limits(*(stats[name] for name in ("token_budgets", "max_items", "max_frames")))
+    return [_packed(name, rows, handle.spec, limits) for name, rows in grids.items()]
+
+
+def _packed(name: str, rows: Sequence[Sequence[int]], spec: Any, limits: Limits) -> PackedCall:
+    works = tuple(Work(t, h * w // spec.merge_unit) for t, h, w in rows)
+    plan = pack(works, limits)
+    batches = [
+        PackedBatch(batch.budget, sum(piece.tokens for piece in batch.pieces), len(batch.pieces))
+        for batch in plan.batches
     ]
+    return PackedCall(name, len(rows), batches, [overflow.reason for overflow in plan.overflow])
 
 
-def _call(module: nn.Module, item: VisionInput) -> Any:
-    with torch.inference_mode():
-        return module(item.pixel_values, grid_thw=item.grid_thw)
-
-
-def _outputs(answer: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a tower's answer, by name; a list of deepstack features gives one each."""
-    found: dict[str, torch.Tensor] = {}
-    for name in ("pooler_output", "last_hidden_state", "deepstack_features"):
-        value = getattr(answer, name, None)
-        if isinstance(value, torch.Tensor):
-            found[name] = value
-        elif value is not None:
-            found.update({f"{name}[{i}]": feature for i, feature in enumerate(value)})
-    return found
-
-
-def _together(items: Sequence[VisionInput]) -> VisionInput:
-    return VisionInput(torch.cat([i.pixel_values for i in items]), torch.cat([i.grid_thw for i in items]))
-
-
-def _placed(item: VisionInput, dtype: torch.dtype, device: torch.device) -> VisionInput:
-    return VisionInput(item.pixel_values.to(device, dtype), item.grid_thw.to(device))
+# ── bad inputs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _try_bad_inputs(fused: nn.Module, item: VisionInput) -> list[BadInput]:
@@ -248,7 +152,7 @@ def _try_bad_inputs(fused: nn.Module, item: VisionInput) -> list[BadInput]:
 
 def _try_bad_input(what: str, fused: nn.Module, item: VisionInput) -> BadInput:
     try:
-        _call(fused, item)
+        call_tower(fused, item)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:  # what is not the first two counts against us
         return BadInput(what, type(error).__name__, str(error).strip().split("\n")[0][:300])
     return BadInput(what, "", "accepted")

@@ -1,87 +1,262 @@
-"""What can be shown of the Triton kernels without a GPU: they are interpreted, and compiled ahead of time.
+"""What can be shown of the Triton kernels without a GPU: how many a call launches, that they compute the same in
+Triton's interpreter, and that they compile for a GPU.
 
-Each in a process of its own, since Triton decides between the two when kernels are imported.
+The last two run in processes of their own, side by side: Triton decides between interpreter and compiler when kernels
+are imported. The processes are killed at a deadline, and they die with this one.
+
+`python -m fusedvit.cli.kernel_checks interpret`, or `compile PART PARTS`, is such a process: a JSON document a line.
 """
 
+import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-ARCH = 90
-SECONDS = 120
+import torch
+
+from fusedvit.cli.console import Step, plain
+from fusedvit.cli.towers import TINY, random_weights_
+from fusedvit.families.base import Family
+from fusedvit.families.registry import family_of
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.buffers import Capacity, allocate
+from fusedvit.model.encoder import EncoderOutputs, encode
+from fusedvit.model.ops import TRITON, Ops
+from fusedvit.model.plan import plan_for
+from fusedvit.model.prepare_weights import prepare
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.ahead_of_time import Matrix, compile_or_fail, jobs_of
+from fusedvit.runtime.inputs import Item
+from fusedvit.tolerance import Comparison, compare
+
+OK, FAILED, NOT_RUN = "ok", "failed", "not run"
+COMPILERS = 2  # processes
+PATCHES = 1024
+COMPILED = Matrix((90,), ("bf16",), ("hd72",), (PATCHES,), alike=True)
+WHAT_COMPILED = f"Qwen3-VL-8B's kernels at {PATCHES} patches compiled for sm_90"
+WHAT_INTERPRETED = "one block in Triton's interpreter"
+POLL_SECONDS = 0.2
+H100 = Target(90, 132, 227 * 1024)  # whose tiles are taken where there is no GPU to ask
+ONE_BLOCK = {**TINY, "depth": 1, "deepstack_visual_indexes": [0]}
+ITEMS = (Item(1, 4, 6), Item(2, 2, 4))  # an image and a video of two frames
 
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One check in words, with the values behind it."""
+    """One check in words, with the values behind it. outcome: OK, FAILED, or NOT_RUN (there was no time)."""
 
     what: str
-    passed: bool
+    outcome: str
     detail: str
-    values: dict[str, Any]
+    values: Any
+
+    @property
+    def passed(self) -> bool:
+        """Nothing is wrong, as far as was found out."""
+        return self.outcome != FAILED
 
 
-def run(step: Callable[[str], None]) -> list[KernelCheck]:
-    """Both checks; none where Triton is not installed."""
-    if find_spec("triton") is None:
-        return []
-    step("one block in Triton's interpreter")
-    checks = [interpreted_block()]
-    step(f"compiling every kernel for sm_{ARCH}")
-    return [*checks, compiled_kernels()]
+# ── the checks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def interpreted_block() -> KernelCheck:
+def run(step: Step, seconds: float) -> list[KernelCheck]:
+    """Both checks, cut off after `seconds`."""
+    deadline = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        interpreter = stack.enter_context(_worker("interpret"))
+        compilers = [stack.enter_context(_worker("compile", str(i), str(COMPILERS))) for i in range(COMPILERS)]
+        workers = [interpreter, *compilers]
+        while any(worker.running for worker in workers) and time.monotonic() < deadline:
+            compiled = sum(len(worker.documents()) for worker in compilers)
+            also = f"; {WHAT_INTERPRETED}" if interpreter.running else ""
+            step(f"{compiled} kernels compiled for sm_90{also}")
+            time.sleep(POLL_SECONDS)
+        return [interpreted_check(interpreter), compiled_check(compilers)]
+
+
+def interpreted_check(worker: "_Worker") -> KernelCheck:
     """The kernels of a one-block tower under Triton's interpreter, against the original by the tolerance rule."""
-    what = "one block in Triton's interpreter"
-    outputs, error = _json_of(["fusedvit.cli.interpreted"], {"TRITON_INTERPRET": "1"})
-    if outputs is None:
-        return KernelCheck(what, False, error, {})
+    documents = worker.documents()
+    if not documents:
+        outcome = NOT_RUN if worker.running else FAILED
+        return KernelCheck(WHAT_INTERPRETED, outcome, worker.complaint(), {})
+    outputs = documents[0]
     failed = [f"{name}: {verdict['reason']}" for name, verdict in outputs.items() if not verdict["passed"]]
     worst = max(float(verdict["ratio_max"]) for verdict in outputs.values())
     detail = "; ".join(failed) or f"{len(outputs)} outputs, largest error {worst:.2f} times the original's"
-    return KernelCheck(what, not failed, detail, outputs)
+    return KernelCheck(WHAT_INTERPRETED, FAILED if failed else OK, detail, outputs)
 
 
-def compiled_kernels() -> KernelCheck:
-    """Every kernel that Qwen3-VL-8B's tower launches in bf16, in every configuration, compiled for sm_90."""
-    what = f"Qwen3-VL-8B's kernels for sm_{ARCH}"
-    command = [
-        "fusedvit.runtime.ahead_of_time",
-        "--arch",
-        str(ARCH),
-        "--tower",
-        "hd72",
-        "--dtype",
-        "bf16",
-        "--jobs",
-        "2",
-        "--json",
-        "-",
-    ]
-    summary, error = _json_of(command, {"TRITON_INTERPRET": "0"})
-    if summary is None:
-        return KernelCheck(what, False, error, {})
-    compiled, failed = summary["compiled"], summary["failed"]
-    problems = "; ".join(sorted({problem for result in summary["results"] for problem in result["problems"]}))
-    detail = f"{compiled} compiled" if not failed else f"{failed} of {compiled} with problems: {problems[:200]}"
-    return KernelCheck(what, not failed, detail, summary)
+def compiled_check(workers: "Sequence[_Worker]") -> KernelCheck:
+    """What the processes compiled; those that are still at work had no time for the rest."""
+    results = [document for worker in workers for document in worker.documents()]
+    problems = sorted({problem for result in results for problem in result["problems"]})
+    dead = [worker.complaint() for worker in workers if not worker.running and worker.process.returncode]
+    unfinished = any(worker.running for worker in workers)
+    detail = f"{len(results)} kernels" + (", no time for the rest" if unfinished else "")
+    if problems or dead:
+        return KernelCheck(WHAT_COMPILED, FAILED, "; ".join([*problems, *dead])[:300], results)
+    return KernelCheck(WHAT_COMPILED, OK if results else NOT_RUN, detail, results)
 
 
-def _json_of(module: list[str], variables: dict[str, str]) -> tuple[Any, str]:
-    """What `python -m module` prints, parsed; or None and the last line of its complaint."""
-    command = [sys.executable, "-m", *module]
-    environment = {**os.environ, **variables}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return None, f"took longer than {SECONDS} s"
-    if not done.stdout.strip():
-        complaint = done.stderr.strip().split("\n")[-1]
-        return None, f"exit code {done.returncode}: {complaint[:200]}"
-    return json.loads(done.stdout), ""
+class _Worker:
+    """A process of this module, in a group of its own, and the documents that it has printed."""
+
+    def __init__(self, arguments: Sequence[str], output: Any, errors: Any) -> None:
+        self._output, self._errors = output, errors
+        environment = {**os.environ, "TRITON_INTERPRET": str(int(arguments[0] == "interpret")), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fusedvit.cli.kernel_checks", *arguments, "--parent", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def documents(self) -> list[Any]:
+        """What it has printed so far; a line that is not yet whole is left."""
+        lines = _text(self._output).splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def complaint(self) -> str:
+        """Why there is no document."""
+        if self.running:
+            return "no time"
+        last = (_text(self._errors).strip() or "no message").splitlines()[-1]
+        return f"exit code {self.process.returncode}: {last[:200]}"
+
+    def kill(self) -> None:
+        """The process and what it has started: ptxas."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def _worker(*arguments: str) -> Iterator[_Worker]:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        worker = _Worker(arguments, output, errors)
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+
+def _text(file: Any) -> str:
+    """All of a file that another process writes to, whose position is left where it is."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+# ── in a process of their own ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when `parent`, which started it, ends in whatever way. Linux alone has that."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the process that started this one has ended")
+
+
+def compile_part(part: int, parts: int) -> Iterator[dict[str, Any]]:
+    """Compiles every `parts`-th kernel from `part` on; a record each, as they are done."""
+    for launch, arch in jobs_of(COMPILED)[part::parts]:
+        yield plain(compile_or_fail(launch, arch))
+
+
+def interpreted_block() -> dict[str, Comparison]:
+    """Every output of the interpreted kernels in fp32 against Hugging Face's module, in fp32 and in fp64."""
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    tower = Qwen3VLVisionModel(Qwen3VLVisionConfig(**ONE_BLOCK)).eval()
+    random_weights_(tower)
+    tokens = sum(item.tokens for item in ITEMS)
+    pixels = torch.rand(tokens, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    family = family_of(type(tower).__name__)
+    assert family is not None, "Qwen3-VL is a known family"
+    spec = family.spec_from_config(tower.config)
+    outputs = encode_once(spec, family, dict(tower.named_parameters()), pixels, ITEMS, TRITON)
+    ours = _named(outputs.pooled, outputs.hidden, outputs.deepstack)
+    pt, ref = _original(tower, pixels), _original(tower.double(), pixels.double())
+    return {name: compare(ours[name], ref[name], pt[name]) for name in ours}
+
+
+def _original(tower: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    grid = torch.tensor([[item.t, item.h, item.w] for item in ITEMS])
+    with torch.inference_mode():
+        record = tower(pixels, grid_thw=grid)
+    return _named(record.pooler_output, record.last_hidden_state, record.deepstack_features)
+
+
+def _named(pooled: torch.Tensor, hidden: torch.Tensor, deepstack: Any) -> dict[str, torch.Tensor]:
+    features = {f"deepstack_features[{i}]": feature for i, feature in enumerate(deepstack)}
+    return {"pooler_output": pooled, "last_hidden_state": hidden, **features}
+
+
+# ── the encoder on an op table of one's choice ────────────────────────────────────────────────────────────────────────
+
+
+def encode_once(
+    spec: VisionSpec,
+    family: Family,
+    parameters: Mapping[str, torch.Tensor],
+    pixels: torch.Tensor,
+    items: Sequence[Item],
+    ops: Ops,
+) -> EncoderOutputs:
+    """Prepares the weights and runs `ops` on pixels `[P, C*tp*p*p]`, in buffers of exactly their size."""
+    weights = prepare(spec, family.names, family.source(parameters))
+    plan = plan_for(spec, len(pixels), pixels.dtype, H100)
+    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), pixels.dtype, pixels.device, pixels)
+    buffers.grid.copy_(torch.tensor([[item.t, item.h, item.w] for item in items]))
+    with torch.inference_mode():
+        return encode(spec, weights, buffers, ops, plan)
+
+
+def kernel_calls(handle: Any) -> dict[str, int]:
+    """By operation, what one call of a fused tower launches on a GPU. Nothing is computed: all tensors are meta."""
+    calls: Counter[str] = Counter(fingerprint=int(handle.config.watch_data))
+
+    def noted(name: str) -> Callable[..., Any]:
+        def operation(*args: Any) -> None:
+            calls[name] += 1
+
+        return operation
+
+    table = Ops("count", **{f.name: noted(f.name) for f in fields(Ops) if f.name != "name"})
+    spec, merge = handle.spec, handle.spec.merge_size
+    parameters = {name: parameter.to("meta") for name, parameter in handle.tower.named_parameters()}
+    pixels = torch.empty(merge * merge, spec.patch_width, device="meta")
+    encode_once(spec, handle.family, parameters, pixels, [Item(1, merge, merge)], table)
+    return dict(calls)
+
+
+def main(arguments: Sequence[str]) -> None:
+    *words, _, parent = arguments
+    die_with(int(parent))
+    if words[0] == "interpret":
+        print(json.dumps(plain(interpreted_block())))
+        return
+    for result in compile_part(int(words[1]), int(words[2])):
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

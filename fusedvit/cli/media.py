@@ -1,10 +1,8 @@
-"""Pictures and videos, decoded within limits, for the command line and the benchmarks; the encoder decodes nothing.
+"""A user's pictures and videos: files decoded within limits, and turned into the patches that a tower takes.
 
-A decoder is chosen by the file's suffix alone, never by guess, so that a playlist posing as a video cannot make FFmpeg
-open anything else.
+Pillow finds a picture's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone,
+so that a playlist posing as a video cannot make FFmpeg open anything else. Patches come from Hugging Face's processors.
 """
-
-# ruff: noqa: PLC0415  Pillow and PyAV are imported where they are used: none is needed to say --help
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from einops import rearrange
 
-ASSETS = Path(__file__).parent / "assets"
+from fusedvit.cli.console import InputError, first_line
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
 SAMPLE_IMAGE = ASSETS / "grace_hopper.jpg"
 SAMPLE_VIDEO = ASSETS / "big_buck_bunny.mp4"
 
-# suffix -> what Pillow / FFmpeg call the format
-IMAGE_FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP", ".gif": "GIF"}
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
+# suffix -> what FFmpeg calls the format
 VIDEO_FORMATS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
 
 
-class MediaError(ValueError):
+class MediaError(InputError):
     """A file that cannot be read as a picture or video."""
 
 
@@ -58,16 +61,9 @@ def load(path: str | Path, frames: int = 8, limits: Limits | None = None) -> Med
         MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
     """
     limits = limits or Limits()
-    path = Path(path)
-    name = _printable(path.name)
-    suffix = path.suffix.lower()
-    if suffix not in IMAGE_FORMATS and suffix not in VIDEO_FORMATS:
-        known = ", ".join([*IMAGE_FORMATS, *VIDEO_FORMATS])
-        raise MediaError(f"{name}: the suffix must be one of {known}")
-    if not path.is_file():
-        raise MediaError(f"{name}: no such file")
+    path, name, suffix = _check_path(path)
     _check_limit(name, "bytes", path.stat().st_size, limits.max_bytes)
-    if suffix in IMAGE_FORMATS:
+    if suffix in IMAGE_SUFFIXES:
         return Media(name, "image", _decode_image(path, name, limits)[None], 1)
     if frames < 1:
         raise MediaError(f"{name}: at least 1 frame must be sampled, got {frames}")
@@ -75,18 +71,36 @@ def load(path: str | Path, frames: int = 8, limits: Limits | None = None) -> Med
     return Media(name, "video", kept, total)
 
 
+def _check_path(given: str | Path) -> tuple[Path, str, str]:
+    """(path, name to be printed, suffix) of a file that may be a picture or a video."""
+    if str(given).startswith(("http:/", "https:/")):
+        raise MediaError(f"{_printable(str(given))}: a URL; download it and give the file")
+    path = Path(given)
+    name, suffix = _printable(path.name or str(given)), path.suffix.lower()
+    if path.is_dir():
+        raise MediaError(f"{name}: a folder; give pictures and videos")
+    if not path.is_file():
+        raise MediaError(f"{name}: no such file")
+    if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
+        known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
+        raise MediaError(f"{name}: the suffix must be one of {known}")
+    return path, name, suffix
+
+
 def _decode_image(path: Path, name: str, limits: Limits) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path, formats=[IMAGE_FORMATS[path.suffix.lower()]]) as picture:
+        with Image.open(path, formats=IMAGE_FORMATS) as picture:
             _check_limit(name, "pixels", picture.width * picture.height, limits.max_pixels)
             return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except Image.DecompressionBombError:
         # Pillow's own limit came first; its message may be trusted, the file may not
         raise MediaTooLarge(f"{name}: more pixels than Pillow accepts, at most {limits.max_pixels} are read") from None
-    except (OSError, SyntaxError, EOFError) as error:
-        raise MediaError(f"{name}: does not decode as {path.suffix.lower()[1:]} ({type(error).__name__})") from None
+    except MediaError:
+        raise
+    except (OSError, SyntaxError, EOFError, ValueError) as error:  # ValueError: a mode that has no RGB
+        raise MediaError(f"{name}: does not decode as a picture ({type(error).__name__})") from None
 
 
 def _decode_video(path: Path, name: str, frames: int, limits: Limits) -> tuple[np.ndarray, int]:
@@ -146,3 +160,115 @@ def _check_limit(name: str, what: str, got: int, limit: int) -> None:
 
 def _printable(name: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in name)[:80]
+
+
+# ── patches ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class PatchLayout:
+    """How a tower wants its pixels: patch geometry, normalisation, and the size (per frame) that it is resized into."""
+
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    min_pixels: int = 64 * 64
+    max_pixels: int = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """One item for a tower: pixel_values float32 [P, C*tp*p*p] in merge-block order, grid_thw int64 [1, 3]."""
+
+    pixel_values: torch.Tensor
+    grid_thw: torch.Tensor
+
+
+def prepare(media: Media, layout: PatchLayout) -> VisionInput:
+    """Resize, normalise and patchify through Hugging Face's processors (without torchvision: the image processor's).
+
+    Raises:
+        MediaError: the processor refuses it, such as a picture over 200 times as wide as high.
+    """
+    try:
+        return _prepared(media, layout)
+    except ValueError as error:
+        raise MediaError(f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}") from None
+
+
+def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
+    if media.kind == "image":
+        batch = _image_processor(layout)(images=_as_pictures(media.frames), return_tensors="pt")
+        return VisionInput(batch["pixel_values"].float(), batch["image_grid_thw"].long())
+    frames = _pad_frames(media.frames, layout.temporal_patch_size)
+    from transformers.utils import is_torchvision_available
+
+    return _video_processor_rows(frames, layout) if is_torchvision_available() else rows_from_frames(frames, layout)
+
+
+def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
+    """A video's patches by way of the image processor, which repeats a still `tp` times along time.
+
+    frames: uint8 [F, H, W, 3] with F a multiple of the layout's temporal_patch_size (tp). Each run of tp stills gives
+    one grid row in time: what was repeated is dropped, and the stills take its place.
+    """
+    batch = _image_processor(layout)(images=_as_pictures(frames), return_tensors="pt")
+    _, height, width = batch["image_grid_thw"][0].tolist()
+    repeat = layout.temporal_patch_size
+    stills = rearrange(
+        batch["pixel_values"].float(),
+        "(t tp n) (c repeat p) -> t tp n c repeat p",
+        tp=repeat,
+        n=height * width,
+        repeat=repeat,
+        p=layout.patch_size**2,
+    )
+    rows = rearrange(stills[..., 0, :], "t tp n c p -> (t n) (c tp p)")
+    return VisionInput(rows.contiguous(), torch.tensor([[len(frames) // repeat, height, width]]))
+
+
+def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
+    from transformers import Qwen3VLVideoProcessor
+
+    # this processor's limits are for the whole clip, ours for a frame
+    size = {"shortest_edge": layout.min_pixels * len(frames), "longest_edge": layout.max_pixels * len(frames)}
+    processor = Qwen3VLVideoProcessor(
+        size=size, do_sample_frames=False, cap_pixels_per_frame=False, **_processor_arguments(layout)
+    )
+    clip = rearrange(torch.from_numpy(frames), "f h w c -> f c h w")
+    batch = processor(videos=[clip], return_tensors="pt")
+    return VisionInput(batch["pixel_values_videos"].float(), batch["video_grid_thw"].long())
+
+
+def _image_processor(layout: PatchLayout) -> Any:
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        from transformers import Qwen2VLImageProcessor as Processor
+    else:
+        from transformers import Qwen2VLImageProcessorPil as Processor
+    size = {"shortest_edge": layout.min_pixels, "longest_edge": layout.max_pixels}
+    return Processor(size=size, **_processor_arguments(layout))
+
+
+def _processor_arguments(layout: PatchLayout) -> dict[str, Any]:
+    return {
+        "patch_size": layout.patch_size,
+        "temporal_patch_size": layout.temporal_patch_size,
+        "merge_size": layout.merge_size,
+        "image_mean": list(layout.mean),
+        "image_std": list(layout.std),
+    }
+
+
+def _as_pictures(frames: np.ndarray) -> list[Any]:
+    from PIL import Image
+
+    return [Image.fromarray(frame) for frame in frames]  # a picture's channel axis is not inferred
+
+
+def _pad_frames(frames: np.ndarray, multiple: int) -> np.ndarray:
+    missing = -len(frames) % multiple
+    return np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)]) if missing else frames

@@ -3,7 +3,7 @@
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
 import typer
@@ -13,45 +13,25 @@ from rich.table import Table
 
 from fusedvit import __version__
 from fusedvit.bench import kernel_bench, prune, questions, shortlist, tune
-from fusedvit.cli import documents
-from fusedvit.cli.progress import CountedStep, with_bar
+from fusedvit.cli.console import Outcome, progress_bar
 from fusedvit.kernels import tuning_table
 
 CPU_NAME = "CPU"
 FLAGSHIPS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 
 
-Towers = Annotated[
-    list[str] | None,
-    typer.Option("--tower", metavar="NAME", help="Of Qwen3-VL-8B and -2B, the default, other families', or 'all'."),
-]
-Budgets = Annotated[
-    list[int] | None,
-    typer.Option("--budget", metavar="PATCHES", min=4, help="Row budgets; else the ladder's from 256 to 65536."),
-]
-Operations = Annotated[
-    list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")
-]
-Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Processes that compile and check candidates; else one per core.")
-]
-Thorough = Annotated[
-    bool, typer.Option("--thorough", help="Every candidate, not only those that the cost model thinks best.")
-]
-
-
-def command(
-    tower: Towers = None,
-    budget: Budgets = None,
-    operation: Operations = None,
-    budget_minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; run again to go on.")] = 60.0,
-    jobs: Jobs = None,
-    thorough: Thorough = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried, and for how long.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="PATH", help="The table; else your own in the cache.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write what was found as well.")] = None,
-) -> None:
-    """Find the fastest backend and tile of every operation on this GPU; the table is used from the next process on."""
+def run(
+    tower: list[str] | None = None,
+    budget: list[int] | None = None,
+    operation: list[str] | None = None,
+    budget_minutes: float = 60.0,
+    jobs: int | None = None,
+    thorough: bool = False,
+    dry_run: bool = False,
+    out: Path | None = None,
+    json: Any = None,
+) -> Outcome:
+    """Tunes, or says what would be tried; the document holds the passport, the table's entries and the log."""
     deadline = time.monotonic() + 60 * budget_minutes
     names, jobs = _names(tower or list(FLAGSHIPS)), jobs or os.cpu_count() or 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,12 +52,10 @@ def command(
         console.print(said, highlight=False, soft_wrap=True)
     if dry_run:
         _show_plan(asked, tuner, console)
-        return
+        return Outcome({"passport": passport, "questions": [question.describe() for question in asked]})
     tuner.keep = lambda entries, decided: tuning_table.write(path, passport, entries, decided)
     _run(tuner, waves, path, console)
-    if json:
-        found = {"entries": tuner.entries(asked), "log": log.found}
-        documents.write({"passport": passport, **found}, json)
+    return Outcome({"passport": passport, "entries": tuner.entries(asked), "log": log.found})
 
 
 def _asked(
@@ -101,13 +79,9 @@ def _names(asked: list[str]) -> tuple[str, ...]:
 
 def _run(tuner: tune.Tuner, waves: list[list[questions.Question]], path: Path, console: Console) -> None:
     """Runs the tuner, which writes its table, and shows that."""
-
-    def work(step: CountedStep) -> list[tune.Entry]:
+    with torch.inference_mode(), progress_bar() as step:
         tuner.step = step
-        return tuner.run(*waves)
-
-    with torch.inference_mode():
-        entries = with_bar(work)
+        entries = tuner.run(*waves)
     _show_found(entries, console)
     decided = [tuner.log.decided(question) for wave in waves for question in wave]
     console.print(

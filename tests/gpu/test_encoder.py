@@ -12,7 +12,7 @@ import torch
 import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.cli.measure import gpu_launches, peak_mib, synchronisations
-from fusedvit.cli.weights import cast_parameters_
+from fusedvit.cli.towers import cast_parameters_
 from fusedvit.model import ops
 from fusedvit.tolerance import Comparison, compare, summarize
 from tests.support.encoding import Encoder

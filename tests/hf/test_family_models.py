@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import fusedvit
-from fusedvit.cli.weights import random_weights_
+from fusedvit.cli.towers import random_weights_
 from tests.support.families import TINY
 from tests.support.towers import (
     IMAGE,

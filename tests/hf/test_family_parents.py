@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fusedvit
-from fusedvit.cli.weights import random_weights_
+from fusedvit.cli.towers import random_weights_
 from fusedvit.families.registry import FAMILIES
 from tests.support.families import INSTALLED, TINY, family_tower
 from tests.support.towers import Grid, assert_same, outputs_of, pixels_for, ran_fused

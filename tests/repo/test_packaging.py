@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSION = "0.2.0"
 SOURCES = ("fusedvit", "kernels", "graphs", "bench")
 QWEN = "from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel\n"
 
@@ -40,8 +41,8 @@ def copied_sources(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root / name)
-    (root / "kernels" / "configs").mkdir(exist_ok=True)
-    (root / "kernels" / "configs" / "some-gpu.json").write_text("{}")
+    (root / "kernels" / "tuned").mkdir(exist_ok=True)
+    (root / "kernels" / "tuned" / "some-gpu.json").write_text("{}")
     return root
 
 
@@ -58,6 +59,15 @@ def test_folders_beside_the_package_are_no_packages():
     assert [str(path) for name in SOURCES[1:] for path in (ROOT / name).rglob("__init__.py")] == []
 
 
+def test_every_folder_of_sources_is_listed():
+    """pyproject.toml's packages are the folders that hold Python files: a new one that is forgotten is not installed."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for name in SOURCES for path in (ROOT / name).rglob("*.py")}
+    names = {".".join(folder.parts) for folder in folders if "results" not in folder.parts}
+    assert set(listed) == {name if name.split(".")[0] == "fusedvit" else f"fusedvit.{name}" for name in names}
+
+
 def test_import_is_light():
     heavy = ("torch", "triton", "transformers", "numpy")
     code = f"import sys, fusedvit\nanswer = [name for name in {heavy} if name in sys.modules]"
@@ -66,7 +76,7 @@ def test_import_is_light():
 
 def test_public_names_are_those_listed():
     code = "import fusedvit\nanswer = [fusedvit.__version__, sorted(fusedvit.__all__) == dir(fusedvit)]"
-    assert python(code, ROOT) == ["0.1.0", True]
+    assert python(code, ROOT) == [VERSION, True]
     code = "import fusedvit\ntry:\n    fusedvit.fuze\nexcept AttributeError as error:\n    answer = str(error)"
     assert python(code, ROOT) == "module 'fusedvit' has no attribute 'fuze'"
 
@@ -114,13 +124,14 @@ def test_editable_installation(copied_sources, tmp_path):
 
 def test_wheel_holds_one_top_level_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"fusedvit", "fusedvit-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"fusedvit", f"fusedvit-{VERSION}.dist-info"}
     expected = set()
     for folder in SOURCES:
         inside = "fusedvit" if folder == "fusedvit" else f"fusedvit/{folder}"
         expected |= {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     assert {f"fusedvit/assets/{path.name}" for path in (ROOT / "fusedvit" / "assets").glob("*")} <= set(names)
+    assert "fusedvit/py.typed" in names
     tables = {"some-gpu.json", *(path.name for path in (ROOT / "kernels/tuned").glob("*.json"))}
     assert {f"fusedvit/kernels/tuned/{name}" for name in tables} <= set(names)
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fusedvit.cli.weights import random_weights_
+from fusedvit.cli.towers import random_weights_
 
 # Heads of 24 are no power of two; 70 floats are no multiple of 16 bytes.
 _QWEN2: dict[str, Any] = {

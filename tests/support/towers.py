@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from fusedvit.cli.weights import cast_parameters_, random_weights_
+from fusedvit.cli.towers import cast_parameters_, random_weights_
 from fusedvit.runtime.inputs import Item
 from fusedvit.tolerance import compare
 

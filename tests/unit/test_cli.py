@@ -24,7 +24,7 @@ from fusedvit.cli import demo, documents, kernel_checks, names, towers  # noqa: 
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.encoding import kernel_calls  # noqa: E402
 from fusedvit.cli.measure import Launches, gpu_launches, latency, operators, peak_mib, synchronisations  # noqa: E402
-from fusedvit.cli.weights import cast_parameters_, random_weights_  # noqa: E402
+from fusedvit.cli.towers import cast_parameters_, random_weights_  # noqa: E402
 
 RUNNER = CliRunner()
 

@@ -14,7 +14,7 @@ import torch
 import fusedvit
 from fusedvit.bench.families import outputs_of, rows_of, verdict_of
 from fusedvit.bench.family_towers import GEOMETRIES, build_one, class_of
-from fusedvit.cli.weights import cast_parameters_
+from fusedvit.cli.towers import cast_parameters_
 from fusedvit.families.registry import FAMILIES
 from tests.support.towers import Grid, pixels_for
 

@@ -1,0 +1,230 @@
+"""A checkpoint's vision tower: alone where its weights can be found by name, else inside the whole model.
+
+The tower's class follows from the checkpoint's config, and its weights are read by their prefix. The language model is
+not loaded.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fusedvit.api import find_tower
+from fusedvit.cli.console import InputError, Step, first_line
+from fusedvit.cli.towers import Tower
+from fusedvit.families.registry import FAMILIES
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; the GPU if there is one, else the CPU, without a name.
+
+    Raises:
+        InputError: no such device, or none that is here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"--device: cpu, cuda or cuda:N expected, got {name!r}") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
+        raise InputError(f"--device: no {name!r} here; torch sees the CPU and {count} GPUs")
+    return device
+
+
+def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+    """bf16, fp16 or fp32 by name; without one bf16 on a GPU and fp32 on a CPU. Raises InputError for other names."""
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise InputError(f"--dtype: one of {', '.join(DTYPES)} expected, got {name!r}")
+    return DTYPES[name]
+
+
+def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step) -> Tower:
+    """The tower of a checkpoint, a folder or a hub name, as `dtype` on `device`.
+
+    Raises:
+        InputError: no such checkpoint, or one that does not load.
+        UnsupportedModel: it holds no tower that can be fused.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # `step` says how far it is
+    step("reading the checkpoint's config")
+    config = _config_of(where)
+    model = _tower_alone(where, config, dtype, step)
+    if model is None:
+        model = _whole_model(where, config, dtype, step)
+    return Tower(where, model.eval().to(device), dtype)
+
+
+def _config_of(where: str) -> Any:
+    from transformers import AutoConfig
+
+    _check_folder(where)
+    try:
+        return AutoConfig.from_pretrained(where)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # transformers' own, for absent and malformed configs
+        raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
+
+
+def _check_folder(where: str) -> None:
+    """Refuses what can be neither a folder with a checkpoint nor a hub name."""
+    path = Path(where)
+    if where.startswith(("http:/", "https:/")):
+        raise InputError(f"{where}: a URL; give a folder or a hub name such as Qwen/Qwen3-VL-2B-Instruct")
+    if path.is_file():
+        raise InputError(f"{where}: a file; give the folder that holds config.json and the weights")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{where}: the folder holds no config.json")
+    elif where.startswith(("/", ".", "~")) or where.count("/") > 1:
+        raise InputError(f"{where}: no such folder")
+
+
+# ── the tower alone ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tower_alone(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.Module | None:
+    """The tower by itself, or None where its class or its weights cannot be told."""
+    found = next(_tower_classes(config), None)
+    if found is None:
+        return None
+    cls, tower_config = found
+    with torch.device("meta"):
+        wanted = set(cls._from_config(tower_config).state_dict())
+    shards = _shards_of(where)
+    prefix = _prefix_of(wanted, shards)
+    if prefix is None:
+        return None
+    step("loading the vision tower's weights")
+    weights = _read_weights(where, {name: shards[prefix + name] for name in wanted}, prefix)
+    return _from_weights(where, cls, tower_config, weights, dtype)
+
+
+def _tower_classes(config: Any) -> Iterator[tuple[Any, Any]]:
+    """(class of a supported tower, its config) for every config inside of `config`, at any depth."""
+    from transformers import PreTrainedConfig
+
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    if ".modeling_" in name:
+        module = import_module(name)
+        known = [getattr(module, n) for family in FAMILIES for n in family.class_names if hasattr(module, n)]
+        yield from ((cls, config) for cls in known if cls.config_class is type(config))
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _tower_classes(value)
+
+
+def _shards_of(where: str) -> dict[str, str]:
+    """Name of a tensor -> the file that holds it; empty for a checkpoint in another format than safetensors."""
+    index = _file_of(where, INDEX)
+    if index is not None:
+        try:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{where}: {INDEX} is no index of weights ({type(error).__name__})") from None
+    single = _file_of(where, SINGLE)
+    if single is None:
+        return {}
+    with _opened(single) as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def _prefix_of(wanted: set[str], shards: Mapping[str, str]) -> str | None:
+    """What stands before every one of the tower's names in the checkpoint, if it holds all of them exactly once."""
+    probe = min(wanted)
+    prefixes = [name.removesuffix(probe) for name in shards if name == probe or name.endswith(f".{probe}")]
+    whole = [prefix for prefix in prefixes if all(prefix + name in shards for name in wanted)]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _read_weights(where: str, files: Mapping[str, str], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of `files` (name without prefix -> file), each file opened once."""
+    weights: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(files.values())):
+        path = _file_of(where, shard)
+        if path is None:
+            raise InputError(f"{where}: {shard}, which the index names, is missing")
+        with _opened(path) as file:
+            for name in (name for name, of in files.items() if of == shard):
+                try:
+                    weights[name] = file.get_tensor(prefix + name)
+                except SafetensorError as error:
+                    raise InputError(f"{path.name}: {first_line(error)}") from None
+    return weights
+
+
+def _file_of(where: str, name: str) -> Path | None:
+    """A checkpoint's file, fetched from the hub where `where` is no folder; None if there is none."""
+    from transformers.utils import cached_file
+
+    folder = Path(where)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    try:
+        found = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise InputError(f"{where}: {first_line(error)}") from None
+    return None if found is None else Path(found)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path.name}: no whole safetensors file: {first_line(error)}") from None
+
+
+def _from_weights(where: str, cls: Any, config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
+    """The tower as transformers makes it from a state dict: buffers computed, attention chosen, `dtype` applied."""
+    try:
+        return cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"{where}: {cls.__name__} does not load: {first_line(error)}") from None
+
+
+# ── the whole model ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _whole_model(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.Module:
+    """The model that the config names, by its own class where AutoModel does not map it."""
+    cls = _model_class(where, config)
+    with torch.device("meta"):
+        find_tower(_empty(where, cls, config))  # raises UnsupportedModel before gigabytes are read
+    step("loading the whole model")
+    try:
+        return cls.from_pretrained(where, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise InputError(f"{where}: {cls.__name__} does not load: {first_line(error)}") from None
+
+
+def _model_class(where: str, config: Any) -> Any:
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if found is not None:
+        return found
+    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            mapped = auto._model_mapping[type(config)]
+            return mapped[0] if isinstance(mapped, tuple | list) else mapped
+    raise InputError(f"{where}: transformers has no class for {names or type(config).__name__}")
+
+
+def _empty(where: str, cls: Any, config: Any) -> nn.Module:
+    try:
+        return cls._from_config(config)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise InputError(f"{where}: {cls.__name__} cannot be built from its config: {first_line(error)}") from None

@@ -1,0 +1,200 @@
+"""What every command shares: errors that end in exit code 2, progress on stderr, and JSON documents."""
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+Step = Callable[[str], None]
+CountedStep = Callable[[str, int, int], None]
+SECONDS_BETWEEN_LINES = 1.0
+SECONDS_OF_SILENCE = 3.0
+STDOUT = "-"  # as `--json -`
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The command prints the message and exits with 2."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found: a document of plain values, and whether all is well (exit code 0, else 1)."""
+
+    document: dict[str, Any]
+    passed: bool = True
+
+
+# ── progress ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def progress() -> Iterator[Step]:
+    """Gives `step(text)`, which says what comes next: a spinner, or lines with the time where stderr is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with _lines(console) as step:
+            yield step
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("starting")
+        yield lambda text: shown.update(task, description=escape(text))
+
+
+@contextmanager
+def progress_bar() -> Iterator[CountedStep]:
+    """Gives `step(text, done, total)`, which moves a bar; another total is another bar."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        with _lines(console) as line:
+            yield _counted(line)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as shown:
+        bars = {0: shown.add_task("starting", total=None)}
+
+        def step(text: str, done: int, total: int) -> None:
+            if total not in bars:
+                for bar in bars.values():
+                    shown.update(bar, visible=False)
+                bars[total] = shown.add_task("", total=total)
+            shown.update(bars[total], completed=done, description=escape(text))
+
+        yield step
+
+
+def _counted(step: Step) -> CountedStep:
+    """Counts and the time left as words, the latter by the pace since the total was first heard."""
+    begun: dict[int, float] = {}
+
+    def counted(text: str, done: int, total: int) -> None:
+        since = time.monotonic() - begun.setdefault(total, time.monotonic())
+        left = f", {since / done * (total - done):.0f} s left" if done else ""
+        step(f"{done} of {total}{left}: {text}")
+
+    return counted
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Step]:
+    """A line per step; of steps in quick succession, the first. The last step is repeated while nothing is said."""
+    lines = _Lines(console)
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(SECONDS_OF_SILENCE / 2):
+            lines.repeat()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield lines.step
+    finally:
+        done.set()
+        thread.join()
+
+
+class _Lines:
+    """Progress as lines of text."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begun = time.monotonic()
+        self._printed = self._begun - SECONDS_BETWEEN_LINES
+        self._text = ""
+
+    def step(self, text: str) -> None:
+        self._text = text
+        if time.monotonic() - self._printed >= SECONDS_BETWEEN_LINES:
+            self._print(text)
+
+    def repeat(self) -> None:
+        if self._text and time.monotonic() - self._printed >= SECONDS_OF_SILENCE:
+            self._print(self._text)
+
+    def _print(self, text: str) -> None:
+        self._printed = time.monotonic()
+        line = f"{self._printed - self._begun:.0f} s: {escape(text)}"
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+# ── documents ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plain(value: Any) -> Any:
+    """`value` with dataclasses as dicts, tuples as lists, paths as text; nan and inf, which JSON lacks, as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def write(document: Any, path: str | Path) -> None:
+    """Write `document` to `path`, making its folder; "-" is standard output. A write that is cut off leaves an older
+    document as it was.
+
+    Raises:
+        InputError: nothing can be written there.
+    """
+    text = json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
+    if str(path) == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    path = Path(path)
+    try:
+        _write_file(text, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def _write_file(text: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a pipe, a terminal
+        path.write_text(text, encoding="utf-8")
+        return
+    whole = path.with_name(path.name + ".new")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(path)
+
+
+# ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shorten(name: str, room: int) -> str:
+    """`name` in at most `room` characters (4 or more): its two ends, where it does not fit."""
+    tail = (room - 1) // 2
+    return name if len(name) <= room else f"{name[: room - 1 - tail]}…{name[-tail:]}"
+
+
+def stem(name: str, room: int) -> str:
+    """`shorten` of a file name without its suffix."""
+    return shorten(name.rpartition(".")[0] or name, room)
+
+
+def first_line(error: BaseException, room: int = 300) -> str:
+    """What an error says, in one line: its first sentence lines up to an empty one."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())[:room] or type(error).__name__
