@@ -60,7 +60,7 @@ def test_folders_beside_the_package_are_no_packages():
 
 
 def test_every_folder_of_sources_is_listed():
-    """pyproject.toml's packages are the folders that hold Python files: a new one that is forgotten is not installed."""
+    """pyproject.toml's packages are the folders that hold Python files: a folder that it forgets is not installed."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for name in SOURCES for path in (ROOT / name).rglob("*.py")}

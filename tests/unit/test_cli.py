@@ -1,8 +1,6 @@
 """The command line, run for real: what it prints, writes and exits with."""
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,8 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
-from fusedvit.cli import demo, documents, kernel_checks, names, towers  # noqa: E402
+from fusedvit.cli import console, demo, kernel_checks, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.cli.encoding import kernel_calls  # noqa: E402
 from fusedvit.cli.measure import Launches, gpu_launches, latency, operators, peak_mib, synchronisations  # noqa: E402
 from fusedvit.cli.towers import cast_parameters_, random_weights_  # noqa: E402
 
@@ -32,7 +29,7 @@ RUNNER = CliRunner()
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No subprocesses, and no more than the fewest rounds of timing."""
-    monkeypatch.setattr(kernel_checks, "run", lambda step: [])
+    monkeypatch.setattr(kernel_checks, "run", lambda step, seconds: [])
     monkeypatch.setattr(demo, "latency", lambda calls, device: latency(calls, device, seconds=0))
 
 
@@ -63,7 +60,7 @@ def test_demo_on_the_shipped_media(tmp_path: Path) -> None:
         outputs = [parity["output"] for parity in call["parity"]]
         assert outputs[0] == "pooler_output" and "deepstack_features[1]" in outputs
         assert all(parity["comparison"]["max_pt"] > 0 for parity in call["parity"])
-        assert call["latency_ms"]["fused"]["rounds"] >= 5
+        assert call["latency_ms"]["fused"]["rounds"] >= 5 if torch.cuda.is_available() else call["latency_ms"] is None
         assert (call["operators"] or call["launches"])["fused"]
     packing = {call["name"]: call for call in document["packing"]}
     assert [batch["tokens"] for batch in packing["all at once"]["batches"]] == [(38 * 32 + 4 * 12 * 20) // 4]
@@ -114,7 +111,7 @@ def test_demo_refuses_files_in_one_line(tmp_path: Path) -> None:
     broken.write_bytes(b"no picture")
     result, document = _demo(tmp_path, broken)
     assert result.exit_code == 2 and not document
-    assert "broken.png: does not decode as png" in result.output.replace("\n", " ")
+    assert "broken.png: does not decode as a picture" in result.output.replace("\n", " ")
     assert "Traceback" not in result.output
 
 
@@ -125,28 +122,6 @@ def test_env_names_versions(tmp_path: Path) -> None:
     assert found["packages"]["torch"] in result.output
     assert found["fusedvit"] == fusedvit.__version__
     assert len(found["gpus"]) == torch.cuda.device_count()
-
-
-def test_help_imports_no_transformers() -> None:
-    code = (
-        "import sys; from fusedvit.cli.app import app; "
-        "slow = {'transformers', 'matplotlib', 'av', 'PIL'} & set(sys.modules); assert not slow, slow; app()"
-    )
-    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "demo" in done.stdout and "env" in done.stdout
-
-
-def test_one_block_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    check = kernel_checks.interpreted_block()
-    assert check.passed, check.detail
-    assert set(check.values) == {"pooler_output", "last_hidden_state", "deepstack_features[0]"}
-
-
-def test_a_check_that_cannot_run_fails() -> None:
-    found, complaint = kernel_checks._json_of(["fusedvit.nothing_of_this_name"], {})
-    assert found is None and "nothing_of_this_name" in complaint
 
 
 def test_random_weights_leave_nothing_idle() -> None:
@@ -202,19 +177,10 @@ def test_gpu_costs_of_known_calls() -> None:
 
 
 def test_documents_are_valid_json(tmp_path: Path) -> None:
-    found = documents.plain({"a": (1.5, float("inf")), "b": Path("x"), 3: torch.float32, "c": None})
+    found = console.plain({"a": (1.5, float("inf")), "b": Path("x"), 3: torch.float32, "c": None})
     assert found == {"a": [1.5, "inf"], "b": "x", "3": "torch.float32", "c": None}
-    documents.write(found, tmp_path / "new" / "x.json")
+    console.write(found, tmp_path / "new" / "x.json")
     assert json.loads((tmp_path / "new" / "x.json").read_text()) == found
-
-
-def test_kernel_calls_of_a_fused_tower() -> None:
-    handle = fusedvit.fuse(towers.random_tower(torch.device("cpu")).model)
-    calls = kernel_calls(handle)
-    depth, mergers = towers.TINY["depth"], 1 + len(towers.TINY["deepstack_visual_indexes"])
-    assert calls["linear"] == 1 + 4 * depth + 2 * mergers
-    assert calls["attention"] == depth
-    assert calls["vision_metadata"] == calls["fingerprint"] == calls["layer_norm"] == 1
 
 
 def test_a_model_without_a_tower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photo: Path) -> None:
@@ -227,13 +193,7 @@ def test_a_model_without_a_tower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize("room", [4, 5, 18])
 def test_long_names_are_cut_in_the_middle(room: int) -> None:
-    assert names.shorten("a" * room, room) == "a" * room
-    cut = names.shorten("begin" + "a" * 40 + "end", room)
+    assert console.shorten("a" * room, room) == "a" * room
+    cut = console.shorten("begin" + "a" * 40 + "end", room)
     assert len(cut) == room and cut[0] == "b" and cut[-1] == "d"
-    assert names.stem("photo.of.me.png", 20) == "photo.of.me" and names.stem("all in one", 20) == "all in one"
-
-
-def test_a_checkpoint_that_is_not_there(tmp_path: Path, photo: Path) -> None:
-    result, document = _demo(tmp_path, photo, "--model", tmp_path / "none")
-    assert result.exit_code == 2 and not document
-    assert "Traceback" not in result.output
+    assert console.stem("photo.of.me.png", 20) == "photo.of.me" and console.stem("all in one", 20) == "all in one"

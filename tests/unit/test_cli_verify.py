@@ -26,7 +26,7 @@ RUNNER = CliRunner(env={"COLUMNS": "200"})
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """Stands in for one that is loaded."""
     tower = towers.random_tower(torch.device("cpu"))
-    monkeypatch.setattr(verify, "checkpoint_tower", lambda model, device: tower)
+    monkeypatch.setattr(verify, "load_tower", lambda model, device, dtype, step: tower)
     return tower.model
 
 
@@ -40,7 +40,7 @@ def test_a_good_checkpoint_passes(checkpoint: nn.Module, tmp_path: Path) -> None
 
 
 def test_a_difference_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = verify.demo.side_by_side
+    real = verify.side_by_side
 
     def spoiled(*arguments: Any) -> Any:
         made = real(*arguments)
@@ -48,7 +48,7 @@ def test_a_difference_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyP
             made.original.get_parameter("merger.linear_fc2.bias").add_(0.01)
         return made
 
-    monkeypatch.setattr(verify.demo, "side_by_side", spoiled)
+    monkeypatch.setattr(verify, "side_by_side", spoiled)
     result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE)])
     assert result.exit_code == 0, "the original's error is the yardstick: a worse original forgives"
 
@@ -59,7 +59,7 @@ def test_a_difference_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyP
                 side.get_parameter("merger.linear_fc2.bias").add_(0.01)
         return made
 
-    monkeypatch.setattr(verify.demo, "side_by_side", worse)
+    monkeypatch.setattr(verify, "side_by_side", worse)
     result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE)])
     assert result.exit_code == 1 and "3 of 4 outputs pass" in result.output and "error" in result.output
 

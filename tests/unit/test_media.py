@@ -9,8 +9,19 @@ import pytest
 import torch
 from einops import rearrange
 
-from fusedvit.cli.media import ASSETS, SAMPLE_IMAGE, SAMPLE_VIDEO, Limits, Media, MediaError, MediaTooLarge, load
-from fusedvit.cli.processors import PatchLayout, prepare, rows_from_frames
+from fusedvit.cli.media import (
+    ASSETS,
+    SAMPLE_IMAGE,
+    SAMPLE_VIDEO,
+    Limits,
+    Media,
+    MediaError,
+    MediaTooLarge,
+    PatchLayout,
+    load,
+    prepare,
+    rows_from_frames,
+)
 
 pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
@@ -145,9 +156,9 @@ def test_pixel_bomb_is_refused_by_its_header(tmp_path: Path, side: int) -> None:
 
 
 BAD_FILES = {
-    "cut.jpg": (lambda: SAMPLE_IMAGE.read_bytes()[:2000], "does not decode as jpg"),
-    "text.png": (lambda: b"hello", "does not decode as png"),
-    "photo.png": (SAMPLE_IMAGE.read_bytes, "does not decode as png"),  # the suffix names the decoder
+    "cut.jpg": (lambda: SAMPLE_IMAGE.read_bytes()[:2000], "does not decode as a picture"),
+    "text.png": (lambda: b"hello", "does not decode as a picture"),
+    "photo.mp4": (SAMPLE_IMAGE.read_bytes, "does not decode as mp4"),  # the suffix names a video's decoder
     "text.mp4": (lambda: b"hello" * 100, "does not decode as mp4"),
     "list.mp4": (lambda: b"#EXTM3U\n#EXTINF:1,\nhttp://localhost/x.ts\n", "does not decode as mp4"),
     "cut.mp4": (lambda: SAMPLE_VIDEO.read_bytes()[:300], "one video stream expected, got none"),
@@ -172,6 +183,9 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
 def test_missing_file_and_odd_names(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="no such file"):
         load(tmp_path / "none.png")
+    for given, said in ((tmp_path, "a folder"), ("https://host/a.png", "a URL")):
+        with pytest.raises(MediaError, match=said):
+            load(given)
     with pytest.raises(MediaError) as caught:
         load(tmp_path / "a\x1b[31m\n.png")
     assert "\x1b" not in str(caught.value) and "\n" not in str(caught.value)
@@ -187,6 +201,19 @@ def test_rotated_and_transparent_pictures(tmp_path: Path) -> None:
     assert load(tmp_path / "turned.jpg").frames.shape == (1, 60, 40, 3)
     picture.convert("RGBA").save(tmp_path / "alpha.png")
     assert load(tmp_path / "alpha.png").frames.shape == (1, 40, 60, 3)
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("photo.jpg", "PNG"), ("photo.png", "JPEG"), ("a.tif", "TIFF"), ("b.TIFF", "TIFF")]
+)
+def test_a_pictures_format_is_found_in_the_file(tmp_path: Path, name: str, kind: str) -> None:
+    Image.fromarray(_noise(1, 40, 60)[0]).save(tmp_path / name, format=kind)
+    assert load(tmp_path / name).frames.shape == (1, 40, 60, 3)
+
+
+def test_a_picture_that_the_processor_refuses() -> None:
+    with pytest.raises(MediaError, match=r"noise: Hugging Face's processor refuses it: .*aspect ratio.*200"):
+        prepare(Media("noise", "image", _noise(1, 10, 2500), 1), LAYOUT)
 
 
 def test_short_video_gives_what_it_has() -> None:

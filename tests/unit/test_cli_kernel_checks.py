@@ -1,0 +1,129 @@
+"""The demo's checks of kernels without a GPU: processes of their own, which end in time and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+
+import fusedvit  # noqa: E402
+from fusedvit.cli import kernel_checks, towers  # noqa: E402
+from fusedvit.cli.kernel_checks import FAILED, NOT_RUN, OK, KernelCheck  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _alive(pid: int) -> bool:
+    """Whether process `pid` still does anything; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Has the processes run a program of the test's own, which finds `arguments` as the real one does."""
+
+    def use(program: str) -> None:
+        code = f"from fusedvit.cli import kernel_checks\n{program}\nkernel_checks.main(sys.argv[1:])"
+        path = tmp_path / "stand_in.py"
+        path.write_text(f"import json, os, subprocess, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{code}\n")
+        real = subprocess.Popen
+
+        def popen(command: list[str], **options: Any) -> Any:
+            return real([command[0], str(path), *command[3:]], **options)
+
+        monkeypatch.setattr(kernel_checks.subprocess, "Popen", popen)
+
+    return use
+
+
+def test_one_block_in_the_interpreter() -> None:
+    with kernel_checks._worker("interpret") as worker:
+        worker.process.wait(timeout=300)
+        check = kernel_checks.interpreted_check(worker)
+    assert check.outcome == OK, check.detail
+    assert set(check.values) == {"pooler_output", "last_hidden_state", "deepstack_features[0]"}
+
+
+QUICK = "kernel_checks.interpreted_block = lambda: {'a': {'passed': True, 'ratio_max': 1.0}}\n"
+
+
+def test_what_compiles_is_counted(stand_in: Any) -> None:
+    stand_in(QUICK + "kernel_checks.compile_part = lambda part, parts: [{'problems': []}] * (part + 1)")
+    steps: list[str] = []
+    interpreted, compiled = kernel_checks.run(steps.append, 100)
+    assert (interpreted.outcome, compiled.outcome, compiled.detail) == (OK, OK, "3 kernels")
+    assert steps and all("kernels compiled for sm_90" in step for step in steps)
+
+
+def test_a_problem_fails(stand_in: Any) -> None:
+    stand_in(QUICK + "kernel_checks.compile_part = lambda part, parts: [{'problems': ['spills']}]")
+    _, compiled = kernel_checks.run(lambda text: None, 100)
+    assert (compiled.outcome, compiled.detail) == (FAILED, "spills")
+
+
+def test_a_process_that_dies_fails(stand_in: Any) -> None:
+    stand_in("kernel_checks.interpreted_block = lambda: 1 / 0\nkernel_checks.compile_part = lambda part, parts: 1 / 0")
+    for check in kernel_checks.run(lambda text: None, 100):
+        assert check.outcome == FAILED and "ZeroDivisionError" in check.detail
+
+
+def test_what_there_is_no_time_for_is_not_run_and_leaves_nothing(stand_in: Any, tmp_path: Path) -> None:
+    child = f"child = subprocess.Popen(['sleep', '600']); open({str(tmp_path)!r} + f'/{{child.pid}}', 'w').close()"
+    wait = f"def wait(*arguments):\n    {child}\n    time.sleep(600)\n    yield\n"
+    stand_in(f"{wait}kernel_checks.interpreted_block = lambda: list(wait())\nkernel_checks.compile_part = wait")
+    begin = time.monotonic()
+
+    def until_all_wait(text: str) -> None:
+        while len(list(tmp_path.glob("[0-9]*"))) < 3 and time.monotonic() - begin < 100:
+            time.sleep(0.1)
+
+    checks = kernel_checks.run(until_all_wait, 0.5)
+    assert [check.outcome for check in checks] == [NOT_RUN, NOT_RUN] and all(check.passed for check in checks)
+    pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
+    assert len(pids) == 3
+    time.sleep(0.2)
+    assert not [pid for pid in pids if _alive(pid)], "what the processes had started is killed too"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process dies with its parent on Linux alone")
+def test_processes_die_with_what_started_them() -> None:
+    """Even if that is killed and runs no `finally`."""
+    child = "from fusedvit.cli.kernel_checks import die_with; import os, sys, time; die_with(int(sys.argv[1])); "
+    child += "print(os.getpid(), flush=True); time.sleep(600)"
+    parent = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]).wait()"
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end = time.monotonic() + 20
+    while _alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _alive(pid)
+
+
+def test_outcomes() -> None:
+    assert [KernelCheck("x", outcome, "", {}).passed for outcome in (OK, NOT_RUN, FAILED)] == [True, True, False]
+
+
+def test_kernel_calls_of_a_fused_tower() -> None:
+    handle = fusedvit.fuse(towers.random_tower(torch.device("cpu")).model)
+    calls = kernel_checks.kernel_calls(handle)
+    depth, mergers = towers.TINY["depth"], 1 + len(towers.TINY["deepstack_visual_indexes"])
+    assert calls["linear"] == 1 + 4 * depth + 2 * mergers
+    assert calls["attention"] == depth
+    assert calls["vision_metadata"] == calls["fingerprint"] == calls["layer_norm"] == 1

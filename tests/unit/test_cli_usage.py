@@ -1,0 +1,284 @@
+"""What the command line does with what it is given: exit codes, one line in place of a traceback, JSON alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+Image = pytest.importorskip("PIL.Image")
+transformers = pytest.importorskip("transformers")
+
+from typer.testing import CliRunner  # noqa: E402
+
+import fusedvit  # noqa: E402
+from fusedvit.cli import checkpoint, env  # noqa: E402
+from fusedvit.cli.app import app  # noqa: E402
+from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
+from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNNER = CliRunner(env={"COLUMNS": "200"})
+ROPE = {"rope_type": "default", "mrope_section": [8, 8, 8], "rope_theta": 1e4}
+TEXT = {"num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 2}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": 64, "rope_parameters": ROPE}
+
+
+def _run(*arguments: str | Path) -> Any:
+    return RUNNER.invoke(app, list(map(str, arguments)))
+
+
+def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path} | variables
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+
+
+def _refused(result: Any, said: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.output.split()) and "Traceback" not in result.output
+    lines = [line for line in result.output.strip().splitlines() if not re.match(r"\d+ s: ", line)]  # of progress
+    assert len(lines) == 1, result.output
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole Qwen3-VL with a tiny tower and a language model, in several shards."""
+    config = transformers.Qwen3VLConfig(text_config=TEXT | {"head_dim": 48}, vision_config=dict(TINY))
+    return _saved(transformers.Qwen3VLForConditionalGeneration(config), tmp_path_factory.mktemp("qwen3"), "200KB")
+
+
+@pytest.fixture(scope="module")
+def colqwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A supported tower in a model that no AutoModel class maps."""
+    vision = {"depth": 2, "embed_dim": 160, "num_heads": 2, "hidden_size": 96}
+    config = transformers.ColQwen2Config(vlm_config=transformers.Qwen2VLConfig(text_config=TEXT, vision_config=vision))
+    return _saved(transformers.ColQwen2ForRetrieval(config), tmp_path_factory.mktemp("colqwen2"), "5GB")
+
+
+def _saved(model: Any, folder: Path, shard: str) -> Path:
+    random_weights_(model)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_tower_is_loaded_without_the_language_model(
+    qwen3: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_whole_model", None)
+    cpu, steps = torch.device("cpu"), list[str]()
+    found = checkpoint.load_tower(str(qwen3), cpu, checkpoint.DTYPES[dtype], steps.append)
+    assert type(found.model).__name__ == "Qwen3VLVisionModel" and not found.model.training
+    whole = transformers.Qwen3VLForConditionalGeneration.from_pretrained(qwen3, dtype=checkpoint.DTYPES[dtype])
+    expected = whole.model.visual.state_dict() | dict(whole.model.visual.named_buffers())
+    loaded = found.model.state_dict() | dict(found.model.named_buffers())
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert found.model.config._attn_implementation == whole.model.visual.config._attn_implementation
+
+
+def test_verify_in_another_dtype(qwen3: Path, tmp_path: Path) -> None:
+    result = _run("verify", qwen3, SAMPLE_IMAGE, "--dtype", "bf16", "--device", "cpu", "--json", tmp_path / "v.json")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert (written["dtype"], written["device"], written["passed"]) == ("torch.bfloat16", "cpu", True)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_verify_of_a_model_that_automodel_does_not_map(
+    colqwen2: Path, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not alone:
+        monkeypatch.setattr(checkpoint, "_tower_alone", lambda *arguments: None)
+    result = _run("verify", colqwen2, SAMPLE_IMAGE, "--device", "cpu")
+    assert result.exit_code == 0 and "2 of 2 outputs pass" in result.output, result.output
+
+
+def test_weights_of_another_name_take_the_whole_model(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_prefix_of", lambda wanted, shards: None)
+    found = checkpoint.load_tower(str(qwen3), torch.device("cpu"), torch.float32, lambda text: None)
+    assert type(found.model).__name__ == "Qwen3VLForConditionalGeneration"
+
+
+def test_a_prefix_is_unique_and_whole() -> None:
+    wanted = {"a.weight", "b.weight"}
+    assert checkpoint._prefix_of(wanted, {"x.a.weight": "1", "x.b.weight": "1", "y.a.weight": "1"}) == "x."
+    assert checkpoint._prefix_of(wanted, {"a.weight": "1", "b.weight": "1"}) == ""
+    assert checkpoint._prefix_of(wanted, {"x.a.weight": "1", "y.b.weight": "1"}) is None
+    twice = {f"{at}.{name}": "1" for at in "xy" for name in wanted}
+    assert checkpoint._prefix_of(wanted, twice) is None
+
+
+def _no_config(folder: Path) -> str:
+    (folder / "model.safetensors").write_bytes(b"")
+    return "holds no config.json"
+
+
+def _broken_config(folder: Path) -> str:
+    (folder / "config.json").write_text("{")
+    return "no config that transformers reads"
+
+
+def _unknown_type(folder: Path) -> str:
+    (folder / "config.json").write_text('{"model_type": "nothing_known"}')
+    return "nothing_known"
+
+
+def _llama(folder: Path) -> str:
+    transformers.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return "LlamaForCausalLM holds no supported vision tower"
+
+
+def _no_weights(folder: Path) -> str:
+    vision = dict(TINY)
+    architectures = ["Qwen3VLForConditionalGeneration"]
+    transformers.Qwen3VLConfig(text_config=TEXT, vision_config=vision, architectures=architectures).save_pretrained(
+        folder
+    )
+    return "Qwen3VLForConditionalGeneration does not load"
+
+
+@pytest.mark.parametrize("make", [_no_config, _broken_config, _unknown_type, _llama, _no_weights])
+def test_checkpoints_that_cannot_be_used(make: Callable[[Path], str], tmp_path: Path) -> None:
+    said = make(tmp_path)
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), said)
+
+
+def test_truncated_weights(colqwen2: Path, qwen3: Path, tmp_path: Path) -> None:
+    for name, source in (("one", colqwen2), ("many", qwen3)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for path in source.iterdir():
+            content = path.read_bytes()
+            cut = path.suffix == ".safetensors"
+            (folder / path.name).write_bytes(content[: len(content) // 2] if cut else content)
+        _refused(_run("verify", folder, SAMPLE_IMAGE), "no whole safetensors file")
+    (tmp_path / "many" / "model-00001-of-00026.safetensors").unlink(missing_ok=True)
+
+
+def test_a_shard_that_is_missing(qwen3: Path, tmp_path: Path) -> None:
+    index = json.loads((qwen3 / checkpoint.INDEX).read_text(encoding="utf-8"))["weight_map"]
+    missing = next(shard for name, shard in index.items() if ".visual." in name)
+    for path in qwen3.iterdir():
+        if path.name != missing:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), f"{missing}, which the index names, is missing")
+
+
+@pytest.mark.parametrize("given, said", [("none/at/all", "no such folder"), ("./none", "no such folder")])
+def test_folders_that_are_not_there(given: str, said: str) -> None:
+    _refused(_run("verify", given), said)
+    _refused(_run("demo", "--model", given), said)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    _refused(_run("verify", "https://host/model"), "a URL")
+    _refused(_run("verify", SAMPLE_IMAGE), "a file")
+    _refused(_run("verify", "mine", "--dtype", "int8"), "bf16, fp16, fp32")
+    for device in ("tpu", "nonsense", "cuda:99"):
+        _refused(_run("verify", "mine", "--device", device), "--device")
+
+
+# ── media ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_media_that_cannot_be_used(tmp_path: Path) -> None:
+    wide = tmp_path / "wide.png"
+    Image.fromarray(np.zeros((10, 2500, 3), dtype=np.uint8)).save(wide)
+    cases = {tmp_path / "none.png": "none.png: no such file", tmp_path: "a folder", "https://host/a.png": "a URL"}
+    cases[wide] = "wide.png: Hugging Face's processor refuses it"
+    for given, said in cases.items():
+        _refused(_run("demo", given, "--plot", tmp_path / "x.png"), said)
+    assert not (tmp_path / "x.png").exists()
+
+
+# ── the command itself ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_standard_output_is_json_alone(qwen3: Path) -> None:
+    done = _python("-m", "fusedvit", "verify", str(qwen3), str(SAMPLE_IMAGE), "--device", "cpu", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"] is True
+    assert "outputs pass" in done.stderr and "Traceback" not in done.stderr
+    done = _python("-m", "fusedvit", "env", "--json", "-")
+    assert json.loads(done.stdout)["verdict"] in " ".join(done.stderr.split())
+
+
+def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = _run("env", "--json", tmp_path / "file" / "env.json")
+    assert result.exit_code == 2 and "cannot be written" in result.output and "Traceback" not in result.output
+
+
+def test_version_and_help() -> None:
+    done = _python("-m", "fusedvit", "--version")
+    assert (done.returncode, done.stdout) == (0, f"fusedvit {fusedvit.__version__}\n")
+    for command in ([], ["demo"], ["verify"], ["env"], ["tune"], ["bench"], ["bench", "kernels"]):
+        assert _run(*command, "--help").exit_code == 0
+    assert _run("verify").exit_code == 2 and _run("nothing").exit_code == 2
+
+
+def test_help_is_quick() -> None:
+    code = (
+        "import sys, atexit; from fusedvit.__main__ import main; "
+        "slow = {'torch', 'triton', 'transformers', 'matplotlib', 'av', 'PIL', 'numpy'}; "
+        "atexit.register(lambda: print('heavy:', slow & set(sys.modules))); sys.argv = ['fusedvit', '--help']; main()"
+    )
+    begin = time.perf_counter()
+    done = _python("-c", code)
+    assert done.returncode == 0 and "heavy: set()" in done.stdout, done.stderr
+    assert "demo" in done.stdout and time.perf_counter() - begin < 10, "1 s on an idle machine"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "PIL"])
+def test_without_the_cli_extra(missing: str, tmp_path: Path) -> None:
+    """As if the package were not installed."""
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('No module named {missing}', name='{missing}')")
+    done = _python(
+        "-m", "fusedvit", "demo", "--plot", str(tmp_path / "d.png"), PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines()[-1] == f'The command needs {missing}: pip install "fusedvit[cli]"'
+    assert "Traceback" not in done.stderr
+
+
+# ── the verdict of env ────────────────────────────────────────────────────────────────────────────────────────────────
+
+GPU = {"name": "NVIDIA H200", "capability": "90", "tuning": "no tuning table: heuristics choose", "left_out": []}
+GOOD: dict[str, Any] = {
+    "packages": {"torch": "2.13.0+cu130", "triton": "3.7.1", "transformers": "5.23.0"},
+    "supported": {"torch": ">=2.11,<2.16", "triton": ">=3.6,<3.10", "transformers": ">=5.16,<5.24"},
+    "cuda": "13.0",
+    "gpus": [GPU],
+}
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({}, "ready: NVIDIA H200, no tuning table: heuristics choose"),
+        ({"packages": GOOD["packages"] | {"torch": "2.10.0"}}, "works, but torch 2.10.0 is outside >=2.11,<2.16"),
+        ({"gpus": [GPU | {"left_out": ["stale"]}]}, "works, but stale"),
+        ({"gpus": []}, "cannot run fused, because torch sees no NVIDIA GPU"),
+        ({"gpus": [], "cuda": None}, "cannot run fused, because torch is a CPU build"),
+        ({"gpus": [GPU | {"capability": "75"}]}, "cannot run fused, because NVIDIA H200 is sm_75"),
+        ({"packages": GOOD["packages"] | {"triton": None}}, "cannot run fused, because Triton is not installed"),
+    ],
+)
+def test_the_verdict(changes: dict[str, Any], said: str) -> None:
+    assert env.verdict(GOOD | changes).startswith(said)
