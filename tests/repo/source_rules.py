@@ -287,3 +287,12 @@ def machine_traces(root: Path) -> Iterator[str]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if match := MACHINE.search(line):
                 yield f"{path.relative_to(root).as_posix()}:{number}: {match.group()}"
+
+
+def missing_pages(root: Path) -> Iterator[str]:
+    """Mentions of a page of docs/ that is not there."""
+    for path in text_files(root):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for page in re.findall(r"\bdocs/[\w.-]+\.md\b", line):
+                if not (root / page).exists():
+                    yield f"{path.relative_to(root).as_posix()}:{number}: {page}"
