@@ -20,7 +20,7 @@ from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
 from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
-from fusedvit.kernels.positions import width
+from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference.positions import packed_cos_sin
@@ -162,7 +162,7 @@ def _inputs(
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         table = torch.stack([angle.cos(), angle.sin()], 1)
-        words = _in_buffer(rows, width(spec.head_dim), torch.int32, device)
+        words = _in_buffer(rows, packed_width(spec.head_dim), torch.int32, device)
         packed_cos_sin(table, torch.tensor([rows]), words)
         found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, words)
     if "taps" in parts:

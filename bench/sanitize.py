@@ -53,7 +53,7 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
 def grids(device: torch.device) -> Iterator[str]:
     """A grid and pixels taken over as a graph's call does it, in room for as many and for more."""
     rows = sum(t * h * w for t, h, w in GRID)
-    for dtype in load_inputs.DTYPES:
+    for dtype in load_inputs.GRID_DTYPES:
         for room in (len(GRID), 64):
             table = torch.empty(room, 3, dtype=torch.int32, device=device)
             pixels = torch.randn(rows, WIDTH, device=device)

@@ -1,13 +1,14 @@
-"""Varlen attention over packed q | k | v rows, without a mask: each segment (a frame) attends to itself.
+"""Varlen attention over packed q | k | v rows, without a mask: each segment (a frame, or a window) attends to itself.
 
-    out[t, h] = sum_j p[t, j] v[j, h] / sum_j p[t, j],  p[t, j] = 2^(q[t, h] . k[j, h])     j over t's segment
+    out[t, h] = sum_j p[t, j] v[j, h] / sum_j p[t, j],   p[t, j] = 2^(q[t, h] . k[j, h])     j over t's segment
 
-which is softmax where q comes scaled by `query_scale`: a weight of the product before holds it as well (folding.py).
+This is softmax where q comes scaled by `query_scale`, which the weights of the qkv GEMM hold already.
 
-Online softmax in base 2, fp32. A head_dim that is no power of two is cut in two (72 = 64 + 16 with 8 columns to spare,
-80 = 64 + 16): padding it to 128 would waste 44 % of the tensor cores' work. The tail box of a 72-wide head reads 8
-columns of the next head; q's are zeroed once, so they add nothing to q . k, and those of v are not stored.
-Work is a list of query tiles built on the device (metadata.py); CTAs loop over tiles x heads.
+Online softmax in base 2, fp32. A head_dim that is no power of two is split in two products (72 = 64 + 16 with 8 columns
+to spare, 80 = 64 + 16): padding it to 128 would waste 44 % of the tensor cores' work. The tail of a 72-wide head reads
+8 columns of the next head: q's are zeroed once, so that they add nothing to q . k, and v's are not stored.
+
+Work is a list of query tiles built on the device (metadata.py); programs loop over tiles x heads.
 """
 
 import math
@@ -20,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.launch import launch
 from fusedvit.kernels.tile_configs import AttentionConfig
-from fusedvit.kernels.tma import box
+from fusedvit.kernels.tma import descriptor
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Segments:
 
 @triton.jit
 def _scores(q, q_tail, kv_desc, kv_tail_desc, j, col_k, TAIL: tl.constexpr, HEAD: tl.constexpr):
-    """q . k of one key block, fp32 [BLOCK_M, BLOCK_N]."""
+    """q k^T of one key block, [BLOCK_M, BLOCK_N] fp32."""
     s = tl.dot(q, kv_desc.load([j, col_k]).T, input_precision="ieee")
     if TAIL > 0:
         s = tl.dot(q_tail, kv_tail_desc.load([j, col_k + HEAD]).T, s, input_precision="ieee")
@@ -63,7 +64,8 @@ def _softmax_step(s, m, l):
 
 @triton.jit
 def _add_product(acc, p, v):
-    """acc + p v. In fp32 block by block: one running sum over all keys loses more than PyTorch's does."""
+    """acc + p v: [BLOCK_M, BLOCK_N] @ [BLOCK_N, HEAD or TAIL]. In fp32 block by block, as one running sum over all keys
+    loses more than PyTorch's."""
     if p.dtype == tl.float32:
         return tl.fma(tl.dot(p, v, input_precision="ieee"), 1.0, acc)
     else:
@@ -79,17 +81,17 @@ def _store_head(out_ptr, acc, rows, mask_m, col, limit, OUT_COLS: tl.constexpr, 
 
 @triton.jit
 def _attention_kernel(
-    q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [BLOCK_M, HEAD]; without COPY_ENGINE a pointer, as the next three
-    q_tail_desc,  # the same, boxes [BLOCK_M, TAIL]
-    kv_desc,  # boxes [BLOCK_N, HEAD]
-    kv_tail_desc,  # boxes [BLOCK_N, TAIL]
+    q_desc,  # [T, 3 * HEADS * HEAD_DIM] in blocks [BLOCK_M, HEAD]; without COPY_ENGINE a pointer, like the next three
+    q_tail_desc,  # the same in blocks [BLOCK_M, TAIL]
+    kv_desc,  # [BLOCK_N, HEAD]
+    kv_tail_desc,  # [BLOCK_N, TAIL]
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32
     num_tiles_ptr,  # [1] int32
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD: tl.constexpr,  # the power-of-two part of head_dim
-    TAIL: tl.constexpr,  # box of the rest, 0 if none
+    TAIL: tl.constexpr,  # the rest, padded; 0 if none
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -111,19 +113,19 @@ def _attention_kernel(
         col_k = (HEADS + head) * HEAD_DIM
         col_v = (2 * HEADS + head) * HEAD_DIM
         if not COPY_ENGINE:  # rows past the frame's end read as zeros
-            q_box = tl.make_tensor_descriptor(q_desc, [end, COLS], [COLS, 1], [BLOCK_M, HEAD])
-            kv_box = tl.make_tensor_descriptor(kv_desc, [end, COLS], [COLS, 1], [BLOCK_N, HEAD])
+            q_src = tl.make_tensor_descriptor(q_desc, [end, COLS], [COLS, 1], [BLOCK_M, HEAD])
+            kv_src = tl.make_tensor_descriptor(kv_desc, [end, COLS], [COLS, 1], [BLOCK_N, HEAD])
             if TAIL > 0:
-                q_tail_box = tl.make_tensor_descriptor(q_tail_desc, [end, COLS], [COLS, 1], [BLOCK_M, TAIL])
-                kv_tail_box = tl.make_tensor_descriptor(kv_tail_desc, [end, COLS], [COLS, 1], [BLOCK_N, TAIL])
+                q_tail_src = tl.make_tensor_descriptor(q_tail_desc, [end, COLS], [COLS, 1], [BLOCK_M, TAIL])
+                kv_tail_src = tl.make_tensor_descriptor(kv_tail_desc, [end, COLS], [COLS, 1], [BLOCK_N, TAIL])
             else:
-                q_tail_box, kv_tail_box = None, None
+                q_tail_src, kv_tail_src = None, None
         else:
-            q_box, q_tail_box, kv_box, kv_tail_box = q_desc, q_tail_desc, kv_desc, kv_tail_desc
+            q_src, q_tail_src, kv_src, kv_tail_src = q_desc, q_tail_desc, kv_desc, kv_tail_desc
 
-        q = q_box.load([row0, col_q])
+        q = q_src.load([row0, col_q])
         if TAIL > 0:
-            q_tail = q_tail_box.load([row0, col_q + HEAD])
+            q_tail = q_tail_src.load([row0, col_q + HEAD])
             q_tail = tl.where((tl.arange(0, TAIL) < HEAD_DIM - HEAD)[None, :], q_tail, 0.0).to(q.dtype)
             acc_tail = tl.zeros([BLOCK_M, TAIL], tl.float32)
         else:
@@ -134,28 +136,28 @@ def _attention_kernel(
 
         full_end = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
         for j in tl.range(begin, full_end, BLOCK_N, num_stages=NUM_STAGES):
-            s = _scores(q, q_tail, kv_box, kv_tail_box, j, col_k, TAIL, HEAD)
+            s = _scores(q, q_tail, kv_src, kv_tail_src, j, col_k, TAIL, HEAD)
             p, alpha, m, l = _softmax_step(s, m, l)
             p = p.to(q.dtype)
-            acc = _add_product(acc * alpha[:, None], p, kv_box.load([j, col_v]))
+            acc = _add_product(acc * alpha[:, None], p, kv_src.load([j, col_v]))
             if TAIL > 0:
-                acc_tail = _add_product(acc_tail * alpha[:, None], p, kv_tail_box.load([j, col_v + HEAD]))
+                acc_tail = _add_product(acc_tail * alpha[:, None], p, kv_tail_src.load([j, col_v + HEAD]))
 
         # The last block, 1 to BLOCK_N keys. Keys past the end belong to another frame and may be NaN: their scores
         # are masked and their values zeroed.
         valid = full_end + tl.arange(0, BLOCK_N) < end
-        s = _scores(q, q_tail, kv_box, kv_tail_box, full_end, col_k, TAIL, HEAD)
+        s = _scores(q, q_tail, kv_src, kv_tail_src, full_end, col_k, TAIL, HEAD)
         s = tl.where(valid[None, :], s, -float("inf"))
         p, alpha, m, l = _softmax_step(s, m, l)
         p = p.to(q.dtype)
-        v = tl.where(valid[:, None], kv_box.load([full_end, col_v]), 0.0).to(q.dtype)
+        v = tl.where(valid[:, None], kv_src.load([full_end, col_v]), 0.0).to(q.dtype)
         acc = _add_product(acc * alpha[:, None], p, v)
         if TAIL > 0:
             # The tail of v goes through a HEAD-wide product here: ptxas 12.8 restores the descriptors of a chain of
-            # 16-wide ones while the hardware still reads them, which ends in wild shared-memory reads (aot.py looks
-            # for the pattern in the machine code).
+            # 16-wide ones while the hardware still reads them, which ends in wild shared-memory reads
+            # (`codegen_checks.rewritten_descriptors` finds the pattern in the machine code).
             keep = valid[:, None] & (tl.arange(0, HEAD) < TAIL)[None, :]
-            v_wide = tl.where(keep, kv_box.load([full_end, col_v + HEAD]), 0.0).to(q.dtype)
+            v_wide = tl.where(keep, kv_src.load([full_end, col_v + HEAD]), 0.0).to(q.dtype)
             wide = tl.dot(p, v_wide, input_precision="ieee")
             acc_tail = acc_tail * alpha[:, None] + tl.sum(tl.reshape(wide, (BLOCK_M, HEAD // TAIL, TAIL)), 1)
 
@@ -168,14 +170,14 @@ def _attention_kernel(
 
 
 def query_scale(head_dim: int) -> float:
-    """What q is multiplied by: `2 ** (query_scale q . k)` is `exp(head_dim ** -0.5 q . k)`."""
+    """Factor of q: `2 ** (query_scale q . k)` is `exp(head_dim ** -0.5 q . k)`."""
     return head_dim**-0.5 / math.log(2)
 
 
 def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
-    """(power-of-two part of at most `max_head`, tail box) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
+    """(power-of-two part of at most `max_head`, padded rest) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
 
-    A tensor-core product wants every side at least 16 wide, so the tail box is 16 or more.
+    Tensor cores take sides of at least 16, so the rest is padded to 16 or more.
     """
     head = min(1 << (head_dim.bit_length() - 1), max_head)
     rest = head_dim - head
@@ -197,10 +199,11 @@ def attention(
     Args:
         qkv: `[T, 3 * heads * head_dim]` contiguous, rotated q | k | v, q scaled by `query_scale(head_dim)`.
         segments: frames and the tile list for `config.block_m`.
-        out: `[T, heads * head_dim]` contiguous.
+        out: `[T, heads * head_dim]` contiguous; rows of other segments are left alone.
+        config: tile and schedule.
     """
     assert qkv.is_contiguous() and out.is_contiguous(), "qkv and out must be contiguous"
-    assert segments.block_m == config.block_m, f"tiles of {segments.block_m} queries, config {config.block_m}"
+    assert segments.block_m == config.block_m, f"expected tiles of {config.block_m} queries, got {segments.block_m}"
     head, tail = split_head(head_dim, config.max_head)
     programs = min(config.max_programs, segments.tiles.shape[0] * heads)
     if programs == 0:
@@ -218,12 +221,12 @@ def attention(
         "COPY_ENGINE": config.copy_engine,
         "USE_PDL": pdl,
     }
-    boxes = tuple(
-        box(qkv, rows, cols, config.copy_engine) if cols else None
+    descriptors = tuple(
+        descriptor(qkv, rows, cols, config.copy_engine) if cols else None
         for rows in (config.block_m, config.block_n)
         for cols in (head, tail)
     )
     pointers = (out, segments.tiles, segments.num_tiles)
     options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})
-    launch(_attention_kernel, programs, boxes, pointers, constants, options)
+    launch(_attention_kernel, programs, descriptors, pointers, constants, options)
     return out

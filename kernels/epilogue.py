@@ -1,4 +1,13 @@
-"""What plain Triton does with a tile's sums between the product and rounding: see linear.py for the formula."""
+"""What a GEMM does with a tile's fp32 sums before they are rounded and stored; `kernels.linear` has the formula.
+
+First the records that the host passes (`Epilogue` and its parts), then the jit functions that plain Triton's kernels
+call. Hopper's GEMMs take the same records and have their own functions (hopper/gemm_epilogue.py).
+
+Row statistics are partial moments: a producing epilogue writes them so that the next GEMM can fold its norm in. A row
+of `length` channels is cut into parts of `width`. Of each part the mean and M2, the sum of squared deviations, are kept
+in fp32; the reader merges them with the pairwise update of Chan, Golub and LeVeque (1979). Unlike sums of squares this
+stays exact when one channel is hundreds of times the rest, as in trained towers.
+"""
 
 from dataclasses import dataclass
 
@@ -6,12 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-# ── row stats ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Partial row moments: what a producing epilogue writes so that the next product can fold its normalisation in.
-#
-# A row of `length` channels is cut into parts of `width`; of each part the mean and the sum of squared deviations (M2)
-# are kept in fp32 and merged by the reader with the pairwise update of Chan, Golub and LeVeque (1979). Unlike sums of
-# squares this stays exact when a channel is hundreds of times the rest, as trained towers have.
+ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,132 @@ class RowStats:
         return RowStats(storage[: rows * parts * 2].view(rows, parts, 2), width, length)
 
     def merged(self, factor: int) -> "RowStats":
-        """The same moments for rows that are `factor` producing rows side by side."""
+        """The same moments for rows that are `factor` consecutive producing rows."""
         rows, parts, _ = self.partials.shape
         return RowStats(self.partials.view(rows // factor, parts * factor, 2), self.width, self.length)
 
 
+@dataclass(frozen=True)
+class NormFold:
+    """A norm folded into the weight: LayerNorm as `rstd * (acc - mean * colsum)`, RMSNorm as `acc / rms`.
+
+    Attributes:
+        stats: moments of the input rows.
+        colsum: `[N]` fp32, row sums of the folded weight; None for an RMSNorm.
+        eps: added to the variance, or to the mean square.
+    """
+
+    stats: RowStats | None = None
+    colsum: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of the first `cols` columns, whose pairs are neighbours (2i, 2i + 1) within each head.
+
+    Attributes:
+        table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
+        cols: columns to rotate: q and k.
+        head_dim: columns of a head.
+        packed: `[T, packed_width(head_dim)]` int32, cos and sin in 16 bits each (see positions.py), for operands of 16
+            bits.
+    """
+
+    table: torch.Tensor | None = None
+    cols: int = 0
+    head_dim: int = 2
+    packed: torch.Tensor | None = None
+
+    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, int]:
+        """What operands of `dtype` are rotated by: (`packed`, its columns), or (`table`, 0) for fp32 and wider."""
+        if self.packed is None or dtype.itemsize > 2:
+            return self.table, 0
+        return self.packed, self.packed.shape[1]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """A weighted sum of rows of a table, added to each row: an interpolated position embedding.
+
+    Attributes:
+        table: `[positions, N]`.
+        index: `[T, taps]` int32.
+        weight: `[T, taps]` fp32.
+    """
+
+    table: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory of a split-K GEMM: the partial sums of its parts. One launch at a time may use it.
+
+    Attributes:
+        sums: flat fp32.
+        counters: `[4, tiles]` int32, zeros at first. Row 0 is plain Triton's, which leaves zeros; the others are
+            Hopper's, one for each power of two of parts, and only ever count up.
+    """
+
+    sums: torch.Tensor
+    counters: torch.Tensor
+
+    @staticmethod
+    def zeros(sums: int, counters: int, device: torch.device) -> "Scratch":
+        """Room for so many partial sums and counters."""
+        return Scratch(
+            torch.empty(sums, dtype=torch.float32, device=device),
+            torch.zeros(4, counters, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Applied in this order: norm, bias, taps, rope, activation, residual; then rounding and statistics.
+
+    Attributes:
+        bias: `[N]`, any float dtype.
+        activation: one of `ACTIVATIONS`. "swiglu" takes columns in pairs (gate, up) and gives silu(gate) * up, half as
+            many columns.
+        limit: clamps swiglu's factors first: gate to at most `limit`, up to at most `limit` in absolute value; 0 for no
+            clamp.
+        residual: `[T, N]`; may be the output itself.
+        stats: where moments of the rounded output rows go.
+        scratch: for configurations that split K; others ignore it.
+
+    Raises:
+        ValueError: an unknown activation; swiglu with a residual or statistics.
+    """
+
+    bias: torch.Tensor | None = None
+    norm: NormFold | None = None
+    taps: Taps | None = None
+    rope: Rope | None = None
+    activation: str = "none"
+    limit: float = 0.0
+    residual: torch.Tensor | None = None
+    stats: RowStats | None = None
+    scratch: Scratch | None = None
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}")
+        if self.gated and (self.residual is not None or self.stats is not None):
+            raise ValueError("swiglu takes neither residual nor statistics, got one")
+
+    @property
+    def gated(self) -> bool:
+        """The output has one column for two of the product."""
+        return self.activation == "swiglu"
+
+
+# ── jit functions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @triton.jit
-def _merge_moments(
+def merge_moments(
     stats_ptr,  # [T, PARTS, 2] fp32
     rows,  # [BLOCK_M] int64
     mask_m,  # [BLOCK_M]
@@ -83,7 +206,7 @@ def _merge_moments(
 
 
 @triton.jit
-def _merge_squares(
+def merge_squares(
     stats_ptr,  # [T, PARTS, 2] fp32
     rows,  # [BLOCK_M] int64
     mask_m,  # [BLOCK_M]
@@ -108,7 +231,86 @@ def _merge_squares(
 
 
 @triton.jit
-def _store_moments(
+def add_taps(
+    acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N: tl.constexpr, TAPS: tl.constexpr
+):
+    """acc [BLOCK_M, BLOCK_N] + sum_i tap_weight[t, i] table[tap_index[t, i], n]."""
+    for i in tl.static_range(TAPS):
+        index = tl.load(tap_index_ptr + rows * TAPS + i, mask=mask_m, other=0).to(tl.int64)  # [BLOCK_M]
+        weight = tl.load(tap_weight_ptr + rows * TAPS + i, mask=mask_m, other=0.0)
+        mask = mask_m[:, None] & mask_n[None, :]
+        row = tl.load(table_ptr + index[:, None] * N + cols[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
+        acc += weight[:, None] * row.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """The activation on fp32 values. gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))."""
+    if ACT == "gelu_tanh":
+        return x / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
+    elif ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "quick_gelu":
+        return x / (1.0 + tl.exp2(-2.45546696 * x))
+    else:
+        return x
+
+
+@triton.jit
+def gate_pairs(acc, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of (gate, up) pairs -> silu(gate) up, [BLOCK_M, BLOCK_N / 2]."""
+    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
+
+
+@triton.jit
+def _unpack_cos_sin(word):
+    """(cos, sin) fp32 from the two 16-bit halves u of `word`: u / 32768 - 1, exact in fp32.
+
+    u becomes the mantissa of the float 2^23 + u. Integer-to-float conversions have a quarter of the other instructions'
+    throughput: with them the qkv GEMM was 5 % slower.
+    """
+    cos = ((word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+    sin = (((word >> 16) & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+    return cos * (1.0 / 32768) - 257.0, sin * (1.0 / 32768) - 257.0
+
+
+@triton.jit
+def rotate_pairs(
+    acc,  # [BLOCK_M, BLOCK_N] fp32
+    rope_ptr,  # [T, PACKED_COLS] int32, packed cos and sin of a pair (positions.py); or [T, 2, HEAD_DIM / 2] fp32
+    rows,  # [BLOCK_M] int64
+    mask_m,
+    col0,
+    ROPE_COLS: tl.constexpr,  # q and k columns; the rest (v) is left alone
+    HEAD_DIM: tl.constexpr,
+    PACKED_COLS: tl.constexpr,  # 0: cos and sin in fp32
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rotates the neighbouring columns (a, b) of q and k: (a cos - b sin, b cos + a sin)."""
+    a, b = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    pair = col0 // 2 + tl.arange(0, BLOCK_N // 2)
+    rotated = (pair < ROPE_COLS // 2)[None, :]
+    mask = mask_m[:, None] & rotated
+    if PACKED_COLS > 0:
+        word = tl.load(rope_ptr + rows[:, None] * PACKED_COLS + (pair % (HEAD_DIM // 2))[None, :], mask=mask, other=0)
+        cos, sin = _unpack_cos_sin(word)
+        if ROPE_COLS % BLOCK_N != 0:
+            cos, sin = tl.where(rotated, cos, 1.0), tl.where(rotated, sin, 0.0)
+    else:
+        ptrs = rope_ptr + rows[:, None] * HEAD_DIM + (pair % (HEAD_DIM // 2))[None, :]
+        cos = tl.load(ptrs, mask=mask, other=1.0)
+        sin = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def store_moments(
     y,  # [BLOCK_M, BLOCK_N] fp32, the rounded output
     stats_ptr,  # [T, PARTS, 2] fp32
     rows,  # [BLOCK_M] int64
@@ -124,198 +326,3 @@ def _store_moments(
     ptrs = stats_ptr + rows * (2 * PARTS) + 2 * part
     tl.store(ptrs, mean, mask=mask_m)
     tl.store(ptrs + 1, tl.sum(spread * spread, 1), mask=mask_m)
-
-
-# ── epilogue ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-# What follows a linear layer's product, as frozen records shared by the kernel and its torch twin.
-
-ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
-
-
-@dataclass(frozen=True)
-class NormFold:
-    """A norm folded into the weight: LayerNorm as `rstd * (acc - mean * colsum)`, RMSNorm as `acc / rms`.
-
-    Attributes:
-        stats: moments of the input rows.
-        colsum: `[N]` fp32, row sums of the folded weight; None for an RMSNorm.
-        eps: added to the variance, or to the mean square.
-    """
-
-    stats: RowStats | None = None
-    colsum: torch.Tensor | None = None
-    eps: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding of the first `cols` columns, whose pairs are neighbours (2i, 2i + 1) within each head.
-
-    Attributes:
-        table: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
-        cols: columns to rotate: q and k.
-        head_dim: columns of a head.
-        words: `[T, W]` int32, the same in 16 bits each, for operands of 16 bits (see packed_cos_sin.py).
-    """
-
-    table: torch.Tensor | None = None
-    cols: int = 0
-    head_dim: int = 2
-    words: torch.Tensor | None = None
-
-    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, int]:
-        """What operands of `dtype` are turned by, and its words a row: the table, and 0, if more than 16 bits count."""
-        if self.words is None or dtype.itemsize > 2:
-            return self.table, 0
-        return self.words, self.words.shape[1]
-
-
-@dataclass(frozen=True)
-class Taps:
-    """A weighted sum of rows of a table, added to each row: an interpolated position embedding.
-
-    Attributes:
-        table: `[positions, N]`.
-        index: `[T, taps]` int32.
-        weight: `[T, taps]` fp32.
-    """
-
-    table: torch.Tensor | None = None
-    index: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Where the parts of a split product meet (see both linear_split.py). One launch at a time may use it.
-
-    Attributes:
-        sums: flat fp32.
-        counters: `[4, tiles]` int32, zeros at first. The first row is plain Triton's, which leaves zeros; the others
-            are Hopper's, one for each power of two of parts, and count for ever.
-    """
-
-    sums: torch.Tensor
-    counters: torch.Tensor
-
-    @staticmethod
-    def zeros(sums: int, counters: int, device: torch.device) -> "Scratch":
-        """Room for so many partial sums and counters."""
-        return Scratch(
-            torch.empty(sums, dtype=torch.float32, device=device),
-            torch.zeros(4, counters, dtype=torch.int32, device=device),
-        )
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """Applied in this order: norm, bias, taps, rope, activation, residual; then rounding and statistics.
-
-    Attributes:
-        bias: `[N]`, any float dtype.
-        activation: one of `ACTIVATIONS`. "swiglu" takes columns in pairs (gate, up) and gives silu(gate) * up, half as
-            many columns.
-        limit: swiglu's factors are clamped before: gate to at most this, up to this in absolute value; 0 for not at
-            all.
-        residual: `[T, N]`; may be the output itself.
-        stats: where moments of the rounded output rows go.
-        scratch: for forms that split a product; others leave it alone.
-    """
-
-    bias: torch.Tensor | None = None
-    norm: NormFold | None = None
-    taps: Taps | None = None
-    rope: Rope | None = None
-    activation: str = "none"
-    limit: float = 0.0
-    residual: torch.Tensor | None = None
-    stats: RowStats | None = None
-    scratch: Scratch | None = None
-
-    def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}")
-        if self.gated and (self.residual is not None or self.stats is not None):
-            raise ValueError("swiglu has neither residual nor statistics behind it")
-
-    @property
-    def gated(self) -> bool:
-        """The output has one column for two of the product."""
-        return self.activation == "swiglu"
-
-
-# ── linear epilogue ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _activate(x, ACT: tl.constexpr):
-    """The activation on fp32 values. gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))."""
-    if ACT == "gelu_tanh":
-        return x / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
-    elif ACT == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACT == "quick_gelu":
-        return x / (1.0 + tl.exp2(-2.45546696 * x))
-    else:
-        return x
-
-
-@triton.jit
-def _gate_pairs(acc, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] of (gate, up) pairs -> silu(gate) up, [BLOCK_M, BLOCK_N / 2]."""
-    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
-    if LIMIT > 0:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate / (1.0 + tl.exp2(-1.4426950408889634 * gate)) * up
-
-
-@triton.jit
-def _unpack(word):
-    """(cos, sin) from the halves u of a word: u / 32768 - 1, exact in fp32. As the mantissa of 2^23, u makes 2^23 + u
-    without the unit that makes integers floats, a quarter as wide as others: by that one words were 5 % slower."""
-    cos = ((word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
-    sin = (((word >> 16) & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
-    return cos * (1.0 / 32768) - 257.0, sin * (1.0 / 32768) - 257.0
-
-
-@triton.jit
-def _rotate_pairs(
-    acc,  # [BLOCK_M, BLOCK_N] fp32
-    rope_ptr,  # [T, WORDS] int32: cos and sin of a pair (see packed_cos_sin.py); or [T, 2, HEAD_DIM / 2] fp32
-    rows,  # [BLOCK_M] int64
-    mask_m,
-    col0,
-    ROPE_COLS: tl.constexpr,  # q and k columns; the rest (v) is left alone
-    HEAD_DIM: tl.constexpr,
-    WORDS: tl.constexpr,  # 0: factors in fp32
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    a, b = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
-    pair = col0 // 2 + tl.arange(0, BLOCK_N // 2)
-    turned = (pair < ROPE_COLS // 2)[None, :]
-    mask = mask_m[:, None] & turned
-    if WORDS > 0:
-        word = tl.load(rope_ptr + rows[:, None] * WORDS + (pair % (HEAD_DIM // 2))[None, :], mask=mask, other=0)
-        cos, sin = _unpack(word)
-        if ROPE_COLS % BLOCK_N != 0:
-            cos, sin = tl.where(turned, cos, 1.0), tl.where(turned, sin, 0.0)
-    else:
-        ptrs = rope_ptr + rows[:, None] * HEAD_DIM + (pair % (HEAD_DIM // 2))[None, :]
-        cos = tl.load(ptrs, mask=mask, other=1.0)
-        sin = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
-    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BLOCK_M, BLOCK_N))
-
-
-@triton.jit
-def _add_taps(
-    acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N: tl.constexpr, TAPS: tl.constexpr
-):
-    for i in tl.static_range(TAPS):
-        index = tl.load(tap_index_ptr + rows * TAPS + i, mask=mask_m, other=0).to(tl.int64)  # [BLOCK_M]
-        weight = tl.load(tap_weight_ptr + rows * TAPS + i, mask=mask_m, other=0.0)
-        mask = mask_m[:, None] & mask_n[None, :]
-        row = tl.load(table_ptr + index[:, None] * N + cols[None, :], mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
-        acc += weight[:, None] * row.to(tl.float32)
-    return acc

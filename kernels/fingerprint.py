@@ -1,8 +1,8 @@
-"""A sampled fingerprint of many tensors, to notice writes that leave pointer and version alone (`p.data.copy_`).
+"""A sampled fingerprint of many tensors: finds writes that change neither pointer nor version (`p.data.copy_`).
 
     hash(p) = sum_i mix(word(p, i) + golden * (i + 1))   mod 2^32, over SAMPLES groups of four words, spread evenly
 
-One launch for all tensors, and for the rows of a grid that is to be read with them; nothing is read back here.
+One launch for all tensors, and for the rows of a grid that the host reads with them; nothing is read back here.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ SAMPLES = 256
 
 
 @dataclass(frozen=True)
-class Watched:
+class FingerprintSources:
     """Tensors to fingerprint and where they lie.
 
     Attributes:
-        tensors: dense tensors of one device, 2 bytes an element or more.
+        tensors: `P` dense tensors of one device, 2 bytes an element or more.
         pointers: `[P]` int64 on their device, addresses.
         words: `[P]` int64 on their device, sizes in 16-bit words.
     """
@@ -34,26 +34,26 @@ class Watched:
     words: torch.Tensor
 
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> "Watched":
-        """Watches `tensors` (detached; their storage must outlive this)."""
+    def of(tensors: Sequence[torch.Tensor]) -> "FingerprintSources":
+        """Those of `tensors` (detached; their storage must outlive this)."""
         kept = tuple(t.detach() for t in tensors)
         device = kept[0].device if kept else torch.device("cpu")
         pointers = torch.tensor([t.data_ptr() for t in kept], dtype=torch.int64, device=device)
         words = torch.tensor([t.numel() * t.element_size() // 2 for t in kept], dtype=torch.int64, device=device)
-        return Watched(kept, pointers, words)
+        return FingerprintSources(kept, pointers, words)
 
 
 @triton.jit(
-    do_not_specialize=["watched", "items", "item_pitch", "side_pitch"],
+    do_not_specialize=["num_sources", "items", "item_pitch", "side_pitch"],
     do_not_specialize_on_alignment=["grid_ptr"],
 )
 def _fingerprint_kernel(
     grid_ptr,  # [items, 3] int64 or int32; None for none
     rows_ptr,  # [items or more, 3] int64; None for none
-    out_ptr,  # [watched] int32
-    pointers_ptr,  # [watched] int64, addresses
-    words_ptr,  # [watched] int64, 16-bit words of each
-    watched,
+    out_ptr,  # [num_sources] int32
+    pointers_ptr,  # [num_sources] int64, addresses
+    words_ptr,  # [num_sources] int64, 16-bit words of each
+    num_sources,
     items,
     item_pitch,
     side_pitch,
@@ -61,10 +61,10 @@ def _fingerprint_kernel(
 ):
     pid = tl.program_id(0)
     s = tl.arange(0, SAMPLES)
-    if pid < watched:
+    if pid < num_sources:
         base = tl.load(pointers_ptr + pid).to(tl.pointer_type(tl.int16))
         words = tl.load(words_ptr + pid)
-        # Four neighbouring words a sample: of a wider type, the low words alone may be 0 in every value.
+        # Four neighbouring words a sample: in wider types the low words may be 0 in every value.
         first = s.to(tl.int64) * words // SAMPLES // 4 * 4
         total = s.to(tl.int64) * 0
         for i in tl.static_range(4):
@@ -75,29 +75,30 @@ def _fingerprint_kernel(
             total += (x ^ ((x >> 16) & 0xFFFF)).to(tl.int64)  # the interpreter's sums do not wrap
         tl.store(out_ptr + pid, tl.sum(total, 0).to(tl.int32))
     elif grid_ptr is not None:
-        at = (pid - watched) * SAMPLES + s
+        at = (pid - num_sources) * SAMPLES + s
         item = (at // 3).to(tl.int64)
         here = item < items
         side = tl.load(grid_ptr + item * item_pitch + (at % 3).to(tl.int64) * side_pitch, mask=here)
         tl.store(rows_ptr + at, side.to(tl.int64), mask=here)
 
 
-_loaded: dict[tuple[Any, ...], Loaded] = {}  # by what decides the code
+_loaded: dict[tuple[Any, ...], Loaded] = {}  # by what decides the code: spares `launch`'s longer key
 
 
 def fingerprint(
-    watched: Watched,
+    sources: FingerprintSources,
     out: torch.Tensor,
     grid: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> torch.Tensor:
-    """Hashes the watched tensors into `out`, and copies `grid` to `rows`; one launch.
+    """Hashes the tensors of `sources` into `out`, and copies `grid` to `rows`; one launch.
 
     Args:
-        out: `[P]` int32, on their device or in pinned memory of the host; empty for none of them.
+        sources: `P` tensors.
+        out: `[P]` int32, on their device or in pinned memory of the host; empty to hash none of them.
         grid: `[n, 3]` int64 or int32 on their device; pitches below 2^31.
-        rows: `[n or more, 3]` int64, contiguous, wherever `out` may lie.
+        rows: `[n or more, 3]` int64, contiguous, on the device or in pinned memory.
         stream: where to launch it; None for the current stream.
     """
     count, items = out.numel(), 0 if grid is None else grid.shape[0]
@@ -105,10 +106,10 @@ def fingerprint(
     if not programs:
         return out
     pitches = (0, 0) if grid is None else grid.stride()
-    pointers = grid, rows, out, watched.pointers, watched.words
+    pointers = grid, rows, out, sources.pointers, sources.words
     addresses = [None if p is None else p.data_ptr() for p in pointers]
     aligned = not any([(address or 0) % 16 for address in addresses[1:]])
-    key = watched.words.device, None if grid is None else grid.dtype, rows is None, aligned
+    key = sources.words.device, None if grid is None else grid.dtype, rows is None, aligned
     loaded = _loaded.get(key)
     if loaded is not None:
         loaded.launch(programs, (*addresses, count, items, *pitches), stream)
@@ -116,6 +117,6 @@ def fingerprint(
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         constants, options = {"SAMPLES": SAMPLES}, {"num_warps": 4}
         loaded = launch(_fingerprint_kernel, programs, (), pointers, constants, options, (count, items, *pitches))
-    if loaded is not None and aligned and watched.words.is_cuda:
+    if loaded is not None and aligned and sources.words.is_cuda:
         _loaded[key] = loaded
     return out

@@ -1,9 +1,8 @@
-"""Launching a kernel twice costs half as much the second time.
+"""A launcher that costs half of Triton's own from the second launch on.
 
-Triton's own launcher works out an argument's specialisation at every launch, 20 us on the host; an encoder call makes
-140 launches. What decides the machine code is known here in a few words, so a compiled kernel is kept under them and
-called directly, as Triton itself keeps compiled kernels per function; past the record of the launch, too, which Triton
-makes for hooks, unless there are any.
+Triton's launcher works out every argument's specialisation at every launch: 20 us on the host, and an encoder call
+takes 140 launches. What decides the machine code is a short key here, so the compiled kernel is looked up and run
+directly. Launch hooks (profilers) still see every launch.
 """
 
 import os
@@ -23,7 +22,7 @@ _compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", defaul
 
 
 class Loaded:
-    """A compiled kernel on the device that was current when it was made."""
+    """A compiled kernel, loaded on the device that was current then."""
 
     __slots__ = ("_constants", "_function", "_kernel", "_metadata", "_run")
 
@@ -34,12 +33,17 @@ class Loaded:
         self._function, self._metadata = kernel.function, kernel.packed_metadata
 
     def launch(self, programs: int, arguments: Iterable[Any], on: torch.cuda.Stream | None = None) -> None:
-        """Launches it on a one-dimensional grid, `on` a stream or the current one; `arguments` are all but the
-        constants."""
-        begin, end = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(begin, "calls", begin) or getattr(end, "calls", end):  # such as Triton's profiler
-            there = {} if on is None else {"stream": on.cuda_stream}
-            self._kernel[(programs, 1, 1)](*arguments, *self._constants, **there)
+        """Launches it on a one-dimensional grid.
+
+        Args:
+            programs: size of the grid.
+            arguments: all but the constants.
+            on: a stream; None for the current one.
+        """
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # such as Triton's profiler
+            stream_option = {} if on is None else {"stream": on.cuda_stream}
+            self._kernel[(programs, 1, 1)](*arguments, *self._constants, **stream_option)
             return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on is None else on.cuda_stream
         hooks = None, None, None
@@ -47,16 +51,16 @@ class Loaded:
         run(programs, 1, 1, stream, function, metadata, *hooks, *arguments, *self._constants)
 
     def ptx(self) -> str:
-        """Its code as handed to the assembler."""
+        """Its PTX."""
         text: str = self._kernel.asm["ptx"]
         return text
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Inside, `launch` compiles and launches nothing; all compilations run side by side, and leaving waits for them.
+    """Within it `launch` compiles and does not launch. Compilations run in parallel; leaving waits for them.
 
-    One that fails is silent here and fails again at its first real launch.
+    One that fails raises nothing here; it fails again at its first real launch.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         token = _compiling_only.set(True)
@@ -67,60 +71,64 @@ def compiling_only() -> Iterator[None]:
 
 
 def only_compiling() -> bool:
-    """Whether this is inside `compiling_only`: then whoever launches past `launch` does not."""
+    """Whether this runs within `compiling_only`: code that launches without `launch` must not then."""
     return _compiling_only.get()
 
 
 def launch(
     kernel: JITFunction,
     programs: int,
-    boxes: tuple[Any, ...],
+    descriptors: tuple[Any, ...],
     pointers: tuple[torch.Tensor | None, ...],
     constants: dict[str, Any],
     options: dict[str, int],
     scalars: tuple[int, ...] = (),
 ) -> Loaded | None:
-    """Launches `kernel` on a one-dimensional grid, and returns what to launch again where the same words decide.
+    """Launches `kernel` on a one-dimensional grid.
 
     Args:
-        kernel: its parameters are `boxes`, `pointers`, `scalars` and `constants`, in this order.
+        kernel: its parameters are `descriptors`, `pointers`, `scalars` and `constants`, in this order.
         programs: size of the grid.
-        boxes: tensor descriptors of Triton or Gluon, whose dtype and box decide the code, or tensors (see
-            `descriptor.box`).
+        descriptors: tensor descriptors of Triton or Gluon, whose dtype and block shape decide the code; or tensors,
+            where there is no copy engine (see `tma.descriptor`).
         pointers: tensors; dtype and alignment to 16 bytes decide the code.
         constants: compile-time arguments by name, in the kernel's order.
         options: `num_warps`, `num_stages`, `maxnreg`.
-        scalars: integers of 32 bits for which the kernel is not specialised.
+        scalars: 32-bit integers for which the kernel is not specialised.
+
+    Returns:
+        The kernel, to be launched again where nothing that decides the code differs; None within `compiling_only` and
+        in Triton's interpreter.
     """
     last = pointers[-1]
-    words: list[Any] = [kernel.fn, None if last is None else last.device, *constants.values(), *options.values()]
-    for box in boxes:
-        if box is None or isinstance(box, torch.Tensor):
-            _add_pointer(words, box)
-        else:  # a descriptor, Triton's or Gluon's; its layout follows from dtype and box
-            words += (box.base.dtype, *box.block_shape)
+    decides: list[Any] = [kernel.fn, None if last is None else last.device, *constants.values(), *options.values()]
+    for descriptor in descriptors:
+        if descriptor is None or isinstance(descriptor, torch.Tensor):
+            _add_pointer(decides, descriptor)
+        else:  # Triton's or Gluon's; its layout follows from dtype and block shape
+            decides += (descriptor.base.dtype, *descriptor.block_shape)
     for pointer in pointers:
-        _add_pointer(words, pointer)
-    key = tuple(words)
+        _add_pointer(decides, pointer)
+    key = tuple(decides)
     compiled = _compiled.get(key)
     if compiled is not None:
-        # For a tensor Triton would ask the driver where it lies; one that lies elsewhere it is to find, and refuse.
+        # Of a tensor Triton asks the driver for the device, which an address saves. One on the CPU it is to refuse.
         addresses = [p if p is None or not p.is_cuda else p.data_ptr() for p in pointers]
-        compiled.launch(programs, (*boxes, *addresses, *scalars))
+        compiled.launch(programs, (*descriptors, *addresses, *scalars))
         return compiled
-    names = kernel.arg_names[len(boxes) + len(pointers) + len(scalars) :]
+    names = kernel.arg_names[len(descriptors) + len(pointers) + len(scalars) :]
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
-    # Fused multiply-adds are asked for: versions of Triton differ in what they default to.
+    # Fused multiply-adds are on explicitly: versions of Triton differ in their default.
     named = constants | options | {"enable_fp_fusion": True}
     if only_compiling():
-        kernel.warmup(*boxes, *pointers, *scalars, grid=(programs,), **named)
+        kernel.warmup(*descriptors, *pointers, *scalars, grid=(programs,), **named)
         return None
-    found = kernel[(programs,)](*boxes, *pointers, *scalars, **named)
-    if found is None:  # the interpreter compiles nothing
+    built = kernel[(programs,)](*descriptors, *pointers, *scalars, **named)
+    if built is None:  # the interpreter compiles nothing
         return None
-    compiled = _compiled[key] = Loaded(found, constants)
+    compiled = _compiled[key] = Loaded(built, constants)
     return compiled
 
 
-def _add_pointer(words: list[Any], t: torch.Tensor | None) -> None:
-    words += (None, None) if t is None else (t.dtype, t.data_ptr() % 16 == 0)
+def _add_pointer(decides: list[Any], t: torch.Tensor | None) -> None:
+    decides += (None, None) if t is None else (t.dtype, t.data_ptr() % 16 == 0)

@@ -1,7 +1,7 @@
-"""Every linear layer of the encoder: one persistent GEMM whose epilogue does what follows it.
+"""Every linear layer of the encoder: one persistent GEMM whose epilogue applies what follows the product.
 
     acc[t, n] = sum_k x[t, k] w[n, k]                                            fp32 accumulation
-    norm      : acc = rstd[t] (acc - mean[t] colsum[n])                          LayerNorm folded into w (folding.py)
+    norm      : acc = rstd[t] (acc - mean[t] colsum[n])                          LayerNorm, folded into w
                 acc = acc / rms[t]                                               RMSNorm, likewise
     bias      : acc += bias[n]
     taps      : acc += sum_i tap_weight[t, i] table[tap_index[t, i], n]          learned positions, interpolated
@@ -9,12 +9,17 @@
     act       : gelu_tanh | gelu | quick_gelu
                 (g, u) = acc[t, 2i:2i+2] -> silu(g) u                            swiglu, half as many columns
     residual  : acc += residual[t, n]
-    out       = acc rounded; moments of the rounded rows, a part per tile        (row_stats.py)
+    out       = acc rounded; moments of the rounded rows, one part per tile      RowStats
 
-The row count is read from device memory: CTAs loop over the tiles that hold rows and exit, so that a captured launch
-costs what its content costs. Rows past the count are neither read by nor written for another row.
+The row count is read from device memory: programs loop over the tiles that hold rows and exit, so that a captured
+launch costs what its content costs. Rows past the count are neither read by nor written for another row.
 
-Split: a tile's product is cut into parts of K, each a program's, which meet before the epilogue (linear_split.py).
+Split-K: a tile's K is cut into parts, each a program's. A program leaves its partial sums in scratch memory and counts
+itself; the last one adds all parts up, in their order whichever program it is, so that the bits are the same every
+time, and applies the epilogue. No program waits.
+
+    sums     : [tile, part, BLOCK_M, BLOCK_N] fp32
+    counters : [tile] int32, parts that are there; 0 before and after a launch
 """
 
 from dataclasses import replace
@@ -31,30 +36,81 @@ from fusedvit.kernels.epilogue import (
     Rope,
     Scratch,
     Taps,
-    _activate,
-    _add_taps,
-    _gate_pairs,
-    _merge_moments,
-    _merge_squares,
-    _rotate_pairs,
-    _store_moments,
+    activate,
+    add_taps,
+    gate_pairs,
+    merge_moments,
+    merge_squares,
+    rotate_pairs,
+    store_moments,
 )
 from fusedvit.kernels.launch import launch
 from fusedvit.kernels.tile_configs import LinearConfig
-from fusedvit.kernels.tma import box
-
-# ── linear split ──────────────────────────────────────────────────────────────────────────────────────────────────────
-# The parts of a split product of `kernels.linear` meet: who comes last adds them up and goes on; nobody waits.
-#
-#     sums: [tile, part, BLOCK_M, BLOCK_N] fp32    what each program leaves
-#     counters: [tile] int32                       how many have left theirs; 0 before and after a launch
-#
-# The sum is taken in the order of the parts, whoever takes it: the same bits every time.
+from fusedvit.kernels.tma import descriptor
 
 
 @triton.jit
-def _meet(acc, sums_ptr, counters_ptr, tile, part, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(the tile's sums, whether they are whole) of one of its programs."""
+def _tile_of(t, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile index -> (tile row, tile column), GROUP_M tile rows at a time so that weights stay in L2."""
+    group = t // (GROUP_M * NUM_N)
+    size = tl.minimum(num_m - group * GROUP_M, GROUP_M)
+    inside = t % (GROUP_M * NUM_N)
+    return group * GROUP_M + inside % size, inside // size
+
+
+@triton.jit
+def _product(x_desc, w_desc, row0, col0, k0, k1, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """x w^T of a tile over K from k0 to k1, [BLOCK_M, BLOCK_N] fp32."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(k0, k1, BLOCK_K):
+        x = x_desc.load([row0, k])
+        w = w_desc.load([col0, k])
+        if x_desc.dtype == tl.float32:  # summed block by block: one running sum over K loses a quarter more
+            acc = tl.fma(tl.dot(x, w.T, input_precision="ieee"), 1.0, acc)
+        else:
+            acc = tl.dot(x, w.T, acc)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
+    return acc
+
+
+@triton.jit
+def _load_norm_and_bias(
+    stats_in_ptr,
+    colsum_ptr,
+    bias_ptr,
+    rows,
+    mask_m,
+    cols,
+    mask_n,
+    EPS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    IN_WIDTH: tl.constexpr,
+    IN_LENGTH: tl.constexpr,
+):
+    """(mean, rstd) of a tile's rows and (colsum, bias) of its columns; a neutral number for what is absent."""
+    mean, rstd, colsum, bias = 0.0, 1.0, 0.0, 0.0
+    if stats_in_ptr is not None:
+        if colsum_ptr is not None:
+            mean, rstd = merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+            colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
+        else:
+            rstd = merge_squares(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+    return mean, rstd, colsum, bias
+
+
+@triton.jit
+def _reduce_parts(
+    acc,  # [BLOCK_M, BLOCK_N] fp32, this program's part
+    sums_ptr,  # [tiles, SPLITS, BLOCK_M, BLOCK_N] fp32
+    counters_ptr,  # [tiles] int32
+    tile,
+    part,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(sum of all parts, True) in a tile's last program; (undefined, False) in the others."""
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
     ptrs = sums_ptr + tile.to(tl.int64) * (SPLITS * SIZE)
     ptrs += tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -70,92 +126,22 @@ def _meet(acc, sums_ptr, counters_ptr, tile, part, SPLITS: tl.constexpr, BLOCK_M
     return acc, last
 
 
-def meeting(
-    scratch: Scratch | None, rows: int, n: int, config: LinearConfig
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Sums and counters for a split product of `rows` rows and `n` columns; None for one in one part.
-
-    Raises:
-        ValueError: too little scratch.
-    """
-    if config.splits == 1:
-        return None, None
-    sums, counters = config.scratch_sizes(rows, n)
-    if scratch is None or scratch.sums.numel() < sums or scratch.counters.shape[1] < counters:
-        got = "none" if scratch is None else f"{scratch.sums.numel()} and {scratch.counters.shape[1]}"
-        raise ValueError(f"linear in parts takes scratch for {sums} sums and {counters} counters, got {got}")
-    return scratch.sums, scratch.counters[0]
-
-
-# ── linear ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _tile_of(t, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Tile index -> (tile row, tile column), GROUP_M tile rows at a time so that weights stay in L2."""
-    group = t // (GROUP_M * NUM_N)
-    size = tl.minimum(num_m - group * GROUP_M, GROUP_M)
-    inside = t % (GROUP_M * NUM_N)
-    return group * GROUP_M + inside % size, inside // size
-
-
-@triton.jit
-def _product(x_desc, w_desc, row0, col0, k0, k1, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """x w of a tile, over K from k0 to k1."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in tl.range(k0, k1, BLOCK_K):
-        x = x_desc.load([row0, k])
-        w = w_desc.load([col0, k])
-        if x_desc.dtype == tl.float32:  # summed block by block: one running sum over K loses a quarter more
-            acc = tl.fma(tl.dot(x, w.T, input_precision="ieee"), 1.0, acc)
-        else:
-            acc = tl.dot(x, w.T, acc)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
-    return acc
-
-
-@triton.jit
-def _norm_and_bias(
-    stats_in_ptr,
-    colsum_ptr,
-    bias_ptr,
-    rows,
-    mask_m,
-    cols,
-    mask_n,
-    EPS: tl.constexpr,
-    IN_PARTS: tl.constexpr,
-    IN_WIDTH: tl.constexpr,
-    IN_LENGTH: tl.constexpr,
-):
-    """(mean, rstd) of a tile's rows and (colsum, bias) of its columns; a number in place of what there is none of."""
-    mean, rstd, colsum, bias = 0.0, 1.0, 0.0, 0.0
-    if stats_in_ptr is not None:
-        if colsum_ptr is not None:
-            mean, rstd = _merge_moments(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
-            colsum = tl.load(colsum_ptr + cols, mask=mask_n, other=0.0)
-        else:
-            rstd = _merge_squares(stats_in_ptr, rows, mask_m, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH, 16)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
-    return mean, rstd, colsum, bias
-
-
 @triton.jit
 def _linear_kernel(
-    x_desc,  # [T, K]; each a descriptor, or a pointer where its pitch is given
+    x_desc,  # [T, K]; this and the next three are descriptors, or pointers where X_PITCH > 0
     w_desc,  # [N, K]
     out_desc,  # [T, N]; of swiglu [T, N / 2]
     residual_desc,  # [T, N] or None
     bias_ptr,  # [N] or None
     colsum_ptr,  # [N] fp32; None for an RMSNorm
     stats_in_ptr,  # [T, IN_PARTS, 2] fp32 or None
-    rope_ptr,  # [T, ROPE_WORDS] int32, or [T, 2, HEAD_DIM / 2] fp32, or None
+    rope_ptr,  # [T, PACKED_COLS] int32, or [T, 2, HEAD_DIM / 2] fp32, or None
     table_ptr,  # [positions, N] or None
     tap_index_ptr,  # [T, TAPS] int32
     tap_weight_ptr,  # [T, TAPS] fp32
     stats_out_ptr,  # [T, ceil(N / BLOCK_N), 2] fp32 or None
-    sums_ptr,  # [tiles, SPLITS, BLOCK_M, BLOCK_N] fp32; None for a product in one part, as the next
-    counters_ptr,  # [tiles] int32: how many parts have been left there; 0 before and after
+    sums_ptr,  # [tiles, SPLITS, BLOCK_M, BLOCK_N] fp32; None if SPLITS is 1, like the next
+    counters_ptr,  # [tiles] int32
     num_rows_ptr,  # [1] int32: the true T
     N: tl.constexpr,
     K: tl.constexpr,
@@ -168,7 +154,7 @@ def _linear_kernel(
     TAPS: tl.constexpr,
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
-    ROPE_WORDS: tl.constexpr,
+    PACKED_COLS: tl.constexpr,
     X_PITCH: tl.constexpr,
     W_PITCH: tl.constexpr,
     OUT_PITCH: tl.constexpr,
@@ -184,7 +170,7 @@ def _linear_kernel(
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     FACTORS: tl.constexpr = 2 if ACT == "swiglu" else 1  # columns of the product to one of the output
-    EARLY: tl.constexpr = SPLITS == 1 and table_ptr is None  # parts that meet, and taps, have no registers for it
+    HOIST: tl.constexpr = SPLITS == 1 and table_ptr is None  # split-K and taps have no registers for it
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -210,20 +196,20 @@ def _linear_kernel(
         mask_m = rows < num_rows
         cols = col0 + tl.arange(0, BLOCK_N)
         mask_n = cols < N
-        if EARLY:  # the K loop hides their latency
-            mean, rstd, colsum, bias = _norm_and_bias(
+        if HOIST:  # the K loop hides their latency
+            mean, rstd, colsum, bias = _load_norm_and_bias(
                 stats_in_ptr, colsum_ptr, bias_ptr, rows, mask_m, cols, mask_n, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH
             )
 
         k0 = part * NUM_K // SPLITS * BLOCK_K
         k1 = tl.minimum((part + 1) * NUM_K // SPLITS * BLOCK_K, K)
         acc = _product(x_desc, w_desc, row0, col0, k0, k1, BLOCK_M, BLOCK_N, BLOCK_K)
-        whole = True
+        complete = True
         if SPLITS > 1:
-            acc, whole = _meet(acc, sums_ptr, counters_ptr, tile, part, SPLITS, BLOCK_M, BLOCK_N)
-        if whole:
-            if not EARLY:
-                mean, rstd, colsum, bias = _norm_and_bias(
+            acc, complete = _reduce_parts(acc, sums_ptr, counters_ptr, tile, part, SPLITS, BLOCK_M, BLOCK_N)
+        if complete:
+            if not HOIST:
+                mean, rstd, colsum, bias = _load_norm_and_bias(
                     stats_in_ptr, colsum_ptr, bias_ptr, rows, mask_m, cols, mask_n, EPS, IN_PARTS, IN_WIDTH, IN_LENGTH
                 )
             if stats_in_ptr is not None:
@@ -233,16 +219,16 @@ def _linear_kernel(
             if bias_ptr is not None:
                 acc += bias[None, :]
             if table_ptr is not None:
-                acc = _add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
+                acc = add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
             if rope_ptr is not None:
                 if col0 < ROPE_COLS:
-                    acc = _rotate_pairs(
-                        acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, ROPE_WORDS, BLOCK_M, BLOCK_N
+                    acc = rotate_pairs(
+                        acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, PACKED_COLS, BLOCK_M, BLOCK_N
                     )
             if ACT == "swiglu":
-                y = _gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
+                y = gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
             else:
-                y = _activate(acc, ACT)
+                y = activate(acc, ACT)
             if residual_desc is not None:
                 y += residual_desc.load([row0, col0]).to(tl.float32)
 
@@ -250,7 +236,7 @@ def _linear_kernel(
             out_desc.store([row0, col0 // FACTORS], out)
             if stats_out_ptr is not None:
                 size = tl.minimum(N - col0, BLOCK_N)
-                _store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
+                store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
 
 
 _NO_NORM, _NO_ROPE, _NO_TAPS = NormFold(), Rope(), Taps()
@@ -272,30 +258,32 @@ def linear(
         weight: `[N, K]`, same dtype, rows a multiple of 16 bytes apart.
         num_rows: `[1]` int32 on the device, the true row count (at most T).
         out: `[T, N]`, of swiglu `[T, N / 2]`; may be the residual itself.
-        epilogue: what follows the product; a split one needs its `scratch`.
+        epilogue: what follows the product; split-K needs its `scratch`.
         config: tile and schedule.
 
     Raises:
-        ValueError: too little scratch.
+        ValueError: too little scratch for split-K.
     """
     (rows, k), n, e = x.shape, weight.shape[0], epilogue
     wide = n // 2 if e.gated else n
     assert weight.shape[1] == k and out.shape == (rows, wide), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
-    assert e.stats is None or e.stats.width == config.block_n, "row statistics are one part per tile column"
+    assert e.stats is None or e.stats.width == config.block_n, (
+        f"row statistics are one part per tile: expected width {config.block_n}, got {e.stats.width}"
+    )
     tiles = config.tiles(rows, n)
     if tiles == 0:
         return out
-    if triton.knobs.runtime.interpret:  # nothing to overlap, and no word for it
+    if triton.knobs.runtime.interpret:  # has no such launch option
         config = replace(config, pdl=False)
     norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
-    factors, words = rope.factors(x.dtype)
+    factors, packed_cols = rope.factors(x.dtype)
     launch(
         _linear_kernel,
         min(tiles * config.splits, config.max_programs),
-        _boxes(x, weight, out, e, config),
-        (*_pointers(e, norm, factors, taps), *meeting(e.scratch, rows, n, config), num_rows),
+        _descriptors(x, weight, out, e, config),
+        (*_pointers(e, norm, factors, taps), *_split_scratch(e.scratch, rows, n, config), num_rows),
         _constants(n, k, e, norm, rope, taps)
-        | {"ROPE_WORDS": words}
+        | {"PACKED_COLS": packed_cols}
         | _pitches(x, weight, out, e.residual, config.copy_engine)
         | config.constants(),
         config.options(),
@@ -304,7 +292,7 @@ def linear(
 
 
 def _pointers(e: Epilogue, norm: NormFold, rope: torch.Tensor | None, taps: Taps) -> tuple[torch.Tensor | None, ...]:
-    """What follows the product reads and writes, in the kernel's order."""
+    """What the epilogue reads and writes, in the kernel's order."""
     return (
         e.bias,
         norm.colsum,
@@ -317,21 +305,34 @@ def _pointers(e: Epilogue, norm: NormFold, rope: torch.Tensor | None, taps: Taps
     )
 
 
-def _boxes(
+def _split_scratch(
+    scratch: Scratch | None, rows: int, n: int, config: LinearConfig
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(sums, counters) of a split-K GEMM of `rows` rows and `n` columns; None for one without."""
+    if config.splits == 1:
+        return None, None
+    sums, counters = config.scratch_sizes(rows, n)
+    if scratch is None or scratch.sums.numel() < sums or scratch.counters.shape[1] < counters:
+        got = "none" if scratch is None else f"{scratch.sums.numel()} and {scratch.counters.shape[1]}"
+        raise ValueError(f"split-K takes scratch for {sums} sums and {counters} counters, got {got}")
+    return scratch.sums, scratch.counters[0]
+
+
+def _descriptors(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e: Epilogue, config: LinearConfig
 ) -> tuple[TensorDescriptor | torch.Tensor | None, ...]:
     bm, bn, bk, engine = config.block_m, config.block_n, config.block_k, config.copy_engine
-    out_box = box(out, bm, bn // 2 if e.gated else bn, engine)
-    residual_box = None
+    out_desc = descriptor(out, bm, bn // 2 if e.gated else bn, engine)
+    residual_desc = None
     if e.residual is not None:
-        residual_box = out_box if e.residual is out else box(e.residual, bm, bn, engine)
-    return box(x, bm, bk, engine), box(weight, bn, bk, engine), out_box, residual_box
+        residual_desc = out_desc if e.residual is out else descriptor(e.residual, bm, bn, engine)
+    return descriptor(x, bm, bk, engine), descriptor(weight, bn, bk, engine), out_desc, residual_desc
 
 
 def _pitches(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, copy_engine: bool
 ) -> dict[str, int]:
-    """Elements from row to row, where the kernel makes the descriptors itself."""
+    """Elements from row to row, where the kernel builds the descriptors itself; else zeros."""
     if copy_engine:
         return _NO_PITCHES
     pitches = (0 if t is None else t.stride(0) for t in (x, weight, out, residual))

@@ -1,10 +1,10 @@
-"""A call's input taken over on the device, in one launch: its grid, unread by the host, and its pixels.
+"""Loads a call's inputs into static buffers on the device, in one launch: its grid, unread by the host, and its pixels.
 
-out[i] = (t, h, w)[i]   i < n, if every item has t, h, w >= 1 and h, w in multiples of the merge size,
+out[i] = (t, h, w)[i]   i < n, if every item has t, h, w >= 1 and h, w multiples of the merge size,
                         sum t h w = rows and sum t <= frames;  else 0.  Rows from n on are 0.
 
-Kernels that go by `out` then stay within buffers made for `rows` patch tokens and `frames` frames, whatever lay there.
-The pixels are rounded to the nearest as `Tensor.copy_` rounds them.
+Kernels that read `out` then stay within buffers sized for `rows` patch tokens and `frames` frames, whatever the
+caller's grid held. Pixels are rounded to nearest, as `Tensor.copy_` rounds.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ import triton.language as tl
 
 from fusedvit.kernels.launch import Loaded, launch
 
-DTYPES = (torch.int64, torch.int32)  # of a grid that can be admitted
-MOST = 2**31 - 1  # rows, and strides of the grid
-PIXELS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that are taken over
-_CHUNK = 4096  # pixel values a program copies: 32 a thread
+GRID_DTYPES = (torch.int64, torch.int32)
+PIXEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_ROWS = 2**31 - 1  # also the largest stride of a grid
+_CHUNK = 4096  # pixel values that a program copies, 32 a thread
 
 
 @triton.jit
-def _items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE: tl.constexpr):
-    """Items `i`: t, h, w, their tokens, and how many are bad. Past the last one all are 0."""
+def _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE: tl.constexpr):
+    """(t, h, w, tokens, number of invalid ones) of items `i`. Past the last item all are 0."""
     here = i < num_items
     ptrs = grid_ptr + i.to(tl.int64) * item_pitch
     step = side_pitch.to(tl.int64)
@@ -40,7 +40,7 @@ def _items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE: tl.const
 
 
 @triton.jit
-def _take_grid(
+def _load_grid(
     grid_ptr,
     out_ptr,
     num_items,
@@ -52,24 +52,24 @@ def _take_grid(
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """By one program, as it checks the items all together."""
+    """Checks and stores all items, in one program, as the sums are over all of them."""
     offs = tl.arange(0, BLOCK)
-    wrong = 0
+    invalid = 0
     total = tl.sum(offs.to(tl.int64) * 0, 0)
     frames = total
     for start in tl.range(0, ROOM, BLOCK):
         i = start + offs
-        t, h, w, tokens, bad = _items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE)
-        wrong += bad
+        t, h, w, tokens, bad = _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE)
+        invalid += bad
         within = tokens <= rows
         total += tl.sum(tl.where(within, tokens, 0), 0)
         frames += tl.sum(tl.where(within & (tokens > 0), t, 0), 0)
         tl.store(out_ptr + 3 * i, t.to(tl.int32), mask=i < ROOM)
         tl.store(out_ptr + 3 * i + 1, h.to(tl.int32), mask=i < ROOM)
         tl.store(out_ptr + 3 * i + 2, w.to(tl.int32), mask=i < ROOM)
-    # Read once: what was checked is what stands, whoever writes to the grid meanwhile.
+    # The grid is read once: what was checked is what was stored, even if somebody writes to it meanwhile.
     tl.debug_barrier()
-    refused = (wrong > 0) | (total != rows) | (frames > FRAMES)
+    refused = (invalid > 0) | (total != rows) | (frames > FRAMES)
     for start in tl.range(0, ROOM, BLOCK):
         i = start + offs
         zeros = offs * 0
@@ -101,7 +101,7 @@ def _load_inputs_kernel(
 ):
     pid = tl.program_id(0)
     if pid == 0:
-        _take_grid(grid_ptr, out_ptr, num_items, rows, item_pitch, side_pitch, FRAMES, MERGE, ROOM, BLOCK)
+        _load_grid(grid_ptr, out_ptr, num_items, rows, item_pitch, side_pitch, FRAMES, MERGE, ROOM, BLOCK)
     elif WIDTH:
         offs = (pid - 1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
         here = offs < length.to(tl.int64) * WIDTH
@@ -109,11 +109,11 @@ def _load_inputs_kernel(
         tl.store(into_ptr + offs, x.to(into_ptr.dtype.element_ty), mask=here)
 
 
-def takes(pixels: torch.Tensor, device: torch.device) -> bool:
-    """Whether `load_inputs` takes `pixels` `[length, width]` over to `device`: dense ones that lie there, of no subclass."""
+def can_load(pixels: torch.Tensor, device: torch.device) -> bool:
+    """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: dense, there, of no tensor subclass."""
     return (
         type(pixels) in (torch.Tensor, torch.nn.Parameter)
-        and pixels.dtype in PIXELS
+        and pixels.dtype in PIXEL_DTYPES
         and pixels.device == device
         and pixels.is_contiguous()
         and not pixels.is_neg()
@@ -121,7 +121,7 @@ def takes(pixels: torch.Tensor, device: torch.device) -> bool:
     )
 
 
-_loaded: dict[tuple[Any, ...], Loaded] = {}  # by what decides the code of a launch with pixels
+_loaded: dict[tuple[Any, ...], Loaded] = {}  # of launches with pixels, by what decides the code
 
 
 def load_inputs(
@@ -136,23 +136,25 @@ def load_inputs(
     """Fills all of `out` from `grid`, with zeros if anything in `grid` is wrong; one launch.
 
     Args:
-        grid: `[n, 3]` of one of `DTYPES`, (t, h, w) in patches; any strides up to `MOST`.
-        rows: patch tokens that the call has, at most `MOST`.
-        frames: the most frames (attention sequences) of all items.
+        grid: `[n, 3]` of one of `GRID_DTYPES`, (t, h, w) in patches; any strides up to `MAX_ROWS`.
+        rows: patch tokens that the call has, at most `MAX_ROWS`.
+        frames: the most frames (attention sequences) of all items together.
         merge: what h and w are multiples of.
         out: `[room, 3]` int32, contiguous, `n <= room`.
-        pixels: `[length, width]`, such as `takes` lets pass, copied whatever `grid` holds; None for none.
-        into: `[length or more, width]` of any dtype of `PIXELS`, contiguous, aligned to 16 bytes: where they go.
+        pixels: `[length, width]` for which `can_load` holds, copied whatever `grid` holds; None for none.
+        into: `[length or more, width]` of any of `PIXEL_DTYPES`, contiguous, aligned to 16 bytes: where they go.
     """
     room = out.shape[0]
-    assert grid.dtype in DTYPES and grid.shape[0] <= room and out.is_contiguous(), "see above"
+    assert grid.dtype in GRID_DTYPES and grid.shape[0] <= room and out.is_contiguous(), (
+        f"expected at most {room} items of {GRID_DTYPES}, got {grid.shape[0]} of {grid.dtype}"
+    )
     length, width = (0, 0) if pixels is None or into is None else pixels.shape
     scalars = (grid.shape[0], rows, *grid.stride(), length)
     programs = 1 - (-length * width // _CHUNK)
     if pixels is None or into is None or not grid.is_cuda:
         _launch(grid, pixels, into, out, programs, scalars, (frames, merge, room, width))
         return out
-    # An encoder call waits for this launch while the GPU has nothing to do: what `launch` looks up is known here.
+    # The GPU idles until this launch, so the key is shorter than that of `launch`.
     addresses = grid.data_ptr(), pixels.data_ptr(), into.data_ptr(), out.data_ptr()
     aligned = not (addresses[1] | addresses[2] | addresses[3]) % 16
     key = grid.dtype, pixels.dtype, into.dtype, frames, merge, room, width, out.device, aligned

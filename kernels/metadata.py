@@ -1,15 +1,19 @@
-"""Everything the encoder needs to know about a batch, from grid_thw, in one launch on the device.
+"""Everything that the encoder needs to know about a batch, from grid_thw, in one launch on the device.
 
-    tokens  : rotary words or cos and sin of (row, col), the position table's taps, weights  one row a token
-    order   : where a token's pixels are, in towers with attention windows                   one entry a merged token
-    frames  : cu_seqlens                                                                     one entry a frame
-    tiles   : attention's query tiles                                                        one row a tile
-    windows, window tiles : the same for windows                                             (windows.py)
+    tokens  : packed cos/sin, or cos and sin, of (row, col); taps of the position table      one row per token
+    order   : where a token's pixels are, in towers with attention windows                   one entry per merged token
+    frames  : cu_seqlens                                                                     one entry per frame
+    tiles   : attention's query tiles                                                        one row per tile
+    windows, window tiles : the same for attention windows
     counts  : how many there are of each
 
-Tokens of a frame come in merge-block order: (block row, block col, row in block, col in block); in towers with windows
-window by window, each in that order. A grid row of zeros is an empty item, so a table padded with zeros needs no count
-of its own.
+Tokens of a frame come in merge-block order: (block row, block col, row in block, col in block). In towers with windows
+they come window by window, each in that order. A frame of h x w patches is cut into windows of SIDE x SIDE patches, row
+by row from the top left; those at the right and lower border may be smaller.
+
+Each output is a range of programs, and each program finds the items (rows of the grid) that its entries belong to by
+prefix sums over the grid, 64 items at a time. A grid row of zeros is an empty item, so a table padded with zeros needs
+no count of its own.
 """
 
 from dataclasses import dataclass
@@ -19,29 +23,93 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.positions import _frequencies, _store_bicubic, _store_bilinear, _store_rope, width
+from fusedvit.kernels.positions import frequencies, packed_width, store_bicubic, store_bilinear, store_rope
 
-# ── divide ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Division of offsets and sizes, which are never negative.
+TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
+BLOCK = 32  # entries of a program, one per lane: more unroll the code, and fetching code takes most of the time
+LANES = tl.constexpr(32)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides the metadata of a tower.
+
+    Attributes:
+        merge: spatial merge size; h and w are multiples of it.
+        head_dim: channels of a head, a multiple of 4.
+        block_m: queries of an attention tile.
+        side: side of the square position table, 0 for none.
+        taps: entries of that table a position is made of: 4, 16, or 0 for none.
+        window: patches on a side of an attention window, a multiple of `merge`; 0 for none.
+        window_block_m: queries of an attention tile of windows.
+        short: frames of at most so many tokens have their own list of tiles; 0 if there is one list.
+        short_block_m: queries of a tile of that list.
+    """
+
+    merge: int
+    head_dim: int
+    block_m: int
+    side: int = 0
+    taps: int = 0
+    window: int = 0
+    window_block_m: int = 64
+    short: int = 0
+    short_block_m: int = 64
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Device-side facts of one batch, filled by `vision_metadata`. Each field says what its padding holds.
+
+    Attributes:
+        counts: `[7, 4]` int32; column 0 holds tokens, merged tokens, frames, tiles, windows, their tiles and tiles of
+            short frames. Rows are 16 bytes, so that a pointer to any count is equally aligned. Counts of windows, or
+            of short frames, are undefined if the layout has none.
+        rope: `[tokens, 2, head_dim / 2]` fp32, cos and sin; not written if `packed_cos_sin` has columns. Past the
+            count: undefined, never read.
+        packed_cos_sin: `[tokens, packed_width(head_dim)]` int32, the same packed (positions.py); no columns if nothing
+            reads them. Past the count: undefined, never read.
+        tap_index: `[tokens, taps]` int32 rows of the position table. Past the count: undefined, never read.
+        tap_weight: `[tokens, taps]` fp32. Past the count: undefined, never read.
+        cu_seqlens: `[frames + 1]` int32. Past the count: the total, so that it is monotone.
+        tiles: `[tiles, 4]` int32, see `attention.Segments`, of all or the longer frames. Past the count: zeros.
+        order: `[merged tokens]` int32, which merged token of the caller's order each one in window order is; empty
+            without windows. Past the count: undefined, never read.
+        window_cu_seqlens: `[windows + 1]` int32, as `cu_seqlens`; empty without windows.
+        window_tiles: `[window tiles, 4]` int32, as `tiles`; empty without windows.
+        short_tiles: `[short tiles, 4]` int32, as `tiles`, of short frames if these have their own list.
+    """
+
+    counts: torch.Tensor
+    rope: torch.Tensor
+    packed_cos_sin: torch.Tensor
+    tap_index: torch.Tensor
+    tap_weight: torch.Tensor
+    cu_seqlens: torch.Tensor
+    tiles: torch.Tensor
+    order: torch.Tensor
+    window_cu_seqlens: torch.Tensor
+    window_tiles: torch.Tensor
+    short_tiles: torch.Tensor
+
+    def count(self, which: int) -> torch.Tensor:
+        """`[1]` int32 view of one count (`TOKENS`, `MERGED`, `FRAMES`, `TILES`, …)."""
+        return self.counts[which, :1]
+
+
+# ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def _divide(a, b):
-    """(quotient, remainder) of int32: unsigned, it is two thirds of the instructions."""
+    """(quotient, remainder) of int32 that are never negative: unsigned division takes a third fewer instructions."""
     quotient = (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
     return quotient, a - quotient * b
 
 
-# ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Where attention windows lie in a frame whose tokens come window by window.
-#
-# A frame of h x w patches is cut into windows of SIDE x SIDE, row by row from the top left; those at the right and lower
-# border may be narrower or lower. A window's tokens come in merge-block order, like a small frame's.
-
-
 @triton.jit
 def _window_of_token(within, h, w, SIDE: tl.constexpr, MERGE: tl.constexpr):
-    """(row, col) in the frame of its tokens `within` 0 .. h w - 1 in window order."""
+    """(row, col) in the frame of its tokens `within` (0 .. h w - 1, in window order)."""
     window_row, inside = _divide(within, SIDE * w)  # windows of a row hold all its SIDE rows of patches, w wide
     height = tl.minimum(h - window_row * SIDE, SIDE)
     window_col, inside = _divide(inside, height * SIDE)
@@ -53,7 +121,7 @@ def _window_of_token(within, h, w, SIDE: tl.constexpr, MERGE: tl.constexpr):
 
 
 @triton.jit
-def _span(window_row, window_col, h, w, SIDE: tl.constexpr):
+def _window_span(window_row, window_col, h, w, SIDE: tl.constexpr):
     """(first token within the frame, tokens) of a window."""
     height = tl.minimum(h - window_row * SIDE, SIDE)
     width = tl.minimum(w - window_col * SIDE, SIDE)
@@ -61,44 +129,38 @@ def _span(window_row, window_col, h, w, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _windows(h, w, SIDE: tl.constexpr):
+def _num_windows(h, w, SIDE: tl.constexpr):
     """How many windows a frame has."""
     return ((h + SIDE - 1) // SIDE) * ((w + SIDE - 1) // SIDE)
 
 
 @triton.jit
-def _tiles_of_row(height, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
+def _num_row_tiles(height, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Query tiles of a row of windows, `height` patches high."""
     last = (height * (w % SIDE) + BLOCK_Q - 1) // BLOCK_Q
     return w // SIDE * ((height * SIDE + BLOCK_Q - 1) // BLOCK_Q) + last
 
 
 @triton.jit
-def _window_tiles(h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
+def _num_window_tiles(h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
     """How many query tiles the windows of a frame have."""
-    return h // SIDE * _tiles_of_row(SIDE, w, SIDE, BLOCK_Q) + _tiles_of_row(h % SIDE, w, SIDE, BLOCK_Q)
+    return h // SIDE * _num_row_tiles(SIDE, w, SIDE, BLOCK_Q) + _num_row_tiles(h % SIDE, w, SIDE, BLOCK_Q)
 
 
 @triton.jit
-def _window_tile(tile, h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
+def _window_of_tile(tile, h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
     """(first token within the frame, tokens) of the window of the frame's tile `tile`, and which of its tiles it is."""
-    full = tl.maximum(_tiles_of_row(SIDE, w, SIDE, BLOCK_Q), 1)
+    full = tl.maximum(_num_row_tiles(SIDE, w, SIDE, BLOCK_Q), 1)
     window_row = tl.minimum(_divide(tile, full)[0], h // SIDE)  # whole rows of windows, then perhaps a lower one
     tile -= window_row * full
     height = tl.minimum(h - window_row * SIDE, SIDE)
     each = tl.maximum((height * SIDE + BLOCK_Q - 1) // BLOCK_Q, 1)
     window_col = tl.minimum(_divide(tile, each)[0], w // SIDE)
-    begin, size = _span(window_row, window_col, h, w, SIDE)
+    begin, size = _window_span(window_row, window_col, h, w, SIDE)
     return begin, size, tile - window_col * each
 
 
-# ── locate ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Which item of a grid table something belongs to: sums over items, looked up 64 at a time.
-#
-# A lane of a warp has two items, and every warp all 64, so that sums, searches and exchanges stay within a warp: no
-# barriers, and no second wait for memory before the 65th item.
-
-LANES = tl.constexpr(32)
+# ── search over the grid ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -106,7 +168,7 @@ def _size(
     item, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
     ABOVE: tl.constexpr, UP_TO: tl.constexpr,
 ):  # fmt: skip
-    """(how many of KIND, tokens) of items; none past the table."""
+    """(entries of KIND, tokens) of items; 0 past the table. KIND as in `_locate`."""
     mask = item < num_items
     t = tl.load(grid_ptr + 3 * item, mask=mask, other=0)
     h = tl.load(grid_ptr + 3 * item + 1, mask=mask, other=0)
@@ -123,16 +185,16 @@ def _size(
         if UP_TO > 0:
             size = tl.where(h * w <= UP_TO, size, 0)
     elif KIND == 4:
-        size = t * _windows(h, w, WINDOW)
+        size = t * _num_windows(h, w, WINDOW)
     else:
-        size = t * _window_tiles(h, w, WINDOW, BLOCK_Q)
+        size = t * _num_window_tiles(h, w, WINDOW, BLOCK_Q)
     return size, tokens
 
 
 @triton.jit
 def _search(end, offs):
-    """Of intervals that follow each other up to each of `end` [LANES], which each of `offs` lies in: how many end at or
-    before it, empty ones too. The last, if it lies past them all."""
+    """Which of the consecutive intervals that end at `end` [LANES] each of `offs` lies in: the number of those that end
+    at or before it, empty ones included; the last one for an offset past all. A binary search."""
     found = offs * 0
     for i in tl.static_range(5):
         found = tl.where(tl.gather(end, found + ((16 >> i) - 1), 0) <= offs, found + (16 >> i), found)
@@ -144,11 +206,15 @@ def _locate(
     offs, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
     ABOVE: tl.constexpr = 0, UP_TO: tl.constexpr = 0,
 ):  # fmt: skip
-    """Which item each of `offs` belongs to, by KIND: tokens (0), frames (2), tiles (3), windows (4), their tiles.
+    """Which item each of `offs` belongs to, among entries of KIND: tokens (0), frames (2), tiles (3), windows (4) or
+    window tiles (5).
 
-    Only frames of more than ABOVE tokens have tiles, and of at most UP_TO, if that is not 0.
-    Returns, for each: its offset within the item, the item's first token, height, width (past the total: undefined,
-    height and width 0); and the totals.
+    Only frames of more than ABOVE tokens have tiles, and of at most UP_TO, if that is not 0. A lane has two items, and
+    every warp all 64 of an iteration: sums, searches and exchanges stay within a warp, without barriers.
+
+    Returns:
+        Of each offset: its offset within the item, the item's first token, height and width (past the total: undefined,
+        height and width 0). Then the totals of entries and of tokens.
     """
     total = 0
     total_tokens = 0
@@ -182,86 +248,17 @@ def _locate(
     return within, first, height, width, total, total_tokens
 
 
-# ── metadata ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
-BLOCK = 32  # one a lane: code is unrolled over more, and most of the time is spent fetching it
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What of a tower decides its metadata.
-
-    Attributes:
-        merge: spatial merge size; h and w are multiples of it.
-        head_dim: channels of a head, a multiple of 4.
-        block_m: queries of an attention tile.
-        side: side of the square position table, 0 for none.
-        taps: entries of that table a position is made of: 4, 16, or 0 for none.
-        window: patches on a side of an attention window, a multiple of `merge`; 0 for none.
-        window_block_m: queries of an attention tile of windows.
-        short: frames of at most so many tokens have a list of tiles of their own; 0 where there is one list.
-        short_block_m: queries of a tile of that list.
-    """
-
-    merge: int
-    head_dim: int
-    block_m: int
-    side: int = 0
-    taps: int = 0
-    window: int = 0
-    window_block_m: int = 64
-    short: int = 0
-    short_block_m: int = 64
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """Device-side facts of one batch, filled by `vision_metadata`. Padding is stated beside each field.
-
-    Attributes:
-        counts: `[7, 4]` int32; column 0 holds tokens, merged tokens, frames, tiles, windows, their tiles and tiles of
-            short frames (rows 16 bytes apart, so that a pointer to any of them is equally aligned). Without windows
-            theirs are undefined, without a list of short frames its.
-        rope: `[tokens, 2, head_dim / 2]` fp32, cos and sin; the kernel leaves it alone where there are words. Past the
-            count: undefined, never read.
-        packed_cos_sin: `[tokens, words]` int32, the same as words (see packed_cos_sin.py); no words where nobody reads them.
-            Past the count: undefined, never read.
-        tap_index: `[tokens, taps]` int32 rows of the position table. Past the count: undefined, never read.
-        tap_weight: `[tokens, taps]` fp32. Past the count: undefined, never read.
-        cu_seqlens: `[frames + 1]` int32. Past the count: the total, so that it is monotone.
-        tiles: `[tiles, 4]` int32, see `attention.Segments`, of all frames or of the longer ones. Past the count: zeros.
-        order: `[merged tokens]` int32, which merged token of the caller's order each one in window order is; empty
-            without windows. Past the count: undefined, never read.
-        window_cu_seqlens: `[windows + 1]` int32, as `cu_seqlens`; empty without windows.
-        window_tiles: `[window tiles, 4]` int32, as `tiles`; empty without windows.
-        short_tiles: `[short tiles, 4]` int32, as `tiles`, of short frames where they have a list of their own.
-    """
-
-    counts: torch.Tensor
-    rope: torch.Tensor
-    packed_cos_sin: torch.Tensor
-    tap_index: torch.Tensor
-    tap_weight: torch.Tensor
-    cu_seqlens: torch.Tensor
-    tiles: torch.Tensor
-    order: torch.Tensor
-    window_cu_seqlens: torch.Tensor
-    window_tiles: torch.Tensor
-    short_tiles: torch.Tensor
-
-    def count(self, which: int) -> torch.Tensor:
-        """`[1]` int32 view of one count (`TOKENS`, `MERGED`, `FRAMES`, `TILES`, …)."""
-        return self.counts[which, :1]
+# ── kernel ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def _store_tokens(
-    offs, grid_ptr, num_items, counts_ptr, rope_ptr, words_ptr, index_ptr, weight_ptr, order_ptr, inv_freq_ptr,
-    num_pairs, MERGE: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr, TAPS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    offs, grid_ptr, num_items, counts_ptr, rope_ptr, packed_ptr, index_ptr, weight_ptr, order_ptr, inv_freq_ptr,
+    num_pairs, MERGE: tl.constexpr, PAIRS: tl.constexpr, PACKED_COLS: tl.constexpr, SIDE: tl.constexpr,
+    TAPS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    inv_freq = _frequencies(inv_freq_ptr, 0, PAIRS)  # on its way while the item is looked up
+    """Positions of tokens, and the order of merged tokens in towers with windows."""
+    inv_freq = frequencies(inv_freq_ptr, 0, PAIRS)  # in flight while the item is found
     within, first, height, width, total, _ = _locate(offs, grid_ptr, num_items, 0, 1, WINDOW)
     mask = offs < total
     h = tl.maximum(height, MERGE)
@@ -270,17 +267,17 @@ def _store_tokens(
     if WINDOW > 0:
         row, col = _window_of_token(inside, h, w, WINDOW, MERGE)
         unit: tl.constexpr = MERGE * MERGE
-        there = (first + frame * (h * w)) // unit + row // MERGE * (w // MERGE) + col // MERGE
-        tl.store(order_ptr + offs // unit, there, mask=mask & (offs % unit == 0))
+        source = (first + frame * (h * w)) // unit + row // MERGE * (w // MERGE) + col // MERGE
+        tl.store(order_ptr + offs // unit, source, mask=mask & (offs % unit == 0))
     else:
         block_row, block_col = _divide(inside // (MERGE * MERGE), w // MERGE)
         row = block_row * MERGE + inside // MERGE % MERGE
         col = block_col * MERGE + inside % MERGE
     if TAPS == 4:
-        _store_bilinear(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
+        store_bilinear(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
     if TAPS == 16:
-        _store_bicubic(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
-    _store_rope(rope_ptr, words_ptr, inv_freq_ptr, inv_freq, offs, row, col, mask, num_pairs, PAIRS, WORDS)
+        store_bicubic(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
+    store_rope(rope_ptr, packed_ptr, inv_freq_ptr, inv_freq, offs, row, col, mask, num_pairs, PAIRS, PACKED_COLS)
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, total)
         tl.store(counts_ptr + 4, total // (MERGE * MERGE))
@@ -291,9 +288,9 @@ def _store_segments(first_program, offs, grid_ptr, num_items, count_ptr, cu_ptr,
     """cu_seqlens of frames, or with WINDOW of windows."""
     within, first, height, width, total, tokens = _locate(offs, grid_ptr, num_items, 4 if WINDOW > 0 else 2, 1, WINDOW)
     if WINDOW > 0:
-        frame, window = _divide(within, tl.maximum(_windows(height, width, WINDOW), 1))
+        frame, window = _divide(within, tl.maximum(_num_windows(height, width, WINDOW), 1))
         window_row, window_col = _divide(window, tl.maximum((width + WINDOW - 1) // WINDOW, 1))
-        start, _ = _span(window_row, window_col, height, width, WINDOW)
+        start, _ = _window_span(window_row, window_col, height, width, WINDOW)
         begin = first + frame * height * width + start
     else:
         begin = first + within * height * width
@@ -313,8 +310,8 @@ def _store_tiles(
         offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, BLOCK_Q, WINDOW, ABOVE, UP_TO
     )
     if WINDOW > 0:
-        frame, tile = _divide(within, tl.maximum(_window_tiles(height, width, WINDOW, BLOCK_Q), 1))
-        start, size, tile = _window_tile(tile, height, width, WINDOW, BLOCK_Q)
+        frame, tile = _divide(within, tl.maximum(_num_window_tiles(height, width, WINDOW, BLOCK_Q), 1))
+        start, size, tile = _window_of_tile(tile, height, width, WINDOW, BLOCK_Q)
         begin = first + frame * height * width + start
     else:
         size = height * width
@@ -331,16 +328,16 @@ def _store_tiles(
         tl.store(count_ptr, total)
 
 
-ENDS, SIZES = ("a1", "a2", "a3", "a4", "a5"), ("num_cu", "num_tiles", "num_short", "num_windows", "num_wtiles")
+_ENDS, _SIZES = ("a1", "a2", "a3", "a4", "a5"), ("num_cu", "num_tiles", "num_short", "num_windows", "num_wtiles")
 
 
-@triton.jit(do_not_specialize=["num_items", "num_pairs", *ENDS, *SIZES])
+@triton.jit(do_not_specialize=["num_items", "num_pairs", *_ENDS, *_SIZES])
 def _metadata_kernel(
     grid_ptr,  # [items, 3] int32, (t, h, w)
     inv_freq_ptr,  # [PAIRS / 2] fp32
     counts_ptr,  # [7, 4] int32
     rope_ptr,  # [T, 2, PAIRS] fp32
-    words_ptr,  # [T, WORDS] int32
+    packed_ptr,  # [T, PACKED_COLS] int32
     index_ptr,  # [T, TAPS] int32
     weight_ptr,  # [T, TAPS] fp32
     cu_ptr,  # [num_cu] int32
@@ -350,8 +347,8 @@ def _metadata_kernel(
     window_cu_ptr,  # [num_windows] int32
     window_tiles_ptr,  # [num_wtiles, 4] int32
     num_items,
-    num_pairs,  # PAIRS, but not known to the compiler, which would unroll a loop over them
-    a1,  # programs up to here do tokens, then to a2 frames, to a3 tiles, to a4 short ones, to a5 windows, then theirs
+    num_pairs,  # PAIRS as a runtime value, so that the loop over them is not unrolled
+    a1,  # ends of ranges of programs: tokens to a1, frames to a2, tiles to a3, short tiles to a4, windows to a5
     a2,
     a3,
     a4,
@@ -363,7 +360,7 @@ def _metadata_kernel(
     num_wtiles,
     MERGE: tl.constexpr,
     PAIRS: tl.constexpr,
-    WORDS: tl.constexpr,
+    PACKED_COLS: tl.constexpr,
     SIDE: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -377,8 +374,8 @@ def _metadata_kernel(
     lane = tl.arange(0, BLOCK)
     if pid < a1:
         _store_tokens(
-            pid * BLOCK + lane, grid_ptr, num_items, counts_ptr, rope_ptr, words_ptr, index_ptr, weight_ptr,
-            order_ptr, inv_freq_ptr, num_pairs, MERGE, PAIRS, WORDS, SIDE, TAPS, WINDOW,
+            pid * BLOCK + lane, grid_ptr, num_items, counts_ptr, rope_ptr, packed_ptr, index_ptr, weight_ptr,
+            order_ptr, inv_freq_ptr, num_pairs, MERGE, PAIRS, PACKED_COLS, SIDE, TAPS, WINDOW,
         )  # fmt: skip
     elif pid < a2:
         _store_segments(a1, (pid - a1) * BLOCK + lane, grid_ptr, num_items, counts_ptr + 8, cu_ptr, num_cu, 0)
@@ -400,6 +397,15 @@ def _metadata_kernel(
             _store_tiles(a5, offs, grid_ptr, num_items, counts_ptr + 20, window_tiles_ptr, num_wtiles, WINDOW_Q, WINDOW)
 
 
+def _program_ranges(out: Metadata, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(Where the programs of each output end, entries of each output but the tokens), in the kernel's order."""
+    lists = (out.rope, out.cu_seqlens, out.tiles, out.short_tiles, out.window_cu_seqlens, out.window_tiles)
+    present = (True, True, True, layout.short > 0, layout.window > 0, layout.window > 0)
+    sizes = tuple(t.shape[0] if here else 0 for t, here in zip(lists, present, strict=True))
+    ends = accumulate(max(int(here), triton.cdiv(n, BLOCK)) for n, here in zip(sizes, present, strict=True))
+    return tuple(ends), sizes[1:]
+
+
 def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, layout: Layout) -> Metadata:
     """Fills `out` from `grid`; capacities are the shapes of `out`.
 
@@ -408,12 +414,11 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         inv_freq: `[head_dim / 4]` fp32.
         layout: of the tower and its attention tiles.
     """
-    pairs, words = layout.head_dim // 2, out.packed_cos_sin.shape[1]
-    assert words in (0, width(layout.head_dim)), f"rotary words {words} a token for heads of {layout.head_dim}"
-    lists = (out.rope, out.cu_seqlens, out.tiles, out.short_tiles, out.window_cu_seqlens, out.window_tiles)
-    wanted = (True, True, True, layout.short > 0, layout.window > 0, layout.window > 0)
-    sizes = [t.shape[0] if here else 0 for t, here in zip(lists, wanted, strict=True)]
-    ends = tuple(accumulate(max(int(here), triton.cdiv(n, BLOCK)) for n, here in zip(sizes, wanted, strict=True)))
+    pairs, packed_cols = layout.head_dim // 2, out.packed_cos_sin.shape[1]
+    assert packed_cols in (0, packed_width(layout.head_dim)), (
+        f"packed cos/sin: expected {packed_width(layout.head_dim)} columns, or 0, got {packed_cols}"
+    )
+    ends, sizes = _program_ranges(out, layout)
     _metadata_kernel[(ends[-1],)](
         grid,
         inv_freq,
@@ -431,10 +436,10 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         grid.shape[0],
         pairs,
         *ends[:5],
-        *sizes[1:],
+        *sizes,
         MERGE=layout.merge,
         PAIRS=pairs,
-        WORDS=words,
+        PACKED_COLS=packed_cols,
         SIDE=layout.side,
         TAPS=layout.taps,
         BLOCK_Q=layout.block_m,

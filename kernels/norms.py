@@ -1,6 +1,16 @@
-"""Rows of a table put in another order, in groups.
+"""Norms that cannot be folded into a GEMM, and the row order of towers with attention windows.
 
-out[u i + j] = x[u order[i] + j]        j < u
+    layer_norm     : y   = (x - mean) / sqrt(var + eps) * weight + bias            LayerNorm
+                     y   = x / sqrt(mean of squares + eps) * weight                RMSNorm (no bias)
+                     y   = activation(y)
+                     y  += sum_i tap_weight[t, i] table[tap_index[t, i]]           learned positions, interpolated
+                     out = y rounded, its row groups where `order` says; moments of the rounded rows in one part
+    head_norm_rope : y      = x / sqrt(mean of squares + eps) * weight             each head of q and of k
+                     (a, b) = y[2i:2i+2] -> (a cos - b sin, b cos + a sin)         in place
+    gather_rows    : out[u i + j] = x[u order[i] + j],   j < u                     groups of u rows
+
+All sums are fp32. A norm stands alone before tokens are merged, before an activation, before positions are added, and
+on the heads of q and k.
 """
 
 from dataclasses import dataclass
@@ -9,22 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.epilogue import RowStats, Taps, _store_moments
-from fusedvit.kernels.linear import _activate, _add_taps
+from fusedvit.kernels.epilogue import RowStats, Taps, activate, add_taps, store_moments
 
-# ── layer norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Norm of whole rows, where it cannot be folded into the next product: before tokens are put side by side, before an
-# activation, before positions are added.
-#
-#     y   = (x - mean) / sqrt(var + eps) * weight + bias        LayerNorm
-#     y   = x / sqrt(mean of squares + eps) * weight            RMSNorm (no bias)
-#     y   = activation(y)
-#     y  += sum_i tap_weight[t, i] table[tap_index[t, i]]       learned positions, interpolated
-#     out = y rounded, its row groups put where `order` says; moments of the rounded rows in one part (row_stats.py)
-#
-# over the last axis, in fp32.
-
-_NO_TAPS = Taps()
+# ── layer_norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -34,9 +31,12 @@ class After:
     Attributes:
         activation: "none" or "gelu".
         taps: positions to add.
-        stats: where moments of the rounded rows go, a part a row; not with `order`.
+        stats: where moments of the rounded rows go, one part per row; not with `order`.
         order: `[T / unit]` int32: the i-th group of `unit` rows is written as group `order[i]`.
         unit: rows of a group.
+
+    Raises:
+        ValueError: another activation; statistics together with an order.
     """
 
     activation: str = "none"
@@ -49,10 +49,11 @@ class After:
         if self.activation not in ("none", "gelu"):
             raise ValueError(f"activation must be 'none' or 'gelu', got {self.activation!r}")
         if self.stats is not None and self.order is not None:
-            raise ValueError("statistics are of rows in their own order")
+            raise ValueError("expected statistics or an order, got both")
 
 
 NOTHING = After()
+_NO_TAPS = Taps()
 
 
 @triton.jit
@@ -95,13 +96,13 @@ def _layer_norm_kernel(
         y = x * rstd[:, None] * weight[None, :]
         if bias_ptr is not None:
             y += bias[None, :]
-        y = _activate(y, ACT)
+        y = activate(y, ACT)
         if table_ptr is not None:
-            y = _add_taps(y, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
+            y = add_taps(y, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
 
         out = y.to(out_ptr.dtype.element_ty)
         if stats_ptr is not None:
-            _store_moments(out.to(tl.float32), stats_ptr, rows, mask_m, mask_n, 0, N, 1)
+            store_moments(out.to(tl.float32), stats_ptr, rows, mask_m, mask_n, 0, N, 1)
         if order_ptr is not None:
             rows = tl.load(order_ptr + rows // UNIT, mask=mask_m, other=0).to(tl.int64) * UNIT + rows % UNIT
         tl.store(out_ptr + rows[:, None] * OUT_PITCH + cols[None, :], out, mask=mask)
@@ -121,28 +122,23 @@ def layer_norm(
 
     Args:
         weight: `[N]`.
-        bias: `[N]`; None makes it an RMSNorm.
-        num_rows: `[1]` int32 on the device.
+        bias: `[N]`; None for an RMSNorm.
+        num_rows: `[1]` int32 on the device, the true T.
+        eps: added to the variance, or to the mean square.
         max_programs: bound of the persistent grid.
         after: what follows.
     """
     (rows, n), taps = x.shape, after.taps or _NO_TAPS
-    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, "x and out must be rows of one shape"
-    assert after.stats is None or after.stats.width >= n, "statistics of whole rows are one part"
+    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, (
+        f"expected equal shapes, got {x.shape}, {out.shape}"
+    )
+    assert after.stats is None or after.stats.width >= n, f"expected one part of {n} columns, got {after.stats.width}"
+    stats = None if after.stats is None else after.stats.partials
     block_m = 4 if n <= 2048 else 2
     programs = min(max_programs, triton.cdiv(rows, block_m))
     if programs:
         _layer_norm_kernel[(programs,)](
-            x,
-            weight,
-            bias,
-            taps.table,
-            taps.index,
-            taps.weight,
-            after.order,
-            None if after.stats is None else after.stats.partials,
-            out,
-            num_rows,
+            *(x, weight, bias, taps.table, taps.index, taps.weight, after.order, stats, out, num_rows),
             N=n,
             EPS=eps,
             ACT=after.activation,
@@ -158,13 +154,7 @@ def layer_norm(
     return out
 
 
-# ── head norm ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-# RMSNorm of every head of q and k, then their rotary embedding, in place over packed q | k | v rows.
-#
-#     y         = x / sqrt(mean of squares + eps) * weight                         a head at a time
-#     (a, b)    = y[2i:2i+2] -> (a cos - b sin, b cos + a sin)                     pairs made neighbours
-#
-# in fp32. Stands between the qkv product and attention in towers whose q and k are normalised.
+# ── head_norm_rope ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -214,12 +204,12 @@ def head_norm_rope(
     eps: float,
     max_programs: int,
 ) -> torch.Tensor:
-    """Normalises and turns q and k of the first `num_rows` rows of `qkv` `[T, 3 * heads * head_dim]`, in place.
+    """Normalises and rotates q and k of the first `num_rows` rows of `qkv` `[T, 3 * heads * head_dim]`, in place.
 
     Args:
         weight: `[2, head_dim]`, of q's norm and k's, contiguous.
         rope: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
-        num_rows: `[1]` int32 on the device.
+        num_rows: `[1]` int32 on the device, the true T.
         heads: of q, and of k.
         max_programs: bound of the persistent grid.
     """
@@ -245,7 +235,7 @@ def head_norm_rope(
     return qkv
 
 
-# ── gather ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── gather_rows ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -266,9 +256,9 @@ def _gather_rows_kernel(
     for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = rows < num_rows
-        there = tl.load(order_ptr + rows // UNIT, mask=mask_m, other=0).to(tl.int64) * UNIT + rows % UNIT
+        source = tl.load(order_ptr + rows // UNIT, mask=mask_m, other=0).to(tl.int64) * UNIT + rows % UNIT
         mask = mask_m[:, None] & (cols < N)[None, :]
-        x = tl.load(x_ptr + there[:, None] * X_PITCH + cols[None, :], mask=mask)
+        x = tl.load(x_ptr + source[:, None] * X_PITCH + cols[None, :], mask=mask)
         tl.store(out_ptr + rows[:, None] * OUT_PITCH + cols[None, :], x, mask=mask)
 
 
@@ -278,11 +268,13 @@ def gather_rows(
     """Fills the first `num_rows` rows of `out` `[T, N]` from `x` `[T, N]`.
 
     Args:
-        order: `[T / unit]` int32, the group of x that each group of `unit` rows of `out` is.
+        order: `[T / unit]` int32: group i of `unit` rows of `out` is group `order[i]` of x.
         num_rows: `[1]` int32 on the device, a multiple of `unit`.
         max_programs: bound of the persistent grid.
     """
-    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, "x and out must be rows of one shape"
+    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, (
+        f"expected equal shapes, got {x.shape}, {out.shape}"
+    )
     block_m = 4
     programs = min(max_programs, triton.cdiv(x.shape[0], block_m))
     if programs:

@@ -1,70 +1,61 @@
-"""What a token's place in its frame gives: rotary cos and sin, and taps into the learned position table.
+"""What a token's row and column in its frame give: rotary cos and sin, and taps into the learned position table.
 
-angle   = row f | col f,  f = theta^(-2i / (head_dim / 2)), i < head_dim / 4     2-D rotary, arXiv:2409.12191
-4 taps  : bilinear, aligned corners                     F.interpolate(align_corners=True)
-16 taps : bicubic (Keys, a = -0.75), half pixels, taps past the border clamped to it
-                                                        F.grid_sample(align_corners=False, padding_mode="border")
+    angle   = row f | col f,  f = theta^(-2i / (head_dim / 2)), i < head_dim / 4     2-D rotary, arXiv:2409.12191
+    4 taps  : bilinear, aligned corners               F.interpolate(align_corners=True)
+    16 taps : bicubic (Keys, a = -0.75), half-pixel centres, taps past the border clamped to it
+                                                      F.grid_sample(align_corners=False, padding_mode="border")
+
+For operands of 16 bits cos and sin of a pair are packed into one int32, which TMA brings to the epilogue of Hopper's
+GEMM as a tile: a quarter of the time that two floats, loaded value by value, take there on an H200.
+
+    packed[t, j] = u(cos) | u(sin) << 16,   u(v) = min(round((v + 1) 32768), 65535),   of pair j mod (head_dim / 2)
+
+Off by 3e-5 at most, an eighth of fp16's rounding error near 1. The epilogue reads 64 columns, 32 pairs, at a time, from
+any pair on: the first 32 are repeated at a row's end, so that all 32 are neighbours wherever they begin.
+
+These are jit functions of the metadata kernel (metadata.py).
 """
 
 import triton
 import triton.language as tl
 
-# ── rope words ────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Rotary factors in the form that a copy engine brings to the Hopper GEMM's epilogue: a word of 32 bits a pair.
-#
-#     word[t, j] = u(cos) | u(sin) << 16,   u(v) = min(round((v + 1) 32768), 65535),   of pair j mod (head_dim / 2)
-#
-# Off by 3e-5 at most, an eighth of what fp16 rounds near 1. A chunk of 64 columns has 32 pairs from any on:
-# the first 32 are repeated at a row's end, so that they are neighbours wherever a chunk begins. One word instead of two
-# floats, brought as a box instead of loaded value by value, made the epilogue of qkv four times cheaper on an H200.
-
-CHUNK = 32  # pairs
+PAIRS_AT_A_TIME = 32  # that an epilogue reads
+STEP = tl.constexpr(8)  # pairs per iteration of a loop: fetching unrolled code takes longer than running it
 
 
-def width(head_dim: int) -> int:
-    """Words of a row for heads of `head_dim` channels: rows start at multiples of 16 bytes."""
+def packed_width(head_dim: int) -> int:
+    """int32 columns of packed cos/sin for heads of `head_dim` channels; rows start at multiples of 16 bytes."""
     pairs = head_dim // 2
-    return pairs if pairs % CHUNK == 0 else -(-(pairs + CHUNK) // 4) * 4
+    return pairs if pairs % PAIRS_AT_A_TIME == 0 else -(-(pairs + PAIRS_AT_A_TIME) // 4) * 4
+
+
+# ── rotary embedding ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
-def _fixed(v):
+def _fixed_point(v):
+    """u(v) of fp32 in -1 .. 1."""
     return tl.minimum(v * 32768.0 + 32768.5, 65535.0).to(tl.int32)
 
 
 @triton.jit
-def _word(cos, sin):
-    """int32 words of fp32 factors."""
-    return _fixed(cos) | (_fixed(sin) << 16)
-
-
-# ── positions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-STEP = tl.constexpr(8)  # pairs at a time, in a loop: it is to fetch their code that takes time, not to run it
+def _pack(cos, sin):
+    return _fixed_point(cos) | (_fixed_point(sin) << 16)
 
 
 @triton.jit
-def _axis_taps(index, size, SIDE: tl.constexpr):
-    """Bilinear taps of one axis with aligned corners: (lower index, upper index, upper weight)."""
-    source = tl.math.div_rn(index.to(tl.float32) * (SIDE - 1), tl.maximum(size - 1, 1).to(tl.float32))
-    lower = tl.floor(source)
-    low = lower.to(tl.int32)
-    return low, tl.minimum(low + 1, SIDE - 1), source - lower
-
-
-@triton.jit
-def _cos_sin(angle):
+def cos_sin(angle):
     """(cos, sin) of fp32 angles from 0 to 16384 radians, off by 1.2e-7 at most.
 
-    Cody and Waite's reduction by multiples of pi / 2 = HI + MID + LO, HI of 8 bits and MID of 10, so that their
-    products by a multiple of 14 bits are exact, with the polynomials of Cephes' sinf and cosf. libdevice's functions
-    take any angle at ten times the instructions.
+    Cody and Waite's reduction by multiples of pi / 2 = HI + MID + LO: HI has 8 bits and MID 10, so that their products
+    by a 14-bit multiple are exact. Then the polynomials of Cephes' sinf and cosf. libdevice's functions take any angle,
+    at ten times the instructions.
     """
     HI: tl.constexpr = 1.5703125
     MID: tl.constexpr = 0.000483989715576171875
     LO: tl.constexpr = -1.6292068e-07
     SHIFT: tl.constexpr = 12582912.0  # 1.5 * 2^23: a float of this size has its integer in its last bits
-    # fma: left to the compiler, the product that the angle is might be fused, and the angle never rounded
+    # An explicit fma: the compiler might else fuse the product that `angle` comes from, and never round it.
     shifted = tl.fma(angle, 0.6366197723675814, SHIFT)
     multiple = shifted - SHIFT
     r = tl.fma(multiple, -LO, tl.fma(multiple, -MID, tl.fma(multiple, -HI, angle)))
@@ -78,46 +69,59 @@ def _cos_sin(angle):
 
 
 @triton.jit
-def _frequencies(inv_freq_ptr, start, PAIRS: tl.constexpr):
-    """[STEP] fp32 of the pairs from `start` on: rows', then columns'."""
+def frequencies(inv_freq_ptr, start, PAIRS: tl.constexpr):
+    """[STEP] fp32, of the pairs from `start` on: the first half rotates by row, the second by column."""
     pair = start + tl.arange(0, STEP)
     index = tl.where(pair < PAIRS // 2, pair, pair - PAIRS // 2)
     return tl.load(inv_freq_ptr + index, mask=pair < PAIRS, other=0.0)
 
 
 @triton.jit
-def _store_rope(
-    rope_ptr, words_ptr, inv_freq_ptr, inv_freq, offs, row, col, mask, num_pairs,
-    PAIRS: tl.constexpr, WORDS: tl.constexpr,
+def store_rope(
+    rope_ptr, packed_ptr, inv_freq_ptr, inv_freq, offs, row, col, mask, num_pairs,
+    PAIRS: tl.constexpr, PACKED_COLS: tl.constexpr,
 ):  # fmt: skip
-    """The words of a row (see packed_cos_sin.py), or without any its cos and sin.
+    """Stores packed cos/sin of tokens; if PACKED_COLS is 0, fp32 cos and sin instead.
 
     Args:
         inv_freq: of the first STEP pairs.
-        num_pairs: PAIRS, without the compiler's knowing.
+        num_pairs: PAIRS as a runtime value, so that the loop is not unrolled.
     """
-    place = (row.to(tl.int64) << 32 | col.to(tl.int64))[:, None]  # in one: that other threads get both takes a barrier
-    row, col = (place >> 32).to(tl.int32).to(tl.float32), place.to(tl.int32).to(tl.float32)
+    both = (row.to(tl.int64) << 32 | col.to(tl.int64))[:, None]  # one exchange between threads, one barrier
+    row, col = (both >> 32).to(tl.int32).to(tl.float32), both.to(tl.int32).to(tl.float32)
     offs, mask = offs.to(tl.int64)[:, None], mask[:, None]
     for start in tl.range(0, num_pairs, STEP):
         pair = (start + tl.arange(0, STEP))[None, :]
-        cos, sin = _cos_sin(tl.where(pair < PAIRS // 2, row, col) * inv_freq[None, :])  # [BLOCK, STEP]
-        if WORDS > 0:
-            word = _word(cos, sin)
-            for repeat in tl.static_range(0, WORDS, PAIRS):
-                there = mask & (pair < PAIRS) & (pair < WORDS - repeat)
-                tl.store(words_ptr + offs * WORDS + (pair + repeat), word, mask=there)
+        cos, sin = cos_sin(tl.where(pair < PAIRS // 2, row, col) * inv_freq[None, :])  # [BLOCK, STEP]
+        if PACKED_COLS > 0:
+            packed = _pack(cos, sin)
+            for repeat in tl.static_range(0, PACKED_COLS, PAIRS):
+                valid = mask & (pair < PAIRS) & (pair < PACKED_COLS - repeat)
+                tl.store(packed_ptr + offs * PACKED_COLS + (pair + repeat), packed, mask=valid)
         else:
             ptrs = rope_ptr + offs * (2 * PAIRS) + pair
             tl.store(ptrs, cos, mask=mask & (pair < PAIRS))
             tl.store(ptrs + PAIRS, sin, mask=mask & (pair < PAIRS))
-        inv_freq = _frequencies(inv_freq_ptr, start + STEP, PAIRS)
+        inv_freq = frequencies(inv_freq_ptr, start + STEP, PAIRS)
+
+
+# ── learned positions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
-def _store_bilinear(index_ptr, weight_ptr, offs, row, col, height, width, mask, SIDE: tl.constexpr):
-    top, bottom, down = _axis_taps(row, height, SIDE)
-    left, right, across = _axis_taps(col, width, SIDE)
+def _linear_axis(index, size, SIDE: tl.constexpr):
+    """Bilinear taps of one axis with aligned corners: (lower index, upper index, upper weight)."""
+    source = tl.math.div_rn(index.to(tl.float32) * (SIDE - 1), tl.maximum(size - 1, 1).to(tl.float32))
+    lower = tl.floor(source)
+    low = lower.to(tl.int32)
+    return low, tl.minimum(low + 1, SIDE - 1), source - lower
+
+
+@triton.jit
+def store_bilinear(index_ptr, weight_ptr, offs, row, col, height, width, mask, SIDE: tl.constexpr):
+    """Stores the 4 taps of tokens, indices of a SIDE x SIDE table and weights."""
+    top, bottom, down = _linear_axis(row, height, SIDE)
+    left, right, across = _linear_axis(col, width, SIDE)
     base = 4 * offs.to(tl.int64)
     tl.store(index_ptr + base, top * SIDE + left, mask=mask)
     tl.store(index_ptr + base + 1, top * SIDE + right, mask=mask)
@@ -155,7 +159,8 @@ def _cubic_weight(distance, TAP: tl.constexpr):
 
 
 @triton.jit
-def _store_bicubic(index_ptr, weight_ptr, offs, row, col, height, width, mask, SIDE: tl.constexpr):
+def store_bicubic(index_ptr, weight_ptr, offs, row, col, height, width, mask, SIDE: tl.constexpr):
+    """Stores the 16 taps of tokens, indices of a SIDE x SIDE table and weights."""
     top, down = _cubic_axis(row, height, SIDE)
     left, across = _cubic_axis(col, width, SIDE)
     base = 16 * offs.to(tl.int64)

@@ -1,4 +1,4 @@
-"""A replay's outputs copied to memory of the caller's, all in one launch.
+"""Copies a replay's outputs from static buffers to the caller's tensors, all in one launch.
 
 to_hidden[r] = hidden[r]         r < rows
 to_merged[p, m] = merged[p, m]   m < merged_rows, every plane p
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fusedvit.kernels.launch import launch
 
-_CHUNK = 4096  # values a program copies: 32 a thread
+_CHUNK = 4096  # values that a program copies, 32 a thread
 
 
 @triton.jit(do_not_specialize=["rows", "merged_rows", "plane"])
@@ -28,7 +28,7 @@ def _store_outputs_kernel(
     CHUNK: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    # Counts are multiples of a row, as the compiler sees: a mask is the same for all 16 bytes of a load.
+    # Multiples of a row, as the compiler sees: masks are equal over the 16 bytes of a load, which stays one load.
     values, merged_values = rows.to(tl.int64) * HIDDEN, merged_rows.to(tl.int64) * OUT
     first = tl.cdiv(values, CHUNK).to(tl.int32)
     if pid < first:
@@ -52,14 +52,16 @@ def store_outputs(hidden: torch.Tensor, merged: torch.Tensor, to_hidden: torch.T
 
     Args:
         hidden: `[rows or more, width]`, contiguous.
-        merged: `[planes, merged_rows or more, out]`, planes of rows that are `out` or more apart.
+        merged: `[planes, merged_rows or more, out]`, rows `out` or more elements from each other.
         to_hidden: `[rows, width]`, contiguous.
         to_merged: `[planes, merged_rows, out]`, contiguous.
     """
     rows, width = to_hidden.shape
     planes, merged_rows, out = to_merged.shape
     distance, pitch, _ = merged.stride()
-    assert hidden.is_contiguous() and distance % pitch == 0 and merged.stride(2) == 1, "see above"
+    assert hidden.is_contiguous() and distance % pitch == 0 and merged.stride(2) == 1, (
+        f"expected contiguous hidden and planes of whole rows, got strides {hidden.stride()} and {merged.stride()}"
+    )
     programs = -(-rows * width // _CHUNK) + planes * -(-merged_rows * out // _CHUNK)
     pointers = (hidden, merged, to_hidden, to_merged)
     constants = {"HIDDEN": width, "OUT": out, "PITCH": pitch, "CHUNK": _CHUNK}

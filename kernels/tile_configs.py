@@ -1,7 +1,7 @@
-"""Launch configurations: frozen dataclasses passed as arguments, and the pure heuristics that choose them.
+"""Launch configurations of plain Triton's kernels: frozen dataclasses, and the pure heuristics that choose them.
 
-Nothing here asks the GPU anything: the caller passes a `Target`. A configuration depends on the row *budget* (see
-`budget`), never on the exact count, so that two calls of one budget run the same code and give the same bits.
+Nothing here queries the GPU: the caller passes a `Target`. A configuration depends on the row *budget* (see `budget`),
+never on the exact count, so that two calls of one budget run the same code and give the same bits.
 """
 
 from bisect import bisect_left
@@ -11,26 +11,27 @@ from dataclasses import dataclass, replace
 import torch
 
 KIB = 1024
-# Budgets where four an octave are too few: whole 64s, and seven tiles of whole 16s; then eight an octave, and two waves
-# of 132 SMs in tiles of 192 x 128 over 1024 columns, or of 144 x 192 over 1152 (8 pictures of 784 fit).
+# Row budgets where four per octave are too few, as launches are of few waves: multiples of 64, and seven tiles of a
+# multiple of 16 rows; then eight per octave. 6336 (8 images of 784 patches fit) is two waves of 132 SMs in tiles of
+# 192 x 128 over 1024 columns, or of 144 x 192 over 1152.
 _LONG = {*range(2048, 4097, 256), *range(4096, 8193, 512), 6336}
 DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_LONG}))
-PDL_MAX_ROWS = 2048  # up to which launches begin before the last has ended: most longer ones gain nothing
-SPLITS = tuple(range(1, 9))  # parts of K that a product may be cut into
-MAX_PARTS = 132  # CTAs of a split product, [128, 256] sums each at most
-MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS  # what the encoder has room for
+PDL_MAX_ROWS = 2048  # programmatic dependent launch (PDL) up to here: most longer launches gain nothing by it
+SPLITS = tuple(range(1, 9))  # parts of split-K
+MAX_PARTS = 132  # CTAs of a split-K GEMM, [128, 256] sums each at most
+MAX_SUMS, MAX_COUNTERS = MAX_PARTS * 128 * 256, MAX_PARTS  # scratch memory of the encoder
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a heuristic may know of the device.
+    """What heuristics know of the device.
 
     Attributes:
         capability: compute capability as `10 * major + minor` (90 on an H200).
         num_sms: streaming multiprocessors.
         max_shared: shared memory a block may opt into, in bytes.
-        name: as the driver calls it, which tuning tables go by; "" for none in particular.
-        without: pairs (form, reason) that failed to compile there (see `forms`).
+        name: the driver's, by which the tuning table is found; "" for no table.
+        without: (backend, reason) of backends that failed in this process (see `backends.BackendFailed`).
     """
 
     capability: int = 90
@@ -41,12 +42,12 @@ class Target:
 
     @property
     def has_copy_engine(self) -> bool:
-        """Whether tensor descriptors are the hardware's."""
+        """Whether it has TMA, hardware tensor descriptors."""
         return self.capability >= 90
 
     @staticmethod
     def of(device: torch.device) -> "Target":
-        """The target behind `device`; the default one for a device that is no GPU (the interpreter)."""
+        """The target of a CUDA `device`; the default one for any other (the interpreter)."""
         if device.type != "cuda":
             return Target()
         props = torch.cuda.get_device_properties(device)
@@ -55,21 +56,25 @@ class Target:
         return Target(10 * props.major + props.minor, props.multi_processor_count, shared, props.name, failed)
 
 
-_failed: dict[str, str] = {}  # forms that did not compile in this process, as launch.py keeps those that did
+_failed: dict[str, str] = {}  # backends that failed in this process: whatever compiled is kept as long (launch.py)
 
 
-def note_failure(form: str, reason: str) -> None:
-    """`form` ("linear/hopper") did not compile here: targets asked for from now on are without it."""
-    _failed.setdefault(form, reason)
+def note_failure(backend: str, reason: str) -> None:
+    """`backend` ("linear/hopper") does not compile, or fit, here: targets from now on are without it."""
+    _failed.setdefault(backend, reason)
 
 
 @dataclass(frozen=True)
 class LinearConfig:
     """Tile shape and schedule of `kernels.linear`.
 
-    `max_programs` bounds the persistent grid; `copy_engine` says that the device copies boxes by itself (sm_90 on);
-    `splits` are parts of K that a tile's product is cut into, each a program's; `pdl` begins the launch before the
-    previous one has ended (programmatic dependent launch, sm_90 on).
+    Attributes:
+        max_programs: bound of the persistent grid.
+        group_m: tile rows that share columns of weights in L2.
+        flatten: one loop over tiles and K instead of two.
+        copy_engine: the device has TMA (sm_90 and later).
+        splits: parts of K per tile, each a program's.
+        pdl: programmatic dependent launch (sm_90 and later).
     """
 
     block_m: int
@@ -89,7 +94,7 @@ class LinearConfig:
         return -(-rows // self.block_m) * -(-n // self.block_n)
 
     def scratch_sizes(self, rows: int, n: int) -> tuple[int, int]:
-        """Partial sums and counters that a split product of `rows` rows and `n` columns needs room for."""
+        """(sums, counters) of a split-K GEMM of `rows` rows and `n` columns."""
         tiles = self.tiles(rows, n)
         return tiles * self.splits * self.block_m * self.block_n, tiles
 
@@ -107,21 +112,22 @@ class LinearConfig:
 
     def options(self) -> dict[str, int]:
         """Launch options."""
-        early = {"launch_pdl": True} if self.pdl else {}  # Triton's interpreter knows no such option
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | early
+        pdl = {"launch_pdl": True} if self.pdl else {}  # Triton's interpreter knows no such option
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | pdl
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Upper estimate of the shared memory in bytes: the operand ring and one staged output tile."""
-        ring = self.num_stages * (self.block_m + self.block_n) * self.block_k
-        return (ring + self.block_m * self.block_n) * itemsize
+        """Upper estimate of the shared memory in bytes: all stages of the operands and one output tile."""
+        stages = self.num_stages * (self.block_m + self.block_n) * self.block_k
+        return (stages + self.block_m * self.block_n) * itemsize
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Tile shape of `kernels.attention`: `block_m` queries against `block_n` keys a step.
 
-    `max_head` is the widest product over a head's channels; a wider head is cut in two (see `attention.split_head`);
-    `pdl` as in `LinearConfig`.
+    Attributes:
+        max_programs, copy_engine, pdl: as in `LinearConfig`.
+        max_head: widest product over a head's channels; a wider head is split in two (see `attention.split_head`).
     """
 
     block_m: int
@@ -135,8 +141,8 @@ class AttentionConfig:
 
 
 def budget(rows: int, smallest: int = 64) -> int:
-    """The row budget that `rows` falls into: the next of 4, 5, 6 or 7 times a power of two, at least `smallest`; of
-    `DENSE` where launches are of so few waves that a wider class would choose for its largest count."""
+    """The row budget that `rows` falls into: the next of `DENSE`, or beyond its ends of 4, 5, 6 or 7 times a power of
+    two; at least `smallest`."""
     if DENSE[0] < rows <= DENSE[-1]:
         return max(smallest, DENSE[bisect_left(DENSE, rows)])
     step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
@@ -144,7 +150,7 @@ def budget(rows: int, smallest: int = 64) -> int:
 
 
 def ladder(smallest: int, largest: int) -> Iterator[int]:
-    """The row budgets from `smallest` on, itself one, to `largest`."""
+    """The row budgets from `smallest`, itself included, to `largest`."""
     while smallest <= largest:
         yield smallest
         smallest = budget(smallest + 1)
@@ -159,13 +165,14 @@ _TILES = (
     (LinearConfig(128, 256, 64, 8, 3), 1, 1.00),
 )
 _LONG_K, _LONG_K_LOSS = 2048, 0.87
-_MEETING, _PART = 7.5e6, 126  # multiply-adds of an SM while the parts of a tile meet, 2 us, and for each sum of a part
+# Split-K in multiply-adds of an SM: 2 us to wait for the last part, and the time to add each sum of a part.
+_SPLIT_WORK, _SPLIT_WORK_PER_SUM = 7.5e6, 126
 
 
 def linear_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, max_block_n: int = 256
 ) -> LinearConfig:
-    """Tile choice for a `[rows, k] x [n, k]` product: the one whose waves over the SMs take least time.
+    """Tile choice for a `[rows, k] x [n, k]` GEMM: the one whose waves over the SMs take least time.
 
     Args:
         rows: row budget (see `budget`).
@@ -190,28 +197,28 @@ def linear_config(
             rate *= _LONG_K_LOSS
         for split in (config, *_split(config, rows, n, k, target)):
             size, parts = split.block_m * split.block_n, split.splits
-            meeting = (_MEETING + _PART * size * parts) / k if parts > 1 else 0.0
-            time = -(-split.tiles(rows, n) * parts // target.num_sms) * size / rate / parts + meeting
+            reduction = (_SPLIT_WORK + _SPLIT_WORK_PER_SUM * size * parts) / k if parts > 1 else 0.0
+            time = -(-split.tiles(rows, n) * parts // target.num_sms) * size / rate / parts + reduction
             if time < least:
                 best, least = split, time
     return _scheduled(best, rows, target)
 
 
 def _split(config: LinearConfig, rows: int, n: int, k: int, target: Target) -> list[LinearConfig]:
-    """`config` in parts of a long K."""
+    """Split-K variants of `config`, for a long K."""
     counts = parts_at_once(config.tiles(rows, n), config.block_m * config.block_n, target) if k >= _LONG_K else []
     return [replace(config, splits=count) for count in counts]
 
 
 def parts_at_once(tiles: int, size: int, target: Target) -> list[int]:
-    """Parts that each of so many tiles of `size` sums may be cut into: the most there is room for, and down to half."""
+    """Numbers of split-K parts for so many tiles of `size` sums: the most that run at once, and down to half."""
     room = min(min(target.num_sms, MAX_PARTS) // tiles, MAX_SUMS // (tiles * size))
     return [count for count in SPLITS[1:] if room // 2 < count <= room]
 
 
 def _scheduled(config: LinearConfig, rows: int, target: Target) -> LinearConfig:
-    """`config`, begun early where a program has an SM to itself. Those that share one would be put two by two onto the
-    first SMs that are free: 64 x 128 was 8 to 14 % slower so on an H200, 128 x 128 up to 11 % faster."""
+    """`config` with PDL where each program has an SM to itself. Of programs that share one, PDL would put two at a time
+    on the first SMs that are free: 64 x 128 was 8 to 14 % slower so on an H200, 128 x 128 up to 11 % faster."""
     return replace(config, pdl=_uses_pdl(rows, target) and config.max_programs <= target.num_sms)
 
 
@@ -222,7 +229,7 @@ def _uses_pdl(rows: int, target: Target) -> bool:
 def linear_candidates(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, max_block_n: int = 256
 ) -> list[LinearConfig]:
-    """Tiles worth timing for a `[rows, k] x [n, k]` product, as narrow ones as share an SM and parts of K included."""
+    """Tiles worth timing for a `[rows, k] x [n, k]` GEMM, split-K and narrow ones that share an SM included."""
     shapes = (
         (64, 64, 64, 4, 4, 2), (64, 64, 128, 4, 3, 2), (64, 128, 64, 4, 4, 2), (128, 64, 64, 4, 4, 2),
         (128, 128, 64, 8, 3, 2), (128, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1),
@@ -237,7 +244,7 @@ def linear_candidates(
 
 
 def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[AttentionConfig]:
-    """Tiles worth timing over `rows` tokens; those that ptxas serialises or that spill fall out when compiled."""
+    """Tiles worth timing over `rows` tokens. The tuner drops those that spill or that ptxas serialises."""
     shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
     more = {"copy_engine": target.has_copy_engine, "pdl": _uses_pdl(rows, target)}
     found = [AttentionConfig(*s[:4], s[4] * target.num_sms, **more) for s in shapes]
@@ -245,7 +252,7 @@ def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[
 
 
 def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearConfig:
-    """`config` with as few stages fewer as it takes to fit `max_shared` bytes (at least two stages)."""
+    """`config` with as many stages as fit `max_shared` bytes, at most its own and at least two."""
     while config.num_stages > 2 and config.shared_bytes(itemsize) > max_shared:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
@@ -263,7 +270,7 @@ def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> st
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
     if config.pdl and target.capability < 90:
-        return f"no launch begins early on sm_{target.capability}"
+        return f"PDL takes sm_90 or later, got sm_{target.capability}"
     if config.shared_bytes(dtype.itemsize) > target.max_shared:
         return f"{config.shared_bytes(dtype.itemsize)} bytes of shared memory, limit {target.max_shared}"
     return ""
@@ -279,14 +286,14 @@ def wrong_attention(config: AttentionConfig, target: Target, dtype: torch.dtype)
     if config.copy_engine != target.has_copy_engine:
         return f"copy_engine must be {target.has_copy_engine} on sm_{target.capability}"
     if config.pdl and target.capability < 90:
-        return f"no launch begins early on sm_{target.capability}"
+        return f"PDL takes sm_90 or later, got sm_{target.capability}"
     return ""
 
 
 def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target) -> AttentionConfig:
     """Tile choice for varlen attention over `rows` packed tokens (a budget) of `heads` heads."""
     sms, engine = target.num_sms, target.has_copy_engine
-    if dtype.itemsize > 2:  # products on FMA units hold whole rows of q and k in registers
+    if dtype.itemsize > 2:  # FMA units: rows of q and k are held in registers
         return AttentionConfig(16, 16, 8, 1, max_programs=4 * sms, max_head=64, copy_engine=engine)
     if not engine:
         wide = head_dim > 80

@@ -1,36 +1,36 @@
-"""Tensor descriptors for the copy engine, made cheaply: an encoder call makes several hundred.
+"""Tensor descriptors for TMA, the copy engine of sm_90 and later, built cheaply: an encoder call takes several hundred.
 
-Devices without one (before sm_90) get the tensor itself and its row pitch as a constant. Their kernels make the
-descriptor, which the compiler turns into masked loads; of one that came from the host it would know neither pitch nor
-alignment, and load element by element.
+Devices without TMA get the tensor itself, and its row pitch as a constant. Their kernels build the descriptor, which
+the compiler turns into masked loads. A descriptor from the host would tell the compiler neither pitch nor alignment,
+and it would load element by element.
 """
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def box(t: torch.Tensor, rows: int, cols: int, copy_engine: bool = True) -> TensorDescriptor | torch.Tensor:
-    """A descriptor over `t` `[T, C]`, read and written `[rows, cols]` at a time; without a copy engine `t` itself.
+def descriptor(t: torch.Tensor, rows: int, cols: int, copy_engine: bool = True) -> TensorDescriptor | torch.Tensor:
+    """A descriptor over `t` `[T, C]`, read and written in blocks of `[rows, cols]`; without a copy engine `t` itself.
 
-    Skips the record's own checks, which cost more than the launch: buffers and prepared weights have bases and row
-    pitches that are multiples of 16 bytes (`weights.pitch_of`, `folding.prepare`), and the driver refuses others.
+    Skips the checks of `TensorDescriptor`, which take longer than the launch: buffers and prepared weights have bases
+    and row pitches that are multiples of 16 bytes (`model.weights.row_pitch`), and the driver refuses others.
     """
     if not copy_engine:
         return t
-    descriptor = object.__new__(TensorDescriptor)  # its other fields have defaults, which live on the class
-    descriptor.base = t
-    descriptor.shape = t.shape
-    descriptor.strides = t.stride()
-    descriptor.block_shape = [rows, cols]
-    return descriptor
+    built = object.__new__(TensorDescriptor)  # its other fields have defaults, which live on the class
+    built.base = t
+    built.shape = t.shape
+    built.strides = t.stride()
+    built.block_shape = [rows, cols]
+    return built
 
 
 def rows_behind(t: torch.Tensor, tile: int) -> int:
-    """How many rows a descriptor over `t` `[T, C]` may have for reading whole tiles of `tile` rows: T, and up to a
-    whole tile of what lies behind `t` in its memory.
+    """Rows that a descriptor over `t` `[T, C]` may have for reading whole tiles of `tile` rows: T rounded up to a tile,
+    as far as the memory behind `t` reaches.
 
-    The copy engine fills in zeros past a descriptor's last row, which takes it longer than rows that are there (H200: a
-    product 21.3 us instead of 17.4). What is read so must decide nothing.
+    TMA fills rows past a descriptor's last one with zeros, which takes longer than rows that are there (H200: a GEMM of
+    21.3 us instead of 17.4). Nothing may depend on what is read so.
     """
     rows, pitch = t.shape[0], t.stride(0)
     held = (t.untyped_storage().nbytes() // t.element_size() - t.storage_offset()) // max(1, pitch)

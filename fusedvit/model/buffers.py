@@ -7,7 +7,7 @@ import torch
 
 from fusedvit.kernels.epilogue import Scratch
 from fusedvit.kernels.metadata import Layout, Metadata
-from fusedvit.kernels.positions import width
+from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import row_pitch
@@ -219,7 +219,7 @@ def _allocate_apart(spec: VisionSpec, mergers: int, tokens: int, dtype: torch.dt
 def _allocate_meta(spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> Metadata:
     taps = spec.position_taps if spec.position_side else 0
     # none in 32 bits, where factors are not rounded, and none where it is not a product that turns
-    words = width(spec.head_dim) if dtype.itemsize == 2 and not spec.qk_norm else 0
+    words = packed_width(spec.head_dim) if dtype.itemsize == 2 and not spec.qk_norm else 0
     ordered, windows = (capacity.tokens // spec.merge_unit, capacity.windows + 1) if spec.window else (0, 0)
     return Metadata(
         counts=torch.zeros(7, 4, dtype=torch.int32, device=device),

@@ -19,9 +19,8 @@ import triton
 from fusedvit.checks.as_built import shapes_of
 from fusedvit.families.registry import family_of
 from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, compile_launch, record
-from fusedvit.kernels.fingerprint import Watched
-from fusedvit.kernels.load_inputs import DTYPES as DTYPES_OF_GRIDS
-from fusedvit.kernels.load_inputs import PIXELS as DTYPES_OF_PIXELS
+from fusedvit.kernels.fingerprint import FingerprintSources
+from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
@@ -129,10 +128,10 @@ def recorded(
 def _launches_beside() -> list[Launch]:
     """What a call launches beside the encoder: the fingerprint of the weights, its input taken over, its outputs."""
     words = torch.empty(1, dtype=torch.int64, device="meta")
-    watched = Watched((), words, words)
+    watched = FingerprintSources((), words, words)
     table = torch.empty(64, 3, dtype=torch.int32, device="meta")
-    grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in DTYPES_OF_GRIDS]
-    pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in DTYPES_OF_PIXELS]
+    grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in GRID_DTYPES]
+    pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in PIXEL_DTYPES]
 
     def launches() -> None:
         TRITON.fingerprint(watched, words.int())

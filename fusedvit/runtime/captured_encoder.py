@@ -116,10 +116,10 @@ class EncoderProgram:
     def _admit_all(self, budget: int, grid: list[list[int]], rows: int) -> None:
         """`load_inputs` of everything that a call may bring: kernels are compiled by that. The first pixels are 0.5 again."""
         frames, merge, part = self._max_frames, self._spec.merge_size, self._parts[budget]
-        for dtype in load_inputs.DTYPES:
+        for dtype in load_inputs.GRID_DTYPES:
             table = torch.tensor(grid, dtype=dtype, device=self._device)
             self._ops.load_inputs(table, rows, frames, merge, part.grid)
-            for given in load_inputs.PIXELS if part.pixels.is_contiguous() else ():
+            for given in load_inputs.PIXEL_DTYPES if part.pixels.is_contiguous() else ():
                 pixels = torch.full((1, self._spec.patch_width), 0.5, dtype=given, device=self._device)
                 self._ops.load_inputs(table, rows, frames, merge, part.grid, pixels, part.pixels)
 
@@ -137,7 +137,7 @@ class EncoderProgram:
         """
         part, rows = self._parts[budget], pixels.shape[0]
         arguments = (grid, rows, self._max_frames, self._spec.merge_size, part.grid)
-        if part.pixels.is_contiguous() and load_inputs.takes(pixels, self._device):
+        if part.pixels.is_contiguous() and load_inputs.can_load(pixels, self._device):
             self._ops.load_inputs(*arguments, pixels, part.pixels)
             return
         self._ops.load_inputs(*arguments)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from fusedvit.graphs.capture import CurrentStream
-from fusedvit.kernels.fingerprint import Watched
-from fusedvit.kernels.load_inputs import DTYPES, MOST
+from fusedvit.kernels.fingerprint import FingerprintSources
+from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
 from fusedvit.model.ops import ops_for
 
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -121,7 +121,7 @@ class Content:
         places: those that nobody looks into now.
     """
 
-    watched: Watched
+    watched: FingerprintSources
     made: torch.Tensor
     side: torch.cuda.Stream | None
     marks: Marks | None
@@ -129,11 +129,11 @@ class Content:
 
     @staticmethod
     def of(parameters: Sequence[torch.Tensor]) -> "Content":
-        watched = Watched.of(parameters)
+        watched = FingerprintSources.of(parameters)
         device = watched.pointers.device
         ops = ops_for(device)
         made = ops.fingerprint(watched, torch.empty(len(parameters), dtype=torch.int32, device=device))
-        for dtype in DTYPES:  # so that what a call launches is compiled by now
+        for dtype in GRID_DTYPES:  # so that what a call launches is compiled by now
             rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
             ops.fingerprint(watched, made[:0], rows.to(dtype), rows)
         side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -145,7 +145,7 @@ class Content:
         if side is not None:
             assert begin is not None, "where there is a GPU there are marks"
             begin.wait_on(side)
-            if grid is not None and (grid.dtype not in DTYPES or max(grid.stride()) > MOST):
+            if grid is not None and (grid.dtype not in GRID_DTYPES or max(grid.stride()) > MAX_ROWS):
                 with torch.cuda.stream(side):
                     grid = grid.long().contiguous()
         place, made = self._place(items), self.made if watch else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.graphs.packing import Batch, sole_budget
-from fusedvit.kernels.load_inputs import DTYPES, MOST
+from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.runtime.inputs import Item, check_grid, check_items
 from fusedvit.runtime.readback import Mark, is_current
@@ -79,7 +79,7 @@ def begin(
     mark = tower.weights.mark() if look else None
     if isinstance(grid, Read):
         budget = grid.budget
-    elif grid.dtype in DTYPES and max(grid.stride()) <= MOST:
+    elif grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS:
         budget = _likely(graphs, pixels.shape[0], grid.shape[0], tower.spec.merge_unit)
     else:
         budget = None

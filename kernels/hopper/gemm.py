@@ -770,7 +770,7 @@ def unsupported_operands(e: Epilogue, x: torch.Tensor) -> str:
     """What neither form in Gluon takes, or ""."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"operands of 16 bits only, got {x.dtype}"
-    if e.rope is not None and e.rope.words is None:
+    if e.rope is not None and e.rope.packed is None:
         return "rotary factors as words (see packed_cos_sin.py), got none"
     if e.rope is not None and (e.rope.cols % CHUNK or e.residual is not None):
         return f"rotary columns of whole {CHUNK}s and no residual, got {e.rope.cols}"
@@ -814,8 +814,8 @@ def _boxes(
 
 def _extra_box(e: Epilogue, rows: int, tile: int) -> Any:
     """Residual or rotary words, `rows` rows at a time, in tiles of `tile`; None where there is neither."""
-    if e.rope is not None and e.rope.words is not None:
-        return _box(e.rope.words, rows, _WORDS, tile)
+    if e.rope is not None and e.rope.packed is not None:
+        return _box(e.rope.packed, rows, _WORDS, tile)
     return None if e.residual is None else _box(e.residual, rows, tile=tile)
 
 

@@ -1,4 +1,4 @@
-"""Torch twin of `kernels.attention`: one `scaled_dot_product_attention` a frame."""
+"""Reference of `kernels.attention`: one `scaled_dot_product_attention` per frame."""
 
 import math
 

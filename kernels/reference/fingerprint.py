@@ -1,8 +1,8 @@
-"""Torch twin of `kernels.fingerprint`."""
+"""Reference of `kernels.fingerprint`."""
 
 import torch
 
-from fusedvit.kernels.fingerprint import SAMPLES, Watched
+from fusedvit.kernels.fingerprint import SAMPLES, FingerprintSources
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -10,7 +10,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(
-    watched: Watched,
+    sources: FingerprintSources,
     out: torch.Tensor,
     grid: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
@@ -24,7 +24,7 @@ def fingerprint(
     s = torch.arange(SAMPLES, device=out.device)[:, None]
     four = torch.arange(4, device=out.device)
     salt = ((4 * s + four + 1) * 0x9E3779B9).to(torch.int32)
-    for i, t in enumerate(watched.tensors):
+    for i, t in enumerate(sources.tensors):
         flat = t.as_strided((t.numel(),), (1,)).view(torch.int16)
         at = s * flat.numel() // SAMPLES // 4 * 4 + four
         word = torch.where(at < flat.numel(), flat[at.clamp(max=flat.numel() - 1)], 0)

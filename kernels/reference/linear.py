@@ -1,4 +1,4 @@
-"""Torch twin of `kernels.linear`: the same formula, op by op, in fp32 (fp64 for fp64 inputs)."""
+"""Reference of `kernels.linear`: its formula op by op, in fp32 (fp64 for fp64 inputs)."""
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,7 @@ def _norm(acc: torch.Tensor, norm: NormFold) -> torch.Tensor:
 
 
 def add_taps(acc: torch.Tensor, taps: Taps) -> torch.Tensor:
+    """`acc` `[rows, N]` plus the weighted rows of the table."""
     assert taps.table is not None and taps.index is not None and taps.weight is not None, "taps need all three"
     rows = acc.shape[0]
     picked = taps.table.to(acc.dtype)[taps.index[:rows].long()]  # [rows, taps, N]
@@ -62,8 +63,8 @@ def _rope(acc: torch.Tensor, rope: Rope) -> torch.Tensor:
     assert rope.table is not None, "rope needs a table"
     cos, sin = rope.table[: acc.shape[0]].to(acc.dtype).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
     a, b = rearrange(acc[:, : rope.cols], "t (h p two) -> two t h p", two=2, p=cos.shape[-1])
-    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    return torch.cat([rearrange(turned, "t h p two -> t (h p two)"), acc[:, rope.cols :]], dim=1)
+    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([rearrange(rotated, "t h p two -> t (h p two)"), acc[:, rope.cols :]], dim=1)
 
 
 def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Torch twin of `kernels.load_inputs`."""
+"""Reference of `kernels.load_inputs`, on the host."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Torch twin of `kernels.metadata`, item by item."""
+"""Reference of `kernels.metadata`, item by item on the host."""
 
 from itertools import accumulate
 
@@ -77,14 +77,14 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         frames += [h * w] * t
         if t * h * w == 0:
             continue
-        place = _positions(h, w, layout.merge)
+        raster = _positions(h, w, layout.merge)
         if layout.window:
             order, sizes = _windows(h // layout.merge, w // layout.merge, layout.window // layout.merge)
-            place = place.view(-1, unit)[order].flatten()
+            raster = raster.view(-1, unit)[order].flatten()
             starts = torch.arange(tokens.start // unit, tokens.stop // unit, len(order))
             out.order[tokens.start // unit : tokens.stop // unit] = (starts[:, None] + order).flatten().to(out.order)
             windows += [size * unit for size in sizes] * t
-        row, col = place // w, place % w
+        row, col = raster // w, raster % w
         out.rope[tokens] = repeat(_rope(row, col, inv_freq.cpu()), "n c f -> (t n) c f", t=t).to(out.rope)
         if layout.taps:
             index, weight = _taps(row, col, h, w, layout)

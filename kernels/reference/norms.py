@@ -1,4 +1,4 @@
-"""Torch twin of `kernels.gather`."""
+"""Reference of `kernels.norms`, in fp32 (fp64 for fp64 inputs)."""
 
 import torch
 import torch.nn.functional as F
@@ -6,9 +6,6 @@ from einops import rearrange
 
 from fusedvit.kernels.norms import NOTHING, After
 from fusedvit.kernels.reference.linear import add_taps, store_moments
-
-# ── layer norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Torch twin of `kernels.layer_norm`.
 
 
 def layer_norm(
@@ -44,10 +41,6 @@ def layer_norm(
     return out
 
 
-# ── head norm ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Torch twin of `kernels.head_norm`.
-
-
 def head_norm_rope(
     qkv: torch.Tensor,
     weight: torch.Tensor,
@@ -65,12 +58,9 @@ def head_norm_rope(
         part = qkv[:rows, i * heads * d : (i + 1) * heads * d]
         x = F.rms_norm(rearrange(part.to(wide), "t (h d) -> t h d", d=d), (d,), w, eps)
         a, b = x[..., 0::2], x[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        part.copy_(rearrange(turned, "t h p two -> t (h p two)"))
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        part.copy_(rearrange(rotated, "t h p two -> t (h p two)"))
     return qkv
-
-
-# ── gather ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gather_rows(

@@ -1,4 +1,4 @@
-"""Torch twin of `kernels.store_outputs`."""
+"""Reference of `kernels.store_outputs`."""
 
 import torch
 

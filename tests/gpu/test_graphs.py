@@ -15,7 +15,7 @@ from fusedvit.bench import graph_trust as trust
 from fusedvit.bench.parity import build
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.kernels import fingerprint, launch
-from fusedvit.kernels.load_inputs import DTYPES
+from fusedvit.kernels.load_inputs import GRID_DTYPES
 
 pytestmark = pytest.mark.gpu
 CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64)
@@ -99,7 +99,7 @@ def test_the_fingerprint_kernels_are_compiled_with_the_weights(
     found = [key for key in launch._compiled if key[0] is kernel]
     assert len(found) == len(fingerprint._loaded) == 3, "no grid, and one of each dtype"
     pixels = trust.pixels_of([(1, 8, 8)], torch.bfloat16, 0)
-    for grid in (torch.tensor([[1, 8, 8]], dtype=dtype, device=d) for dtype in DTYPES for d in ("cpu", "cuda")):
+    for grid in (torch.tensor([[1, 8, 8]], dtype=dtype, device=d) for dtype in GRID_DTYPES for d in ("cpu", "cuda")):
         trust.call(tower, pixels, grid)
     assert [key for key in launch._compiled if key[0] is kernel] == found and len(fingerprint._loaded) == 3
 

@@ -11,7 +11,7 @@ from triton import knobs
 
 from fusedvit.kernels.attention import attention
 from fusedvit.kernels.epilogue import Epilogue
-from fusedvit.kernels.fingerprint import Watched, fingerprint
+from fusedvit.kernels.fingerprint import FingerprintSources, fingerprint
 from fusedvit.kernels.linear import linear
 from fusedvit.kernels.metadata import vision_metadata
 from fusedvit.kernels.norms import layer_norm
@@ -23,7 +23,7 @@ from fusedvit.tolerance import summarize
 from tests.kernels import attention_cases, linear_cases
 from tests.kernels.attention_cases import packed, segments, with_room
 from tests.kernels.linear_cases import Layer, fused, tensors
-from tests.kernels.metadata_cases import assert_same_words, fill, frames_of
+from tests.kernels.metadata_cases import assert_same_packed, fill, frames_of
 from tests.kernels.support import NAN, assert_rounded_once, assert_within, count, random
 from tests.kernels.test_metadata import assert_padding, assert_same
 
@@ -68,11 +68,11 @@ def test_linear_is_within_the_rule(name: str, dtype: torch.dtype, device: torch.
     layer = LAYERS[name]
     t, config = tensors(layer, dtype, device), config_for(layer, dtype, device)
     ours = fused(layer, t, layer.rows + 70).run(linear, config)[0][: layer.rows]
-    twin = fused(layer, t, wide=torch.float64).run(linear_ref, config)[0]
+    ref = fused(layer, t, wide=torch.float64).run(linear_ref, config)[0]
     if dtype is FP32:
-        assert_within(ours, twin, fused(layer, t).run(linear_ref, config)[0], "against the twin:")
+        assert_within(ours, ref, fused(layer, t).run(linear_ref, config)[0], "against the reference:")
     else:
-        assert_rounded_once(ours, twin, "against the twin:")
+        assert_rounded_once(ours, ref, "against the reference:")
     if layer.massive:
         return  # the fold rounds w * gamma where PyTorch rounds what the norm has made small again: half as much again
     assert_within(ours, linear_cases.plain(layer, t, torch.float64), linear_cases.plain(layer, t, dtype))
@@ -155,7 +155,7 @@ def test_attention_gives_the_same_bits_every_time(
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
 def test_nan_stays_in_its_segment(head_dim: int, device: torch.device) -> None:
-    """Frames of NaN on both sides, NaN past the last: bit for bit as beside real numbers."""
+    """Frames of NaN on both sides, NaN past the last: bit for bit as next to real numbers."""
     lengths = [5, 300, 9, 196, 70, 64, 6]
     config = attention_config(budget(sum(lengths)), 16, head_dim, BF16, Target.of(device))
     qkv = packed(lengths, head_dim, BF16, device, heads=16)
@@ -180,7 +180,7 @@ def test_layer_norm_is_within_the_rule(dtype: torch.dtype, device: torch.device)
     assert_within(out[:ROWS], ref, torch.nn.functional.layer_norm(x, (1152,), weight, bias, 1e-6))
 
 
-def test_metadata_is_its_twin(device: torch.device) -> None:
+def test_metadata_matches_the_reference(device: torch.device) -> None:
     """Images, videos and empty rows; up to 80 items; sides up to 128 patches (2048 pixels)."""
     rng = pseudo_random.Random(0)
     for case in range(12):
@@ -190,33 +190,33 @@ def test_metadata_is_its_twin(device: torch.device) -> None:
         ]
         grid = rng.choices(kinds, k=rng.randint(0, items))
         options = {"head_dim": 72, "side": 48, "block_m": 64, "room": rng.choice([0, 1, 1000])}
-        assert_same_words(
-            *(fill(op, grid, device, words=True, **options) for op in (vision_metadata, vision_metadata_ref))
+        assert_same_packed(
+            *(fill(op, grid, device, packed=True, **options) for op in (vision_metadata, vision_metadata_ref))
         )
-        ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
-        assert_same(ours, twin, sum(frames_of(grid)))
+        ours, ref = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
+        assert_same(ours, ref, sum(frames_of(grid)))
         assert_padding(ours, grid, 64)
 
 
-def test_fingerprint_is_its_twin(device: torch.device) -> None:
-    watched = Watched.of([random(n, 1152, seed=n, device=device).to(BF16) for n in (1, 1152, 4304, 50000)])
-    hashes = fingerprint(watched, torch.zeros(4, dtype=torch.int32, device=device))
-    assert torch.equal(hashes, fingerprint_ref(watched, torch.zeros(4, dtype=torch.int32, device=device)))
-    watched.tensors[3].data.mul_(-1.0)
-    again = fingerprint(watched, torch.zeros(4, dtype=torch.int32, device=device))
+def test_fingerprint_matches_the_reference(device: torch.device) -> None:
+    sources = FingerprintSources.of([random(n, 1152, seed=n, device=device).to(BF16) for n in (1, 1152, 4304, 50000)])
+    hashes = fingerprint(sources, torch.zeros(4, dtype=torch.int32, device=device))
+    assert torch.equal(hashes, fingerprint_ref(sources, torch.zeros(4, dtype=torch.int32, device=device)))
+    sources.tensors[3].data.mul_(-1.0)
+    again = fingerprint(sources, torch.zeros(4, dtype=torch.int32, device=device))
     assert (again != hashes).tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_fingerprints_and_a_grid_reach_the_host_on_a_stream_of_their_own(
+def test_fingerprints_and_a_grid_reach_the_host_on_their_own_stream(
     device: torch.device, hooked: bool, request: pytest.FixtureRequest
 ) -> None:
     told: list[object] = []
     if hooked:  # as Triton's profiler does
         knobs.runtime.launch_enter_hook.add(told.append)
         request.addfinalizer(lambda: knobs.runtime.launch_enter_hook.remove(told.append))
-    watched = Watched.of([random(n, 1152, seed=n, device=device).to(BF16) for n in (1, 1152)])
-    wanted = fingerprint_ref(watched, torch.zeros(2, dtype=torch.int32, device=device)).cpu()
+    sources = FingerprintSources.of([random(n, 1152, seed=n, device=device).to(BF16) for n in (1, 1152)])
+    wanted = fingerprint_ref(sources, torch.zeros(2, dtype=torch.int32, device=device)).cpu()
     stream = torch.cuda.Stream(device)
     torch.cuda.synchronize(device)
     for again, dtype in itertools.product(range(3), (torch.int32, torch.int64)):  # compiled, then launched directly
@@ -224,7 +224,7 @@ def test_fingerprints_and_a_grid_reach_the_host_on_a_stream_of_their_own(
         out = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         rows = torch.zeros(128, 3, dtype=torch.int64, pin_memory=True)
         torch.cuda.synchronize(device)
-        fingerprint(watched, out, grid, rows, stream)
+        fingerprint(sources, out, grid, rows, stream)
         stream.synchronize()
         assert torch.equal(out, wanted)
         assert torch.equal(rows[: grid.shape[0]], grid.cpu().long()) and not rows[grid.shape[0] :].any()

@@ -1,4 +1,4 @@
-"""One linear layer of a tower in two forms: as PyTorch writes it (LayerNorm, Linear, rotate_half, ...) and as the
+"""One linear layer of a tower, written twice: as PyTorch writes it (LayerNorm, Linear, rotate_half, ...) and as the
 kernels take it (norm folded into the weight, rotary pairs made neighbours)."""
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from einops import rearrange
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.launch import only_compiling
-from fusedvit.kernels.positions import width
+from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference.linear import store_moments
 from fusedvit.kernels.reference.positions import packed_cos_sin
 from fusedvit.kernels.tile_configs import LinearConfig
@@ -30,7 +30,7 @@ class Layer:
         rows, k, n: the product.
         norm: a norm comes first.
         rms: it is an RMSNorm.
-        merged: rows of x are this many producing rows side by side (a deepstack merger's).
+        merged: rows of x are this many producing rows (a deepstack merger's).
         part: channels of a part of x's statistics.
         heads: rotary heads of q | k | v, 0 for none; n is then 3 * heads * head_dim.
         taps: a four-tap position embedding is added.
@@ -135,7 +135,7 @@ def _normed(layer: Layer, t: Tensors) -> torch.Tensor:
 
 
 def _gate(layer: Layer, y: torch.Tensor) -> torch.Tensor:
-    """Columns are gate and up in turns."""
+    """Columns alternate: gate, up."""
     gate, up = y[:, 0::2], y[:, 1::2]
     if layer.limit:
         gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
@@ -204,7 +204,7 @@ class Fused:
 
 
 def scratch_for(config: Any, rows: int, n: int, device: torch.device) -> Scratch | None:
-    """What a configuration that splits its product needs beside its arguments."""
+    """Scratch memory of split-K, poisoned."""
     if not isinstance(config, LinearConfig | HopperGemmConfig) or config.splits == 1:
         return None
     scratch = Scratch.zeros(*config.scratch_sizes(rows, n), device)
@@ -228,9 +228,9 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
     if layer.heads:
         table = torch.stack([t.angle.cos(), t.angle.sin()], dim=1)
         head_dim = layer.n // (3 * layer.heads)
-        words = torch.empty(layer.rows, width(head_dim), dtype=torch.int32, device=table.device)
-        packed_cos_sin(table.float(), count(layer.rows, table.device), words)
-        rope = Rope(_poisoned(table, rows), 2 * layer.n // 3, head_dim, _poisoned(words, rows))
+        packed = torch.empty(layer.rows, packed_width(head_dim), dtype=torch.int32, device=table.device)
+        packed_cos_sin(table.float(), count(layer.rows, table.device), packed)
+        rope = Rope(_poisoned(table, rows), 2 * layer.n // 3, head_dim, _poisoned(packed, rows))
     if layer.taps:
         taps = Taps(t.table.to(dtype), _poisoned(t.index.int(), rows), _poisoned(t.tap, rows))
     if wide is not None:
@@ -246,12 +246,6 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
         epilogue,
         count(layer.rows, t.x.device),
     )
-
-
-def apart(t: torch.Tensor, pitch: int) -> torch.Tensor:
-    """`t` with rows `pitch` columns apart, NaN between them."""
-    wide = torch.full((t.shape[0], pitch), NAN, dtype=t.dtype, device=t.device)[:, : t.shape[1]]
-    return wide.copy_(t)
 
 
 def _prepared(layer: Layer, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from fusedvit.kernels.metadata import TOKENS, Layout, Metadata
-from fusedvit.kernels.positions import width
+from fusedvit.kernels.positions import packed_width
 
 Grid = Sequence[tuple[int, int, int]]
 SIDES = st.integers(1, 9)
@@ -47,8 +47,8 @@ def tiles_of(lengths: Sequence[int], block_m: int, above: int = 0, up_to: int = 
     return sum(-(-n // block_m) for n in lengths if above < n <= up_to)
 
 
-def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0, words: bool = False) -> Metadata:
-    """Room for `grid` and `room` more of everything, every field poisoned; for rotary words if asked for."""
+def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0, packed: bool = False) -> Metadata:
+    """Room for `grid` and `room` more of everything, every field poisoned; for packed cos/sin if asked for."""
     frames = frames_of(grid)
     tokens, tiles = sum(frames) + room, tiles_of(frames, layout.block_m, above=layout.short) + room
     windows = windows_of(grid, layout.window) if layout.window else []
@@ -63,7 +63,7 @@ def blank(grid: Grid, layout: Layout, device: torch.device, room: int = 0, words
     return Metadata(
         counts=integers(7, 4),
         rope=floats(tokens, 2, layout.head_dim // 2),
-        packed_cos_sin=integers(tokens, width(layout.head_dim) if words else 0),
+        packed_cos_sin=integers(tokens, packed_width(layout.head_dim) if packed else 0),
         tap_index=integers(tokens, layout.taps),
         tap_weight=floats(tokens, layout.taps),
         cu_seqlens=integers(len(frames) + 1 + room),
@@ -92,21 +92,21 @@ def fill(
     window_block_m: int = 16,
     short: int = 0,
     short_block_m: int = 16,
-    words: bool = False,
+    packed: bool = False,
 ) -> Metadata:
     """`op`'s answer for `grid`; frequencies as Qwen's."""
     layout = Layout(merge, head_dim, block_m, side, taps if side else 0, window, window_block_m, short, short_block_m)
-    out = blank(grid, layout, device, room, words)
+    out = blank(grid, layout, device, room, packed)
     half = head_dim // 2
     inv_freq = 10000.0 ** -(torch.arange(0, half, 2, device=device) / half)
     rows = torch.tensor(list(grid), dtype=torch.int32, device=device).reshape(-1, 3)
     return op(rows, inv_freq, out, layout)
 
 
-def assert_same_words(ours: Metadata, twin: Metadata) -> None:
-    """To a unit in each half, and that seldom: where a cos or sin falls on the border of two, its last bits decide."""
-    tokens = int(twin.count(TOKENS))
-    halves = [(m.packed_cos_sin[:tokens] & 0xFFFF, m.packed_cos_sin[:tokens] >> 16 & 0xFFFF) for m in (ours, twin)]
+def assert_same_packed(ours: Metadata, ref: Metadata) -> None:
+    """To a unit in each half, and that seldom: where cos or sin lies between two values, its last bits decide."""
+    tokens = int(ref.count(TOKENS))
+    halves = [(m.packed_cos_sin[:tokens] & 0xFFFF, m.packed_cos_sin[:tokens] >> 16 & 0xFFFF) for m in (ours, ref)]
     off = torch.stack([a - b for a, b in zip(*halves, strict=True)]).abs()
     assert off.numel() == 0 or (off.max() <= 1 and off.float().mean() < 0.05), (off.max(), off.float().mean())
     assert (ours.packed_cos_sin[tokens:] == UNWRITTEN).all(), "written past the tokens"

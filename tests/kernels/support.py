@@ -55,13 +55,15 @@ def assert_rounded_once(ours: torch.Tensor, ref: torch.Tensor, what: str = "") -
     return assert_within(ours, ref, ref.to(ours.dtype), what)
 
 
-def assert_ring_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch, form: ModuleType, run: Callable[[], object]) -> None:
-    """`run` launches what `form`, a module, runs: where shared memory begins with something else, it is refused."""
+def assert_misplaced_stages_are_refused(
+    monkeypatch: pytest.MonkeyPatch, backend: ModuleType, run: Callable[[], object]
+) -> None:
+    """`run` launches a kernel of the module `backend`: it is refused where shared memory begins with something else."""
 
-    class Elsewhere:
+    class Misplaced:
         def ptx(self) -> str:
             return "mbarrier.init.shared::cta.b64 [%r1], 1;"
 
-    monkeypatch.setattr(form, "launch", lambda *arguments: Elsewhere())
+    monkeypatch.setattr(backend, "launch", lambda *arguments: Misplaced())
     with pytest.raises(RuntimeError, match="bytes of ring, but something lies at 0"):
         run()

@@ -1,4 +1,4 @@
-"""The attention kernel and its torch twin against softmax written out, and what must not leak between segments."""
+"""The attention kernel and its reference against softmax written out, and what must not leak between segments."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_twin_is_the_formula(head_dim: int, lengths: list[int], device: torch.device) -> None:
+def test_reference_is_the_formula(head_dim: int, lengths: list[int], device: torch.device) -> None:
     qkv = packed(lengths, head_dim, torch.float64, device)
     out = run(attention_ref, with_room(qkv, 3), segments(lengths, 16, device, room=2), head_dim, CONFIG)
     torch.testing.assert_close(out[:-3], plain(qkv, lengths, head_dim, torch.float64))
@@ -77,7 +77,7 @@ def test_without_a_copy_engine(head_dim: int, dtype: torch.dtype, device: torch.
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_nan_stays_in_its_segment(head_dim: int, device: torch.device) -> None:
-    """Tiles read up to a block past a segment's end, and a head's tail box past its columns."""
+    """Tiles read up to a block past a segment's end, and a head's tail past its columns."""
     lengths = [5, 20, 9, 33, 6]  # none a multiple of a block
     qkv = packed(lengths, head_dim, torch.float32, device)
     segs = segments(lengths, CONFIG.block_m, device)
@@ -92,7 +92,7 @@ def test_nan_stays_in_its_segment(head_dim: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 72])
-def test_a_segment_does_not_know_its_place(head_dim: int, device: torch.device) -> None:
+def test_a_segment_gives_the_same_bits_anywhere(head_dim: int, device: torch.device) -> None:
     """The same frames in another order: each bit for bit as before."""
     lengths = [20, 4, 33]
     qkv = packed(lengths, head_dim, torch.float32, device)
@@ -134,7 +134,7 @@ def test_split_head() -> None:
 
 def test_mismatch_says_what_came(device: torch.device) -> None:
     qkv = packed([8], 64, torch.float32, device)
-    with pytest.raises(AssertionError, match="tiles of 32 queries, config 16"):
+    with pytest.raises(AssertionError, match="expected tiles of 16 queries, got 32"):
         run(attention, qkv, segments([8], 32, device), 64, CONFIG)
     with pytest.raises(AssertionError, match="contiguous"):
         out = torch.empty(8, 2 * HEADS * 64, device=device)[:, ::2]

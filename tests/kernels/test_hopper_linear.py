@@ -20,7 +20,7 @@ from fusedvit.kernels.hopper.gemm_configs import (
     hopper_gemm_us,
     wrong_hopper_gemm,
 )
-from fusedvit.kernels.positions import width
+from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS, PDL_MAX_ROWS, Target, budget
@@ -210,7 +210,7 @@ def test_rotary_factors_are_needed_as_words(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hopper_linear, "launch", lambda *arguments: pytest.fail("launched"))
     layer = Layer(16, 128, 192, heads=1)
     arguments = fused(layer, tensors(layer, FP16, CPU))
-    rope = replace(arguments.epilogue.rope, words=None)
+    rope = replace(arguments.epilogue.rope, packed=None)
     x = arguments.x
     with pytest.raises(ValueError, match="rotary factors as words"):
         hopper_linear.linear(x, arguments.weight, arguments.num_rows, x, Epilogue(rope=rope), GOOD)
@@ -247,7 +247,7 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
 
 def test_what_split_products_and_rotary_words_take_is_held_only_for_them_and_counted() -> None:
     spec, capacity = replace(QWEN3_VL_8B, depth=1, deepstack=()), Capacity(64, 1, 1, 1)
-    words, scratch = 64 * width(72), MAX_SUMS + 4 * MAX_COUNTERS
+    words, scratch = 64 * packed_width(72), MAX_SUMS + 4 * MAX_COUNTERS
     for tower, dtype, held in (
         (spec, BF16, words + scratch),
         (replace(spec, qk_norm=True), BF16, scratch),

@@ -30,7 +30,7 @@ from fusedvit.model.merger_overlap import beside
 from fusedvit.model.plan import chosen_for, plan_for, tasks
 from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
-from tests.kernels.support import assert_ring_elsewhere_is_told, assert_within
+from tests.kernels.support import assert_misplaced_stages_are_refused, assert_within
 from tests.kernels.test_aot import run
 from tests.kernels.transposed_times import TIMES
 
@@ -256,4 +256,4 @@ def test_compiled_code_has_its_ring_where_shared_memory_begins() -> None:
 def test_a_triton_that_puts_the_ring_elsewhere_costs_the_form_only(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(40, 640, 256)
     arguments = fused(layer, tensors(layer, BF16, CPU))
-    assert_ring_elsewhere_is_told(monkeypatch, gemm_swap_ab, lambda: arguments.run(gemm_swap_ab.linear, GOOD))
+    assert_misplaced_stages_are_refused(monkeypatch, gemm_swap_ab, lambda: arguments.run(gemm_swap_ab.linear, GOOD))

@@ -1,4 +1,4 @@
-"""A compiled kernel launched again: past Triton's record of the launch, unless somebody hooks into launches."""
+"""A compiled kernel launched again: directly, or through Triton's launcher if there are launch hooks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +57,7 @@ def test_goes_to_a_stream_that_is_named(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_are_told_of_launches(kernel: Kernel, name: str) -> None:
+def test_launch_hooks_see_every_launch(kernel: Kernel, name: str) -> None:
     loaded, chain = Loaded(kernel, {"A": 1}), getattr(knobs.runtime, name)
     chain.add(print)
     try:

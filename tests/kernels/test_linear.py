@@ -1,4 +1,4 @@
-"""The linear kernel and its torch twin against plain PyTorch: every epilogue alone and as combined."""
+"""The linear kernel and its reference against plain PyTorch: every epilogue alone and as combined."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def made(name: str, dtype: torch.dtype, device: torch.device, capacity: int | No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_twin_is_the_formula(name: str, device: torch.device) -> None:
+def test_reference_is_the_formula(name: str, device: torch.device) -> None:
     """In fp64 nothing is left between the folded form and PyTorch's but the fp32 of statistics, bias and angles."""
     layer = CASES[name]
     t = tensors(layer, torch.float64, device)
@@ -67,16 +67,16 @@ def test_twin_is_the_formula(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_is_within_the_rule(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Against PyTorch's layer in fp64, and against the twin on the same rounded weights in fp64."""
+    """Against PyTorch's layer in fp64, and against the reference on the same rounded weights in fp64."""
     layer = CASES[name]
     t, arguments = made(name, dtype, device, layer.rows + 5)
     ours = arguments.run(linear, CONFIG)[0][: layer.rows]
     assert_within(ours, plain(layer, t, torch.float64), plain(layer, t, dtype), "against PyTorch:")
-    twin = fused(layer, t, wide=torch.float64).run(linear_ref, CONFIG)[0]
+    ref = fused(layer, t, wide=torch.float64).run(linear_ref, CONFIG)[0]
     if dtype is torch.float32:
-        assert_within(ours, twin, arguments.run(linear_ref, CONFIG)[0][: layer.rows], "against the twin:")
+        assert_within(ours, ref, arguments.run(linear_ref, CONFIG)[0][: layer.rows], "against the reference:")
     else:
-        assert_rounded_once(ours, twin, "against the twin:")
+        assert_rounded_once(ours, ref, "against the reference:")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,7 +119,7 @@ def test_no_rows_write_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("splits", [2, 3, 8])  # of 5 or 10 steps; parts may be empty
 @pytest.mark.parametrize("name", ["qkv", "proj, fc2", "patch embed", "deepstack fc1", "rms, gate and up"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_split_product_is_within_the_rule(name: str, dtype: torch.dtype, splits: int, device: torch.device) -> None:
+def test_split_k_is_within_the_rule(name: str, dtype: torch.dtype, splits: int, device: torch.device) -> None:
     layer, config = CASES[name], dataclasses.replace(CONFIG, splits=splits)
     t, arguments = made(name, dtype, device, layer.rows + 20)
     scratch = scratch_for(config, layer.rows + 20, layer.n, device)
@@ -132,11 +132,11 @@ def test_a_split_product_is_within_the_rule(name: str, dtype: torch.dtype, split
     assert stats is None or torch.equal(stats.partials[: layer.rows], more.partials[: layer.rows])
 
 
-def test_a_split_product_without_scratch_is_refused(device: torch.device) -> None:
+def test_split_k_without_scratch_is_refused(device: torch.device) -> None:
     _, arguments = made("fc1", torch.float16, device)
     config = dataclasses.replace(CONFIG, splits=2)
     for scratch in (Scratch.zeros(0, 0, device), Scratch.zeros(10**6, 1, device)):
-        with pytest.raises(ValueError, match="takes scratch for 4096 sums and 4 counters, got"):
+        with pytest.raises(ValueError, match="split-K takes scratch for 4096 sums and 4 counters, got"):
             arguments.run(linear, config, scratch)
 
 

@@ -1,4 +1,4 @@
-"""A grid taken over unread: what passes is what the host's own check lets pass, anything else becomes no items."""
+"""A grid loaded unread: what the host's own check accepts is loaded, anything else becomes no items."""
 
 import random as pseudo_random
 from collections.abc import Callable
@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.kernels.load_inputs import DTYPES, PIXELS, load_inputs, takes
-from fusedvit.kernels.reference.load_inputs import load_inputs as admit_ref
+from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES, can_load, load_inputs
+from fusedvit.kernels.reference.load_inputs import load_inputs as load_inputs_ref
 from fusedvit.runtime.inputs import check_items
 
-OPS = {"kernel": load_inputs, "twin": admit_ref}
+OPS = {"kernel": load_inputs, "reference": load_inputs_ref}
 ROOM, FRAMES = 6, 9
 GOOD = [[1, 4, 6], [3, 2, 2], [1, 8, 2]]
 ROWS = 52
@@ -40,14 +40,14 @@ def check(op: Callable[..., torch.Tensor], grid: torch.Tensor, tokens: int) -> b
     return bool(expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GRID_DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_grids_of_any_layout(op: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
     grid = torch.tensor(GOOD, dtype=dtype, device=device)
-    apart = torch.full((2 * len(GOOD), 9), 7, dtype=dtype, device=device)[::2, 1::3].copy_(grid)
+    strided = torch.full((2 * len(GOOD), 9), 7, dtype=dtype, device=device)[::2, 1::3].copy_(grid)
     odd = torch.full((10,), 7, dtype=dtype, device=device)[1:].view(3, 3).copy_(grid)
-    for form in (grid, apart, grid.T.contiguous().T, odd):
-        assert check(op, form, ROWS)
+    for layout in (grid, strided, grid.T.contiguous().T, odd):
+        assert check(op, layout, ROWS)
     assert check(op, torch.tensor([[1, 4, 2]], dtype=dtype, device=device).expand(ROOM, 3), 8 * ROOM)
 
 
@@ -106,7 +106,7 @@ def test_other_tables_are_refused(op: Callable[..., torch.Tensor], device: torch
 
 @pytest.mark.parametrize("length", [1, 52, 700])
 @pytest.mark.parametrize("width", [24, 1176])
-@pytest.mark.parametrize("dtype", PIXELS, ids=str)
+@pytest.mark.parametrize("dtype", PIXEL_DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_pixels_are_copied_as_torch_copies_them(
     op: Callable[..., torch.Tensor], dtype: torch.dtype, width: int, length: int, device: torch.device
@@ -116,8 +116,8 @@ def test_pixels_are_copied_as_torch_copies_them(
     values = torch.randn(length, width, device=device) * 10.0 ** torch.randint(-9, 9, (length, width), device=device)
     values[0, :4] = torch.tensor([float("inf"), -0.0, 65520.0, 1e-8], device=device)
     pixels = values.to(dtype)
-    assert takes(pixels, device) and not takes(pixels.double(), device) and not takes(pixels[:, 1:], device)
-    exact = PIXELS if device.type == "cuda" or op is admit_ref else (torch.float32, torch.float16)
+    assert can_load(pixels, device) and not can_load(pixels.double(), device) and not can_load(pixels[:, 1:], device)
+    exact = PIXEL_DTYPES if device.type == "cuda" or op is load_inputs_ref else (torch.float32, torch.float16)
     for into in (torch.full((length + 3, width), 7, dtype=d, device=device) for d in exact if dtype in exact):
         want = into.clone()
         want[:length].copy_(pixels)
@@ -128,7 +128,7 @@ def test_pixels_are_copied_as_torch_copies_them(
 
 def test_pixels_that_are_left_to_torch(device: torch.device) -> None:
     pixels = torch.zeros(8, 48, device=device)
-    assert takes(pixels, device) and takes(pixels[2:5], device)
+    assert can_load(pixels, device) and can_load(pixels[2:5], device)
     others = [pixels.T, pixels[::2], pixels.view(-1)[1:].narrow(0, 0, 96).view(2, 48), pixels.double(), pixels.int()]
-    assert not any(takes(other, device) for other in (*others, torch._neg_view(pixels)))
-    assert not takes(pixels, torch.device("meta"))
+    assert not any(can_load(other, device) for other in (*others, torch._neg_view(pixels)))
+    assert not can_load(pixels, torch.device("meta"))

@@ -1,4 +1,4 @@
-"""The metadata kernel against its torch twin over random grids, and the twin against Hugging Face's own helpers."""
+"""The metadata kernel against its reference over random grids, and the reference against Hugging Face's own helpers."""
 
 from itertools import accumulate
 
@@ -30,19 +30,19 @@ from tests.kernels.support import count, padded
 EXAMPLES = 25
 
 
-def assert_same(ours: Metadata, twin: Metadata, tokens: int) -> None:
+def assert_same(ours: Metadata, ref: Metadata, tokens: int) -> None:
     """Integers exactly, fractions and angles to fp32's last places; all padding that is ever read included."""
     kinds = [TOKENS, MERGED, FRAMES, TILES] + [WINDOWS, WINDOW_TILES] * bool(len(ours.order))
-    assert torch.equal(ours.counts[kinds, 0], twin.counts[kinds, 0])
-    assert torch.equal(ours.short_tiles, twin.short_tiles)
-    assert torch.equal(ours.window_cu_seqlens, twin.window_cu_seqlens)
-    assert torch.equal(ours.window_tiles, twin.window_tiles)
-    assert torch.equal(ours.order, twin.order), "padding included: neither writes there"
-    assert torch.equal(ours.cu_seqlens, twin.cu_seqlens)
-    assert torch.equal(ours.tiles, twin.tiles)
-    assert torch.equal(ours.tap_index[:tokens], twin.tap_index[:tokens])
-    torch.testing.assert_close(ours.tap_weight[:tokens], twin.tap_weight[:tokens], rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours.rope[:tokens], twin.rope[:tokens], rtol=0, atol=3e-7)
+    assert torch.equal(ours.counts[kinds, 0], ref.counts[kinds, 0])
+    assert torch.equal(ours.short_tiles, ref.short_tiles)
+    assert torch.equal(ours.window_cu_seqlens, ref.window_cu_seqlens)
+    assert torch.equal(ours.window_tiles, ref.window_tiles)
+    assert torch.equal(ours.order, ref.order), "padding included: neither writes there"
+    assert torch.equal(ours.cu_seqlens, ref.cu_seqlens)
+    assert torch.equal(ours.tiles, ref.tiles)
+    assert torch.equal(ours.tap_index[:tokens], ref.tap_index[:tokens])
+    torch.testing.assert_close(ours.tap_weight[:tokens], ref.tap_weight[:tokens], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.rope[:tokens], ref.rope[:tokens], rtol=0, atol=3e-7)
     for field in (ours.rope, ours.tap_weight):
         assert field[tokens:].isnan().all(), "written past the tokens"
 
@@ -63,35 +63,37 @@ def assert_padding(meta: Metadata, grid: Grid, block_m: int) -> None:
 @example([(1, 2, 2)], 16, 0)  # one merged token
 @example([(1, 4, 8)], 64, 0)  # 32 tokens: a program's block exactly
 @example([(0, 4, 4)], 16, 1)  # a video without frames
-@example([(1, 2, 2)] * 64, 64, 0)  # items are looked up 64 at a time: a chunk exactly
-@example([(1, 2, 2)] * 63 + [(3, 4, 6), (1, 6, 2)], 16, 5)  # a video at the end of a chunk, an image in the next
-@example([(0, 0, 0)] * 80 + [(2, 4, 2)] + [(0, 0, 0)] * 60, 16, 5)  # a chunk of nothing first, and one behind
+@example([(1, 2, 2)] * 64, 64, 0)  # items are searched 64 at a time: one iteration exactly
+@example([(1, 2, 2)] * 63 + [(3, 4, 6), (1, 6, 2)], 16, 5)  # a video at the end of an iteration, an image in the next
+@example([(0, 0, 0)] * 80 + [(2, 4, 2)] + [(0, 0, 0)] * 60, 16, 5)  # an iteration of nothing first, and one behind
 @example([(0, 0, 0), (1, 2, 4)] * 20 + [(1, 4, 2), (0, 0, 0)] * 20, 16, 0)  # one of a lane's two items is empty
-@example([(1, 2, 4)] + [(0, 2, 2)] * 130 + [(1, 4, 2)], 16, 0)  # nothing in between, for longer than a chunk
+@example([(1, 2, 4)] + [(0, 2, 2)] * 130 + [(1, 4, 2)], 16, 0)  # nothing in between, for longer than an iteration
 @example([(70, 2, 2), (1, 4, 2)], 16, 0)  # more frames than tokens of a frame
 @example([(130, 2, 2)], 16, 0)  # frames and tiles past a program's block of 32
-def test_kernel_is_its_twin(device: torch.device, grid: Grid, block_m: int, room: int) -> None:
+def test_kernel_matches_the_reference(device: torch.device, grid: Grid, block_m: int, room: int) -> None:
     ours = fill(vision_metadata, grid, device, block_m=block_m, room=room)
-    twin = fill(vision_metadata_ref, grid, device, block_m=block_m, room=room)
-    assert_same(ours, twin, sum(frames_of(grid)))
+    ref = fill(vision_metadata_ref, grid, device, block_m=block_m, room=room)
+    assert_same(ours, ref, sum(frames_of(grid)))
     assert_padding(ours, grid, block_m)
     assert int(ours.count(MERGED)) * 4 == sum(frames_of(grid))
 
 
 @pytest.mark.parametrize("merge, head_dim, side", [(1, 32, 7), (3, 72, 48), (2, 80, 1), (2, 128, 0)])
-def test_kernel_is_its_twin_in_other_towers(merge: int, head_dim: int, side: int, device: torch.device) -> None:
+def test_kernel_matches_the_reference_in_other_towers(
+    merge: int, head_dim: int, side: int, device: torch.device
+) -> None:
     """Merge 1 and 3, a quarter head of 18 (no power of two), a position table of one entry, and none."""
     grid = [(1, 3 * merge, merge), (2, merge, 4 * merge), (1, 17 * merge, 5 * merge)]
     options = {"merge": merge, "head_dim": head_dim, "side": side, "block_m": 64, "room": 9}
-    ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
-    assert_same(ours, twin, sum(frames_of(grid)))
+    ours, ref = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
+    assert_same(ours, ref, sum(frames_of(grid)))
     assert_padding(ours, grid, 64)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(grids(2, 40))
 @example([(1, 2, 2)] * 33)
-def test_twin_is_hugging_face(grid: Grid) -> None:
+def test_reference_is_hugging_face(grid: Grid) -> None:
     vision_utils = pytest.importorskip("transformers.vision_utils")
     grid = [g for g in grid if g[1]]  # rows of zeros are ours alone
     meta = fill(vision_metadata_ref, grid, torch.device("cpu"), side=7)
@@ -129,8 +131,8 @@ def test_far_positions_keep_their_angles(device: torch.device) -> None:
     """A 4096-pixel side: angles of 255 radians, whose cosine a low-precision instruction would miss."""
     grid = [(1, 2, 256)]
     ours = fill(vision_metadata, grid, device)
-    twin = fill(vision_metadata_ref, grid, device)
-    torch.testing.assert_close(ours.rope, twin.rope, rtol=0, atol=3e-7)
+    ref = fill(vision_metadata_ref, grid, device)
+    torch.testing.assert_close(ours.rope, ref.rope, rtol=0, atol=3e-7)
 
 
 WINDOWED = {"window": 8, "head_dim": 16, "side": 0}
@@ -145,11 +147,11 @@ WINDOWED = {"window": 8, "head_dim": 16, "side": 0}
 @example([(1, 10, 8), (1, 8, 10), (1, 6, 6)], 16, 0)  # cut below, at the right, at both and narrower than a window
 @example([(2, 18, 26)], 16, 1)  # tiles of 16: four of a whole window, one to three of a cut one
 @example([(10, 10, 10), (0, 4, 4), (1, 2, 40)], 64, 40)  # more windows than a program's block of 32
-@example([(1, 2, 2)] * 62 + [(2, 10, 2), (0, 0, 0), (1, 10, 10)], 64, 0)  # more items than are looked up at a time
-def test_windows_are_the_twins(device: torch.device, grid: Grid, block_m: int, room: int) -> None:
+@example([(1, 2, 2)] * 62 + [(2, 10, 2), (0, 0, 0), (1, 10, 10)], 64, 0)  # more items than are searched at a time
+def test_windows_match_the_reference(device: torch.device, grid: Grid, block_m: int, room: int) -> None:
     options = WINDOWED | {"window_block_m": block_m, "room": room}
-    ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
-    assert_same(ours, twin, sum(frames_of(grid)))
+    ours, ref = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
+    assert_same(ours, ref, sum(frames_of(grid)))
     windows = windows_of(grid, 8)
     tiles = sum(-(-n // block_m) for n in windows)
     assert [int(ours.count(which)) for which in (WINDOWS, WINDOW_TILES)] == [len(windows), tiles]
@@ -161,16 +163,16 @@ def test_windows_are_the_twins(device: torch.device, grid: Grid, block_m: int, r
 @given(grids(2, 8), st.sampled_from([16, 64]), st.sampled_from([1, 4, 24, 10**6]), st.integers(0, 40))
 @example([(1, 4, 6), (1, 4, 8), (2, 2, 2)], 16, 24, 0)  # a frame of the limit, one past it
 @example([(1, 2, 2)] * 20 + [(3, 10, 10)] * 20, 16, 24, 3)  # more of both than a program's block of 32
-@example([(1, 2, 2), (0, 0, 0), (1, 4, 8)] * 23, 64, 24, 0)  # more items than are looked up at a time
+@example([(1, 2, 2), (0, 0, 0), (1, 4, 8)] * 23, 64, 24, 0)  # more items than are searched at a time
 @example([(1, 10, 10)], 16, 24, 0)  # no short frame
 @example([], 64, 24, 5)
-def test_short_frames_have_a_list_of_their_own(
+def test_short_frames_have_their_own_list(
     device: torch.device, grid: Grid, block_m: int, short: int, room: int
 ) -> None:
     options = {"block_m": 48, "short": short, "short_block_m": block_m, "room": room}
-    ours, twin = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
+    ours, ref = (fill(op, grid, device, **options) for op in (vision_metadata, vision_metadata_ref))
     frames = frames_of(grid)
-    assert_same(ours, twin, sum(frames))
+    assert_same(ours, ref, sum(frames))
     counts = [int(ours.count(which)) for which in (FRAMES, TILES, SHORT_TILES)]
     assert counts == [len(frames), tiles_of(frames, 48, above=short), tiles_of(frames, block_m, up_to=short)]
     listed = torch.cat([ours.tiles[: counts[1]], ours.short_tiles[: counts[2]]])
@@ -184,7 +186,7 @@ def test_short_frames_have_a_list_of_their_own(
 @given(grids(2, 8))
 @example([(1, 8, 8)])
 @example([(3, 10, 22), (1, 2, 2), (1, 40, 6)])
-def test_windows_are_hugging_faces(grid: Grid) -> None:
+def test_windows_are_those_of_hugging_face(grid: Grid) -> None:
     vision_utils = pytest.importorskip("transformers.vision_utils")
     grid = [g for g in grid if g[0] * g[1]]
     if not grid:
@@ -198,11 +200,11 @@ def test_windows_are_hugging_faces(grid: Grid) -> None:
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(grids(2, 4))
 @example([(1, 48, 2), (1, 6, 40)])
-def test_bicubic_taps_are_the_twins(device: torch.device, grid: Grid) -> None:
-    ours, twin = (fill(op, grid, device, taps=16, room=5) for op in (vision_metadata, vision_metadata_ref))
+def test_bicubic_taps_match_the_reference(device: torch.device, grid: Grid) -> None:
+    ours, ref = (fill(op, grid, device, taps=16, room=5) for op in (vision_metadata, vision_metadata_ref))
     tokens = sum(frames_of(grid))
     table = torch.randn(49, 8, device=device)  # by what they pick: half pixels may fall to either side of an entry
-    picked = [(table[m.tap_index[:tokens].long()] * m.tap_weight[:tokens, :, None]).sum(1) for m in (ours, twin)]
+    picked = [(table[m.tap_index[:tokens].long()] * m.tap_weight[:tokens, :, None]).sum(1) for m in (ours, ref)]
     torch.testing.assert_close(*picked, rtol=0, atol=1e-5)
     assert ours.tap_weight[tokens:].isnan().all(), "written past the tokens"
 

@@ -1,15 +1,15 @@
-"""Outputs copied out in one launch: the rows asked for, of every plane, and nothing beside them."""
+"""Outputs copied in one launch: the requested rows of every plane, and nothing else."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from fusedvit.kernels.reference.store_outputs import store_outputs as hand_over_ref
+from fusedvit.kernels.reference.store_outputs import store_outputs as store_outputs_ref
 from fusedvit.kernels.store_outputs import store_outputs
 from tests.kernels.support import NAN, random
 
-OPS = {"kernel": store_outputs, "twin": hand_over_ref}
+OPS = {"kernel": store_outputs, "reference": store_outputs_ref}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
@@ -18,7 +18,7 @@ OPS = {"kernel": store_outputs, "twin": hand_over_ref}
     [
         (4, 4, 8, 1, 16, 16),
         (12, 64, 1152, 4, 2048, 2048),  # several programs a plane, the last of each in part
-        (100, 256, 48, 3, 42, 48),  # rows apart
+        (100, 256, 48, 3, 42, 48),  # padded rows
         (8, 16, 7, 2, 5, 5),  # neither a multiple of 16 bytes
         (20, 32, 16, 0, 16, 16),  # a tower without a merger
     ],

@@ -54,7 +54,7 @@ widths = st.sampled_from([16, 1024, 1152, 1280, 3456, 4304, 5120, 16384])
         (65536, 65536),
     ],
 )
-def test_budget_is_the_next_of_four_an_octave(rows: int, expected: int) -> None:
+def test_budget_is_the_next_of_four_per_octave(rows: int, expected: int) -> None:
     assert budget(rows) == expected
 
 
@@ -80,10 +80,10 @@ def test_linear_config_fits(rows: int, n: int, k: int, dtype: torch.dtype, targe
     assert config.block_n <= widest
     assert config.copy_engine == (target.capability >= 90)
     assert not wrong_linear(config, target, dtype)
-    assert_in_parts_as_room_allows(config, rows, n, target)
+    assert_split_k_fits(config, rows, n, target)
 
 
-def assert_in_parts_as_room_allows(config: LinearConfig, rows: int, n: int, target: Target) -> None:
+def assert_split_k_fits(config: LinearConfig, rows: int, n: int, target: Target) -> None:
     if config.splits > 1:
         sums, counters = config.scratch_sizes(rows, n)
         assert sums <= MAX_SUMS and counters <= MAX_COUNTERS, "the encoder's scratch has no room"
@@ -97,10 +97,10 @@ def test_linear_candidates_fit(rows: int, n: int, k: int, target: Target) -> Non
     assert len(set(found)) == len(found) > 0
     for config in found:
         assert not wrong_linear(config, target, torch.bfloat16)
-        assert_in_parts_as_room_allows(config, rows, n, target)
+        assert_split_k_fits(config, rows, n, target)
 
 
-def test_few_rows_of_a_long_product_are_cut_in_parts() -> None:
+def test_few_rows_of_a_long_k_are_split() -> None:
     """fc2 of Qwen3-VL-8B: 256 rows are 36 tiles of 64 x 128 for 132 SMs; 4096 rows fill them."""
     splits = {rows: linear_config(rows, 1152, 4352, torch.bfloat16, TARGETS["H200"]).splits for rows in (256, 4096)}
     assert splits[256] > 1 == splits[4096]
@@ -108,14 +108,14 @@ def test_few_rows_of_a_long_product_are_cut_in_parts() -> None:
     assert linear_config(256, 1152, 4352, torch.float32, TARGETS["H200"]).splits == 1, "there is no scratch in fp32"
 
 
-def test_what_cannot_be_is_named() -> None:
+def test_why_a_configuration_cannot_run() -> None:
     config, target = LinearConfig(64, 64, 64, 4, 4, copy_engine=False), TARGETS["A100"]
     assert wrong_linear(config, target, torch.bfloat16) == ""
     assert wrong_linear(replace(config, splits=9), target, torch.bfloat16) == "splits must be 1 to 8, got 9"
-    early = replace(config, pdl=True)
-    assert wrong_linear(early, target, torch.bfloat16) == "no launch begins early on sm_80"
+    with_pdl = replace(config, pdl=True)
+    assert wrong_linear(with_pdl, target, torch.bfloat16) == "PDL takes sm_90 or later, got sm_80"
     attention = replace(attention_config(256, 16, 72, torch.bfloat16, target), pdl=True)
-    assert wrong_attention(attention, target, torch.bfloat16) == "no launch begins early on sm_80"
+    assert wrong_attention(attention, target, torch.bfloat16) == "PDL takes sm_90 or later, got sm_80"
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,11 +1,13 @@
-"""Partial row moments: written, merged, and exact where sums of squares are not."""
+"""Row statistics of the epilogue: written, merged, and exact where sums of squares are not. Its other functions are
+tested with the GEMM that calls them (test_linear.py)."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.epilogue import RowStats, _merge_moments, _store_moments
+from fusedvit.kernels.epilogue import RowStats, merge_moments
+from fusedvit.kernels.epilogue import store_moments as store_moments_of_tile
 from fusedvit.kernels.reference.linear import moments, store_moments
 from tests.kernels.support import NAN, random
 
@@ -19,7 +21,7 @@ def _merge_kernel(
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M).to(tl.int64)
     mask = rows < num_rows
-    mean, rstd = _merge_moments(stats_ptr, rows, mask, 1e-6, PARTS, WIDTH, LENGTH, CHUNK)
+    mean, rstd = merge_moments(stats_ptr, rows, mask, 1e-6, PARTS, WIDTH, LENGTH, CHUNK)
     tl.store(mean_ptr + rows, mean, mask=mask)
     tl.store(rstd_ptr + rows, rstd, mask=mask)
 
@@ -33,7 +35,7 @@ def _part_kernel(
     cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = rows < num_rows, cols < N
     y = tl.load(y_ptr + rows[:, None] * N + cols[None, :], mask=mask_m[:, None] & mask_n[None, :], other=7.0)
-    _store_moments(y, stats_ptr, rows, mask_m, mask_n, part, tl.minimum(N - part * BLOCK_N, BLOCK_N), PARTS)
+    store_moments_of_tile(y, stats_ptr, rows, mask_m, mask_n, part, tl.minimum(N - part * BLOCK_N, BLOCK_N), PARTS)
 
 
 def rows_of(rows: int, length: int, massive: bool, device: torch.device) -> torch.Tensor:
@@ -61,13 +63,13 @@ def assert_moments(mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor) -> N
     [
         (64, 64, 1),  # one part
         (72, 32, 1),  # a last part of 8
-        (72, 32, 4),  # the same, four rows side by side: narrow parts in the middle
+        (72, 32, 4),  # the same, four rows merged: narrow parts in the middle
         (96, 16, 3),  # 18 parts: more than a chunk of 16
         (40, 64, 1),  # a part wider than the row
     ],
 )
 def test_merged_moments(length: int, width: int, factor: int, massive: bool, device: torch.device) -> None:
-    """Merged by the kernel and by the twin, against the moments of the whole row."""
+    """Merged by the kernel and by the reference, against the moments of the whole row."""
     rows = 5
     x = rows_of(rows * factor, length, massive, device)
     stats = blank(rows * factor, length, width, device)
@@ -86,10 +88,10 @@ def test_merged_moments(length: int, width: int, factor: int, massive: bool, dev
 @pytest.mark.parametrize("length", [64, 72])  # parts of 32: even, and a last one of 8
 def test_stored_moments(length: int, massive: bool, device: torch.device) -> None:
     x = rows_of(5, length, massive, device)
-    ours, twin = blank(5, length, 32, device), blank(5, length, 32, device)
+    ours, ref = blank(5, length, 32, device), blank(5, length, 32, device)
     _part_kernel[(ours.parts,)](x, ours.partials, 5, N=length, PARTS=ours.parts, BLOCK_M=8, BLOCK_N=32)
-    store_moments(x, twin)
-    torch.testing.assert_close(ours.partials, twin.partials, rtol=2e-5, atol=1e-5)
+    store_moments(x, ref)
+    torch.testing.assert_close(ours.partials, ref.partials, rtol=2e-5, atol=1e-5)
     assert_moments(*(m[:, 0] for m in moments(ours, 5, EPS)), x)
 
 
