@@ -1,7 +1,9 @@
-# make demo    what fusedvit does on this machine, side by side with the original tower
-# make test    ruff, mypy, pytest (with a GPU: the gpu tests too), both ends of the transformers range, kernels compiled
-# make lint    ruff and mypy
-# make clean   removes the environment and every cache
+# make demo       what fusedvit does on this machine, side by side with the original tower (a minute, no GPU needed)
+# make test       ruff, mypy, and the tests that are quick (with a GPU: the gpu tests too)
+# make test-all   every test, both ends of the transformers range, kernels compiled ahead of time
+# make aot-matrix kernels compiled ahead of time on the other Triton versions, some of them emulated
+# make lint       ruff and mypy
+# make clean      removes the environment and every cache
 #
 # Everything is installed into VENV at the first call. Overrides:
 #   PYTHON=python3.12                      the interpreter that makes the environment
@@ -37,11 +39,14 @@ OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
 TYPED := $(VENV)/typed
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EMULATED := tests/kernels/test_emulated.py -k "72-bf16 or hopper-bf16 or transposed-bf16 or noticed or tables"
-HF_TESTS = $(wildcard tests/fusedvit/test_hf_*.py)
+EMULATED := tests/kernels/test_emulated.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
+AHEAD = $(PY) -m fusedvit.runtime.ahead_of_time --jobs $(JOBS)
+# Without a GPU conftest.py skips the gpu tests, and says so; with one they run by themselves.
+QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)
+EVERY := $(if $(HAS_GPU),-m "not gpu")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint ruff mypy test-cpu test-hf test-gpu aot aot-matrix clean
+.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu aot aot-matrix clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -52,6 +57,7 @@ setup: $(SETUP)
 # --system-site-packages brings along stays, in whatever version the project's own range allows.
 # torchvision is left out on purpose: beside a CPU build of torch it does not import, and that breaks transformers.
 $(VENV)/.ready: pyproject.toml
+	@echo "installing into $(VENV): torch, transformers and what tests need; a few minutes"
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 	$(PIP) "setuptools>=77"
 	$(PY) -c "import torch" 2>/dev/null || $(PIP) $(TORCH)
@@ -65,9 +71,11 @@ $(OLDER)/.ready: $(SETUP)
 
 demo: $(SETUP)
 	@mkdir -p $(DEMO)
-	$(PY) -m fusedvit demo --plot $(DEMO)/demo.png --json $(DEMO)/demo.json
+	@$(PY) -m fusedvit demo --plot $(DEMO)/demo.png --json $(DEMO)/demo.json
 
-test: lint test-cpu $(TEST_HF) aot $(if $(HAS_GPU),test-gpu)
+test: lint test-quick $(if $(HAS_GPU),test-gpu)
+
+test-all: lint test-cpu $(TEST_HF) aot $(if $(HAS_GPU),test-gpu)
 
 lint: ruff mypy
 
@@ -82,43 +90,43 @@ mypy: $(SETUP)
 	@ln -s $(filter-out %/tuned,$(wildcard $(CURDIR)/kernels/*)) $(TYPED)/fusedvit/kernels/
 	MYPYPATH=$(TYPED) $(PY) -m mypy --cache-dir=/dev/null -p fusedvit
 
+# tests/conftest.py lists what is slow.
+test-quick: $(SETUP)
+	$(PYTEST) -n $(JOBS) -m "$(QUICK)"
+
 test-cpu: $(SETUP)
-	$(PYTEST) -n $(JOBS) $(if $(HAS_GPU),-m "not gpu")
+	$(PYTEST) -n $(JOBS) $(EVERY)
 
 test-hf: $(OLDER)/.ready
-	$(if $(HF_TESTS),PYTHONPATH=$(abspath $(OLDER)) $(PYTEST) -n $(JOBS) $(if $(HAS_GPU),-m "not gpu") $(HF_TESTS))
+	PYTHONPATH=$(abspath $(OLDER)) $(PYTEST) -n $(JOBS) $(EVERY) tests/hf
 
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
 
-# Kernels compiled ahead of time, which needs no GPU: what an H200 launches in bf16 at two sizes, heads with and without
-# a tail.
-# aot-matrix compiles everything.
+# Kernels compiled ahead of time, which needs no GPU. On the installed Triton: for Hopper, one of those that differ in
+# sizes or 16-bit types alone.
 aot: $(SETUP)
-	$(PY) -m fusedvit.runtime.ahead_of_time --arch 90 --dtype bf16 --tower hd72 hd64 --budget 256 4096 --alike --jobs $(JOBS)
+	$(AHEAD) --alike --arch 90
 
-# Every kernel, configuration and architecture: in all sizes on the oldest Triton of our range, which the tables were
-# made with; on the installed one and the newest release one of those that are alike, half as many; on the one between
-# these what an H200 launches in bf16 at two sizes. Then some of what is compiled for Hopper, run on the emulator of its
-# instructions, as pytest does on the installed one, and what the tables choose, on the one that they were made with.
+# On the oldest Triton of our range: for Hopper every kernel and size. On the oldest and the newest: for every
+# architecture one of those that are alike; and some of what is compiled for Hopper is run on the emulator of its
+# instructions, as pytest does on the installed one. On the version between these: what Hopper launches at two sizes.
 # MATRIX="--arch 90 --dtype bf16" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
-	echo "kernels on the installed Triton"; \
-	$(PY) -m fusedvit.runtime.ahead_of_time --alike --jobs $(JOBS) $(MATRIX) || failed=" installed"; \
 	newest=$$($(PY) -m pip index versions triton $(PIP_ARGS) 2>/dev/null \
 	    | sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep -m 1 -E '^3\.[6-9]\.[0-9]+$$' || true); \
 	for version in $(OLDEST_TRITON) $(MIDDLE_TRITON) $${newest:-$(NEWEST_TRITON)}; do \
-	    folder=$(VENV)/triton-$$version; \
+	    folder=$(abspath $(VENV))/triton-$$version; \
 	    [ -e $$folder/.ready ] || $(PIP) --no-deps --upgrade --target $$folder triton==$$version; \
 	    touch $$folder/.ready; \
 	    echo "kernels on Triton $$version"; \
+	    compile() { PYTHONPATH=$$folder $(AHEAD) "$$@" $(MATRIX) || failed="$$failed $$version"; }; \
 	    case $$version in \
-	        $(OLDEST_TRITON)) some=;; \
-	        $(MIDDLE_TRITON)) some="--alike --arch 90 --dtype bf16 --tower hd72 windows --budget 256 4096";; \
-	        *) some=--alike;; \
+	        $(MIDDLE_TRITON)) compile --alike --arch 90 --dtype bf16 --tower hd72 windows --budget 256 4096; continue;; \
+	        $(OLDEST_TRITON)) compile --arch 90; compile --alike --arch 80 100;; \
+	        *) compile --alike;; \
 	    esac; \
-	    PYTHONPATH=$$folder $(PY) -m fusedvit.runtime.ahead_of_time $$some --jobs $(JOBS) $(MATRIX) || failed="$$failed $$version"; \
 	    PYTHONPATH=$$folder $(PYTEST) -n $(JOBS) $(EMULATED) || failed="$$failed $$version (emulated)"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed on Triton$$failed" >&2; exit 1; }

@@ -24,7 +24,7 @@ SIDES = ("original", "fused")
 GREY, BLUE, RED, INK = "#b9bec6", "#2463c9", "#c8372d", "#22262d"
 MAX_TILES = 6  # pictures in the upper row
 MARKS = {OK: "[green]ok[/]", FAILED: "[red]FAILED[/]", NOT_RUN: "[yellow]not run[/]"}
-BELOW_1 = "Below 1 the fused tower is closer to {} than the original is."
+BELOW_1 = "Below 1 the fused tower is closer to the {} reference than the original is."
 NO_TIMES = "No GPU: times are not compared."
 WHAT_A_GPU_ADDS = (
     "No GPU here: the fused tower ran on its torch operators, at a small geometry, and times are not compared. "

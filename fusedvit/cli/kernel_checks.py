@@ -68,19 +68,31 @@ class KernelCheck:
 # ── the checks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run(step: Step, seconds: float) -> list[KernelCheck]:
-    """Both checks, cut off after `seconds`."""
-    deadline = time.monotonic() + seconds
+class KernelChecks:
+    """Both checks, at work since `started`."""
+
+    def __init__(self, interpreter: "_Worker", compilers: "Sequence[_Worker]") -> None:
+        self._interpreter, self._compilers = interpreter, compilers
+
+    def finish(self, step: Step, seconds: float) -> list[KernelCheck]:
+        """What came of them, after `seconds` at most."""
+        deadline = time.monotonic() + seconds
+        workers = [self._interpreter, *self._compilers]
+        while any(worker.running for worker in workers) and time.monotonic() < deadline:
+            compiled = sum(len(worker.documents()) for worker in self._compilers)
+            also = f"; {WHAT_INTERPRETED}" if self._interpreter.running else ""
+            step(f"{compiled} kernels compiled for sm_90{also}")
+            time.sleep(POLL_SECONDS)
+        return [interpreted_check(self._interpreter), compiled_check(self._compilers)]
+
+
+@contextlib.contextmanager
+def started() -> Iterator[KernelChecks]:
+    """Starts the processes; at the end none of them is left."""
     with contextlib.ExitStack() as stack:
         interpreter = stack.enter_context(_worker("interpret"))
         compilers = [stack.enter_context(_worker("compile", str(i), str(COMPILERS))) for i in range(COMPILERS)]
-        workers = [interpreter, *compilers]
-        while any(worker.running for worker in workers) and time.monotonic() < deadline:
-            compiled = sum(len(worker.documents()) for worker in compilers)
-            also = f"; {WHAT_INTERPRETED}" if interpreter.running else ""
-            step(f"{compiled} kernels compiled for sm_90{also}")
-            time.sleep(POLL_SECONDS)
-        return [interpreted_check(interpreter), compiled_check(compilers)]
+        yield KernelChecks(interpreter, compilers)
 
 
 def interpreted_check(worker: "_Worker") -> KernelCheck:

@@ -56,26 +56,31 @@ def test_one_block_in_the_interpreter() -> None:
     assert set(check.values) == {"pooler_output", "last_hidden_state", "deepstack_features[0]"}
 
 
+def _checks(step: Any, seconds: float) -> list[KernelCheck]:
+    with kernel_checks.started() as checks:
+        return checks.finish(step, seconds)
+
+
 QUICK = "kernel_checks.interpreted_block = lambda: {'a': {'passed': True, 'ratio_max': 1.0}}\n"
 
 
 def test_what_compiles_is_counted(stand_in: Any) -> None:
     stand_in(QUICK + "kernel_checks.compile_part = lambda part, parts: [{'problems': []}] * (part + 1)")
     steps: list[str] = []
-    interpreted, compiled = kernel_checks.run(steps.append, 100)
+    interpreted, compiled = _checks(steps.append, 100)
     assert (interpreted.outcome, compiled.outcome, compiled.detail) == (OK, OK, "3 kernels")
     assert steps and all("kernels compiled for sm_90" in step for step in steps)
 
 
 def test_a_problem_fails(stand_in: Any) -> None:
     stand_in(QUICK + "kernel_checks.compile_part = lambda part, parts: [{'problems': ['spills']}]")
-    _, compiled = kernel_checks.run(lambda text: None, 100)
+    _, compiled = _checks(lambda text: None, 100)
     assert (compiled.outcome, compiled.detail) == (FAILED, "spills")
 
 
 def test_a_process_that_dies_fails(stand_in: Any) -> None:
     stand_in("kernel_checks.interpreted_block = lambda: 1 / 0\nkernel_checks.compile_part = lambda part, parts: 1 / 0")
-    for check in kernel_checks.run(lambda text: None, 100):
+    for check in _checks(lambda text: None, 100):
         assert check.outcome == FAILED and "ZeroDivisionError" in check.detail
 
 
@@ -89,7 +94,7 @@ def test_what_there_is_no_time_for_is_not_run_and_leaves_nothing(stand_in: Any, 
         while len(list(tmp_path.glob("[0-9]*"))) < 3 and time.monotonic() - begin < 100:
             time.sleep(0.1)
 
-    checks = kernel_checks.run(until_all_wait, 0.5)
+    checks = _checks(until_all_wait, 0.5)
     assert [check.outcome for check in checks] == [NOT_RUN, NOT_RUN] and all(check.passed for check in checks)
     pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
     assert len(pids) == 3
