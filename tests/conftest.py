@@ -1,4 +1,4 @@
-"""What every test shares: the interpreter where there is no GPU, the `gpu` marker, the device."""
+"""What every test shares: the interpreter where there is no GPU, the `gpu` and `slow` markers, the device."""
 
 import os
 
@@ -12,7 +12,23 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# What `make test` leaves to `make test-all`: whole files, or tests. Processor seconds on one core.
+SLOW = (
+    "tests/kernels/test_emulated.py",  # 490
+    "tests/unit/test_emulated_tower.py",  # 200
+    "tests/kernels/test_aot.py::test_command_passes_on_what_ships",  # 14
+    "tests/kernels/test_hopper_attention.py::test_what_is_found_by_address_lies_where_shared_memory_begins",  # 21
+    "tests/kernels/test_hopper_attention.py::test_what_ships_compiles_clean",  # 8
+    "tests/hf/test_compiled_receiver.py::test_mixed_traffic_compiles_no_more_than_behind_the_original",  # 27
+    "tests/hf/test_weights.py::test_threads_after_a_change",  # 16
+    "tests/unit/test_cli_kernel_checks.py::test_one_block_in_the_interpreter",  # 5
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.split("[")[0].startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -182,8 +182,8 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     options = {"tower": tower, "workload": workload, "sweep": sweep, "short": short, "compile_on": compile_on}
-    options |= {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without, "guard": guard}
-    run("bench", json, **options, csv=csv, plots=plots, commit=commit)
+    measured: dict[str, Any] = {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without, "guard": guard}
+    run("bench", json, **options, **measured, csv=csv, plots=plots, commit=commit)
 
 
 @bench_app.command()

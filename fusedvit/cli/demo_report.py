@@ -302,8 +302,9 @@ def draw(demo: Demo, media: Sequence[Media], path: Path) -> None:
         # a CPU's times say nothing about a GPU, and are not drawn
         panels = [lambda axes: _draw_latency(axes, demo.calls)] if demo.environment["gpus"] else []
         panels += [lambda axes: _draw_ratios(axes, demo), lambda axes: _draw_counts(axes, demo)]
-        for cell, panel in zip(rows[1].subgridspec(1, len(panels), wspace=0.22), panels, strict=True):
-            panel(figure.add_subplot(cell))
+        cells = rows[1].subgridspec(1, len(panels), wspace=0.22)
+        for i, panel in enumerate(panels):
+            panel(figure.add_subplot(cells[i]))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)
