@@ -12,8 +12,8 @@ from torch import nn
 from fusedvit.bench.poison import poison_buffers
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.runtime.inputs import Item
-from fusedvit.runtime.runner import Tower, run_eager
+from fusedvit.model.items import Item
+from fusedvit.runtime.runner import Runtime, run_eager
 
 DEVICE = torch.device("cuda")
 
@@ -48,15 +48,14 @@ def somewhere(grid: Grid, i: int) -> torch.Tensor:
 def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """The same items without a graph, in one batch, by the configurations of the budget they fall into."""
     parameter = next(handle.tower.parameters())
-    ladder = handle.stats()["graphs"]["token_budgets"]
-    tower = Tower(handle.spec, handle.prepared, parameter.device, parameter.dtype, ladder)
-    out = run_eager(tower, pixels, [Item(*row) for row in grid])
+    runtime = Runtime(handle.spec, handle.weights, parameter.device, parameter.dtype, handle.graphs())
+    out = run_eager(runtime, pixels, [Item(*row) for row in grid])
     return [out.hidden, *out.merged]
 
 
 def poison(handle: FusedEncoder) -> None:
     """Poison into the static buffers, and into free pool memory."""
-    poison_buffers(handle.graphs().program.whole())
+    poison_buffers(handle.graphs().encoder.whole())
     blocks = [torch.full((2**22,), float("nan"), device=DEVICE) for _ in range(8)]
     del blocks
 

@@ -62,7 +62,7 @@ def trust_report(scale: float) -> dict[str, Any]:
 
 def graph_us(handle: FusedEncoder, budget: int, grid: Grid, rounds: int = 15) -> float:
     """Microseconds of one replay of `budget`'s graph on `grid`, by events, median."""
-    program, manager = handle.graphs().program, handle.graphs().manager
+    program, manager = handle.graphs().encoder, handle.graphs().manager
     manager.ready(budget)
     program.buffers(budget).pixels[: tokens(grid)].copy_(pixels_for(grid, torch.bfloat16))
     program.load_grid(budget, tuple(grid))

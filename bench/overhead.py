@@ -22,7 +22,7 @@ from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import Grid
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.runtime import speculative_replay
-from fusedvit.runtime.readback import Look
+from fusedvit.runtime.readback import PendingRead
 
 CASES: dict[str, Grid] = {
     "1 x 224 px": [(1, 14, 14)],
@@ -63,7 +63,7 @@ def replay_of(encoder: FusedEncoder, grid: Grid, call: Callable[[], Any]) -> Cal
     before = dict(manager.stats.replays)
     call()
     (budget,) = (b for b, n in manager.stats.replays.items() if n != before.get(b, 0))
-    encoder.graphs().program.load_grid(budget, tuple(grid))
+    encoder.graphs().encoder.load_grid(budget, tuple(grid))
     return manager.graph(budget).replay
 
 
@@ -143,13 +143,12 @@ def _wait() -> None:
 def _watched(encoder: FusedEncoder, seen: dict[str, list[tuple[int, int]]]) -> Iterator[None]:
     """Notes when each step begins and ends, within."""
     graphs = encoder.graphs()
-    manager, program, prepared = graphs.manager, graphs.program, encoder.prepared
+    manager, captured, weights = graphs.manager, graphs.encoder, encoder.weights
     steps: list[tuple[Any, str]] = [
-        (fused_encoder.fallback, "reason_of_call"), (fused_encoder, "check_pixels"), (fused_encoder, "check_grid"), (fused_encoder, "check_items"),
-        (speculative_replay, "begin"), (prepared, "mark"), (fused_encoder, "run"), (manager._capture, "before_use"),
-        (program, "load_inputs"), (program, "table"), (program, "load_grid"), (speculative_replay, "new_outputs"), (program, "store_outputs"),
-        (manager._capture, "after_use"), (prepared, "look"), (prepared, "true"), (Look, "done"),
-        (speculative_replay.Guess, "settle"),
+        (speculative_replay, "begin"), (weights, "mark"), (captured, "load"), (captured, "store"),
+        (manager._capture, "before_use"), (manager._capture, "after_use"), (fused_encoder.fallback, "reason_of_call"),
+        (fused_encoder, "check_inputs"), (fused_encoder, "run"), (weights, "read_back"), (weights, "_unchanged"),
+        (PendingRead, "wait"), (speculative_replay.SpeculativeReplay, "accept"),
     ]  # fmt: skip
 
     def timed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

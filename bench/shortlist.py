@@ -8,6 +8,7 @@ estimate  : distinct compilations by their seconds, timings by the roofline floo
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -19,8 +20,10 @@ from fusedvit.kernels import backends
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, hopper_gemm_mean_us
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import mean_us as swap_ab_mean_us
 from fusedvit.kernels.tile_configs import Target
-from fusedvit.model.merger_overlap import PRICED, mean_us
 from fusedvit.model.spec import VisionSpec
 
 BEST, BEST_OF_LONG = 3, 2  # by the cost model, beside the heuristics' choices; of what takes long to time
@@ -28,6 +31,7 @@ USUAL = range(256, 16384 + 1)  # budgets, patch tokens
 PLAIN_ROWS = (
     2048  # up to which plain Triton is timed where another backend is the heuristics' choice: it takes 1.1 to 3 x
 )
+PRICED = HopperGemmConfig, HopperSwapABConfig  # configurations whose times a cost model knows
 MERGERS = ("merger", "downsample")
 PLAIN = "triton"
 # Forms of products that no cost model knows: they are timed.
@@ -83,6 +87,13 @@ def _attention_us(key: Key, config: HopperAttentionConfig, target: Target) -> fl
         return 0.0
     held = attention_configs.contents(key.rows, key.kind)
     return sum(attention_configs.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)
+
+
+def mean_us(key: Key, config: Any, target: Target) -> float:
+    """As the heuristic chooses by: the mean over what a budget may hold."""
+    if isinstance(config, HopperSwapABConfig):
+        return swap_ab_mean_us(config, key.rows, key.n, key.k, target, key.kind)
+    return hopper_gemm_mean_us(config, key.rows, key.n, key.k, key.kind)
 
 
 @dataclass(frozen=True)

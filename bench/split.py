@@ -16,7 +16,7 @@ from fusedvit.bench.workloads import Grid
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.weights import EncoderWeights, LinearWeights
-from fusedvit.runtime.captured_encoder import EncoderProgram
+from fusedvit.runtime.captured_encoder import CapturedEncoder
 
 Times = list[tuple[str, float]]
 
@@ -96,9 +96,9 @@ def of_run(handle: FusedEncoder, budget: int, grid: Grid, pixels: torch.Tensor) 
         begun.append(name)
         marker.add_(1)
 
-    weights = handle.prepared.get
+    weights = handle.weights.get
     ops = watched(ops_for(pixels.device), weights(), begin)
-    program = EncoderProgram(handle.spec, ops, pixels.dtype, pixels.device, weights)
+    program = CapturedEncoder(handle.spec, ops, pixels.dtype, pixels.device, weights)
     program.allocate(handle.graphs().limits)
     program.load_grid(budget, tuple(grid))
     program.buffers(budget).pixels[: pixels.shape[0]].copy_(pixels)

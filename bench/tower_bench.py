@@ -274,7 +274,7 @@ def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
     budget = budget_of(handle, grid)
     if budget is None or not handle.graphs().manager.ready(budget):
         return None
-    handle.graphs().program.load_grid(budget, tuple(grid))
+    handle.graphs().encoder.load_grid(budget, tuple(grid))
     return handle.graphs().manager.graph(budget).replay
 
 

@@ -1,26 +1,46 @@
-"""The handle of a fused tower: it keeps prepared weights true to the parameters, and runs the encoder."""
+"""The handle of a fused tower: it runs calls fused where they can be, and says why where they cannot."""
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fusedvit.checks import fallback
-from fusedvit.checks.change_detection import reason_of_tower
+from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
+from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
 from fusedvit.model.encoder import EncoderOutputs
+from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime import speculative_replay as guesses
-from fusedvit.runtime.inputs import Grid, Item, check_grid, check_items, check_pixels
-from fusedvit.runtime.readback import lies_on_gpu, on_device
-from fusedvit.runtime.runner import CAPTURING, NO_GPU, NO_GRAPHS, Graphs, Tower, budgets_of, run
-from fusedvit.runtime.tower_graphs import capture_budgets, new_graphs
-from fusedvit.runtime.weight_cache import PreparedWeights
+from fusedvit.runtime import speculative_replay
+from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, new_graphs
+from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items
+from fusedvit.runtime.runner import Runtime, budgets_of, on_device, run
+from fusedvit.runtime.speculative_replay import SpeculativeReplay
+from fusedvit.runtime.weight_cache import WeightCache
 from fusedvit.stats import Stats, compiles, describe
+
+NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
+NO_GRAPHS = "graphs off"
+CAPTURING = "inside another capture"
+
+
+class Attempt(NamedTuple):
+    """What one run of a call gave.
+
+    Attributes:
+        outputs: None where the weights changed before there were any.
+        unchanged: it ran with the weights that the tower has.
+    """
+
+    outputs: EncoderOutputs | None
+    items: list[Item]
+    unchanged: bool
 
 
 class FusedEncoder:
@@ -39,10 +59,9 @@ class FusedEncoder:
     def _start(self) -> None:
         self._stats = Stats()
         self._lock = threading.RLock()
-        self._graphs: Graphs | None = None
-        self._graphs_for: tuple[torch.device, torch.dtype] | None = None
-        self._last: guesses.Guess | None = None
-        self.prepared = PreparedWeights(self.tower, self.family, self.spec, self._weights_moved)
+        self._runtime: Runtime | None = None
+        self._source = CheckedTower(self.tower, self.family, self.spec)
+        self.weights = WeightCache(self._source, self.drop_graphs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tower", "family", "spec", "config")}
@@ -51,6 +70,15 @@ class FusedEncoder:
         self.__dict__.update(state)
         self._start()
 
+    def __repr__(self) -> str:
+        state = self._source.reason()
+        where = self.weights.first_parameter()
+        how = "runs fused" if state is None else f"runs its original code: {state}"
+        return (
+            f"<FusedEncoder of {type(self.tower).__name__} ({self.family.name}), {where.dtype} on {where.device}: "
+            f"{how}; {self._stats.fused} of {self._stats.calls} calls fused>"
+        )
+
     # what a user calls
 
     def stats(self) -> dict[str, Any]:
@@ -58,26 +86,25 @@ class FusedEncoder:
 
         `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU.
         """
-        graphs = self._graphs
         more: dict[str, Any] = {
-            "refreshes": self.prepared.made,
+            "refreshes": self.weights.version,
             "compiles": compiles(),
-            "weights_mib": self.prepared.held_bytes() / MIB,
+            "weights_mib": self.weights.held_bytes() / MIB,
         }
+        graphs = self._graphs()
         if graphs is not None:
             more["graphs"] = graphs.manager.stats.as_dict() | {
                 "token_budgets": graphs.limits.token_budgets,
                 "max_items": graphs.limits.max_items,
                 "max_frames": graphs.limits.max_frames,
-                "buffers_mib": graphs.program.held_bytes() / MIB,
+                "buffers_mib": graphs.encoder.held_bytes() / MIB,
                 "held_mib": graphs.manager.held_bytes() / MIB,
             }
         return self._stats.as_dict() | more
 
     def report(self) -> str:
-        """What is fused, on which operations, what memory it holds, and why anything is not."""
-        reason = reason_of_tower(self.tower, self.family, self.spec)
-        return describe(self.tower, self.family.name, self.spec, self.stats(), reason)
+        """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
+        return describe(self.tower, self.family.name, self.spec, self.stats(), self._source.reason())
 
     def warmup(
         self,
@@ -97,58 +124,67 @@ class FusedEncoder:
             RuntimeError: the tower as it stands cannot run fused.
             TypeError, ValueError: one of `calls` is no grid.
         """
-        parameter = next(self.tower.parameters())
         wanted = None if calls is None else [self._items_of(grid) for grid in calls]
+        parameter = self.weights.first_parameter()
         with self._lock, on_device(parameter.device):
-            self._make_true(parameter)
-            graphs, _ = self._graphs_on(parameter)
+            self._raise_if(self._ensure_weights(parameter))
+            graphs = self._runtime_on(parameter).graphs
             if graphs is not None:
-                only = None if wanted is None else budgets_of(graphs, wanted, self.spec.merge_unit)
-                capture_budgets(graphs, progress, only)
+                unit = self.spec.merge_unit
+                graphs.capture(progress, None if wanted is None else budgets_of(wanted, unit, graphs.limits))
 
     def _items_of(self, grid_thw: Grid) -> list[Item]:
         rows = check_grid(grid_thw).tolist()
         return check_items(rows, sum(t * h * w for t, h, w in rows), self.spec.merge_size)
 
     def refresh(self) -> None:
-        """Makes the prepared weights again from the tower's parameters, at once.
+        """Prepares the weights again from the tower's parameters, at once.
 
         Raises:
             RuntimeError: the tower as it stands cannot run fused; the message says why.
         """
-        reason = self.prepared.reason()
+        with on_device(self.weights.first_parameter().device):
+            self._raise_if(self._prepare_weights(self.weights.version))
+
+    def _raise_if(self, reason: str | None) -> None:
         if reason is not None:
             raise RuntimeError(f"the tower cannot run fused: {reason} ({fallback.ADVICE[reason]})")
-        with on_device(next(self.tower.parameters()).device):
-            self._make()
 
     def reconfigure(self, config: FuseConfig) -> None:
         """Takes new options; graphs are given back and captured again by them."""
         with self._lock:
             self.release()
             self.config = config
-            self._graphs = self._graphs_for = None
+            self._runtime = None
 
     def release(self) -> None:
         """Gives back graphs and static buffers; they are captured again when next needed."""
         with self._lock:
-            if self._graphs is not None:
-                self._graphs.manager.release()
+            graphs = self._graphs()
+            if graphs is not None:
+                graphs.manager.release()
 
     def drop_graphs(self) -> None:
         """Forgets captured graphs and failed captures, and keeps the static buffers."""
-        if self._graphs is not None:
-            self._graphs.manager.drop_graphs()
+        graphs = self._graphs()
+        if graphs is not None:
+            graphs.manager.drop_graphs()
 
-    def graphs(self) -> Graphs:
+    def graphs(self) -> TowerGraphs:
         """The tower's graphs, for measuring and testing.
 
         Raises:
             RuntimeError: there are none (no GPU, or `graphs=False`).
         """
-        if self._graphs is None:
+        graphs = self._graphs()
+        if graphs is None:
             raise RuntimeError("this tower has no graphs: it has not run on a GPU, or graphs are off")
-        return self._graphs
+        return graphs
+
+    def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:
+        """The budgets that this tower has in `dtype` where `free_bytes` of device memory are free."""
+        options = self.config
+        return limits_for(self.spec, dtype, free_bytes, options.token_budgets, options.max_items, options.max_frames)
 
     # a call
 
@@ -162,128 +198,113 @@ class FusedEncoder:
 
         Raises:
             RuntimeError: `strict`, and the call must take the original code.
-            TypeError, ValueError: see `fusedvit.runtime.inputs`; nothing has been launched then, or only a replay of no items.
+            TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
-        if torch.compiler.is_compiling():  # which knows no way back into what follows
+        if torch.compiler.is_compiling():  # the graph break that follows must not see what comes below
             self._stats.add(calls=1)
-            return self._checked(pixel_values, grid_thw, extra, None)
-        made, watch = self.prepared.made, self.config.watch_data
-        guess = guesses.begin_again(self._last, self._graphs, pixel_values, grid_thw, made, watch)
+            return self._fall_back(fallback.COMPILING)
+        replay = speculative_replay.begin(self._runtime, pixel_values, grid_thw)
         try:
             self._stats.add(calls=1)
-            return self._checked(pixel_values, grid_thw, extra, guess)
+            return self._checked_call(pixel_values, grid_thw, extra, replay)
         finally:
-            if guess is not None:
-                guess.drop()
+            if replay is not None:
+                replay.drop()
 
-    def _checked(
-        self, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any], guess: guesses.Guess | None
+    def _checked_call(
+        self, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any], replay: SpeculativeReplay | None
     ) -> EncoderOutputs | None:
+        """Checks the call and runs it until a run began and ended with the weights that the tower has."""
         reason = fallback.reason_of_call(self.tower, pixel_values, grid_thw, extra)
-        if reason is None and not self.prepared.fits(self.prepared.parameter()):
-            reason = self.prepared.reason()
-        while reason is None:
-            outputs, items, made, true = self._run(pixel_values, grid_thw, self.prepared.parameter(), guess)
-            if self.prepared.made != made:
-                continue  # another thread made them anew meanwhile: this run may have used either
-            if true:
-                self._stats.add(fused=1, items=len(items), tokens=sum(item.tokens for item in items))
-                return outputs
-            reason = self.prepared.reason()
-            if reason is None:
-                self._make()
-        self._last = None
+        if reason is not None:
+            return self._fall_back(reason)
+        parameter = self.weights.first_parameter()
+        with on_device(parameter.device):
+            reason = self._ensure_weights(parameter)
+            if reason is not None:
+                return self._fall_back(reason)
+            inputs = check_inputs(pixel_values, grid_thw, self.spec, parameter.device)
+            while True:
+                version = self.weights.version
+                done = self._run(inputs, self._runtime_on(parameter), replay)
+                if done.unchanged:
+                    break
+                reason = self._prepare_weights(version)
+                if reason is not None:
+                    return self._fall_back(reason)
+                parameter, replay = self.weights.first_parameter(), None
+        self._stats.add(fused=1, items=len(done.items), tokens=sum([item.tokens for item in done.items]))
+        return done.outputs
+
+    def _run(self, inputs: Inputs, runtime: Runtime, replay: SpeculativeReplay | None) -> Attempt:
+        """One run, and one host read at most: behind the launches, or before them where the plan hangs on the grid."""
+        weights, unread = self.weights, inputs.grid is not None
+        check_content = self.config.watch_data and runtime.no_graphs != CAPTURING
+        if replay is not None:
+            version, mark = replay.weights_version, replay.mark
+        else:
+            version, mark = weights.version, weights.mark() if check_content or unread else None
+        items, outputs = inputs.items, None
+        if items is not None:
+            outputs = run(runtime, inputs.pixels, items, self._stats.eager)
+        found = weights.read_back(mark, check_content, inputs.grid)
+        if items is None:
+            items = check_items(found.rows, inputs.pixels.shape[0], self.spec.merge_size)
+            outputs = None if replay is None else replay.accept(items)
+            if outputs is None and found.unchanged:
+                outputs = run(runtime, inputs.pixels, items, self._stats.eager)
+        return Attempt(outputs, items, found.unchanged and weights.version == version)
+
+    def _fall_back(self, reason: str) -> EncoderOutputs | None:
+        """Counts a call that takes the original code.
+
+        Raises:
+            RuntimeError: `strict`.
+        """
         if self.config.strict:
             raise RuntimeError(f"strict: this call would run the original code: {reason} ({fallback.ADVICE[reason]})")
         self._stats.count_original(reason, type(self.tower).__name__)
         return None
 
-    def _run(
-        self, pixel_values: torch.Tensor, grid_thw: Grid, parameter: torch.Tensor, guess: guesses.Guess | None
-    ) -> tuple[EncoderOutputs, list[Item], int, bool]:
-        """One run, which making of the weights it began with, and whether the tower is what these were made from: they
-        are known to be true then if that making is still the last.
+    # weights and graphs
 
-        At most one host read: after the launches, or before them of a grid of which nothing can be guessed.
-        """
-        check_pixels(pixel_values, self.spec)
-        grid = check_grid(grid_thw)
-        unread = lies_on_gpu(grid)
-        items = [] if unread else check_items(grid.tolist(), pixel_values.shape[0], self.spec.merge_size)
-        with on_device(parameter.device):
-            self._make_true(parameter)
-            return self._run_begun(pixel_values, grid.to(parameter.device) if unread else items, parameter, guess)
+    def _ensure_weights(self, parameter: torch.Tensor) -> str | None:
+        """Prepares weights if there are none for the device and dtype of `parameter`; says why there can be none."""
+        version = self.weights.version
+        return None if self.weights.fits(parameter) else self._prepare_weights(version)
 
-    def _run_begun(
-        self,
-        pixels: torch.Tensor,
-        grid: torch.Tensor | list[Item],
-        parameter: torch.Tensor,
-        guess: guesses.Guess | None,
-    ) -> tuple[EncoderOutputs, list[Item], int, bool]:
-        """With `grid` on the parameter's device: what it probably holds is launched, if not yet, then it is read.
-
-        The tower is walked over when the GPU works.
-        """
-        watching = self._watching(parameter.device)
-        graphs, _ = self._graphs_on(parameter)
-        tower, made = self._tower(parameter), self.prepared.made
-        guess, begun, made = guesses.begun(guess, tower, pixels, grid, graphs, made, watching)
-        outputs, items, same, true = guesses.settled(guess, tower, begun, grid, pixels.shape[0], watching)
-        if outputs is None and same:
-            outputs = self._launch(pixels, items, parameter)
-        if watching and items is grid:
-            same, _, true = self.prepared.look(begun, True, None).done(self.prepared.true)
-        if outputs is None or not same:
-            self._make()
-            made, outputs, true = self.prepared.made, self._launch(pixels, items, parameter), self.prepared.true()
-        elif true is None:
-            true = self.prepared.true()
-        self._last = guess
-        return outputs, items, made, true
-
-    def _tower(self, parameter: torch.Tensor) -> Tower:
-        ladder = () if self._graphs is None else self._graphs.limits.token_budgets
-        return Tower(self.spec, self.prepared, parameter.device, parameter.dtype, ladder)
-
-    def _launch(self, pixels: torch.Tensor, items: list[Item], parameter: torch.Tensor) -> EncoderOutputs:
-        graphs, why_not = self._graphs_on(parameter)
-        return run(self._tower(parameter), pixels, items, graphs, self._stats.eager, why_not)
-
-    def _watching(self, device: torch.device) -> bool:
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return self.config.watch_data and not capturing
-
-    def _make_true(self, parameter: torch.Tensor) -> None:
-        if not self.prepared.fits(parameter):
-            with self._lock:  # threads that come together make them once
-                if not self.prepared.fits(parameter):
-                    self._make()
-
-    def _make(self) -> None:
-        """Prepares weights while nothing runs on the old ones."""
-        graphs = self._graphs
+    def _prepare_weights(self, version: int) -> str | None:
+        """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
+        graphs = self._graphs()
         with graphs.manager.exclusive() if graphs is not None else self._lock:
+            if self.weights.version != version:
+                return None
             if graphs is not None:
                 graphs.manager.wait()
-            self.prepared.make()
+            return self.weights.prepare()
 
-    def _weights_moved(self) -> None:
-        if self._graphs is not None:
-            self._graphs.manager.drop_graphs()
+    def _graphs(self) -> TowerGraphs | None:
+        return None if self._runtime is None else self._runtime.graphs
 
-    def _graphs_on(self, parameter: torch.Tensor) -> tuple[Graphs | None, str]:
-        """The graphs to replay, or None and why."""
-        device = parameter.device
-        if device.type != "cuda":
-            return None, NO_GPU
-        if not self.config.graphs:
-            return None, NO_GRAPHS
-        if torch.cuda.is_current_stream_capturing():
-            return None, CAPTURING
+    def _runtime_on(self, parameter: torch.Tensor) -> Runtime:
+        """What to run on: with graphs on a GPU, unless they are off or somebody else captures."""
+        device, dtype = parameter.device, parameter.dtype
+        known = self._runtime
+        if known is None or known.device != device or known.dtype != dtype:
+            known = self._new_runtime(device, dtype)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return replace(known, graphs=None, no_graphs=CAPTURING)
+        return known
+
+    def _new_runtime(self, device: torch.device, dtype: torch.dtype) -> Runtime:
         with self._lock:
-            if self._graphs_for != (device, parameter.dtype):
-                self.release()
-                self._graphs = new_graphs(self.spec, self.config, self.prepared.get, device, parameter.dtype)
-                self._graphs_for = (device, parameter.dtype)
-        return self._graphs, ""
+            known = self._runtime
+            if known is not None and known.device == device and known.dtype == dtype:
+                return known
+            self.release()
+            graphs, why_not = None, NO_GPU if device.type != "cuda" else NO_GRAPHS
+            if device.type == "cuda" and self.config.graphs:
+                limits = self.limits(dtype, torch.cuda.mem_get_info(device)[0])
+                graphs, why_not = new_graphs(self.spec, limits, self.weights.get, device, dtype), ""
+            self._runtime = Runtime(self.spec, self.weights, device, dtype, graphs, why_not)
+            return self._runtime

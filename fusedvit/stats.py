@@ -1,4 +1,4 @@
-"""Counters of one fused tower."""
+"""Counters of one fused tower, and its report."""
 
 import logging
 import sys
@@ -18,8 +18,6 @@ from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.ops import ops_for
 from fusedvit.model.plan import plan_for
 from fusedvit.model.spec import VisionSpec
-
-# ── stats ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 logger = logging.getLogger("fusedvit")
 
@@ -71,10 +69,6 @@ class Stats:
         }
 
 
-# ── compiles ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-# How many of our kernels this process has compiled.
-
-
 def compiles() -> int:
     """Compiled kernels of `fusedvit.kernels` in this process, for all towers and devices: it stays after a warm-up."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("fusedvit.kernels.")]
@@ -82,24 +76,22 @@ def compiles() -> int:
     return sum(len(caches[0]) for kernel in kernels.values() for caches in list(kernel.device_caches.values()))
 
 
-# ── report ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# A fused tower in a few lines of text.
-
-
 def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Sequence[int]) -> list[str]:
-    """The backend of each operation at each budget of patch tokens, and what `target` does without: forms, and tuning
-    tables or parts of them that do not hold here."""
-    lines = []
+    """The backends of budgets of patch tokens, what `target` does without and why, and which tuning table serves it."""
+    used: dict[str, dict[str, None]] = {}
     for tokens in budgets:
-        by_backend: dict[str, list[str]] = {}
         for op, backend in plan_for(spec, tokens, dtype, target).choices().items():
-            by_backend.setdefault(backend, []).append(op)
-        chosen = "; ".join(f"{backend}: {', '.join(ops)}" for backend, ops in sorted(by_backend.items()))
-        lines.append(f"  per-op choice to {tokens} patch tokens: {chosen}")
+            used.setdefault(backend, {})[op] = None
+    lines = [f"  backend {backend}: {', '.join(ops)}" for backend, ops in sorted(used.items())]
     lines += [
-        f"  without {f.op} in its {f.name} backend: {why}" for f, why in backends.unavailable_backends(target, dtype)
+        f"  without {b.op} in its {b.name} backend: {why}" for b, why in backends.unavailable_backends(target, dtype)
     ]
-    return lines + [f"  {why}; heuristics used instead" for why in tuning_table.table_for(target).stale]
+    table = tuning_table.table_for(target)
+    count, name = len(table.entries), target.name or "this device"
+    lines.append(
+        f"  tuning table of {name}: {count} entries" if count else f"  no tuning table for {name}: heuristics choose"
+    )
+    return lines + [f"  {why}; heuristics used instead" for why in table.stale]
 
 
 def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, Any], reason: str | None) -> str:
@@ -110,28 +102,52 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
         reason: why the tower as it stands cannot run fused, or None.
     """
     parameter = next(tower.parameters())
-    state = f"fused on the {ops_for(parameter.device).name} table" if reason is None else f"original code: {reason}"
+    state = f"fused on {ops_for(parameter.device).name} operations" if reason is None else f"original code: {reason}"
+    where = torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "no GPU"
     lines = [
-        f"{type(tower).__name__} ({family}): {state}",
+        f"{type(tower).__name__} ({family}), {parameter.dtype} on {parameter.device} ({where}): {state}",
         f"  {spec.depth} blocks of {spec.hidden_size} channels, {spec.num_heads} heads of {spec.head_dim}, "
         f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
-        f"  {parameter.dtype} on {parameter.device}, prepared weights {stats['weights_mib']:.1f} MiB",
-        f"  {stats['calls']} calls, {stats['fused']} fused, {stats['items']} items, {stats['tokens']} patch tokens, "
-        f"{stats['refreshes']} refreshes, {stats['compiles']} kernels compiled",
+        *_calls(stats),
+        *_memory(stats),
     ]
-    if "graphs" in stats:
-        g = stats["graphs"]
-        lines.append(
-            f"  graphs for {list(g['token_budgets'])} tokens, {g['max_items']} items, {g['max_frames']} frames: "
-            f"{g['replays']} replays and {g['mispredictions']} mispredictions, padding {g['padding']:.0%}, "
-            f"buffers {g['buffers_mib']:.0f} MiB, "
-            f"pool {g['held_mib'] - g['buffers_mib']:.0f} MiB"
-        )
     if parameter.device.type == "cuda":
         budgets = [b * spec.merge_unit for b in stats["graphs"]["token_budgets"]] if "graphs" in stats else [4096]
         lines += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
     if "forward" in tower.__dict__:
         lines.append("  the tower has a forward of its own, which decides whether the fused one is called")
-    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
-    lines += [f"  original code, {count} calls: {why} ({ADVICE[why]})" for why, count in stats["original"].items()]
     return "\n".join(lines)
+
+
+def _calls(stats: dict[str, Any]) -> list[str]:
+    """Calls by path, and the reasons of those that were not fused or not replayed."""
+    lines = [
+        f"  {stats['calls']} calls: {stats['fused']} fused, {sum(stats['original'].values())} original code; "
+        f"{stats['items']} items, {stats['tokens']} patch tokens, {stats['refreshes']} weight preparations"
+    ]
+    if "graphs" in stats:
+        g = stats["graphs"]
+        lines.append(
+            f"  {g['replays']} replays ({g['padding']:.0%} padding), {g['mispredictions']} mispredictions, "
+            f"{g['captures']} graphs captured, {g['capture_failures']} failed"
+        )
+    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
+    return lines + [
+        f"  original code, {count} calls: {why} ({ADVICE[why]})" for why, count in stats["original"].items()
+    ]
+
+
+def _memory(stats: dict[str, Any]) -> list[str]:
+    """Memory by what holds it, and what the graphs have room for."""
+    lines = [f"  memory: prepared weights {stats['weights_mib']:.1f} MiB"]
+    if "graphs" in stats:
+        g = stats["graphs"]
+        pool = g["held_mib"] - g["buffers_mib"]
+        lines[0] += f", static buffers {g['buffers_mib']:.0f} MiB, graphs {pool:.0f} MiB"
+        budgets = g["token_budgets"]
+        lines.append(
+            f"  {len(budgets)} token budgets from {budgets[0]} to {budgets[-1]}, at most {g['max_items']} items and "
+            f"{g['max_frames']} frames a graph"
+        )
+    lines[0] += f"; {stats['compiles']} kernels compiled"
+    return lines

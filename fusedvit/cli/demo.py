@@ -22,7 +22,6 @@ from fusedvit.cli.towers import geometry_of, random_tower
 from fusedvit.cli.verify import REFERENCE, Towers, call_tower, inputs_of, load_media, parity_of, quiet, side_by_side
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Work, pack
-from fusedvit.runtime.tower_graphs import limits_for
 from fusedvit.tolerance import summarize
 
 MANY = 100
@@ -121,7 +120,7 @@ def packed_calls(handle: Any, grids: Mapping[str, Sequence[Sequence[int]]], dtyp
     """
     stats = handle.stats().get("graphs")
     if stats is None:
-        limits = limits_for(handle.spec, handle.config, dtype, FREE_BYTES)
+        limits = handle.limits(dtype, FREE_BYTES)
     else:
         limits = Limits(*(stats[name] for name in ("token_budgets", "max_items", "max_frames")))
     return [_packed(name, rows, handle.spec, limits) for name, rows in grids.items()]

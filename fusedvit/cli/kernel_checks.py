@@ -35,7 +35,7 @@ from fusedvit.model.plan import plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.ahead_of_time import Matrix, compile_or_fail, jobs_of
-from fusedvit.runtime.inputs import Item
+from fusedvit.model.items import Item
 from fusedvit.tolerance import Comparison, compare
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"

@@ -9,9 +9,9 @@ from fusedvit.kernels.epilogue import Scratch
 from fusedvit.kernels.metadata import Layout, Metadata
 from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
+from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import row_pitch
-from fusedvit.runtime.inputs import Item
 
 NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
 
@@ -68,22 +68,22 @@ def rows_over(flat: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """What deepstack mergers beside the blocks, or beside the last merger, have to themselves.
+class OverlapBuffers:
+    """What deepstack mergers that are overlapped with blocks have to themselves.
 
     Attributes:
         hidden: `[mergers, tokens, hidden]`, the residual stream as each reads it.
         stats: `[mergers, …]` fp32, its row moments.
-        inner: flat, between the two layers of one merger after the other.
+        inner: flat, between a merger's two layers; mergers follow each other on the side stream.
     """
 
     hidden: torch.Tensor
     stats: torch.Tensor
     inner: torch.Tensor
 
-    def part(self, tokens: int) -> "Apart":
+    def part(self, tokens: int) -> "OverlapBuffers":
         """Views for so many tokens."""
-        return Apart(self.hidden[:, :tokens], self.stats, self.inner)
+        return OverlapBuffers(self.hidden[:, :tokens], self.stats, self.inner)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class EncoderBuffers:
         merged: `[spec.merged_outputs, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
             merger's, or the downsampling convolution's.
         scratch: where the parts of split products meet; no room where no form splits any.
-        apart: for mergers beside the blocks or the last one; without it they run in line.
+        overlap: for mergers that are overlapped with blocks; without it they run in line.
     """
 
     pixels: torch.Tensor
@@ -113,14 +113,14 @@ class EncoderBuffers:
     stats: torch.Tensor
     merged: torch.Tensor
     scratch: Scratch
-    apart: Apart | None = None
+    overlap: OverlapBuffers | None = None
 
     def rows_of_wide(self, rows: int, cols: int, after: int = 0) -> torch.Tensor:
         """`[rows, cols]` over `wide`, its rows `row_pitch` apart, past `rows` rows of `after` columns."""
         return rows_over(self.wide[rows * row_pitch(after, self.wide.dtype) :], rows, cols)
 
-    def part(self, capacity: Capacity, merge_unit: int, apart: bool = False) -> "EncoderBuffers":
-        """Views of the first of everything, for a smaller capacity in the same memory; of `apart` if asked for."""
+    def part(self, capacity: Capacity, merge_unit: int, overlap: bool = False) -> "EncoderBuffers":
+        """Views of the first of everything, for a smaller capacity in the same memory; of `overlap` if asked for."""
         tokens, meta = capacity.tokens, self.meta
         return EncoderBuffers(
             pixels=self.pixels[:tokens],
@@ -144,12 +144,12 @@ class EncoderBuffers:
             stats=self.stats,
             merged=self.merged[:, : tokens // merge_unit],
             scratch=self.scratch,
-            apart=self.apart.part(tokens) if apart and self.apart is not None else None,
+            overlap=self.overlap.part(tokens) if overlap and self.overlap is not None else None,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its name, those of the records within as "meta.tiles", "apart.stats"."""
-        records = {"meta": self.meta, "scratch": self.scratch, "apart": self.apart}
+        """Every tensor by its name, those of the records within as "meta.tiles", "overlap.stats"."""
+        records = {"meta": self.meta, "scratch": self.scratch, "overlap": self.overlap}
         within = {f"{r}.{n}": t for r, record in records.items() if record is not None for n, t in vars(record).items()}
         return {n: t for n, t in vars(self).items() if n not in records} | within
 
@@ -164,13 +164,13 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     pixels: torch.Tensor | None = None,
-    apart: tuple[int, int] = (0, 0),
+    overlap: tuple[int, int] = (0, 0),
 ) -> EncoderBuffers:
     """Buffers for `capacity`.
 
     Args:
         pixels: serves as the input as it is, if given.
-        apart: so many mergers beside the blocks or the last one, of so many tokens at most.
+        overlap: (mergers that are overlapped with blocks, patch tokens at most).
     """
     tokens, merged = capacity.tokens, capacity.tokens // spec.merge_unit
 
@@ -199,7 +199,7 @@ def allocate(
         stats=torch.empty(_stats_size(spec, tokens), dtype=torch.float32, device=device),
         merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
         scratch=Scratch.zeros(halves * MAX_SUMS, halves * MAX_COUNTERS, device),
-        apart=_allocate_apart(spec, *apart, dtype, device) if all(apart) else None,
+        overlap=_allocate_overlap(spec, *overlap, dtype, device) if all(overlap) else None,
     )
 
 
@@ -207,9 +207,11 @@ def _stats_size(spec: VisionSpec, tokens: int) -> int:
     return tokens * -(-spec.hidden_size // NARROWEST_TILE) * 2
 
 
-def _allocate_apart(spec: VisionSpec, mergers: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Apart:
+def _allocate_overlap(
+    spec: VisionSpec, mergers: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> OverlapBuffers:
     inner = tokens // spec.merge_unit * row_pitch(spec.merged_size, dtype)
-    return Apart(
+    return OverlapBuffers(
         hidden=torch.empty(mergers, tokens, spec.hidden_size, dtype=dtype, device=device),
         stats=torch.empty(mergers, _stats_size(spec, tokens), dtype=torch.float32, device=device),
         inner=torch.empty(inner, dtype=dtype, device=device),

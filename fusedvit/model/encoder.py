@@ -4,18 +4,17 @@ Safe to capture: nothing here reads from the device, and no shape depends on con
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fusedvit.graphs.side_stream import NoSideStream, SideStream
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
 from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
 from fusedvit.kernels.norms import NOTHING, After
-from fusedvit.model.buffers import Apart, EncoderBuffers, rows_over
+from fusedvit.model.buffers import EncoderBuffers, OverlapBuffers, rows_over
+from fusedvit.model.merger_overlap import BLOCKS, IN_LINE, SideStream
 from fusedvit.model.ops import Ops
 from fusedvit.model.plan import EncoderPlan
 from fusedvit.model.spec import VisionSpec
@@ -27,8 +26,6 @@ from fusedvit.model.weights import (
     MergerWeights,
     NormWeights,
 )
-
-SERIAL = NoSideStream()
 
 
 @dataclass(frozen=True)
@@ -73,22 +70,22 @@ class _Run:
         """Where the residual stream goes, its statistics in parts of `width` channels.
 
         Args:
-            block: whose end it is, if it is one's: a merger beside what follows reads it in a place of its own.
+            block: whose output it is, if it is one's: an overlapped merger reads it from buffers of its own.
         """
         hidden, stats = self.buffers.hidden, self.buffers.stats
-        place = self.place(block)
-        if place is not None:
-            apart, merger = place
-            hidden, stats = apart.hidden[merger], apart.stats[merger]
+        slot = self.overlap_slot(block)
+        if slot is not None:
+            buffers, index = slot
+            hidden, stats = buffers.hidden[index], buffers.stats[index]
         return _Stream(hidden, RowStats.over(stats, hidden.shape[0], hidden.shape[1], width))
 
-    def place(self, block: int | None) -> tuple[Apart, int] | None:
-        """The memory of mergers beside others, and which part of it that after `block` has, if it is one."""
-        apart, mergers = self.buffers.apart, self.plan.apart
-        if apart is None or block not in self.spec.deepstack:
+    def overlap_slot(self, block: int | None) -> tuple[OverlapBuffers, int] | None:
+        """The buffers of overlapped mergers and the index of that after `block`; None for a merger in line."""
+        buffers, mergers = self.buffers.overlap, self.plan.overlapped
+        if buffers is None or block not in self.spec.deepstack:
             return None
         merger = self.spec.deepstack.index(block)
-        return (apart, mergers.index(merger)) if merger in mergers else None
+        return (buffers, mergers.index(merger)) if merger in mergers else None
 
     def fold(self, stats: RowStats, linear: LinearWeights) -> NormFold:
         return NormFold(stats, linear.colsum, self.spec.norm_eps)
@@ -123,7 +120,7 @@ def encode(
     buffers: EncoderBuffers,
     ops: Ops,
     plan: EncoderPlan,
-    branch: SideStream = SERIAL,
+    side: SideStream = IN_LINE,
 ) -> EncoderOutputs:
     """Runs the tower on `buffers.pixels` and `buffers.grid`.
 
@@ -133,40 +130,32 @@ def encode(
         buffers: inputs filled; every other field is overwritten.
         ops: what to run on.
         plan: launch configurations; statistics are written in their tile widths.
-        branch: where mergers of `plan.beside` and `plan.paired` are launched, if `buffers` has room for them; else they
-            are in line.
+        side: where mergers of `plan.overlap` are launched, if `buffers` has room for them; else they run in line.
     """
     run = _Run(spec, weights, buffers, ops, plan)
     ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     try:
-        for merger in _blocks(run, branch if buffers.apart is not None else SERIAL):
-            branch.fork(merger)
+        _blocks(run, side if buffers.overlap is not None else IN_LINE)
         _tail(run)
     finally:
-        branch.join()
+        side.join()
     return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
-def _blocks(run: _Run, branch: SideStream) -> list[Callable[[], None]]:
-    """Patches, blocks and deepstack mergers; blocks that have one beside them run with fewer programs.
-
-    Returns those mergers' launches that are left for the tail.
-    """
-    delayed: list[Callable[[], None]] = []
-    stream, narrowed, until = _patch_embed(run), replace(run, plan=run.plan.narrowed()), 0
+def _blocks(run: _Run, side: SideStream) -> None:
+    """Patch embedding, blocks and deepstack mergers; the blocks after an overlapped merger run with fewer programs."""
+    overlapped, until = replace(run, plan=run.plan.of_overlapped_block()), 0
+    stream = _patch_embed(run)
     for i, block in enumerate(run.weights.blocks):
-        stream = _block(narrowed if i < until else run, i, block, stream)
-        if i in run.spec.deepstack:
-            index, beside, paired = run.spec.deepstack.index(i), run.plan.beside, run.plan.paired
-            merger = functools.partial(_deepstack, run, i, stream)
-            if beside is not None and index in beside.mergers:
-                branch.fork(merger)
-                until = max(until, i + 1 + beside.blocks[beside.mergers.index(index)])
-            elif paired is not None and index == paired.merger and run.buffers.apart is not None:
-                delayed.append(merger)
-            else:
-                merger()
-    return delayed
+        stream = _block(overlapped if i < until else run, i, block, stream)
+        if i not in run.spec.deepstack:
+            continue
+        merger = functools.partial(_deepstack, run, i, stream)
+        if run.spec.deepstack.index(i) in run.plan.overlapped:
+            side.fork(merger)
+            until = i + 1 + BLOCKS
+        else:
+            merger()
 
 
 def _tail(run: _Run) -> None:
@@ -244,12 +233,12 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
 def _deepstack(run: _Run, block: int, x: _Stream) -> None:
     """A deepstack merger: it normalises after the tokens are put side by side, so that its norm folds too."""
     b, spec = run.buffers, run.spec
-    index, place = spec.deepstack.index(block), run.place(block)
+    index, slot = spec.deepstack.index(block), run.overlap_slot(block)
     w = run.weights.deepstack[index]
     norm = run.fold(x.stats.merged(spec.merge_unit), w.fc1)
     merged = x.hidden.view(-1, spec.merged_size)
-    inner = b.wide if place is None else place[0].inner
-    run = replace(run, plan=run.plan.of_deepstack(index))  # also in line, for the same bits
+    inner = b.wide if slot is None else slot[0].inner
+    run = replace(run, plan=run.plan.of_deepstack(index))  # in line too, for the same bits
     _merger_mlp(run, w, merged, norm, inner, b.merged[1 + index])
 
 
@@ -263,7 +252,6 @@ def _normalised(run: _Run, w: NormWeights) -> torch.Tensor:
 
 def _merger(run: _Run, w: MergerWeights) -> None:
     assert w.norm is not None, "the merger's norm is not folded"
-    run = replace(run, plan=run.plan.of_last())  # also without one beside it, for the same bits
     _merger_mlp(run, w, _normalised(run, w.norm), None, run.buffers.wide, run.buffers.merged[0])
 
 

@@ -1,6 +1,14 @@
-"""Parameter and activation names of a tower, as `named_parameters()` gives them; `{}` stands for an index."""
+"""Parameter and activation names of a tower, as `named_parameters()` gives them, and the shapes that a spec gives them.
 
+`{}` stands for the index of a block or merger.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from fusedvit.model.spec import VisionSpec
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -66,3 +74,101 @@ class WeightNames:
     position: str | None = None
     patch_norm: str | None = None
     qk_norm: tuple[str, ...] = ()
+
+
+QWEN_MERGER = MergerNames("merger.norm", "merger.fc1", "merger.fc2", "merger.act")
+PLAIN_TAILS: dict[str, MergerNames | DownsampleNames | LastNormNames] = {
+    "merger": QWEN_MERGER,
+    "downsample": DownsampleNames(
+        "norm", "downsample", "proj", "proj_norm", "proj_act", ("merger.gate", "merger.up"), "merger.fc2", "merger.act"
+    ),
+    "norm": LastNormNames("norm"),
+}
+
+
+def plain_names(spec: VisionSpec) -> WeightNames:
+    """Names for a tower of `spec` that belongs to no family: what is only compiled or measured needs no checkpoint."""
+    return WeightNames(
+        patch="patch",
+        norm1="blocks.{}.norm1",
+        qkv=("blocks.{}.qkv",) if not spec.kv_heads else ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v"),
+        proj="blocks.{}.proj",
+        norm2="blocks.{}.norm2",
+        fc1=("blocks.{}.gate", "blocks.{}.up") if spec.gated else ("blocks.{}.fc1",),
+        fc2="blocks.{}.fc2",
+        act="blocks.{}.act",
+        merger=PLAIN_TAILS[spec.tail],
+        deepstack=MergerNames("deepstack.{}.norm", "deepstack.{}.fc1", "deepstack.{}.fc2", "deepstack.{}.act"),
+        position="position" if spec.position_side else None,
+        patch_norm="patch_norm" if spec.patch_norm else None,
+        qk_norm=("blocks.{}.q_norm", "blocks.{}.k_norm") if spec.qk_norm else (),
+    )
+
+
+def parameter_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
+    """Every parameter's name and shape; the patch embedding's `[hidden, patch_width]`."""
+    c = spec.hidden_size
+    yield from _linear(names.patch, c, spec.patch_width, "patch" not in spec.without_bias)
+    if spec.position_side:
+        yield f"{names.position}.weight", (spec.position_side**2, c)
+    if spec.patch_norm:
+        yield from _norm(f"{names.patch_norm}", c, spec.norm)
+    for i in range(spec.depth):
+        for name, shape in _block_shapes(names, spec):
+            yield name.format(i), shape
+    if isinstance(names.merger, DownsampleNames):
+        yield from _downsample_shapes(names.merger, spec)
+    elif isinstance(names.merger, LastNormNames):
+        yield from _norm(names.merger.norm, c, spec.norm)
+    else:
+        yield from _merger_shapes(names.merger, spec, c)
+    for i in range(len(spec.deepstack)):
+        assert names.deepstack is not None, "deepstack blocks and no deepstack mergers"
+        yield from _merger_shapes(names.deepstack.at(i), spec, spec.merged_size)
+
+
+def _block_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
+    c, inner = spec.hidden_size, spec.intermediate_size
+    kv = (spec.kv_heads or spec.num_heads) * spec.head_dim
+    qkv = (c + 2 * kv,) if len(names.qkv) == 1 else (c, kv, kv)
+    bias = {part: part not in spec.without_bias for part in ("qkv", "proj", "mlp")}
+    yield from _norm(names.norm1, c, spec.norm)
+    for name, rows in zip(names.qkv, qkv, strict=True):
+        yield from _linear(name, rows, c, bias["qkv"])
+    for name in names.qk_norm:
+        yield from _norm(name, spec.head_dim, "rms")
+    yield from _linear(names.proj, c, c, bias["proj"])
+    yield from _norm(names.norm2, c, spec.norm)
+    for name in names.fc1:
+        yield from _linear(name, inner, c, bias["mlp"])
+    yield from _linear(names.fc2, c, inner, bias["mlp"])
+
+
+def _merger_shapes(m: MergerNames, spec: VisionSpec, width: int) -> Shapes:
+    yield from _norm(m.norm, width, spec.norm)
+    yield from _linear(m.fc1, spec.merged_size, spec.merged_size, True)
+    yield from _linear(m.fc2, spec.out_size, spec.merged_size, True)
+
+
+def _downsample_shapes(m: DownsampleNames, spec: VisionSpec) -> Shapes:
+    out, bias = spec.out_size, "merger" not in spec.without_bias
+    yield from _norm(m.norm, spec.hidden_size, spec.norm)
+    yield f"{m.downsample}.weight", (out, spec.hidden_size, spec.merge_size, spec.merge_size)
+    yield f"{m.downsample}.bias", (out,)
+    yield from _linear(m.proj, out, out, bias)
+    yield from _norm(m.proj_norm, out, "layer")
+    for name in m.fc1:
+        yield from _linear(name, spec.merger_size, out, bias)
+    yield from _linear(m.fc2, out, spec.merger_size, bias)
+
+
+def _linear(name: str, out: int, cols: int, bias: bool) -> Shapes:
+    yield f"{name}.weight", (out, cols)
+    if bias:
+        yield f"{name}.bias", (out,)
+
+
+def _norm(name: str, width: int, kind: str) -> Shapes:
+    yield f"{name}.weight", (width,)
+    if kind == "layer":
+        yield f"{name}.bias", (width,)

@@ -10,7 +10,7 @@ import torch
 
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.backends import Backend, Key
+from fusedvit.kernels.backends import Key
 from fusedvit.kernels.hopper.attention_configs import (
     ALL_FRAMES,
     LONG_FRAMES,
@@ -22,19 +22,17 @@ from fusedvit.kernels.hopper.attention_configs import (
 from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import Table
-from fusedvit.model.merger_overlap import Beside, beside
-from fusedvit.model.paired import Paired, paired
+from fusedvit.model.merger_overlap import MergerOverlap, merger_overlap
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import pitch_of
 
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """One configuration per operation, whose type says its backend; equal for every call of one token budget.
+    """One configuration per operation; its type says the backend. Equal for every call of one token budget.
 
     Where there is a `short_attention`, it is that of frames of at most `SHORT_FRAME` tokens, which have a list of tiles
-    of their own, and `attention` that of the others. `beside` says which deepstack mergers run beside the blocks, and
-    `paired` which beside the last merger; `merger_fc1` and `merger_fc2` are those of mergers that run alone.
+    of their own, and `attention` that of the others. `overlap` says which deepstack mergers are overlapped with blocks.
     """
 
     patch: Any
@@ -50,40 +48,28 @@ class EncoderPlan:
     downsample: Any = None
     merger_proj: Any = None
     short_attention: Any = None
-    beside: Beside | None = None
-    paired: Paired | None = None
+    overlap: MergerOverlap | None = None
 
     @property
-    def apart(self) -> tuple[int, ...]:
-        """Deepstack mergers that read the residual stream when it has gone on: in the order of their places."""
-        hidden = () if self.beside is None else self.beside.mergers
-        return hidden if self.paired is None else (*hidden, self.paired.merger)
+    def overlapped(self) -> tuple[int, ...]:
+        """Deepstack mergers that read the residual stream while blocks go on, in the order of their buffers."""
+        return () if self.overlap is None else self.overlap.mergers
 
     def of_deepstack(self, merger: int) -> "EncoderPlan":
-        """The same for one of the deepstack mergers."""
-        found = self.beside if self.beside is not None and merger in self.beside.mergers else self.paired
-        if found is None or merger not in self.apart:
+        """The plan of one of the deepstack mergers."""
+        if self.overlap is None or merger not in self.overlap.mergers:
             return self
-        return replace(self, merger_fc1=found.fc1, merger_fc2=found.fc2)
+        return replace(self, merger_fc1=self.overlap.fc1, merger_fc2=self.overlap.fc2)
 
-    def of_last(self) -> "EncoderPlan":
-        """The same for the last merger."""
-        if self.paired is None:
-            return self
-        return replace(self, merger_fc1=self.paired.last_fc1, merger_fc2=self.paired.last_fc2)
+    def of_overlapped_block(self) -> "EncoderPlan":
+        """The plan of a block that has a merger overlapped with it."""
+        return self if self.overlap is None else replace(self, **dict(self.overlap.blocks))
 
     def choices(self) -> dict[str, str]:
-        """The backend of each operation, by its name."""
-        return {name: backend.name for name, backend in self._forms().items()}
-
-    def _forms(self) -> dict[str, Backend]:
-        others = ("max_programs", "beside", "paired")
+        """The backend of each operation, by the operation's name."""
+        others = ("max_programs", "overlap")
         configs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
-        return {name: backends.backend_of(config) for name, config in configs.items() if config is not None}
-
-    def narrowed(self) -> "EncoderPlan":
-        """The same for blocks that have a merger beside them."""
-        return self if self.beside is None else replace(self, **dict(self.beside.chain))
+        return {name: backends.backend_of(config).name for name, config in configs.items() if config is not None}
 
     def layout(self, spec: VisionSpec) -> Layout:
         """What metadata of `spec` this plan needs."""
@@ -189,9 +175,9 @@ def plan_for(
     configs = {name: config for name, (_, config) in chosen.items()}
     if configs.get("short_attention") == configs["attention"]:
         del configs["short_attention"]  # one list will do
-    hidden = beside(spec, chosen, dtype, target)
-    pair = paired(spec, chosen, dtype, target, hidden)
-    return EncoderPlan(**configs, max_programs=4 * target.num_sms, beside=hidden, paired=pair)
+    by_name = {task.name: task for task in tasks(spec, tokens, dtype)}
+    overlap = merger_overlap(spec, chosen, lambda name, t: heuristic(by_name[name], dtype, t), dtype, target)
+    return EncoderPlan(**configs, max_programs=4 * target.num_sms, overlap=overlap)
 
 
 def chosen_for(

@@ -1,4 +1,4 @@
-"""`python -m fusedvit.runtime.ahead_of_time`: compiles every kernel the encoder launches, for every configuration, without a GPU.
+"""`python -m fusedvit.runtime.ahead_of_time`: compiles every kernel that the encoder launches, without a GPU.
 
 The launches are recorded from the encoder itself, run on meta tensors over towers x dtypes x budgets, so that what is
 checked is what is launched.
@@ -16,15 +16,15 @@ from functools import lru_cache, partial
 import torch
 import triton
 
-from fusedvit.checks.as_built import shapes_of
-from fusedvit.families.registry import family_of
 from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, compile_launch, record
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
+from fusedvit.model.merger_overlap import BLOCKS
 from fusedvit.model.ops import TRITON
+from fusedvit.model.param_names import parameter_shapes, plain_names
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
@@ -46,13 +46,13 @@ GLM_5 = VisionSpec(
     24, 1024, 16, 64, 4096, 1536, 14, activation="swiglu", glu_limit=10.0, norm="rms", norm_eps=1e-5, qk_norm=True,
     tail="downsample", merger_size=10240, without_bias=("merger",),
 )  # fmt: skip
-TOWERS = {  # by a tower class of the family
-    "hd72": ("Qwen3VLVisionModel", QWEN3_VL_8B),
-    "hd64": ("Qwen3VLVisionModel", QWEN3_VL_4B),
-    "hd80": ("Qwen2VisionTransformerPretrainedModel", QWEN2_VL_7B),
-    "hd128": ("Glm4vVisionModel", GLM_45V),
-    "windows": ("Qwen2_5_VisionTransformerPretrainedModel", QWEN25_VL_7B),
-    "qk_norm": ("Glm5NextVisionModel", GLM_5),
+TOWERS = {
+    "hd72": QWEN3_VL_8B,
+    "hd64": QWEN3_VL_4B,
+    "hd80": QWEN2_VL_7B,
+    "hd128": GLM_45V,
+    "windows": QWEN25_VL_7B,
+    "qk_norm": GLM_5,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = tuple(ladder(64, 65536))  # patch tokens
@@ -84,49 +84,41 @@ class Matrix:
     alike: bool = False
 
 
-def _meta_weights(class_name: str, spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
+def _meta_weights(spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
     """Weights of the right shapes and no content."""
-    family = family_of(class_name)
-    assert family is not None, f"{class_name} is of no family"
-    shapes = dict(shapes_of(family, spec))
-    return prepare(spec, family.names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
+    names = plain_names(spec)
+    shapes = dict(parameter_shapes(names, spec))
+    return prepare(spec, names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
 
 
 def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPlan]:
     """One block of each kind, and one deepstack merger of each, stand for all."""
     if spec.window:
         return replace(spec, depth=2, full_attention=(1,)), plan
-    beside, paired = plan.beside, plan.paired
-    hidden, in_line = beside is not None, len(spec.deepstack) > len(plan.apart)
-    mergers = hidden + in_line + (paired is not None)
-    if beside is not None:
-        beside = replace(beside, mergers=(0,), blocks=(1,))
-    if paired is not None:
-        paired = replace(paired, merger=mergers - 1)
-    depth = max(2, 1 + hidden, mergers)  # a second block reads the statistics of another product than the first
-    shallow = replace(spec, depth=depth, deepstack=tuple(range(mergers)))
-    return shallow, replace(plan, beside=beside, paired=paired)
+    overlap = None if plan.overlap is None else replace(plan.overlap, mergers=(0,))
+    depth = 2 if overlap is None else 3 + BLOCKS  # blocks read statistics of patches, of blocks and of overlapped ones
+    shallow = replace(spec, depth=depth, deepstack=(0,) if spec.deepstack else ())
+    return shallow, replace(plan, overlap=overlap)
 
 
-def launches_of(class_name: str, spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
+def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
     """What one call of `tokens` patch tokens launches, each distinct kernel once."""
-    return recorded(class_name, *_shallow(spec, plan_for(spec, tokens, dtype, target)), dtype, tokens)
+    spec, plan = _shallow(spec, plan_for(spec, tokens, dtype, target))
+    return recorded(spec, plan, dtype, tokens, len(plan.overlapped))
 
 
-def recorded(
-    class_name: str, spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: int, apart: int = 0
-) -> list[Launch]:
-    """What `plan` launches on `tokens` patch tokens, with room for `apart` mergers beside others; the rest in line."""
+def recorded(spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0) -> list[Launch]:
+    """What `plan` launches on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
     side = spec.merge_size
     items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
     capacity = Capacity.of(items, plan.layout(spec))
-    buffers = allocate(spec, capacity, dtype, torch.device("meta"), apart=(apart, tokens))
-    weights = _meta_weights(class_name, spec, dtype)
+    buffers = allocate(spec, capacity, dtype, torch.device("meta"), overlap=(overlapped, tokens))
+    weights = _meta_weights(spec, dtype)
     return record(lambda: encode(spec, weights, buffers, TRITON, plan))
 
 
-def _launches_beside() -> list[Launch]:
-    """What a call launches beside the encoder: the fingerprint of the weights, its input taken over, its outputs."""
+def _launches_around_encoder() -> list[Launch]:
+    """What a call launches around the encoder: the fingerprint of the weights, its input taken over, its outputs."""
     words = torch.empty(1, dtype=torch.int64, device="meta")
     watched = FingerprintSources((), words, words)
     table = torch.empty(64, 3, dtype=torch.int32, device="meta")
@@ -153,11 +145,11 @@ def jobs_of(matrix: Matrix) -> list[tuple[Launch, int]]:
     jobs: list[tuple[Launch, int]] = []
     for arch in matrix.arches:
         target = Target(arch, SMS[arch], MAX_SHARED[arch])
-        launches = dict.fromkeys(_launches_beside())
+        launches = dict.fromkeys(_launches_around_encoder())
         for tower, dtype in itertools.product(matrix.towers, matrix.dtypes):
             few = FEW_BUDGETS.get(tower, BUDGETS) if dtype == "bf16" else ONE_BUDGET
             for tokens in matrix.budgets or few:
-                launches |= dict.fromkeys(launches_of(*TOWERS[tower], DTYPES[dtype], tokens, target))
+                launches |= dict.fromkeys(launches_of(TOWERS[tower], DTYPES[dtype], tokens, target))
         chosen = {kind_of(launch): launch for launch in reversed(launches)}.values() if matrix.alike else launches
         jobs += [(launch, arch) for launch in chosen]
     return jobs

@@ -1,34 +1,43 @@
-"""The encoder as something that a graph manager captures: static buffers, and a run per token budget."""
+"""The encoder as a graph manager captures it: static buffers shared by all token budgets, and one run per budget.
+
+Budgets count merged tokens; buffers count patch tokens.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from tqdm import tqdm
 
-from fusedvit.graphs.limits import Limits
-from fusedvit.graphs.side_stream import CapturedSideStream, NoSideStream, SideStream
+from fusedvit.graphs.capture import CudaCapture
+from fusedvit.graphs.limits import Limits, infer_limits
+from fusedvit.graphs.manager import GraphManager
+from fusedvit.graphs.side_stream import CapturedSideStream
 from fusedvit.kernels import load_inputs
 from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.metadata import Layout
-from fusedvit.kernels.tile_configs import Target
+from fusedvit.kernels.tile_configs import DENSE, Target
 from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
-from fusedvit.model.ops import Ops
+from fusedvit.model.merger_overlap import IN_LINE, SideStream
+from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 
 Rows = tuple[tuple[int, int, int], ...]
-TABLES_KEPT = 512
-MOST_TABLE_ROWS = 2**16  # of them all: 768 KiB
+SMALLEST_BUDGET, LARGEST_BUDGET = 64, 16384  # merged tokens
+SHARE_OF_FREE_MEMORY = 0.1  # that static buffers may take
+GRIDS_KEPT = 512
+MAX_GRID_ROWS = 2**16  # of all kept grids: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
 REHEARSED_FRAME = 256  # merged tokens: an image of 512 pixels
 
 
-class EncoderProgram:
-    """Implements `graphs.manager.Program`. Budgets count merged tokens; buffers count patch tokens."""
+class CapturedEncoder:
+    """Implements `graphs.manager.Program`: the static buffers, what is captured, and how content gets in and out."""
 
     def __init__(
         self,
@@ -37,7 +46,7 @@ class EncoderProgram:
         dtype: torch.dtype,
         device: torch.device,
         weights: Callable[[], EncoderWeights],
-        branch: SideStream | None = None,
+        side: SideStream | None = None,
         planner: Callable[[VisionSpec, int, torch.dtype, Target], EncoderPlan] = plan_for,
     ) -> None:
         self._spec = spec
@@ -46,30 +55,31 @@ class EncoderProgram:
         self._device = device
         self._weights = weights
         self._planner = planner
-        self._branch = branch or (CapturedSideStream(device) if device.type == "cuda" else NoSideStream())
+        self._side = side or (CapturedSideStream(device) if device.type == "cuda" else IN_LINE)
         self._whole: EncoderBuffers | None = None
         self._parts: dict[int, EncoderBuffers] = {}
         self._plans: dict[int, EncoderPlan] = {}
         self._max_frames = 0
-        self._slots = torch.empty(0, 0, 3, dtype=torch.int32, device=device)
-        self._tables: dict[Rows, torch.Tensor] = {}  # in the slots
+        self._grid_slots = torch.empty(0, 0, 3, dtype=torch.int32, device=device)
+        self._grids: dict[Rows, torch.Tensor] = {}  # in the slots
+
+    # buffers
 
     def allocate(self, limits: Limits) -> None:
         """Static buffers of the largest budget, outside any graph's pool; smaller budgets use their first rows."""
+        unit = self._spec.merge_unit
+        plans = self._plan(limits.token_budgets)
+        capacities = {b: _capacity(b * unit, limits, plan.layout(self._spec)) for b, plan in plans.items()}
+        widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
+        widest = replace(widest, short_tiles=max(c.short_tiles for c in capacities.values()))
+        room = _overlap_room({b * unit: plan for b, plan in plans.items()})
         with torch.inference_mode(False):
-            tokens = {b: b * self._spec.merge_unit for b in limits.token_budgets}
-            plans = self._plan(limits.token_budgets)
-            capacities = {b: _capacity(tokens[b], limits, plans[b].layout(self._spec)) for b in limits.token_budgets}
-            widest = max(capacities.values(), key=lambda c: (c.tokens, c.tiles))
-            widest = replace(widest, short_tiles=max(c.short_tiles for c in capacities.values()))
-            room = _room_apart({tokens[b]: plan for b, plan in plans.items()})
-            self._whole = allocate(self._spec, widest, self._dtype, self._device, apart=room)
-            slots = max(1, min(TABLES_KEPT, MOST_TABLE_ROWS // limits.max_items))
-            self._slots = torch.zeros(slots, limits.max_items, 3, dtype=torch.int32, device=self._device)
+            self._whole = allocate(self._spec, widest, self._dtype, self._device, overlap=room)
+            slots = max(1, min(GRIDS_KEPT, MAX_GRID_ROWS // limits.max_items))
+            self._grid_slots = torch.zeros(slots, limits.max_items, 3, dtype=torch.int32, device=self._device)
         self._plans = plans
         self._max_frames = limits.max_frames
-        unit = self._spec.merge_unit
-        self._parts = {b: self._whole.part(c, unit, bool(plans[b].apart)) for b, c in capacities.items()}
+        self._parts = {b: self._whole.part(c, unit, bool(plans[b].overlapped)) for b, c in capacities.items()}
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
         target, unit = Target.of(self._device), self._spec.merge_unit
@@ -84,14 +94,25 @@ class EncoderProgram:
         """The static buffers as `budget` sees them."""
         return self._parts[budget]
 
+    def held_bytes(self) -> int:
+        return 0 if self._whole is None else self._whole.held_bytes() + self._grid_slots.nbytes
+
+    def free(self) -> None:
+        self._whole = None
+        self._parts = {}
+        self._grid_slots = self._grid_slots[:0].clone()
+        self._grids = {}
+
+    # what is captured
+
     def run(self, budget: int) -> None:
         with torch.no_grad():
             while True:
                 try:
                     plan, part = self._plans[budget], self._parts[budget]
-                    encode(self._spec, self._weights(), part, self._ops, plan, self._branch)
+                    encode(self._spec, self._weights(), part, self._ops, plan, self._side)
                     return
-                except BackendFailed:  # at its first launch, a rehearsal's; the next plan does without that form
+                except BackendFailed:  # at its first launch, in a rehearsal; the next plan does without that backend
                     self._plans |= self._plan((budget,))
 
     def compile(self, budgets: Sequence[int]) -> None:
@@ -102,93 +123,145 @@ class EncoderProgram:
                 self.run(budget)
 
     def rehearse(self, budget: int, tokens: int) -> int:
-        """One video of square frames. No random numbers, whose generator a failed capture may upset."""
+        """Loads one video of square frames, and launches every kernel that moves content in and out once.
+
+        No random numbers: a failed capture may upset their generator.
+        """
         part = self._parts[budget]
         frames = min(part.meta.cu_seqlens.shape[0] - 1, max(1, tokens // REHEARSED_FRAME))
         side = math.isqrt(tokens // frames)
         rows = frames * side * side * self._spec.merge_unit
         part.pixels[:rows].fill_(0.5)
         side *= self._spec.merge_size
-        self._admit_all(budget, [[frames, side, side]], rows)
-        self._hand_over_one(budget)
-        return rows // self._spec.merge_unit
+        self._rehearse_loads(budget, [[frames, side, side]], rows)
+        unit = self._spec.merge_unit
+        hidden, merged = (t.new_empty(t.shape) for t in (part.hidden[:unit], part.merged[:, :1]))
+        self.store(budget, EncoderOutputs(hidden, merged))
+        return rows // unit
 
-    def _admit_all(self, budget: int, grid: list[list[int]], rows: int) -> None:
-        """`load_inputs` of everything that a call may bring: kernels are compiled by that. The first pixels are 0.5 again."""
-        frames, merge, part = self._max_frames, self._spec.merge_size, self._parts[budget]
+    def _rehearse_loads(self, budget: int, grid: list[list[int]], rows: int) -> None:
+        """`load` for every dtype that a call may bring; the first pixels are 0.5 again."""
+        part = self._parts[budget]
         for dtype in load_inputs.GRID_DTYPES:
             table = torch.tensor(grid, dtype=dtype, device=self._device)
-            self._ops.load_inputs(table, rows, frames, merge, part.grid)
+            self._load(budget, table, rows)
             for given in load_inputs.PIXEL_DTYPES if part.pixels.is_contiguous() else ():
                 pixels = torch.full((1, self._spec.patch_width), 0.5, dtype=given, device=self._device)
-                self._ops.load_inputs(table, rows, frames, merge, part.grid, pixels, part.pixels)
+                self._load(budget, table, rows, pixels)
 
-    def _hand_over_one(self, budget: int) -> None:
-        """A merged token's outputs, whatever they are: the kernel is compiled by that."""
-        part, unit = self._parts[budget], self._spec.merge_unit
-        hidden, merged = (t.new_empty(t.shape) for t in (part.hidden[:unit], part.merged[:, :1]))
-        self.store_outputs(budget, EncoderOutputs(hidden, merged))
+    # content in and out
 
-    def load_inputs(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor) -> None:
-        """Fills the grid table from the device's `grid` of these pixels, unread, and takes them over: `kernels.load_inputs`.
+    def load(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor) -> None:
+        """Fills the grid and the pixels of `budget`, in one launch where pixels lie on the GPU.
+
+        A grid that is not one of these pixels leaves no items: the host may have yet to read it.
 
         Args:
+            grid: `[n, 3]` int64 or int32 on the device.
             pixels: `[rows, patch_width]`, any float dtype, any device.
         """
         part, rows = self._parts[budget], pixels.shape[0]
-        arguments = (grid, rows, self._max_frames, self._spec.merge_size, part.grid)
         if part.pixels.is_contiguous() and load_inputs.can_load(pixels, self._device):
-            self._ops.load_inputs(*arguments, pixels, part.pixels)
+            self._load(budget, grid, rows, pixels)
             return
-        self._ops.load_inputs(*arguments)
+        self._load(budget, grid, rows)
         part.pixels[:rows].copy_(pixels, non_blocking=True)
 
-    def store_outputs(self, budget: int, outputs: EncoderOutputs) -> None:
+    def load_grid(self, budget: int, rows: Rows) -> None:
+        """Fills the grid alone, of a batch whose pieces are `(t, h, w)` in `rows`."""
+        self._load(budget, self.grid(rows), sum([t * h * w for t, h, w in rows]))
+
+    def _load(self, budget: int, grid: torch.Tensor, rows: int, pixels: torch.Tensor | None = None) -> None:
+        part = self._parts[budget]
+        into = () if pixels is None else (pixels, part.pixels)
+        self._ops.load_inputs(grid, rows, self._max_frames, self._spec.merge_size, part.grid, *into)
+
+    def grid(self, rows: Rows) -> torch.Tensor:
+        """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch; recent ones are kept there.
+
+        Valid for launches on the current stream until the static buffers have another user: a later batch's grid may be
+        written to the same slot.
+        """
+        grid = self._grids.get(rows)
+        if grid is None:
+            if len(self._grids) == len(self._grid_slots):
+                self._grids.clear()
+            host = torch.tensor(rows, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            grid = self._grids[rows] = self._grid_slots[len(self._grids), : len(rows)]
+            grid.copy_(host, non_blocking=True)
+        return grid
+
+    def store(self, budget: int, outputs: EncoderOutputs) -> None:
         """Copies the first rows of `budget`'s outputs to `outputs`, which say how many."""
         part = self._parts[budget]
         self._ops.store_outputs(part.hidden, part.merged, outputs.hidden, outputs.merged)
 
-    def table(self, rows: Rows) -> torch.Tensor:
-        """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch.
 
-        To be read, as the static buffers are, by what is launched on the current stream until they are in other hands:
-        a later batch's table may be written to the same place.
-        """
-        table = self._tables.get(rows)
-        if table is None:
-            if len(self._tables) == len(self._slots):
-                self._tables.clear()
-            host = torch.tensor(rows, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-            table = self._tables[rows] = self._slots[len(self._tables), : len(rows)]
-            table.copy_(host, non_blocking=True)
-        return table
+@dataclass(frozen=True)
+class TowerGraphs:
+    """The graphs of a tower on one device, in one dtype, and what they run."""
 
-    def load_grid(self, budget: int, rows: Rows) -> None:
-        """Writes the grid table of a batch, (t, h, w) a piece."""
-        tokens = sum([t * h * w for t, h, w in rows])
-        self._ops.load_inputs(
-            self.table(rows), tokens, self._max_frames, self._spec.merge_size, self._parts[budget].grid
-        )
+    manager: GraphManager
+    encoder: CapturedEncoder
 
-    def held_bytes(self) -> int:
-        return 0 if self._whole is None else self._whole.held_bytes() + self._slots.nbytes
+    @property
+    def limits(self) -> Limits:
+        return self.manager.limits
 
-    def free(self) -> None:
-        self._whole = None
-        self._parts = {}
-        self._slots = self._slots[:0].clone()
-        self._tables = {}
+    def capture(
+        self, progress: Callable[[Iterable[int]], Iterable[int]] | None, only: Collection[int] | None = None
+    ) -> None:
+        """Compiles and captures every budget, or those of `only`, the largest first."""
+        self.manager.warmup(progress or _bar, only)
+
+
+def new_graphs(
+    spec: VisionSpec, limits: Limits, weights: Callable[[], EncoderWeights], device: torch.device, dtype: torch.dtype
+) -> TowerGraphs:
+    """Nothing captured yet, nothing allocated."""
+    encoder = CapturedEncoder(spec, ops_for(device), dtype, device, weights)
+    return TowerGraphs(GraphManager(limits, encoder, CudaCapture(device)), encoder)
+
+
+def limits_for(
+    spec: VisionSpec,
+    dtype: torch.dtype,
+    free_bytes: int,
+    token_budgets: Sequence[int] | None = None,
+    max_items: int | None = None,
+    max_frames: int | None = None,
+) -> Limits:
+    """The budgets of a tower where `free_bytes` of device memory are free; what is None is inferred.
+
+    Raises:
+        TypeError, ValueError: what was given; the message names the option.
+    """
+    return infer_limits(
+        smallest=SMALLEST_BUDGET,
+        largest=LARGEST_BUDGET,
+        dense=[rows // spec.merge_unit for rows in DENSE],
+        bytes_per_token=bytes_per_token(spec, dtype),
+        free_bytes=free_bytes,
+        share=SHARE_OF_FREE_MEMORY,
+        token_budgets=token_budgets,
+        max_items=max_items,
+        max_frames=max_frames,
+    )
+
+
+def _bar(budgets: Iterable[int]) -> Iterable[int]:
+    return tqdm(budgets, desc="capturing token budgets", unit="graph", disable=None)  # None: only on a terminal
 
 
 def _capacity(tokens: int, limits: Limits, layout: Layout) -> Capacity:
-    """What any batch within `limits` needs, with room for tiles of another form's size."""
+    """What any batch within `limits` needs, with room for another backend's tiles."""
     sizes = {name: min(getattr(layout, name), SMALLEST_TILE) for name in ("block_m", "window_block_m")}
     return Capacity.at_most(tokens, limits.max_items, min(limits.max_frames, tokens), replace(layout, **sizes))
 
 
-def _room_apart(plans: dict[int, EncoderPlan]) -> tuple[int, int]:
-    """Mergers beside the blocks or the last one and tokens, at most, in plans by their tokens."""
-    some = [(len(plan.apart), tokens) for tokens, plan in plans.items() if plan.apart]
+def _overlap_room(plans: dict[int, EncoderPlan]) -> tuple[int, int]:
+    """Overlapped mergers and patch tokens, at most, of plans by their patch tokens."""
+    some = [(len(plan.overlapped), tokens) for tokens, plan in plans.items() if plan.overlapped]
     return max((mergers for mergers, _ in some), default=0), max((tokens for _, tokens in some), default=0)
 
 

@@ -1,39 +1,49 @@
 """The caller's input, checked before anything is launched."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
+from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
 
 _TRIPLE = [int, int, int]
 Grid = torch.Tensor | Sequence[Sequence[int]]
 
 
-class Item(NamedTuple):
-    """One image (t = 1) or video, in patches. A tuple: a call makes and hashes one per item."""
+@dataclass(frozen=True)
+class Inputs:
+    """A call's input, checked as far as the host knows it.
 
-    t: int
-    h: int
-    w: int
+    Attributes:
+        pixels: `[tokens, patch_width]`, any float dtype, any device.
+        grid: `[n, 3]` integers on the tower's device, if the host has yet to read them; else None.
+        items: what the grid says; None until it is read.
+    """
 
-    @property
-    def tokens(self) -> int:
-        return self.t * self.h * self.w
+    pixels: torch.Tensor
+    grid: torch.Tensor | None
+    items: list[Item] | None
 
-    def tiles(self, block_m: int) -> int:
-        """Attention query tiles of `block_m` tokens, whole ones per frame."""
-        return self.t * -(-(self.h * self.w) // block_m)
 
-    def windows(self, side: int) -> int:
-        """Attention windows of `side` x `side` patches, cut at the border, whole ones per frame."""
-        return self.t * -(-self.h // side) * -(-self.w // side)
+def check_inputs(pixel_values: torch.Tensor, grid_thw: Grid, spec: VisionSpec, device: torch.device) -> Inputs:
+    """Checks a call's input; nothing is launched and nothing is read back from a GPU.
 
-    def window_tiles(self, side: int, block_m: int) -> int:
-        """Attention query tiles of `block_m` tokens, whole ones per window."""
-        rows, cols = (((n // side, side), (1, n % side)) for n in (self.h, self.w))
-        return self.t * sum(a * b * -(-(h * w) // block_m) for a, h in rows for b, w in cols)
+    Raises:
+        TypeError, ValueError: see `check_pixels`, `check_grid` and `check_items`.
+    """
+    check_pixels(pixel_values, spec)
+    grid = check_grid(grid_thw)
+    if is_on_gpu(grid):
+        return Inputs(pixel_values, grid.to(device), None)
+    return Inputs(pixel_values, None, check_items(grid.tolist(), pixel_values.shape[0], spec.merge_size))
+
+
+def is_on_gpu(grid: torch.Tensor) -> bool:
+    """Whether reading `grid` would wait for a device."""
+    return grid.device.type != "cpu"
 
 
 def check_grid(grid_thw: Grid) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""What a call asks of the GPU beside its replay: whether the parameters hold what they did, and what its grid holds.
+"""The one host read of a call: the rows of its grid, and whether the parameters still hold what they did.
 
-One launch on a stream of its own, into memory of the host's that is used again, as it takes longer to get than to fill.
+Both come by one kernel (`kernels.fingerprint`) on a stream of its own, overlapped with the encoder, into pinned memory
+that is used again: allocating it takes longer than filling it.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,156 +15,148 @@ from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
 from fusedvit.model.ops import ops_for
 
-# ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Devices and streams, as a call meets them.
+SMALLEST_SLOT = 64  # items
 
 
-def lies_on_gpu(grid: torch.Tensor) -> bool:
-    """Whether reading `grid` would wait for a device."""
-    return grid.device.type != "cpu"
-
-
-class Mark(NamedTuple):
-    """A place in a stream. Its event goes back to `events` when somebody waits for it, which may happen once."""
+class StreamMark(NamedTuple):
+    """A point in a stream. Its event goes back to `pool` when somebody waits for it, which may happen once."""
 
     event: torch.cuda.Event
-    events: list[torch.cuda.Event]
+    pool: list[torch.cuda.Event]
 
     def wait_on(self, stream: torch.cuda.Stream) -> None:
-        """Makes `stream` wait until here: until what the event stands for now, whatever it is recorded for later."""
+        """Makes `stream` wait until this point."""
         stream.wait_event(self.event)
-        self.events.append(self.event)
+        self.pool.append(self.event)
 
 
-class Marks:
-    """Marks places in the streams of one GPU. Events are used again: one takes longer to make than to record.
+class StreamMarks:
+    """Marks points in the streams of one GPU. Events are used again: one takes longer to make than to record.
 
-    From any thread: a list gives an event to one of them only.
+    Safe from any thread: popping a list gives an event to one of them only.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._current = CurrentStream(device)
-        self._events: list[torch.cuda.Event] = []
+        self._pool: list[torch.cuda.Event] = []
 
-    def here(self) -> Mark:
-        """Where the current stream is."""
+    def here(self) -> StreamMark:
+        """Where the current stream is now."""
         try:
-            event = self._events.pop()
+            event = self._pool.pop()
         except IndexError:
             event = torch.cuda.Event()
         event.record(self._current.get())
-        return Mark(event, self._events)
+        return StreamMark(event, self._pool)
 
 
-def is_current(device: torch.device) -> bool:
-    """Whether what is launched now goes to `device`, and is run there and not captured."""
-    if device.type != "cuda":
-        return True
-    here = device.index == torch._C._cuda_getDevice()  # torch's own names of these two take 2 us more
-    return here and not torch._C._cuda_isCurrentStreamCapturing()
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` current, if it is a GPU and is not."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
-# ── look ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-LEAST_ROOM = 64  # items
-
-
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Host memory, pinned where there is a GPU: fingerprints `[P]` int32 and a grid's rows `[room, 3]` int64."""
 
-    found: torch.Tensor
+    fingerprints: torch.Tensor
     rows: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Look:
-    """What was asked for: fingerprints to compare with `made`, if that is not None, and the rows of `items` items.
-
-    In `place` once `side` has got there, which then goes back to `places`; on a CPU, without a `side`, at once.
-    """
-
-    side: torch.cuda.Stream | None
-    place: Place
-    made: torch.Tensor | None
-    items: int
-    places: list[Place]
-
-    def done(self, meanwhile: Callable[[], bool] | None = None) -> tuple[bool, list[list[int]], bool | None]:
-        """Whether the parameters are the same, the rows, and what `meanwhile` says, which runs before this waits."""
-        try:
-            said = None if meanwhile is None else meanwhile()
-        finally:
-            if self.side is not None:
-                self.side.synchronize()  # whatever happened: until then what it fills is no memory to be used again
-        same = self.made is None or torch.equal(self.place.found, self.made)
-        rows = self.place.rows[: self.items].tolist() if self.items else []
-        self.places.append(self.place)
-        return same, rows, said
-
-
-@dataclass(frozen=True)
-class Content:
-    """Fingerprints of what the weights were made from.
+class ReadBack(NamedTuple):
+    """What a call has learned from the device.
 
     Attributes:
-        watched: the parameters.
-        made: `[P]` int32 on the host, as they were then.
-        side: a stream to look at them while the encoder runs; None on the CPU.
-        marks: of the streams that run it; None on the CPU.
-        places: those that nobody looks into now.
+        unchanged: the parameters held, when the call began, what the prepared weights were made from.
+        rows: (t, h, w) of each item of its grid; empty where the grid was on the host.
     """
 
-    watched: FingerprintSources
-    made: torch.Tensor
-    side: torch.cuda.Stream | None
-    marks: Marks | None
-    places: list[Place] = field(default_factory=list)
+    unchanged: bool
+    rows: list[list[int]]
+
+
+@dataclass(frozen=True)
+class PendingRead:
+    """A read that is under way on `stream`; on a CPU, without a stream, it is done.
+
+    Attributes:
+        slot: where it goes; back to `slots` once read.
+        expected: fingerprints to compare with; None where the content is not checked.
+        items: rows of the grid.
+    """
+
+    stream: torch.cuda.Stream | None
+    slot: Slot
+    expected: torch.Tensor | None
+    items: int
+    slots: list[Slot]
+
+    def wait(self, meanwhile: Callable[[], bool]) -> ReadBack:
+        """Runs `meanwhile`, another check of the weights, then makes the host wait for the read."""
+        try:
+            unchanged = meanwhile()
+        finally:
+            if self.stream is not None:
+                self.stream.synchronize()  # whatever was raised: until then the slot is written to
+        if self.expected is not None:
+            unchanged = unchanged and torch.equal(self.slot.fingerprints, self.expected)
+        rows = self.slot.rows[: self.items].tolist() if self.items else []
+        self.slots.append(self.slot)
+        return ReadBack(unchanged, rows)
+
+
+@dataclass(frozen=True)
+class ContentCheck:
+    """Fingerprints of the parameters that the weights were prepared from.
+
+    Attributes:
+        sources: the parameters.
+        expected: `[P]` int32 on the host, as they were then.
+        stream: where they are checked while the encoder runs; None on the CPU.
+        marks: of the streams that run the encoder; None on the CPU.
+        slots: those that no read is filling now.
+    """
+
+    sources: FingerprintSources
+    expected: torch.Tensor
+    stream: torch.cuda.Stream | None
+    marks: StreamMarks | None
+    slots: list[Slot] = field(default_factory=list)
 
     @staticmethod
-    def of(parameters: Sequence[torch.Tensor]) -> "Content":
-        watched = FingerprintSources.of(parameters)
-        device = watched.pointers.device
+    def of(parameters: Sequence[torch.Tensor]) -> "ContentCheck":
+        """Fingerprints `parameters` as they are; waits for the GPU."""
+        sources = FingerprintSources.of(parameters)
+        device = sources.pointers.device
         ops = ops_for(device)
-        made = ops.fingerprint(watched, torch.empty(len(parameters), dtype=torch.int32, device=device))
+        found = ops.fingerprint(sources, torch.empty(len(parameters), dtype=torch.int32, device=device))
         for dtype in GRID_DTYPES:  # so that what a call launches is compiled by now
             rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
-            ops.fingerprint(watched, made[:0], rows.to(dtype), rows)
-        side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        return Content(watched, made.cpu(), side, Marks(device) if device.type == "cuda" else None)
+            ops.fingerprint(sources, found[:0], rows.to(dtype), rows)
+        stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        return ContentCheck(sources, found.cpu(), stream, StreamMarks(device) if device.type == "cuda" else None)
 
-    def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> Look:
-        """See `PreparedWeights.look`."""
-        items, side = 0 if grid is None else grid.shape[0], self.side
-        if side is not None:
-            assert begin is not None, "where there is a GPU there are marks"
-            begin.wait_on(side)
+    def begin(self, mark: StreamMark | None, check_content: bool, grid: torch.Tensor | None) -> PendingRead:
+        """Launches the read; see `WeightCache.read_back`."""
+        items, stream = 0 if grid is None else grid.shape[0], self.stream
+        if stream is not None:
+            assert mark is not None, "where there is a GPU there are marks"
+            mark.wait_on(stream)
             if grid is not None and (grid.dtype not in GRID_DTYPES or max(grid.stride()) > MAX_ROWS):
-                with torch.cuda.stream(side):
+                with torch.cuda.stream(stream):
                     grid = grid.long().contiguous()
-        place, made = self._place(items), self.made if watch else None
-        into = place.found if watch else place.found[:0], grid, None if grid is None else place.rows
-        ops_for(self.watched.pointers.device).fingerprint(self.watched, *into, side)
-        return Look(side, place, made, items, self.places)
+        slot = self._slot(items)
+        fingerprints = slot.fingerprints if check_content else slot.fingerprints[:0]
+        rows = None if grid is None else slot.rows
+        ops_for(self.sources.pointers.device).fingerprint(self.sources, fingerprints, grid, rows, stream)
+        return PendingRead(stream, slot, self.expected if check_content else None, items, self.slots)
 
-    def _place(self, items: int) -> Place:
-        """One with room for so many, from any thread: a list gives it to one of them only."""
+    def _slot(self, items: int) -> Slot:
+        """One with room for so many items, from any thread: popping a list gives it to one of them only."""
         try:
-            place = self.places.pop()
+            slot = self.slots.pop()
         except IndexError:
-            return self._new_place(items)
-        return place if place.rows.shape[0] >= items else self._new_place(items)
+            return self._new_slot(items)
+        return slot if slot.rows.shape[0] >= items else self._new_slot(items)
 
-    def _new_place(self, items: int) -> Place:
-        pinned, room = self.side is not None, max(LEAST_ROOM, 1 << max(0, items - 1).bit_length())
+    def _new_slot(self, items: int) -> Slot:
+        pinned, room = self.stream is not None, max(SMALLEST_SLOT, 1 << max(0, items - 1).bit_length())
         with torch.inference_mode(False):  # it is used again in any mode
-            return Place(
-                torch.empty(self.made.shape, dtype=torch.int32, pin_memory=pinned),
+            return Slot(
+                torch.empty(self.expected.shape, dtype=torch.int32, pin_memory=pinned),
                 torch.empty(room, 3, dtype=torch.int64, pin_memory=pinned),
             )

@@ -1,261 +1,234 @@
-"""Runs items through the encoder: through captured graphs where they fit, eagerly where they do not."""
+"""A planned run: items packed into token budgets and replayed, or run eagerly with a counted reason."""
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from fusedvit.graphs.limits import Limits
-from fusedvit.graphs.manager import CAPTURE_FAILED, GraphManager
+from fusedvit.graphs.manager import CAPTURE_FAILED
 from fusedvit.graphs.packing import Batch, Piece, Work, pack
 from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
+from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
 from fusedvit.model.plan import plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import ALIGNMENT
-from fusedvit.runtime.captured_encoder import EncoderProgram
-from fusedvit.runtime.inputs import Item
-from fusedvit.runtime.weight_cache import PreparedWeights
+from fusedvit.runtime.captured_encoder import TowerGraphs
+from fusedvit.runtime.weight_cache import WeightCache
 
-NO_GRAPHS = "graphs off"
-NO_GPU = "no GPU"
-CAPTURING = "inside another capture"
 LAYOUTS_KEPT = 512
 
 
-class Read(NamedTuple):
-    """What a grid on the host holds: patch tokens, items, and the budget if they are one batch as they are."""
-
-    rows: int
-    items: tuple[Item, ...]
-    budget: int | None
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """A tower's graphs on one device, in one dtype.
-
-    Attributes:
-        layouts: how recent calls were run, by their items.
-        guesses: the budget of recent calls that were one batch, by (patch tokens, items); None for other calls.
-        read: recent grids on the host, by their content.
-    """
-
-    manager: GraphManager
-    program: EncoderProgram
-    layouts: dict[tuple[Item, ...], tuple["Step", ...]] = field(default_factory=dict, compare=False, repr=False)
-    guesses: dict[tuple[int, int], int | None] = field(default_factory=dict, compare=False, repr=False)
-    read: dict[object, Read] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def limits(self) -> Limits:
-        return self.manager.limits
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes `device` current, if it is a GPU and is not."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True)
-class Tower:
-    """What a run needs to know of a tower.
+class Runtime:
+    """What a tower runs on: one device, one dtype.
 
     Attributes:
-        ladder: token budgets (merged tokens, ascending) that an eager run takes its configurations by, so that it gives
-            the bits that a replay would; beyond the last, or without any, powers of two.
+        graphs: what is replayed; None to run eagerly.
+        no_graphs: why there are none; "" where there are.
     """
 
     spec: VisionSpec
-    weights: PreparedWeights
+    weights: WeightCache
     device: torch.device
     dtype: torch.dtype
-    ladder: tuple[int, ...] = ()
+    graphs: TowerGraphs | None = None
+    no_graphs: str = ""
 
     def plan_tokens(self, tokens: int) -> int:
-        """The patch-token budget that `tokens` patch tokens fall into."""
+        """The patch-token budget that an eager run of `tokens` patch tokens takes its configurations by.
+
+        That of the graph it would replay in, for the same bits; beyond the largest, or without graphs, the next of
+        `tile_configs.budget`.
+        """
         unit = self.spec.merge_unit
-        return next((b * unit for b in self.ladder if b * unit >= tokens), budget(tokens))
+        merged = None if self.graphs is None else self.graphs.limits.smallest_for(-(-tokens // unit))
+        return budget(tokens) if merged is None else merged * unit
+
+    def new_outputs(self, tokens: int) -> EncoderOutputs:
+        """Memory for the outputs of `tokens` patch tokens; nothing in it yet."""
+        shape = (self.spec.merged_outputs, tokens // self.spec.merge_unit, self.spec.out_size)
+        return EncoderOutputs(
+            torch.empty(tokens, self.spec.hidden_size, device=self.device, dtype=self.dtype),
+            torch.empty(shape, device=self.device, dtype=self.dtype),
+        )
 
 
-class _Run(NamedTuple):
-    """Neighbouring rows: `length` patch rows from `there` in the call's tensors are rows from `here` in the batch's."""
+class Span(NamedTuple):
+    """`length` neighbouring patch rows, from `source` in the call's tensors and from `target` in the batch's."""
 
-    there: int
-    here: int
+    source: int
+    target: int
     length: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """A batch, or a piece that runs eagerly because of `reason`.
+    """A batch that is replayed, or an item that runs eagerly because of `reason`.
 
     Attributes:
         rows: (t, h, w) of each piece.
-        runs: where the pieces' rows are.
+        spans: where the pieces' patch rows are.
     """
 
     batch: Batch | None
     reason: str
     rows: tuple[tuple[int, int, int], ...]
-    runs: tuple[_Run, ...]
+    spans: tuple[Span, ...]
 
 
-def steps_of(graphs: Graphs, items: tuple[Item, ...], unit: int) -> tuple[Step, ...]:
-    """How `items` are run, `unit` patch tokens merged into one.
-
-    The same layouts come again and again; the last few hundred are kept.
-    """
-    known = graphs.layouts.get(items)
-    if known is None:
-        if len(graphs.layouts) >= LAYOUTS_KEPT:
-            graphs.layouts.clear()
-        known = graphs.layouts[items] = _plan(items, unit, graphs.limits)
-    return known
-
-
-def _plan(items: tuple[Item, ...], unit: int, limits: Limits) -> tuple[Step, ...]:
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits) -> tuple[Step, ...]:
+    """How `items` are run within `limits`; `unit` patch tokens are merged into one. Pure; recent layouts are kept."""
     plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits)
     first = [0, *itertools.accumulate(item.tokens for item in items)]
 
     def step(batch: Batch | None, reason: str, pieces: Sequence[Piece]) -> Step:
         rows = tuple((piece.frames, items[piece.item].h, items[piece.item].w) for piece in pieces)
-        return Step(batch, reason, rows, _runs(pieces, rows, first))
+        return Step(batch, reason, rows, _spans(pieces, rows, first))
 
     batches = [step(batch, "", batch.pieces) for batch in plan.batches]
     return (*batches, *(step(None, overflow.reason, (overflow.piece,)) for overflow in plan.overflow))
 
 
-def _runs(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: Sequence[int]) -> tuple[_Run, ...]:
-    """Pieces that are neighbours in the call and in the batch make one run, and one copy."""
-    runs: list[_Run] = []
-    here = 0
+def _spans(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: Sequence[int]) -> tuple[Span, ...]:
+    """Pieces that are neighbours in the call and in the batch make one span, and one copy."""
+    spans: list[Span] = []
+    target = 0
     for piece, (frames, h, w) in zip(pieces, rows, strict=True):
-        there, count = first[piece.item] + piece.first_frame * h * w, frames * h * w
-        if runs and runs[-1].there + runs[-1].length == there:
-            last = runs.pop()
-            runs.append(_Run(last.there, last.here, last.length + count))
+        source, length = first[piece.item] + piece.first_frame * h * w, frames * h * w
+        if spans and spans[-1].source + spans[-1].length == source:
+            last = spans.pop()
+            spans.append(Span(last.source, last.target, last.length + length))
         else:
-            runs.append(_Run(there, here, count))
-        here += count
-    return tuple(runs)
+            spans.append(Span(source, target, length))
+        target += length
+    return tuple(spans)
 
 
-def budgets_of(graphs: Graphs, calls: Iterable[Sequence[Item]], unit: int) -> set[int]:
+def sole_batch(items: Sequence[Item], unit: int, limits: Limits) -> Batch | None:
+    """The batch that `items` are, if that is one, of every item whole and in the caller's order."""
+    steps = plan_steps(tuple(items), unit, limits)
+    alone = len(steps) == 1 and len(steps[0].spans) == 1 and len(steps[0].rows) == len(items)
+    return steps[0].batch if alone else None
+
+
+def budgets_of(calls: Iterable[Sequence[Item]], unit: int, limits: Limits) -> set[int]:
     """The token budgets that calls of these items replay; `unit` patch tokens are merged into one."""
-    steps = (step for items in calls for step in steps_of(graphs, tuple(items), unit))
+    steps = (step for items in calls for step in plan_steps(tuple(items), unit, limits))
     return {step.batch.budget for step in steps if step.batch is not None}
 
 
-def run(
-    tower: Tower,
-    pixels: torch.Tensor,
-    items: Sequence[Item],
-    graphs: Graphs | None,
-    eager: Counter[str],
-    no_graphs: str,
-) -> EncoderOutputs:
+def run(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Counter[str]) -> EncoderOutputs:
     """Outputs of `items`, in their order, in memory of the caller's.
 
     Args:
         pixels: `[tokens, patch_width]`, any float dtype, any device, rows of the items one after another.
-        graphs: what to replay; None to run eagerly, counted in `eager` under `no_graphs`.
         eager: counts of eager runs by reason, added to.
     """
     pixels = pixels.detach()
-    if graphs is None:
-        eager[no_graphs] += 1
-        return run_eager(tower, pixels, items)
-    steps = steps_of(graphs, tuple(items), tower.spec.merge_unit)
+    if runtime.graphs is None:
+        eager[runtime.no_graphs] += 1
+        return run_eager(runtime, pixels, items)
+    steps = plan_steps(tuple(items), runtime.spec.merge_unit, runtime.graphs.limits)
     if all(step.batch is None for step in steps):
         eager.update(step.reason for step in steps)
-        return run_eager(tower, pixels, items)
-    answer = _Answer(tower, items)
+        return run_eager(runtime, pixels, items)
+    answer = _Answer(runtime, _tokens(items))
     for step in steps:
-        if step.batch is not None and _replay(pixels, graphs, step, step.batch, answer):
+        if step.batch is not None and _replay(runtime.graphs, step, step.batch, pixels, answer):
             continue
         eager[step.reason or CAPTURE_FAILED] += 1
-        rows = torch.cat([pixels[run.there : run.there + run.length] for run in step.runs])
-        answer.keep(run_eager(tower, rows, [Item(*row) for row in step.rows]), step.runs)
+        rows = torch.cat([pixels[source : source + length] for source, _, length in step.spans])
+        answer.keep(run_eager(runtime, rows, [Item(*row) for row in step.rows]), step.spans)
     return answer.outputs()
 
 
-def _replay(pixels: torch.Tensor, graphs: Graphs, step: Step, batch: Batch, answer: "_Answer") -> bool:
-    """Replays one batch; False where no graph can hold it."""
-    program = graphs.program
+def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor, answer: "_Answer") -> bool:
+    """Replays one batch; False where its budget has no graph."""
+    encoder = graphs.encoder
 
     def load(budget: int) -> None:
-        static = program.buffers(budget).pixels
-        program.load_grid(budget, step.rows)
-        for there, here, length in step.runs:
-            rows = pixels if length == pixels.shape[0] else pixels[there : there + length]
-            static[here : here + length].copy_(rows, non_blocking=True)
+        if len(step.spans) == 1:
+            source, _, length = step.spans[0]
+            whole = length == pixels.shape[0]
+            encoder.load(budget, encoder.grid(step.rows), pixels if whole else pixels[source : source + length])
+            return
+        encoder.load_grid(budget, step.rows)
+        static = encoder.buffers(budget).pixels
+        for source, target, length in step.spans:
+            static[target : target + length].copy_(pixels[source : source + length], non_blocking=True)
 
-    def unload(budget: int) -> None:
-        static = program.buffers(budget)
-        answer.keep(EncoderOutputs(static.hidden, static.merged), step.runs)
+    def store(budget: int) -> None:
+        static = encoder.buffers(budget)
+        answer.keep(EncoderOutputs(static.hidden, static.merged), step.spans)
 
-    return graphs.manager.replay(batch, load, unload)
+    return graphs.manager.replay(batch, load, store)
 
 
 class _Answer:
     """A call's outputs, collected batch by batch. Allocated with the first: the GPU works by then."""
 
-    def __init__(self, tower: Tower, items: Sequence[Item]) -> None:
-        self._tower = tower
-        self._items = items
+    def __init__(self, runtime: Runtime, tokens: int) -> None:
+        self._runtime = runtime
+        self._tokens = tokens
         self._outputs: EncoderOutputs | None = None
 
     def outputs(self) -> EncoderOutputs:
         if self._outputs is None:
-            self._outputs = new_outputs(self._tower, _tokens(self._items))
+            self._outputs = self._runtime.new_outputs(self._tokens)
         return self._outputs
 
-    def keep(self, got: EncoderOutputs, runs: Sequence[_Run]) -> None:
+    def keep(self, got: EncoderOutputs, spans: Sequence[Span]) -> None:
         """Copies a batch's rows to where the caller's are."""
-        outputs, unit = self.outputs(), self._tower.spec.merge_unit
-        for there, here, length in runs:
-            outputs.hidden[there : there + length].copy_(got.hidden[here : here + length])
-            merged = outputs.merged[:, there // unit : (there + length) // unit]
-            merged.copy_(got.merged[:, here // unit : (here + length) // unit])
+        outputs, unit = self.outputs(), self._runtime.spec.merge_unit
+        for source, target, length in spans:
+            outputs.hidden[source : source + length].copy_(got.hidden[target : target + length])
+            merged = outputs.merged[:, source // unit : (source + length) // unit]
+            merged.copy_(got.merged[:, target // unit : (target + length) // unit])
 
 
-def run_eager(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
+def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
     """The encoder on buffers of exactly the size of `items`."""
     items = [item for item in items if item.tokens]
     if not items:
-        return new_outputs(tower, 0)
+        return runtime.new_outputs(0)
     while True:
         try:
-            return _encode(tower, pixels, items)
-        except BackendFailed:  # at its first launch; the next plan does without that form
+            return _encode(runtime, pixels, items)
+        except BackendFailed:  # at its first launch; the next plan does without that backend
             continue
 
 
-def _encode(tower: Tower, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
-    tokens = _tokens(items)
-    plan = plan_for(tower.spec, tower.plan_tokens(tokens), tower.dtype, Target.of(tower.device))
-    pixels = _aligned(pixels.to(tower.device, tower.dtype))
-    buffers = allocate(tower.spec, Capacity.of(items, plan.layout(tower.spec)), tower.dtype, tower.device, pixels)
+def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
+    spec, device, dtype = runtime.spec, runtime.device, runtime.dtype
+    plan = plan_for(spec, runtime.plan_tokens(_tokens(items)), dtype, Target.of(device))
+    pixels = _aligned(pixels.to(device, dtype))
+    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, device, pixels)
     _fill_grid(buffers.grid, items)
     with torch.no_grad():
-        outputs = encode(tower.spec, tower.weights.get(), buffers, ops_for(tower.device), plan)
+        outputs = encode(spec, runtime.weights.get(), buffers, ops_for(device), plan)
     return EncoderOutputs(outputs.hidden, outputs.merged.contiguous())
 
 
 def _tokens(items: Sequence[Item]) -> int:
     return sum([item.tokens for item in items])
-
-
-def new_outputs(tower: Tower, tokens: int) -> EncoderOutputs:
-    """Memory for the outputs of `tokens` patch tokens; nothing in it yet."""
-    spec, device, dtype = tower.spec, tower.device, tower.dtype
-    shape = (spec.merged_outputs, tokens // spec.merge_unit, spec.out_size)
-    return EncoderOutputs(
-        torch.empty(tokens, spec.hidden_size, device=device, dtype=dtype),
-        torch.empty(shape, device=device, dtype=dtype),
-    )
 
 
 def _fill_grid(grid: torch.Tensor, items: Sequence[Item]) -> None:
@@ -270,7 +243,7 @@ def _fill_grid(grid: torch.Tensor, items: Sequence[Item]) -> None:
 
 
 def _aligned(pixels: torch.Tensor) -> torch.Tensor:
-    """`pixels` with rows that the copy engine takes: base and pitch a multiple of 16 bytes."""
+    """`pixels` with rows that tensor descriptors take: base and pitch a multiple of 16 bytes."""
     size = pixels.element_size()
     if pixels.stride(1) == 1 and pixels.stride(0) * size % ALIGNMENT == 0 and pixels.data_ptr() % ALIGNMENT == 0:
         return pixels

@@ -1,100 +1,124 @@
-"""Prepared weights that stay true to a tower's parameters."""
+"""Prepared weights, kept in step with a tower's parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
-from torch import nn
 
-from fusedvit.checks.change_detection import Snapshot, reason_of_tower
-from fusedvit.families.base import Family
-from fusedvit.model.prepare_weights import prepare
-from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
-from fusedvit.runtime.readback import Content, Look, Mark
+from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
 
 
-class PreparedWeights:
-    """Made from the parameters when first needed, and again when they have changed.
+class Snapshot(Protocol):
+    """A tower's modules and parameters at one moment."""
 
-    `on_move` is called when tensors that a captured graph points to are no longer the ones in use.
+    def first_parameter(self) -> torch.Tensor | None:
+        """What is now where the first parameter was."""
+
+    def unchanged(self) -> bool:
+        """Whether the tower has these modules and parameters still; their content is not read."""
+
+
+class Source(Protocol):
+    """The tower that weights are prepared from, as `fusedvit.checks` sees it."""
+
+    def reason(self) -> str | None:
+        """Why the tower as it stands cannot run fused, or None."""
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Every parameter by its name."""
+
+    def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
+        """Weights from `parameters`, in the memory of `reuse` where that fits."""
+
+    def snapshot(self) -> Snapshot:
+        """The tower as it stands."""
+
+
+class WeightCache:
+    """Weights prepared when first needed, and again when the tower has changed.
+
+    Attributes:
+        version: how often they were prepared. A run that began with an older version is not accepted.
     """
 
-    def __init__(self, tower: nn.Module, family: Family, spec: VisionSpec, on_move: Callable[[], None]) -> None:
-        self.made = 0
-        self._tower = tower
-        self._family = family
-        self._spec = spec
+    def __init__(self, source: Source, on_move: Callable[[], None]) -> None:
+        """`on_move` is called when tensors that a captured graph points to are no longer the ones in use."""
+        self.version = 0
+        self._source = source
         self._on_move = on_move
         self._snapshot: Snapshot | None = None
         self._weights: EncoderWeights | None = None
-        self._content: Content | None = None
+        self._content: ContentCheck | None = None
 
     def get(self) -> EncoderWeights:
-        """The weights; made before by `make`."""
-        assert self._weights is not None, "weights are made before a run"
+        """The prepared weights; `prepare` comes first."""
+        assert self._weights is not None, "weights are prepared before a run"
         return self._weights
 
     def held_bytes(self) -> int:
         """Bytes of prepared copies."""
         return 0 if self._weights is None else self._weights.held_bytes()
 
-    def parameter(self) -> torch.Tensor:
-        """A parameter, for its device and dtype: of the tower as the weights were made from it, without a walk of it.
+    def first_parameter(self) -> torch.Tensor:
+        """A parameter, for its device and dtype: without a walk of the tower where weights are prepared.
 
-        In a tower that has changed since it may be an old one; `true` sees that.
+        In a tower that has changed since it may be an old one; `read_back` notices that.
         """
         found = None if self._snapshot is None else self._snapshot.first_parameter()
-        return next(self._tower.parameters()) if found is None else found
+        return next(iter(self._source.parameters().values())) if found is None else found
 
     def fits(self, parameter: torch.Tensor) -> bool:
-        """Whether weights exist, on the device and in the dtype of `parameter`."""
+        """Whether weights are prepared, on the device and in the dtype of `parameter`."""
         if self._snapshot is None or self._weights is None:
             return False
         weight = self._weights.patch.weight
         return weight.device == parameter.device and weight.dtype == parameter.dtype
 
-    def true(self) -> bool:
-        """Whether modules and parameters are those the weights were made from; `same_content` sees what this cannot."""
-        return self._snapshot is not None and self._snapshot.same_structure() and self._snapshot.same_parameters()
-
-    def reason(self) -> str | None:
-        """Why the tower as it stands cannot run fused. If it cannot, whatever comes back is prepared anew."""
-        found = reason_of_tower(self._tower, self._family, self._spec)
-        if found is not None:
-            self._snapshot = None
-        return found
-
-    def mark(self) -> Mark | None:
-        """Where the current stream of the weights' GPU is, to `look` from once; None on a CPU."""
+    def mark(self) -> StreamMark | None:
+        """Where the current stream of the weights' GPU is, for `read_back`; None on a CPU."""
         content = self._content
         return None if content is None or content.marks is None else content.marks.here()
 
-    def look(self, begin: Mark | None, watch: bool, grid: torch.Tensor | None) -> Look:
-        """Asks whether the parameters held at `begin` what they held when the weights were made, and for `grid`'s rows.
+    def read_back(self, mark: StreamMark | None, check_content: bool, grid: torch.Tensor | None) -> ReadBack:
+        """Whether the weights are still those of the tower, and the rows of `grid`: one host read at most.
 
-        One host read, which `Look.done` waits for, on a stream of its own beside whatever was launched since; it waits
-        for nothing later than `begin`.
+        The read runs on a stream of its own, overlapped with whatever was launched since `mark`; modules and parameters
+        are compared on the host meanwhile.
 
         Args:
-            begin: a `mark`; None on a CPU.
-            watch: without, the parameters count as unchanged.
+            mark: the point in the caller's stream that the read waits for; None on a CPU, or where nothing is read.
+            check_content: compare fingerprints of the parameters' content.
             grid: `[n, 3]` on the weights' device; None if there is none to read.
         """
-        assert self._content is not None, "weights are made before a run"
-        return self._content.look(begin, watch, grid)
+        assert self._content is not None, "weights are prepared before a run"
+        if not check_content and grid is None:
+            return ReadBack(self._unchanged(), [])
+        return self._content.begin(mark, check_content, grid).wait(self._unchanged)
 
-    def make(self) -> None:
-        """Makes weights, snapshot and fingerprints from the parameters as they are; waits for the GPU."""
-        parameters = dict(self._tower.named_parameters(remove_duplicate=False))
+    def _unchanged(self) -> bool:
+        return self._snapshot is not None and self._snapshot.unchanged()
+
+    def prepare(self) -> str | None:
+        """Prepares weights from the tower as it stands, or says why it cannot run fused; waits for the GPU.
+
+        Every way to prepared weights leads through here: the tower is checked first.
+        """
+        reason = self._source.reason()
+        if reason is not None:
+            self._snapshot = None  # whatever comes back is prepared anew
+            return reason
+        parameters = self._source.parameters()
         old = self._weights
         with torch.inference_mode(False), torch.no_grad():
-            weights = prepare(self._spec, self._family.names, self._family.source(parameters), reuse=old)
-            snapshot = Snapshot.of(self._tower)
-            content = Content.of(list(parameters.values()))
+            weights = self._source.prepare(parameters, old)
+            snapshot = self._source.snapshot()
+            content = ContentCheck.of(list(parameters.values()))
         device = weights.patch.weight.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
-        self.made += 1  # before the rest: a run that began earlier is not accepted
+        self.version += 1  # before the rest: a run that began earlier is not accepted
         self._weights, self._content, self._snapshot = weights, content, snapshot
-        if old is not None and old.pointers() != self._weights.pointers():
+        if old is not None and old.pointers() != weights.pointers():
             self._on_move()
+        return None

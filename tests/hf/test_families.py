@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.checks.as_built import shapes_of
 from fusedvit.families.registry import FAMILIES, family_of
+from fusedvit.model.param_names import parameter_shapes
 from tests.support.families import INSTALLED, TINY, class_of, family_tower
 from tests.support.towers import GRIDS, Call, Grid, assert_rule, assert_same, ran_fused, twin
 
@@ -34,7 +34,7 @@ def test_names_and_shapes_are_the_towers(name: str) -> None:
     tower = family_tower(name)
     family = family_of(name)
     assert family is not None
-    shapes = dict(shapes_of(family, family.spec_from_config(tower.config)))
+    shapes = dict(parameter_shapes(family.names, family.spec_from_config(tower.config)))
     found = {key: p.flatten(1) if p.ndim == 5 else p for key, p in tower.named_parameters()}
     assert shapes == {key: tuple(p.shape) for key, p in found.items()}
 

@@ -57,7 +57,7 @@ def test_alike_are_sizes_and_16_bit_types_alone() -> None:
 
 def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [_launch(64, 2, "bf16"), _launch(64, 2, "fp16"), _launch(64, 3, "bf16"), _launch(128, 3, "bf16")]
-    monkeypatch.setattr(ahead_of_time, "_launches_beside", lambda: [])
+    monkeypatch.setattr(ahead_of_time, "_launches_around_encoder", lambda: [])
     monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: every)
     matrix = ahead_of_time.Matrix((80, 90), ("bf16",), ("hd72",), (64,))
     jobs_of = ahead_of_time.jobs_of.__wrapped__  # past what other tests have listed
@@ -68,7 +68,7 @@ def test_the_first_of_those_alike_is_compiled(monkeypatch: pytest.MonkeyPatch) -
 def test_a_matrix_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By each process: listed for each of its jobs it took three times as long as compiling them."""
     listed = []
-    monkeypatch.setattr(ahead_of_time, "_launches_beside", lambda: listed.append(1) or [])
+    monkeypatch.setattr(ahead_of_time, "_launches_around_encoder", lambda: listed.append(1) or [])
     monkeypatch.setattr(ahead_of_time, "launches_of", lambda *_: [_launch(64, 2, "bf16"), _launch(64, 3, "bf16")])
     monkeypatch.setattr(ahead_of_time, "compile_or_fail", lambda launch, arch: (launch, arch))
     matrix = ahead_of_time.Matrix((90,), ("bf16",), ("hd72",), (64,))

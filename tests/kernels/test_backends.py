@@ -127,7 +127,7 @@ def test_an_encoder_goes_on_without_a_failed_backend(registered: list[Any], monk
     monkeypatch.setattr(captured_encoder, "encode", encode)
     monkeypatch.setattr(Target, "of", lambda device: replace(H200, without=tuple(tile_configs._failed.items())))
     cpu = torch.device("cpu")
-    program = captured_encoder.EncoderProgram(
+    program = captured_encoder.CapturedEncoder(
         replace(QWEN3_VL_8B, depth=1, deepstack=()), TORCH, BF16, cpu, lambda: None
     )
     program.allocate(check_limits((16, 64), 4, 8))

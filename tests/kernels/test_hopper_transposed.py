@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from fusedvit.kernels import backends
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, uses_pdl
+from fusedvit.kernels.hopper.gemm_configs import uses_pdl
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import (
     MOST_BUDGET,
     MOST_ROWS,
     MOST_WAVES,
-    OF_LINEAR,
     PROVEN,
     HopperSwapABConfig,
     hopper_swap_ab_candidates,
@@ -26,8 +25,7 @@ from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import Table, config_of
 from fusedvit.model import buffers
-from fusedvit.model.merger_overlap import beside
-from fusedvit.model.plan import chosen_for, plan_for, tasks
+from fusedvit.model.plan import plan_for, tasks
 from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
 from tests.kernels.linear_cases import Layer, fused, plain, tensors
 from tests.kernels.support import assert_misplaced_stages_are_refused, assert_within
@@ -203,23 +201,9 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
     plan = plan_for(QWEN3_VL_8B, 784, BF16, H200, Table())
     assert plan.choices()["qkv"] == plan.choices()["fc2"] == "swap_ab" and plan.choices()["patch"] == "hopper"
     assert plan.qkv == HopperSwapABConfig(112, 3, plan.qkv.stages, pdl=True)
-    without = plan_for(QWEN3_VL_8B, 784, BF16, replace(H200, without=OFF), Table())
-    used = {**without.choices(), **{name: backends.backend_of(config).name for name, config in without.beside.chain}}
-    assert "swap_ab" not in used.values(), "nor beside a merger"
-
-
-@needs_gluon
-def test_mergers_beside_it_are_reckoned_in_one_run_s_times(on_hopper: None) -> None:
-    """A block that seems shorter than it is would have mergers stick out that do not."""
-    found = {}
-    for target in (H200, replace(H200, without=OFF)):
-        chosen = chosen_for(QWEN3_VL_8B, 768, BF16, target, Table())
-        found[target] = beside(QWEN3_VL_8B, chosen, BF16, target)
-    with_it, without = found.values()
-    assert with_it is not None and without is not None and with_it.mergers == without.mergers
-    assert with_it.late_us <= without.late_us + 1 and 1 < OF_LINEAR < 1.15
-    assert any(isinstance(config, HopperSwapABConfig) for _, config in with_it.chain)
-    assert isinstance(with_it.fc1, HopperGemmConfig), "it can be bounded to some SMs"
+    without = plan_for(QWEN3_VL_8B, 704, BF16, replace(H200, without=OFF), Table())
+    used = {**without.choices(), **{name: backends.backend_of(config).name for name, config in without.overlap.blocks}}
+    assert "swap_ab" not in used.values(), "nor with a merger overlapped"
 
 
 COMPILED = """

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from fusedvit.cli.towers import cast_parameters_, random_weights_
-from fusedvit.runtime.inputs import Item
+from fusedvit.model.items import Item
 from fusedvit.tolerance import compare
 
 KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

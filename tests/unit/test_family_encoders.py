@@ -8,7 +8,7 @@ import torch
 from fusedvit.kernels.metadata import Layout
 from fusedvit.model import ops, plan
 from fusedvit.model.buffers import Capacity
-from fusedvit.runtime.inputs import Item
+from fusedvit.model.items import Item
 from tests.kernels.metadata_cases import frames_of, tiles_of, windows_of
 from tests.support.encoding import Encoder, hugging_face
 from tests.support.families import INSTALLED, family_tower

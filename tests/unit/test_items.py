@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedvit
 from fusedvit.model import ops
-from fusedvit.runtime.inputs import Item, check_grid, check_items, check_pixels
+from fusedvit.model.items import Item
+from fusedvit.runtime.inputs import check_grid, check_items, check_pixels
 from tests.support.towers import GRIDS, Call, patches_of, pixels_for, tiny_tower
 
 SPEC = fusedvit.VisionSpec(1, 8, 2, 4, 16, 8, patch_size=4)  # rows of 96

@@ -1,25 +1,17 @@
 """How a call is cut into batches, and what of the ladder it needs."""
 
-from unittest import mock
-
 import pytest
 import torch
 
 from fusedvit.api import fuse
 from fusedvit.config import FuseConfig
 from fusedvit.graphs.limits import check_limits
-from fusedvit.graphs.manager import GraphManager
-from fusedvit.runtime.inputs import Item
-from fusedvit.runtime.runner import Graphs, budgets_of
+from fusedvit.model.items import Item
+from fusedvit.runtime.runner import budgets_of
 from tests.support.towers import tiny_tower
 
 LIMITS = check_limits((4, 16, 64), 4, 8)
 UNIT = 4
-
-
-def graphs() -> Graphs:
-    manager = GraphManager(LIMITS, mock.Mock(), mock.Mock())
-    return Graphs(manager, mock.Mock())
 
 
 @pytest.mark.parametrize(
@@ -33,7 +25,7 @@ def graphs() -> Graphs:
     ],
 )
 def test_the_budgets_that_calls_replay(calls: list[list[Item]], budgets: set[int]) -> None:
-    assert budgets_of(graphs(), calls, UNIT) == budgets
+    assert budgets_of(calls, UNIT, LIMITS) == budgets
 
 
 def test_a_warmup_for_calls_refuses_what_is_no_grid() -> None:

@@ -38,4 +38,4 @@ def test_steps_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     begins = [step["at_us"] for step in steps.values()]
     assert begins == sorted(begins) and all(step["us"] >= 0 for step in steps.values())
     assert steps["begin"]["us"] > steps["load_inputs"]["us"] + steps["replay"]["us"]
-    assert "replay" not in vars(graphs.program) and not hasattr(graphs.program.load_inputs, "__wrapped__")
+    assert "replay" not in vars(graphs.encoder) and not hasattr(graphs.encoder.load_inputs, "__wrapped__")

@@ -20,7 +20,7 @@ from fusedvit.model.buffers import Capacity, allocate  # noqa: E402
 from fusedvit.model.encoder import encode  # noqa: E402
 from fusedvit.model.ops import TORCH  # noqa: E402
 from fusedvit.model.plan import plan_for, tasks  # noqa: E402
-from fusedvit.runtime.inputs import Item  # noqa: E402
+from fusedvit.model.items import Item  # noqa: E402
 from tests.support.families import family_tower  # noqa: E402
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -41,7 +41,7 @@ def test_a_run_says_which_operations_it_has(name: str) -> None:
     """Every linear layer under its name in the plan, as often as the tower has it."""
     handle: Any = fuse(family_tower(name), FuseConfig(graphs=False))
     handle.refresh()
-    spec, weights = handle.spec, handle.prepared.get()
+    spec, weights = handle.spec, handle.weights.get()
     plan = plan_for(spec, 64, FP32, Target())
     buffers = allocate(spec, Capacity.of([Item(1, 8, 8)], plan.layout(spec)), FP32, CPU)
     buffers.pixels.normal_()

@@ -1,4 +1,4 @@
-"""Graphs without a GPU: a captured run is kept and run again, on the reference operations, over real static buffers."""
+"""Graphs without a GPU: a captured run is kept and run again, on torch operations, over real static buffers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.model.ops import TORCH
-from fusedvit.runtime.captured_encoder import EncoderProgram
-from fusedvit.runtime.runner import Graphs
+from fusedvit.runtime.captured_encoder import CapturedEncoder, TowerGraphs
+from fusedvit.runtime.runner import Runtime
 
 
 class Kept:
@@ -39,14 +39,11 @@ class CpuCapture:
 
 
 @contextmanager
-def graphs_on_cpu(handle: FusedEncoder, limits: Limits) -> Iterator[Graphs]:
+def graphs_on_cpu(handle: FusedEncoder, limits: Limits) -> Iterator[TowerGraphs]:
     """Within, calls of a tower on the CPU replay such graphs; a grid tensor counts as unread, as one on a GPU does."""
-    dtype = next(handle.tower.parameters()).dtype
-    program = EncoderProgram(handle.spec, TORCH, dtype, torch.device("cpu"), handle.prepared.get)
-    graphs = Graphs(GraphManager(limits, program, CpuCapture()), program)
-    handle._graphs = graphs
-    with (
-        mock.patch.object(FusedEncoder, "_graphs_on", lambda self, parameter: (graphs, "")),
-        mock.patch("fusedvit.fused_encoder.lies_on_gpu", lambda grid: True),
-    ):
+    dtype, device = next(handle.tower.parameters()).dtype, torch.device("cpu")
+    encoder = CapturedEncoder(handle.spec, TORCH, dtype, device, handle.weights.get)
+    graphs = TowerGraphs(GraphManager(limits, encoder, CpuCapture()), encoder)
+    handle._runtime = Runtime(handle.spec, handle.weights, device, dtype, graphs)
+    with mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: True):
         yield graphs

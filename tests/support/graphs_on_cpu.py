@@ -1,4 +1,4 @@
-"""A fused tower on graphs that need no GPU, for tests of replays begun before a call is checked."""
+"""A fused tower on graphs that need no GPU, for tests of speculative replays."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +11,10 @@ from fusedvit.api import fuse
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.graphs.limits import check_limits
-from fusedvit.runtime import speculative_replay as guesses
+from fusedvit.runtime import speculative_replay
+from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.inputs import check_items
-from fusedvit.runtime.runner import Graphs, Tower, run_eager
+from fusedvit.runtime.runner import run_eager
 from tests.support.towers import Call, tiny_tower
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
@@ -28,7 +29,7 @@ BAD = {
     "overflowing": [(2**32, 2**32, 2), (2, 4, 4)],
     "of the right total in 32 bits": [(1, 4, 2**32 + 6), (2, 4, 4)],
 }
-Case = tuple[Any, FusedEncoder, Graphs]
+Case = tuple[Any, FusedEncoder, TowerGraphs]
 
 
 @pytest.fixture
@@ -46,9 +47,9 @@ def answer(tower: Any, pixels: torch.Tensor, grid: Any) -> list[torch.Tensor]:
 
 
 def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Any) -> list[torch.Tensor]:
-    parameter = handle.prepared.parameter()
-    tower = Tower(handle.spec, handle.prepared, parameter.device, parameter.dtype, LIMITS.token_budgets)
-    out = run_eager(tower, pixels, check_items([list(row) for row in grid], len(pixels), 2))
+    runtime = handle._runtime
+    assert runtime is not None
+    out = run_eager(runtime, pixels, check_items([list(row) for row in grid], len(pixels), 2))
     return [out.hidden, *out.merged]
 
 
@@ -68,17 +69,17 @@ def right(case: Case, grid: Any) -> bool:
     return close(answer(tower, pixels, grid), eager(handle, pixels, grid))
 
 
-def begun(case: Case) -> list[bool]:
+def speculated(case: Case) -> list[bool]:
     """Notes for each call from now on whether a replay was begun before the grid was read."""
     notes: list[bool] = []
-    real = guesses.begin
+    real = speculative_replay.begin
 
-    def begin(*arguments: Any) -> guesses.Guess:
-        guess = real(*arguments)
-        notes.append(guess.outputs is not None)
-        return guess
+    def begin(*arguments: Any) -> Any:
+        replay = real(*arguments)
+        notes.append(replay is not None)
+        return replay
 
-    mock.patch.object(guesses, "begin", begin).start()
+    mock.patch.object(speculative_replay, "begin", begin).start()
     return notes
 
 

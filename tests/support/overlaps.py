@@ -1,4 +1,4 @@
-"""Stand-ins for a branch that launches are forked to, and plans and buffers that have use for one."""
+"""Stand-ins for a side stream, and plans and buffers with overlapped mergers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -7,16 +7,14 @@ from typing import Any
 import torch
 
 from fusedvit.bench.poison import poison_buffers
-from fusedvit.graphs.side_stream import SideStream
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Table
 from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.model.encoder import encode
-from fusedvit.model.merger_overlap import Beside
+from fusedvit.model.merger_overlap import MergerOverlap, SideStream
 from fusedvit.model.ops import TORCH, Ops
-from fusedvit.model.paired import Paired
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
@@ -52,29 +50,26 @@ class Late:
             self.waiting.pop(0)()
 
 
-def beside_of(plan: EncoderPlan, mergers: tuple[int, ...], pair: int | None = None) -> EncoderPlan:
-    """`plan` with mergers beside two blocks each, which other configurations run then, and one beside the last."""
+def overlapping(plan: EncoderPlan, mergers: tuple[int, ...]) -> EncoderPlan:
+    """`plan` with `mergers` overlapped with blocks, which run with other configurations then."""
     narrow = replace(plan.fc2, max_programs=1, block_n=32)
-    made = Beside(mergers, (2,) * len(mergers), 4, (("fc2", narrow),), plan.merger_fc1, plan.merger_fc2)
-    configs = [replace(config, max_programs=2) for config in (plan.merger_fc1, plan.merger_fc2)]
-    last = [replace(config, max_programs=3) for config in configs]
-    paired = None if pair is None else Paired(pair, *configs, *last)
-    return replace(plan, beside=made if mergers else None, paired=paired)
+    fc1, fc2 = (replace(config, max_programs=2) for config in (plan.merger_fc1, plan.merger_fc2))
+    return replace(plan, overlap=MergerOverlap(mergers, (("fc2", narrow),), fc1, fc2))
 
 
 def buffers_for(encoder: Encoder, grid: Grid, mergers: int) -> EncoderBuffers:
     layout = encoder.plan(patches_of(grid)).layout(encoder.spec)
     capacity = Capacity.of(items_of(grid), layout)
-    made = allocate(encoder.spec, capacity, torch.float32, torch.device("cpu"), apart=(mergers, capacity.tokens))
+    made = allocate(encoder.spec, capacity, torch.float32, torch.device("cpu"), overlap=(mergers, capacity.tokens))
     poison_buffers(made)
     return made
 
 
 def outputs(
-    encoder: Encoder, buffers: EncoderBuffers, plan: EncoderPlan, branch: SideStream, ops: Ops = TORCH
+    encoder: Encoder, buffers: EncoderBuffers, plan: EncoderPlan, side: SideStream, ops: Ops = TORCH
 ) -> Outputs:
     with torch.no_grad():
-        made = encode(encoder.spec, encoder.weights, buffers, ops, plan, branch)
+        made = encode(encoder.spec, encoder.weights, buffers, ops, plan, side)
     return {"hidden": made.hidden.clone(), "merged": made.merged.clone()}
 
 
@@ -116,14 +111,14 @@ class Forks:
         assert not self.forking
 
 
-class Watch(Forks):
-    """Notes what each operation touches, and which operations are beside each other."""
+class Recorder(Forks):
+    """Notices what each operation touches, and which operations are overlapped with each other."""
 
     def __init__(self) -> None:
         self.open: list[tuple[list[Span], list[Span]]] = []  # of forks, until the join
         self.conflicts: list[str] = []
         names = [f.name for f in fields(Ops) if f.name != "name"]
-        self.ops = Ops("watched", *(self._noted(name, getattr(TORCH, name)) for name in names))
+        self.ops = Ops("recorded", *(self._noted(name, getattr(TORCH, name)) for name in names))
 
     def _noted(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:

@@ -1,0 +1,293 @@
+"""Replays begun before the grid is read: right ones are accepted, wrong ones run again, bad grids leave no trace."""
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedvit.checks import fallback
+from fusedvit.config import FuseConfig
+from fusedvit.runtime import speculative_replay
+from fusedvit.runtime.inputs import check_items
+from tests.support.graphs_on_cpu import (
+    BAD,
+    GRID,
+    Case,
+    answer,
+    case,
+    close,
+    eager,
+    noted,
+    right,
+    same,
+    speculated,
+    unpatched,
+)
+from tests.support.towers import Call
+
+__all__ = ["case", "unpatched"]  # fixtures
+
+
+def test_only_captured_budgets_are_replayed_before_the_grid_is_read(case: Case) -> None:
+    notes = speculated(case)
+    assert all(right(case, GRID) for _ in range(3))
+    assert notes == [False, True, True]
+    stats = case[2].manager.stats
+    assert stats.replays == {16: 3} and stats.items == 6 and stats.tokens == 42 and stats.mispredictions == 0
+    assert case[1].stats()["fused"] == case[1].stats()["calls"] == 3
+
+
+def test_other_layouts_of_the_same_totals_and_new_totals(case: Case) -> None:
+    case[2].manager.warmup(only=[16])
+    notes = speculated(case)
+    for grid in ([(1, 6, 4), (2, 4, 4)], [(2, 4, 4), (1, 4, 6)], [(1, 14, 4)], [(1, 4, 4)], GRID, [(5, 2, 2)]):
+        assert right(case, grid)
+    assert notes == [True, True, True, False, True, True], "a budget of 4 is not captured yet"
+    assert case[2].manager.stats.mispredictions == 0
+
+
+def test_a_video_over_the_frame_budget_is_mispredicted(case: Case) -> None:
+    """Nine frames are over the limit of eight: as many tokens as an image that goes whole."""
+    case[2].manager.warmup(only=[16, 4])
+    video, image = [(9, 2, 2)], [(1, 2, 18)]
+    assert right(case, video)
+    stats = case[2].manager.stats
+    assert stats.mispredictions == 1 and stats.items == 2, "two pieces"
+    assert right(case, image) and stats.mispredictions == 1
+    assert not case[2].encoder.buffers(4).grid.any() or right(case, video)
+
+
+def test_items_without_frames_are_mispredicted_and_right(case: Case) -> None:
+    case[2].manager.warmup(only=[16])
+    for grid in ([(0, 4, 4), *GRID], [(0, 2**40, 2), *GRID]):
+        assert right(case, grid)
+    assert case[2].manager.stats.mispredictions == 2
+
+
+@pytest.mark.parametrize("grid", BAD.values(), ids=BAD)
+def test_bad_grids_right_after_a_good_call(case: Case, grid: Any) -> None:
+    tower, handle, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    want = answer(tower, pixels, GRID)
+    notes = speculated(case)
+    with pytest.raises(ValueError, match=r"grid_thw") as ours:
+        answer(tower, pixels, grid)
+    with pytest.raises(ValueError) as plain:
+        check_items([list(row) for row in grid], len(pixels), 2)
+    assert str(ours.value) == str(plain.value) and notes == [True]
+    assert not graphs.encoder.buffers(16).grid.any(), "the replay had no items"
+    assert same(answer(tower, pixels, GRID), want)
+    assert graphs.manager.stats.mispredictions == 1 and graphs.manager.stats.replays == {16: 2}
+    assert handle.stats()["fused"] == 2 and handle.stats()["calls"] == 3
+
+
+def test_weights_that_change_meanwhile(case: Case) -> None:
+    tower, handle, _ = case
+    pixels = Call.of(tower, GRID).pixels
+    before = [t.clone() for t in answer(tower, pixels, GRID)]
+    with torch.inference_mode(False):
+        tower.blocks[0].norm1.weight.data.mul_(1.5)
+    after = answer(tower, pixels, GRID)
+    assert not close(after, before) and close(after, eager(handle, pixels, GRID))
+    assert handle.stats()["refreshes"] == 2
+    with torch.inference_mode(False), torch.no_grad():
+        tower.blocks[0].norm2.weight.mul_(1.5)  # noticed by its version
+    assert not same(answer(tower, pixels, GRID), after) and right(case, GRID)
+
+
+def test_weights_prepared_by_another_thread_meanwhile(case: Case) -> None:
+    _, handle, _ = case
+    assert right(case, GRID)
+    notes, version = speculated(case), handle.weights.version
+    real = handle.weights.read_back
+    reads = []
+
+    def read_back(*arguments: Any) -> Any:
+        reads.append(handle.weights.version)
+        if handle.weights.version == version:
+            assert handle.weights.prepare() is None
+        return real(*arguments)
+
+    mock.patch.object(handle.weights, "read_back", read_back).start()
+    assert right(case, GRID)
+    assert notes == [True] and reads == [version, version + 1], "the first run may have used either"
+
+
+@pytest.mark.parametrize("grid", [GRID, [(9, 2, 2)], [(1, 20, 20)]], ids=["one batch", "two batches", "eager"])
+def test_one_host_read_a_call(case: Case, grid: Any) -> None:
+    tower, handle, _ = case
+    assert right(case, grid)
+    with mock.patch.object(handle.weights, "read_back", wraps=handle.weights.read_back) as read:
+        answer(tower, Call.of(tower, grid).pixels, grid)
+    assert read.call_count == 1
+
+
+def test_the_call_is_checked_under_its_replay(case: Case) -> None:
+    tower, handle, graphs = case
+    assert right(case, GRID)
+    order = noted(
+        (graphs.manager, "replay_if_captured"),
+        (fallback, "reason_of_call"),
+        (handle.weights, "read_back"),
+        (handle.weights, "_unchanged"),
+    )
+    answer(tower, Call.of(tower, GRID).pixels, GRID)
+    assert order == ["replay_if_captured", "reason_of_call", "read_back", "_unchanged"]
+
+
+def test_a_grid_on_the_host_is_run_before_the_weights_are_read(case: Case) -> None:
+    """There is nothing to predict, and nothing waits."""
+    tower, handle, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    with mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False):
+        tower(pixels, grid_thw=GRID)
+        order = noted((graphs.manager, "replay"), (handle.weights, "read_back"))
+        out = tower(pixels, grid_thw=GRID)
+    assert order == ["replay", "read_back"] and graphs.manager.stats.mispredictions == 0
+    assert close([out.pooler_output], eager(handle, pixels, GRID)[1:2])
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_nothing_is_read_where_nothing_is_checked(case: Case, watch: bool) -> None:
+    tower, handle, _ = case
+    handle.config = FuseConfig(strict=True, watch_data=watch)
+    with (
+        mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False),
+        mock.patch.object(handle.weights, "mark", wraps=handle.weights.mark) as mark,
+    ):
+        tower(Call.of(tower, GRID).pixels, grid_thw=GRID)
+    assert mark.call_count == watch
+
+
+@pytest.mark.parametrize("grid", [*BAD.values(), [(1, 4)], [(1, 4, 6.0)], "a grid", None], ids=str)
+def test_bad_grids_on_the_host_launch_nothing(case: Case, grid: Any) -> None:
+    tower, _, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    answer(tower, pixels, GRID)
+    replays = dict(graphs.manager.stats.replays)
+    with (
+        mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False),
+        pytest.raises((TypeError, ValueError), match="grid_thw"),
+    ):
+        tower(pixels, grid_thw=grid)
+    assert graphs.manager.stats.mispredictions == 0 and graphs.manager.stats.replays == replays
+
+
+def test_more_grids_than_there_is_room_for(case: Case) -> None:
+    """A slot for a grid is used again; the grids in it before are forgotten."""
+    tower, handle, graphs = case
+    graphs.manager.warmup()
+    encoder = graphs.encoder
+    encoder._grid_slots = encoder._grid_slots[:2].clone()
+    encoder._grids = {}
+    with mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False):
+        for grid in 2 * [GRID, [(1, 6, 4), (2, 4, 4)], [(1, 2, 2)], [(1, 4, 14)], GRID]:
+            pixels = Call.of(tower, grid).pixels
+            assert close([tower(pixels, grid_thw=grid).pooler_output], eager(handle, pixels, grid)[1:2])
+            assert len(encoder._grids) <= 2
+
+
+def test_outputs_are_the_callers(case: Case) -> None:
+    tower, _, _ = case
+    pixels = Call.of(tower, GRID).pixels
+    first = answer(tower, pixels, GRID)
+    kept = [t.clone() for t in first]
+    answer(tower, pixels * 2, GRID)
+    assert same(first, kept) and all(t.is_contiguous() for t in first)
+
+
+def test_integers_of_other_widths_are_read_first(case: Case) -> None:
+    tower, _, _ = case
+    pixels = Call.of(tower, GRID).pixels
+    want = answer(tower, pixels, GRID)
+    notes = speculated(case)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        out = tower(pixels, grid_thw=torch.tensor(GRID, dtype=dtype))
+        assert torch.equal(out.pooler_output, want[1])
+    assert notes == [True, False, False]
+
+
+@pytest.mark.parametrize("argument", ["output_hidden_states", "colour", "output_attentions"])
+def test_a_call_that_cannot_run_fused_drops_its_replay(case: Case, argument: str) -> None:
+    tower, handle, graphs = case
+    pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
+    want = answer(tower, pixels, GRID)
+    with pytest.raises(RuntimeError, match="strict"):
+        tower(pixels, grid_thw=grid, **{argument: True})
+    assert graphs.manager.stats.mispredictions == 1 and graphs.manager.stats.replays == {16: 1}
+    assert same(answer(tower, pixels, GRID), want) and handle.stats()["fused"] == 2
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        lambda p: p[:, :-1],
+        lambda p: p.to(torch.uint8),
+        lambda p: p[None],
+        lambda p: p[:-1],
+        lambda p: torch.nn.Parameter(p, requires_grad=False),
+        lambda p: p.numpy(),
+    ],
+    ids=["narrower", "integers", "three dimensions", "a row less", "a subclass", "no tensor"],
+)
+def test_other_pixels_after_a_good_call(case: Case, variant: Any) -> None:
+    tower, _, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    want = answer(tower, pixels, GRID)
+    notes = speculated(case)
+    with contextlib.suppress(TypeError, ValueError):
+        assert same(answer(tower, variant(pixels), GRID), want)
+        assert isinstance(variant(pixels), torch.nn.Parameter)
+    assert notes == [False] and same(answer(tower, pixels, GRID), want)
+    assert graphs.manager.stats.mispredictions == 0
+
+
+def test_pixels_that_want_gradients_leave_no_trace_in_the_buffers(case: Case) -> None:
+    tower, _, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    with torch.inference_mode(False):
+        answer(tower, pixels.clone(), GRID)
+        notes = speculated(case)
+        with pytest.raises(RuntimeError, match="gradients"):
+            answer(tower, pixels.clone().requires_grad_(), GRID)
+    assert notes == [False] and not graphs.encoder.buffers(16).pixels.requires_grad
+
+
+def test_released_and_dropped_graphs_replay_nothing(case: Case) -> None:
+    _, handle, graphs = case
+    assert right(case, GRID) and right(case, GRID)
+    notes = speculated(case)
+    graphs.manager.release()
+    assert right(case, GRID) and right(case, GRID) and notes == [False, True]
+    assert handle.weights.prepare() is None
+    graphs.manager.drop_graphs()
+    assert right(case, GRID) and notes == [False, True, False]
+
+
+def test_compiled_calls_among_fused_ones_replay_nothing_and_compile_once(case: Case) -> None:
+    tower, handle, graphs = case
+    handle.config = FuseConfig()
+    pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda p: tower(p, grid_thw=grid).pooler_output, backend="eager")
+    with torch.inference_mode(False), torch.no_grad():
+        notes = speculated(case)
+        answer(tower, pixels, GRID)
+        want = compiled(pixels.clone())
+        assert handle.stats()["original"] == {"compiling": 1}
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(3):
+                answer(tower, pixels, GRID)
+                assert torch.equal(compiled(pixels.clone()), want)
+    assert notes == [False, *[True] * 3] and graphs.manager.stats.mispredictions == 0
+
+
+def test_a_prediction_needs_whole_merged_tokens(case: Case) -> None:
+    tower, handle, graphs = case
+    assert right(case, GRID)
+    pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
+    assert speculative_replay.begin(handle._runtime, pixels[:-1], grid) is None
+    assert speculative_replay.begin(None, pixels, grid) is None
+    assert graphs.manager.stats.mispredictions == 0
