@@ -1,34 +1,10 @@
 """Side streams: launches of a captured graph that overlap with others of it."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 PRIORITY = -2  # above the captured stream's; a level whose streams PyTorch hands out to hardly anybody else
-
-
-class SideStream(Protocol):
-    """Takes launches that may overlap with those of the current stream."""
-
-    def fork(self, launches: Callable[[], None]) -> None:
-        """Runs `launches` after everything launched before, overlapped with what is launched from now on until `join`.
-
-        Forks run in their order. `launches` allocates nothing.
-        """
-
-    def join(self) -> None:
-        """Makes what is launched from now on wait for every fork."""
-
-
-class NoSideStream:
-    """No overlap: forks are launched in line, on the current stream."""
-
-    def fork(self, launches: Callable[[], None]) -> None:
-        launches()
-
-    def join(self) -> None:
-        pass
 
 
 class CapturedSideStream:

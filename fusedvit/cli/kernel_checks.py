@@ -30,12 +30,12 @@ from fusedvit.families.registry import family_of
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
+from fusedvit.model.items import Item
 from fusedvit.model.ops import TRITON, Ops
 from fusedvit.model.plan import plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.ahead_of_time import Matrix, compile_or_fail, jobs_of
-from fusedvit.model.items import Item
 from fusedvit.tolerance import Comparison, compare
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"

@@ -212,7 +212,7 @@ def _lined(linear: LinearWeights) -> LinearWeights:
 
 
 def _wants_lines(weight: torch.Tensor) -> bool:
-    """Hopper: a product of 784 rows by 4304 columns was a fifth faster (docs/hopper.md)."""
+    """Hopper: a product of 784 rows by 4304 columns was a fifth faster (docs/kernels.md)."""
     return weight.is_cuda and not absent(Target.of(weight.device), weight.dtype)
 
 

@@ -23,7 +23,7 @@ def test_steps_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
         pixels = Call.of(tower, [(1, 4, 6)]).pixels
         call = functools.partial(tower, pixels, grid_thw=torch.tensor([(1, 4, 6)]))
         call()
-        with mock.patch("fusedvit.fused_encoder.lies_on_gpu", lambda grid: False):  # undone before what it covers is
+        with mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False):  # undone before what it covers is
             read = list(overhead.timeline(handle, functools.partial(tower, pixels, grid_thw=[(1, 4, 6)])))
         steps = overhead.timeline(handle, call)
         assert overhead.replay_of(handle, [(1, 4, 6)], call) == graphs.manager.graph(16).replay

@@ -18,9 +18,9 @@ from fusedvit.config import FuseConfig  # noqa: E402
 from fusedvit.kernels.tile_configs import Target  # noqa: E402
 from fusedvit.model.buffers import Capacity, allocate  # noqa: E402
 from fusedvit.model.encoder import encode  # noqa: E402
+from fusedvit.model.items import Item  # noqa: E402
 from fusedvit.model.ops import TORCH  # noqa: E402
 from fusedvit.model.plan import plan_for, tasks  # noqa: E402
-from fusedvit.model.items import Item  # noqa: E402
 from tests.support.families import family_tower  # noqa: E402
 
 CPU, FP32 = torch.device("cpu"), torch.float32

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedvit.graphs.capture import CudaCapture, CurrentStream
-from fusedvit.runtime.readback import Marks
+from fusedvit.runtime.readback import StreamMarks
 
 GPU = torch.device("cuda", 0)
 
@@ -90,7 +90,7 @@ def test_a_use_that_was_broken_off_is_no_use(on: Callable[..., None]) -> None:
 
 
 def test_an_event_is_used_again_only_when_its_mark_has_been_waited_for(on: Callable[..., None]) -> None:
-    marks, side = Marks(GPU), Stream(99, 0xB000)
+    marks, side = StreamMarks(GPU), Stream(99, 0xB000)
     on(POOLED)
     first, second = marks.here(), marks.here()
     assert first.event is not second.event
