@@ -1,0 +1,217 @@
+"""`python -m fusedvit.bench.compare BEFORE`: this checkout against another one, towers and workloads, on one GPU.
+
+Each checkout has a process of its own, which holds the tower and its graphs; they take turns, a few calls each, so that
+a slow spell of the machine meets both. A figure is the median over turns; `ratio` is the median of (this / other), turn
+by turn. `wall` is from pixels and grid on the GPU to outputs that the caller owns, `replay` the graph alone between two
+events, `host` their difference. The other checkout needs only `fuse`, `warmup(calls=)` and `graphs()`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedvit.bench.workloads import WORKLOADS, tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+CALLS = 5  # of a turn; of calls over 20 ms, 2
+METRICS = ("wall", "replay", "host")
+
+
+def serve(tower_name: str) -> int:
+    """A process of one checkout: reads workload names, a line each, and writes a turn's microseconds as JSON."""
+    from fusedvit import fuse
+    from fusedvit.bench import towers
+
+    tower, _ = towers.build(towers.GEOMETRIES[tower_name], DTYPE, DEVICE)
+    handle = fuse(tower)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    inputs = {}
+    with torch.inference_mode():
+        handle.warmup(progress=iter, calls=list(WORKLOADS.values()))
+        for name, grid in WORKLOADS.items():
+            pixels = torch.randn(tokens(grid), towers.patch_width(tower), device=DEVICE, generator=generator).to(DTYPE)
+            inputs[name] = pixels, torch.tensor(grid, device=DEVICE)
+            for _ in range(3):
+                tower(inputs[name][0], grid_thw=inputs[name][1])
+        print(json.dumps({"ready": True, "stats": handle.stats()["calls"]}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(turn(tower, handle, *inputs[line.strip()])), flush=True)
+    return 0
+
+
+def turn(tower: Any, handle: Any, pixels: torch.Tensor, grid: torch.Tensor) -> dict[str, float]:
+    """Medians of a few calls, in microseconds; `replay` and `host` where the call is one replay."""
+    manager = handle.graphs().manager
+    before = dict(manager.stats.replays)
+    walls = [_wall_us(tower, pixels, grid)]  # the first one finds cold caches, as the other process ran
+    used = [budget for budget, count in manager.stats.replays.items() if count != before.get(budget, 0)]
+    count = CALLS if walls[0] < 20e3 else 2
+    walls = [_wall_us(tower, pixels, grid) for _ in range(count)]
+    found = {"wall": statistics.median(walls)}
+    if len(used) == 1:
+        graph = manager.graph(used[0])
+        found["replay"] = statistics.median(_replay_us(graph) for _ in range(count))
+        found["host"] = found["wall"] - found["replay"]
+    return found
+
+
+def _wall_us(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter_ns()
+    tower(pixels, grid_thw=grid)
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+def _replay_us(graph: Any) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end)
+
+
+class Checkout:
+    """The process of one checkout, for one tower."""
+
+    def __init__(self, root: Path, tower: str) -> None:
+        program = f"import sys; from fusedvit.bench.compare import serve; sys.exit(serve({tower!r}))"
+        if root != ROOT:  # which may not have this file
+            text = Path(__file__).read_text(encoding="utf-8")
+            names = f"__file__, __name__ = {__file__!r}, 'fusedvit.bench.compare'"
+            program = f"import sys; {names}; exec({text!r}, globals()); sys.exit(serve({tower!r}))"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": str(root)},
+            cwd=root,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """The next line that the process writes.
+
+        Raises:
+            RuntimeError: it ended.
+        """
+        assert self.process.stdout is not None, "its standard output is ours"
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a checkout's process ended with code {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def turn(self, workload: str) -> dict[str, float]:
+        assert self.process.stdin is not None, "its standard input is ours"
+        self.process.stdin.write(workload + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def checkouts(roots: Mapping[str, Path], tower: str) -> Iterator[dict[str, Checkout]]:
+    """Both processes, ready: they compile side by side."""
+    with ExitStack() as stack:
+        found = {name: Checkout(root, tower) for name, root in roots.items()}
+        for checkout in found.values():
+            stack.callback(checkout.close)
+        for checkout in found.values():
+            checkout.answer()
+        yield found
+
+
+def compare(both: Mapping[str, Checkout], workload: str, seconds: float) -> dict[str, Any]:
+    """One round of one workload: medians by checkout, and the median ratio of turns."""
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in both}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(turns["after"]) < 5:
+        for name, checkout in both.items():
+            turns[name].append(checkout.turn(workload))
+    found: dict[str, Any] = {"turns": len(turns["after"])}
+    for metric in METRICS:
+        if metric not in turns["after"][0] or metric not in turns["before"][0]:
+            continue
+        values = {name: [one[metric] for one in taken] for name, taken in turns.items()}
+        medians = {name: statistics.median(us) for name, us in values.items()}
+        ratios = [a / b for a, b in zip(values["after"], values["before"], strict=True)]
+        found[metric] = {**medians, "ratio": statistics.median(ratios)}
+    return found
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return exp(sum(map(log, ratios)) / len(ratios))
+
+
+def main() -> int:
+    """Prints a line a workload and writes the document."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path, help="the root of another checkout")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each workload in each round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tower", nargs="*", default=list(TOWERS))
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    roots = {"before": args.before.resolve(), "after": ROOT}
+    towers: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    document = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": "python -m fusedvit.bench.compare " + " ".join(sys.argv[1:]),
+        "unit": "microseconds",
+        "towers": towers,
+    }
+    for tower in args.tower:
+        rounds = towers[tower] = {name: [] for name in WORKLOADS}
+        with checkouts(roots, tower) as both:
+            for _ in range(args.rounds):
+                for name in WORKLOADS:
+                    rounds[name].append(compare(both, name, args.seconds))
+                    print(tower, name, describe(rounds[name][-1]), flush=True)
+                    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    document["geometric_mean"] = summary(towers)
+    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    print(json.dumps(document["geometric_mean"]))
+    return 0
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{m} {found[m]['before']:.0f} -> {found[m]['after']:.0f} us ({found[m]['ratio']:.3f})"
+        for m in METRICS
+        if m in found
+    )
+
+
+def summary(towers: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> dict[str, float]:
+    """Geometric means over towers, workloads and rounds, and the largest ratio that both rounds reached."""
+    found: dict[str, float] = {}
+    for metric in METRICS:
+        by_workload = [[r[metric]["ratio"] for r in rs if metric in r] for t in towers.values() for rs in t.values()]
+        by_workload = [ratios for ratios in by_workload if ratios]
+        found[metric] = geometric_mean([ratio for ratios in by_workload for ratio in ratios])
+        found[f"{metric}, worst in every round"] = max(min(ratios) for ratios in by_workload)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
