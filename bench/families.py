@@ -1,33 +1,37 @@
-"""`python -m fusedvit.bench.families`: one tower of every family against Hugging Face, on this machine's GPU.
+"""`python -m fusedvit.bench.families`: a tower of every family, as large as a released one, against Hugging Face.
 
-By the tolerance rule (fusedvit/tolerance.py) at whole towers in bf16, over images, a video, a mix and grids that no
-window fits; then wall time through graphs beside Hugging Face eager, in turns of a few calls, behind that gate; the
-first call of a turn is a figure of its own ("first_ms", as in `tower_bench`).
+On a GPU in bf16, by the tolerance rule (fusedvit/tolerance.py) with fp32 as the reference: images, a video, a mix and
+grids that no window fits. Then wall time through graphs and of Hugging Face eager, interleaved, for what passed. With
+`--cpu` in fp32 with fp64 as the reference, at the same widths with some of the blocks, and no times.
 
-Of a file that is there already the other families stay: several runs make one document, each family with the passport
-of its own run. `--family` without a name and `--from` only put documents together.
+Families of the file that were not asked for stay in it: several runs make one document, and every family has the
+passport of its own run.
 """
 
 import argparse
+import copy
 import functools
+import gc
+import importlib
 import json
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench import family_documents
-from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build, class_of
-from fusedvit.bench.passport import passport
-from fusedvit.bench.timing import Contender, first_ms, in_long_turns, ratios, spread
-from fusedvit.bench.towers import patch_width, twin, wider
-from fusedvit.bench.verdict import outputs_of, verdict_of
+from fusedvit.bench import towers
+from fusedvit.bench.environment import passport
+from fusedvit.bench.timing import Contender, first_ms, interleaved_turns, ratios, spread
+from fusedvit.bench.towers import outputs_of, patch_width, shared_copy, verdict_of, wider
 from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.cli.towers import cast_parameters_, random_weights_
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
+from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 
@@ -41,47 +45,219 @@ CHECKED: dict[str, Grid] = {
     "video": [(4, 20, 26)],
     "mix": [(1, 16, 40), (3, 14, 18), (1, 2, 2), (1, 30, 10)],
 }
+CHECKED_ON_CPU: dict[str, Grid] = {
+    "odd image": [(1, 10, 12)],  # a whole window and parts of three
+    "video": [(2, 4, 10)],
+    "mix": [(1, 2, 14), (2, 2, 6), (1, 2, 2)],
+}
+DEPTH_ON_CPU = 8
 BUDGETS = (256, 1024, 2048)  # merged tokens
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """A released tower.
+
+    Attributes:
+        class_name: of the tower.
+        model: the model that holds it, as transformers names its folder.
+        numbers: its config, where it differs from the class's defaults.
+        others: checkpoints with the same tower, up to the width of its output.
+        only_images: it takes every frame as an image, with its own row of the grid.
+    """
+
+    class_name: str
+    model: str
+    numbers: dict[str, Any]
+    others: str = ""
+    only_images: bool = False
+
+
+_QWEN25 = {"hidden_size": 1280, "out_hidden_size": 3584}
+_QWEN3: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "num_heads": 16,
+    "intermediate_size": 4304,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+}
+_DEEPSTACK = {"deepstack_visual_indexes": [8, 16, 24]}
+GEOMETRIES = {
+    "Qwen2-VL-7B": Geometry("Qwen2VisionTransformerPretrainedModel", "qwen2_vl", {"hidden_size": 3584}, "2B, 72B"),
+    "Qwen2.5-VL-7B": Geometry(
+        "Qwen2_5_VisionTransformerPretrainedModel", "qwen2_5_vl", _QWEN25, "3B; 32B and 72B with an MLP of 3456"
+    ),
+    "Qwen2.5-Omni-7B": Geometry("Qwen2_5OmniVisionEncoder", "qwen2_5_omni", _QWEN25),
+    "Qwen3-VL-8B": Geometry(
+        "Qwen3VLVisionModel", "qwen3_vl", _QWEN3 | _DEEPSTACK | {"out_hidden_size": 4096}, "32B, 30B-A3B, 235B-A22B"
+    ),
+    "Qwen3-VL-4B": Geometry(
+        "Qwen3VLVisionModel",
+        "qwen3_vl",
+        _QWEN3
+        | {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        "2B",
+    ),
+    "Qwen3-Omni-30B-A3B": Geometry(
+        "Qwen3OmniMoeVisionEncoder", "qwen3_omni_moe", _QWEN3 | _DEEPSTACK | {"out_hidden_size": 2048}
+    ),
+    "Qwen3.5-9B": Geometry(
+        "Qwen3_5VisionModel", "qwen3_5", _QWEN3 | {"out_hidden_size": 4096}, "27B, 35B-A3B, 122B-A10B, 397B-A17B"
+    ),
+    "GLM-4.1V-9B": Geometry("Glm4vVisionModel", "glm4v", {}, "4.5V with a merger of 10944", only_images=True),
+    "GLM-OCR": Geometry("GlmOcrVisionModel", "glm_ocr", {}),
+    "GLM-5.3-Flash": Geometry("Glm5NextVisionModel", "glm5_next", {}),
+    "EXAONE-4.5-33B": Geometry(
+        "Exaone4_5_VisionModel",
+        "exaone4_5",
+        {
+            "depth": 28,
+            "hidden_size": 2048,
+            "num_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 5120,
+            "out_hidden_size": 5120,
+            "fullatt_block_indexes": [6, 13, 20, 27],
+        },
+    ),
+    "ERNIE-4.5-VL-28B-A3B": Geometry("Ernie4_5_VLMoeVisionTransformerPretrainedModel", "ernie4_5_vl_moe", {}),
+}
+
+
+def class_of(geometry: Geometry) -> Any:
+    """The tower's class; None where the installed transformers has no such model."""
+    if importlib.util.find_spec(f"transformers.models.{geometry.model}") is None:
+        return None
+    module = importlib.import_module(f"transformers.models.{geometry.model}.modeling_{geometry.model}")
+    return getattr(module, geometry.class_name)
+
+
+def shallow(geometry: Geometry, depth: int) -> Geometry:
+    """The same widths with `depth` blocks; blocks that the config names by index keep their relative depth."""
+    config = class_of(geometry).config_class(**geometry.numbers)
+    numbers = geometry.numbers | {"depth": depth}
+    for name in ("deepstack_visual_indexes", "fullatt_block_indexes"):
+        if hasattr(config, name):
+            numbers[name] = [block * depth // config.depth for block in getattr(config, name)]
+    return replace(geometry, numbers=numbers)
+
+
+def spec_of(geometry: Geometry) -> VisionSpec:
+    """The spec of a geometry whose class is installed."""
+    cls = class_of(geometry)
+    family = family_of(geometry.class_name)
+    assert cls is not None and family is not None, f"{geometry.class_name} is not installed, or of no family"
+    return family.spec_from_config(cls.config_class(**geometry.numbers))
+
+
+def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """(tower in `dtype`, the same rounded weights in the next wider type), Hugging Face's own modules on `sdpa`."""
+    tower = build_one(geometry, dtype, device, seed)
+    wide = copy.deepcopy(tower)
+    cast_parameters_(wide, wider(dtype))
+    return tower, wide
+
+
+def build_one(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
+    """A tower in `dtype`, Hugging Face's own module on `sdpa`."""
+    cls = class_of(geometry)
+    config = cls.config_class(**geometry.numbers)
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        tower: nn.Module = cls(config).eval()
+    random_weights_(tower, seed, device)
+    cast_parameters_(tower, dtype)
+    return tower
+
+
+def known() -> list[str]:
+    """Names of geometries: those of `towers`, then those of families that the installed transformers has."""
+    others = {name: g for name, g in GEOMETRIES.items() if name not in towers.GEOMETRIES}
+    return [*towers.GEOMETRIES, *(name for name, g in others.items() if class_of(g) is not None)]
+
+
+def geometry_named(name: str) -> Geometry:
+    """One of `known()`."""
+    own = towers.GEOMETRIES.get(name)
+    return GEOMETRIES[name] if own is None else Geometry("Qwen3VLVisionModel", "qwen3_vl", towers.COMMON | own)
+
+
+def spec_named(name: str) -> VisionSpec:
+    """The spec of one of `known()`."""
+    return spec_of(geometry_named(name))
+
+
 def measure(name: str, geometry: Geometry, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Parity over every grid, then times of those that passed it."""
+    """Parity in bf16 over every grid, then times of those that passed."""
     with torch.inference_mode(False):
         tower, wide = build(geometry, torch.bfloat16, device)
-        ours = twin(tower)
+        ours = shared_copy(tower)
         handle = fuse(ours, FuseConfig(strict=True, token_budgets=BUDGETS))
         handle.warmup()
-    found: dict[str, Any] = {"tower": numbers_of(handle.spec), "class": geometry.class_name, "others": geometry.others}
     parity, cost = {}, {}
     for workload, grid in (TIMED | CHECKED).items():
         rows = rows_of(geometry, grid)
-        generator = torch.Generator(device).manual_seed(tokens(rows))
-        pixels = torch.randn(tokens(rows), patch_width(tower), device=device, generator=generator).bfloat16()
-        grid_thw = torch.tensor(rows, device=device)
+        pixels, grid_thw = _pixels(tower, rows, device).bfloat16(), torch.tensor(rows, device=device)
         modules = (ours, torch.bfloat16), (wide, wider(torch.bfloat16)), (tower, torch.bfloat16)
         parity[workload] = verdict_of(*(outputs_of(m(pixels.to(d), grid_thw=grid_thw)) for m, d in modules))
         if workload in TIMED and parity[workload]["passed"]:
-            calls = [
-                Contender(label, functools.partial(module, pixels, grid_thw=grid_thw))
-                for label, module in (("hf", tower), ("ours", ours))
-            ]
+            calls = [Contender(who, functools.partial(module, pixels, grid_thw=grid_thw))
+                     for who, module in (("hf", tower), ("ours", ours))]  # fmt: skip
             cost[workload] = cost_of(calls, device, seconds)
-    found |= {"parity": parity, "cost": cost, "graphs": _replays(handle)}
+    found = {**_described(geometry, handle.spec), "parity": parity, "cost": cost, "graphs": _replays(handle)}
     handle.release()
     return found
 
 
+def measure_on_cpu(geometry: Geometry, depth: int = DEPTH_ON_CPU) -> dict[str, Any]:
+    """Parity in fp32. One tower is widened to fp64 and narrowed again, which is exact: two would not fit in memory."""
+    config = class_of(geometry).config_class(**geometry.numbers)
+    blocks = min(depth, config.depth)
+    tower = build_one(shallow(geometry, blocks), torch.float32, torch.device("cpu"))
+    cast_parameters_(tower, torch.float64)
+    ref = _outputs(tower, geometry, torch.float64)
+    cast_parameters_(tower, torch.float32)
+    pt = _outputs(tower, geometry, torch.float32)
+    fuse(tower, FuseConfig(strict=True))
+    ours = _outputs(tower, geometry, torch.float32)
+    parity = {name: verdict_of(ours[name], ref[name], pt[name]) for name in CHECKED_ON_CPU}
+    return {**_described(geometry, spec_of(geometry)), "blocks": blocks, "parity": parity}
+
+
+def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    """Every output for every grid, from the same pixels in any dtype."""
+    found = {}
+    for name, grid in CHECKED_ON_CPU.items():
+        pixels = _pixels(tower, grid, torch.device("cpu")).to(dtype)
+        found[name] = outputs_of(tower(pixels, grid_thw=torch.tensor(rows_of(geometry, grid))))
+    return found
+
+
+def _pixels(tower: nn.Module, grid: Grid, device: torch.device) -> torch.Tensor:
+    """`[tokens, patch_width]` fp32, the same for every tower of a patch width."""
+    generator = torch.Generator(device).manual_seed(tokens(grid))
+    return torch.randn(tokens(grid), patch_width(tower), device=device, generator=generator)
+
+
 def cost_of(calls: list[Contender], device: torch.device, seconds: float) -> dict[str, Any]:
-    """Times of "hf" and "ours", of each turn's median call, and their ratios turn by turn."""
-    turns = in_long_turns(calls, device, seconds)
+    """Times of "hf" and "ours", the median call of each turn, and their ratios turn by turn."""
+    turns = interleaved_turns(calls, device, seconds)
     found: dict[str, Any] = {name: asdict(spread(turn.ms)) for name, turn in turns.items()}
     found["speedup"] = asdict(ratios(turns["hf"].ms, turns["ours"].ms))
     return found | {"first_ms": first_ms(calls, turns), "calls_in_a_turn": turns["ours"].calls}
 
 
-def numbers_of(spec: VisionSpec) -> dict[str, Any]:
-    """The spec, but for what is left at its default."""
-    return {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) != f.default}
+def _described(geometry: Geometry, spec: VisionSpec) -> dict[str, Any]:
+    """The tower's numbers, without those at their default, and its names."""
+    numbers = {f.name: getattr(spec, f.name) for f in fields(spec) if getattr(spec, f.name) != f.default}
+    return {"tower": numbers, "class": geometry.class_name, "others": geometry.others}
 
 
 def rows_of(geometry: Geometry, grid: Grid) -> Grid:
@@ -97,36 +273,42 @@ def _replays(handle: FusedEncoder) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the document; the exit code is 1 where an answer broke the rule."""
+    """Writes the document after every family; the exit code is 1 where an output is out of tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="PATH", required=True)
     parser.add_argument("--family", nargs="*", default=list(GEOMETRIES), choices=list(GEOMETRIES))
+    parser.add_argument("--cpu", action="store_true", help="fp32 against fp64, without times")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each workload")
     parser.add_argument("--commit", default="", help="where the sources are no checkout")
-    parser.add_argument("--from", dest="earlier", nargs="*", type=Path, default=[], help="documents to put in first")
     args = parser.parse_args(argv)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    path, made = Path(args.json), passport("families", ("--json", args.json), args.commit)
-    begun = [{"passport": made, "families": {}}] if args.family else []
-    document = family_documents.merged([*family_documents.load([path, *args.earlier]), *begun])
+    path = Path(args.json)
+    here = passport("python -m fusedvit.bench.families", {"--cpu": args.cpu, "--json": path}, args.commit)
+    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"families": {}}
+    broken = False
     for name in args.family:
-        found = _found(name, args.seconds)
-        document = family_documents.merged([document, {"passport": made, "families": {name: found}}])
+        found = _found(name, args)
+        if "absent" not in found or name not in document["families"]:
+            document["families"][name] = {"passport": here, **found}
         print(name, json.dumps({k: found.get(k) for k in ("failed", "parity", "cost")}), file=sys.stderr, flush=True)
-        path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        path.write_text(json.dumps({**document, "passport": here}, indent=1) + "\n", encoding="utf-8")
+        broken |= any(not verdict["passed"] for verdict in found.get("parity", {}).values())
+        gc.collect()  # a fused tower and its handle hold each other, gigabytes of them
         torch.cuda.empty_cache()
-    path.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    asked = [document["families"][name] for name in args.family]
-    return int(any(not verdict["passed"] for found in asked for verdict in found.get("parity", {}).values()))
+    return int(broken)
 
 
-def _found(name: str, seconds: float) -> dict[str, Any]:
-    """What was measured of a family, or why nothing was: one's failure is its own."""
-    if class_of(GEOMETRIES[name]) is None:
+def _found(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured of one family, or why nothing was, so that the others are measured anyway."""
+    geometry = GEOMETRIES[name]
+    if class_of(geometry) is None:
         return {"absent": "not in this version of transformers"}
     try:
+        if args.cpu:
+            with torch.no_grad():
+                return measure_on_cpu(geometry)
         with torch.inference_mode():
-            return measure(name, GEOMETRIES[name], torch.device("cuda"), seconds)
+            return measure(name, geometry, torch.device("cuda"), args.seconds)
     except (RuntimeError, UnsupportedModel) as error:
         return {"failed": f"{type(error).__name__}: {error}"[:500]}
 

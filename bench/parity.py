@@ -1,7 +1,8 @@
-"""`python -m fusedvit.bench.parity`: fused eager against Hugging Face on the nine workloads, on this machine's GPU.
+"""`python -m fusedvit.bench.parity`: accuracy of the fused tower without graphs, on the nine workloads. Needs a GPU.
 
-By the tolerance rule (fusedvit/tolerance.py) at kernel, block and tower level, with weights at realistic scale and with
-a few massive residual channels planted; then wall time, launches, peak memory and host syncs of the same calls.
+Block and tower are compared by the tolerance rule (fusedvit/tolerance.py) in bf16, with weights at realistic scale and
+with a few massive residual channels planted. Then come wall time, kernels, peak memory and host synchronisations of one
+call, Hugging Face and fused.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +19,21 @@ from torch import nn
 
 from fusedvit.api import fuse, unfuse
 from fusedvit.bench import towers
-from fusedvit.bench.passport import passport
-from fusedvit.bench.stages import lay_out, stages
+from fusedvit.bench.environment import passport
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.config import FuseConfig
-from fusedvit.model.ops import TRITON
 from fusedvit.tolerance import Comparison, compare, summarize
 
 MASSIVE_CHANNELS, MASSIVE = (7, 130, 600, 1021), 200.0
 DEVICE = torch.device("cuda")
 EAGER = FuseConfig(graphs=False)
+LEVELS = {"block": 1, "tower": 27}  # blocks
+MOST_TOKENS_FP32 = 7000  # fp32 runs on FMA units: longer workloads take minutes and show nothing new
 
 
 def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.Module]:
-    """(tower in `dtype`, the same rounded weights in fp32) of Qwen3-VL-8B's geometry."""
+    """(tower in `dtype`, the same rounded weights in fp32) of Qwen3-VL-8B's geometry with `depth` blocks."""
     deepstack = [i for i in (8, 16, 24) if i < depth] or [0]
     geometry = towers.GEOMETRIES["Qwen3-VL-8B"] | {"depth": depth, "deepstack_visual_indexes": deepstack}
     tower, wide = towers.build(geometry, dtype, DEVICE, seed=depth)
@@ -44,8 +46,8 @@ def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.
     return tower, wide
 
 
-def pixels_for(grid: Grid, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random normalised pixels `[T, 1536]`."""
+def pixels_of(grid: Grid, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Random normalised pixels `[T, 1536]` on the GPU."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(tokens(grid), 1536, device=DEVICE, generator=generator).to(dtype)
 
@@ -58,11 +60,11 @@ def named_outputs(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"deepstack {i}", features
 
 
-def tower_parity(level: str, depth: int, massive: bool) -> Iterator[dict[str, Any]]:
-    """Rows of one level: `depth` blocks (1 is the block level), every workload, every output."""
-    tower, wide = build(depth, torch.bfloat16, massive)
+def compared(level: str, massive: bool) -> Iterator[dict[str, Any]]:
+    """A row for every workload and output."""
+    tower, wide = build(LEVELS[level], torch.bfloat16, massive)
     for name, grid in WORKLOADS.items():
-        pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
+        pixels, grid_thw = pixels_of(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
         pt = tower(pixels, grid_thw=grid_thw)
         ref = wide(pixels.float(), grid_thw=grid_thw)
         handle = fuse(tower, EAGER)
@@ -70,23 +72,8 @@ def tower_parity(level: str, depth: int, massive: bool) -> Iterator[dict[str, An
         assert handle.stats()["fused"] == 1, handle.report()
         unfuse(tower)
         for (output, a), (_, b), (_, c) in zip(*map(named_outputs, (ours, ref, pt)), strict=True):
-            yield _row(level, massive, name, output, compare(a, b, c))
-
-
-def kernel_parity(massive: bool) -> Iterator[dict[str, Any]]:
-    """Rows of the kernel level: block 1's operations on block 0's output."""
-    tower, wide = build(2, torch.bfloat16, massive)
-    spec, weights = towers.prepared(tower)
-    for name, grid in WORKLOADS.items():
-        pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
-        hidden = tower(pixels, grid_thw=grid_thw, output_hidden_states=True).hidden_states[1].contiguous()
-        setting = lay_out(spec, weights, TRITON, grid, pixels)
-        for stage in stages(setting, tower, wide, hidden, 1):
-            yield _row("kernel", massive, name, stage.name, compare(stage.ours, stage.ref, stage.pt))
-
-
-def _row(level: str, massive: bool, workload: str, output: str, verdict: Comparison) -> dict[str, Any]:
-    return {"level": level, "massive": massive, "workload": workload, "output": output, **asdict(verdict)}
+            at = {"level": level, "massive": massive, "workload": name, "output": output}
+            yield at | asdict(compare(a, b, c))
 
 
 def fp32_error() -> dict[str, float]:
@@ -94,9 +81,9 @@ def fp32_error() -> dict[str, float]:
     tower, _ = build(27, torch.float32, False)
     worst = {}
     for name, grid in WORKLOADS.items():
-        if tokens(grid) > 7000:
-            continue  # fp32 runs on FMA units: two long workloads would take minutes and show nothing new
-        pixels, grid_thw = pixels_for(grid, torch.float32), torch.tensor(grid, device=DEVICE)
+        if tokens(grid) > MOST_TOKENS_FP32:
+            continue
+        pixels, grid_thw = pixels_of(grid, torch.float32), torch.tensor(grid, device=DEVICE)
         want = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
         fuse(tower, EAGER)
         got = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
@@ -106,13 +93,12 @@ def fp32_error() -> dict[str, float]:
 
 
 def cost() -> dict[str, dict[str, Any]]:
-    """Wall time, kernels, peak memory and host syncs of one call, Hugging Face and fused, by workload."""
-    tower, _ = build(27, torch.bfloat16, False)
-    original, _ = build(27, torch.bfloat16, False)
+    """Wall time, kernels, peak memory and host synchronisations of one call by workload, Hugging Face and fused."""
+    tower, original = (build(27, torch.bfloat16, False)[0] for _ in range(2))
     handle = fuse(tower, EAGER)
     rows: dict[str, dict[str, Any]] = {}
     for name, grid in WORKLOADS.items():
-        pixels, grid_thw = pixels_for(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
+        pixels, grid_thw = pixels_of(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
         calls: dict[str, Callable[[], Any]] = {
             "hf": functools.partial(original, pixels, grid_thw=grid_thw),
             "fused": functools.partial(tower, pixels, grid_thw=grid_thw),
@@ -131,33 +117,27 @@ def cost() -> dict[str, dict[str, Any]]:
     return rows
 
 
-def main() -> int:
-    """Prints a summary, writes everything as JSON; exit code 1 if a comparison broke the rule."""
+def main(argv: list[str] | None = None) -> int:
+    """Prints a summary, writes everything as JSON; the exit code is 1 where an output is out of tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="PATH", required=True)
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
-    args = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    args = parser.parse_args(argv)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"passport": passport("parity", sys.argv[1:], args.commit), "summary": {}}
+    here = passport("python -m fusedvit.bench.parity", {"--json": Path(args.json)}, args.commit)
+    result: dict[str, Any] = {"passport": here, "summary": {}}
     with torch.inference_mode():
         for massive in (False, True):
-            for level, found in (
-                ("kernel", kernel_parity(massive)),
-                ("block", tower_parity("block", 1, massive)),
-                ("tower", tower_parity("tower", 27, massive)),
-            ):
-                new = list(found)
+            for level in LEVELS:
+                new = list(compared(level, massive))
                 rows += new
                 label = f"{level}, {'massive channels' if massive else 'realistic'}"
-                fields = Comparison.__dataclass_fields__
-                spread = summarize(Comparison(**{k: r[k] for k in fields}) for r in new)
-                result["summary"][label] = asdict(spread)
-                print(label, spread, flush=True)
+                summary = summarize(Comparison(**{k: r[k] for k in Comparison.__dataclass_fields__}) for r in new)
+                result["summary"][label] = asdict(summary)
+                print(label, summary, flush=True)
         result |= {"fp32_relative_error": fp32_error(), "cost": cost(), "rows": rows}
-    with open(args.json, "w", encoding="utf-8") as file:
-        json.dump(result, file, indent=1)
+    Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for name, row in result["cost"].items():
         print(name, json.dumps(row), flush=True)
     print("fp32", result["fp32_relative_error"])

@@ -127,6 +127,45 @@ def _peer(row: dict[str, Any], name: str | None) -> str:
     return _ms(row["ms"][name]) + (f" ({ratio['median']:.2f})" if ratio else "")
 
 
+def show(document: dict[str, Any], console: Any) -> None:
+    """Prints a document of `fusedvit bench` on a rich console: a table per tower, and what failed or is wrong."""
+    for tower, found in document["towers"].items():
+        _print(f"{tower} (ratio: a peer's time over ours)", tower_table(found["workloads"]), console)
+        for workload, reason in found.get("failed", {}).items():
+            console.print(f"{workload}: {reason}", style="red", markup=False)
+        for workload, row in found["workloads"].items():
+            for name, reason in row["failed"].items():
+                console.print(f"{workload}: {name} does not run: {reason}", style="yellow", markup=False)
+            for name, gate in row["parity"].items():
+                if not gate["passed"]:
+                    said = f"{workload}: {name} is not right and gets no time: {gate['reason']}"
+                    console.print(said, style="red", markup=False)
+
+
+def show_operations(rows: list[dict[str, Any]], console: Any) -> None:
+    """Prints rows of `fusedvit bench kernels` on a rich console."""
+    _print("operations alone (ratio: a peer's time over ours)", operation_table(rows), console)
+
+
+def _print(title: str, table: Table, console: Any) -> None:
+    from rich import table as rich
+
+    shown = rich.Table(title=title, title_justify="left")
+    for head in table.head:
+        shown.add_column(head)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
+def any_wrong(document: dict[str, Any]) -> bool:
+    """Whether a contender of a document of `fusedvit bench` is wrong, or a workload failed."""
+    rows = [row for found in document["towers"].values() for row in found["workloads"].values()]
+    gates = [gate["passed"] for row in rows for gate in row["parity"].values()]
+    failed = any(found.get("failed") for found in document["towers"].values())
+    return failed or not all(gates) or any(row["us"] is None for row in document.get("operations", []))
+
+
 # Operations alone
 
 

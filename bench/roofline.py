@@ -1,4 +1,4 @@
-"""What the work costs at least: useful FLOPs and bytes of each operation, and the time they cannot go below."""
+"""The roofline: useful FLOPs and bytes of each operation, and the least time that they take."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from fusedvit.kernels import backends
 from fusedvit.model.plan import Task, tasks
 from fusedvit.model.spec import VisionSpec
 
-PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # an H200's measured ceilings: an 8192^3 bf16 product, an elementwise copy
+PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # measured on an H200: an 8192^3 bf16 product, an elementwise copy
 ITEM = 2  # bytes of a value in bf16
 MERGED = ("merger", "downsample")  # operations whose rows are merged tokens
 ONCE = ("patch", "downsample", "merger_proj")
@@ -17,7 +17,7 @@ ONCE = ("patch", "downsample", "merger_proj")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operation, all its launches of one call together: each input read once, each output written once."""
+    """One operation, all its launches in one call: each input is read once, each output written once."""
 
     flops: float
     bytes: float
@@ -27,17 +27,12 @@ class Cost:
     def floor_ms(self) -> float:
         return max(self.flops / PEAK_TFLOPS, self.bytes / PEAK_TBS) / 1e9
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs a byte."""
-        return self.flops / self.bytes
-
     def times(self, n: int) -> "Cost":
         return Cost(n * self.flops, n * self.bytes, n * self.weight_bytes)
 
 
 def linear_cost(rows: int, n: int, k: int, *, extra_values: int = 0) -> Cost:
-    """`[rows, k] x [n, k]`; `extra_values`: of a residual or table that the epilogue reads."""
+    """`[rows, k] x [n, k]`; `extra_values`: those of a residual or table that the epilogue reads."""
     weight = n * k * ITEM
     return Cost(2.0 * rows * n * k, weight + (rows * (n + k) + extra_values) * ITEM, weight)
 
@@ -62,7 +57,7 @@ def tower_costs(spec: VisionSpec, grid: Grid) -> dict[str, Cost]:
 
 
 def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
-    """Of one launch. Keys and values that several heads share count once, though they are computed for each."""
+    """One launch. Keys and values that several heads share count once, though ours computes them for each."""
     parts, n, k = set(task.key.kind.split("+")), task.key.n, task.key.k
     if task.name == "qkv" and spec.kv_heads:
         n = spec.head_dim * (spec.num_heads + 2 * spec.kv_heads)
@@ -71,7 +66,7 @@ def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
 
 
 def _attention(spec: VisionSpec, grid: Grid) -> Cost:
-    """Of all blocks: within frames, or within windows, which borders cut."""
+    """All blocks: within frames, or within windows, which the borders of a frame cut."""
     side = spec.window * spec.merge_size
     windowed = sum(spec.is_windowed(block) for block in range(spec.depth))
     frames = [(h, w) for t, h, w in grid for _ in range(t)]
@@ -84,7 +79,7 @@ def _attention(spec: VisionSpec, grid: Grid) -> Cost:
 
 
 def _cut(length: int, side: int) -> list[int]:
-    """`length` in parts of `side`, the last of what is left."""
+    """`length` in parts of `side`; the last has the rest."""
     return [min(side, length - begin) for begin in range(0, length, side)]
 
 

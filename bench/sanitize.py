@@ -1,10 +1,10 @@
-"""`python -m fusedvit.bench.sanitize`: every kernel once at a tiny size, for compute-sanitizer to watch.
+"""`python -m fusedvit.bench.sanitize`: every kernel once at a tiny size, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 7 python -m fusedvit.bench.sanitize
 
-Each tensor is an allocation of its own, so that a step past its end is seen. First each operation alone, in every
-configuration that is chosen at any of four budgets (with `--candidates`, what the tuner may take too), at counts at and
-below its room. Then towers of few blocks through the API: metadata, norms, gathers, fingerprints.
+Every tensor is an allocation of its own, so that a step past its end is seen. First each operation alone, in every
+configuration that is chosen at any of four budgets (with `--candidates`, also those that the tuner tries), with as much
+content as there is room for and with less. Then whole towers of few blocks: metadata, norms, gathers, fingerprints.
 """
 
 import argparse
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from fusedvit.api import fuse
-from fusedvit.bench.cases import Case, attention_case, linear_case, supported
-from fusedvit.bench.family_towers import GEOMETRIES, Geometry, build_one, class_of, shallow
-from fusedvit.bench.family_towers import spec_of as family_spec
+from fusedvit.bench.families import GEOMETRIES, Geometry, build_one, class_of, shallow, spec_of
+from fusedvit.bench.ops import Case, attention_case, linear_case, supported
 from fusedvit.bench.towers import patch_width
 from fusedvit.config import FuseConfig
 from fusedvit.kernels import backends, load_inputs, tuning_table
@@ -34,7 +33,7 @@ BUDGETS = (256, 1024, 4096, 16384)  # whose configurations are taken, patch toke
 ROWS, LENGTHS = 130, (65, 130, 4)  # neither a multiple of a tile
 GRID = [[1, 4, 6], [1, 10, 4], [1, 2, 2]]
 WIDTH = 1176  # pixels of a patch
-BLOCKS = 8  # of a tower: the fewest with windows and deepstack at their places
+BLOCKS = 8  # of a tower: the fewest with windows and deepstack at their relative depth
 
 
 def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
@@ -51,7 +50,7 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
 
 
 def grids(device: torch.device) -> Iterator[str]:
-    """A grid and pixels taken over as a graph's call does it, in room for as many and for more."""
+    """The kernel that loads a grid and pixels into static buffers, with room for as many rows and for more."""
     rows = sum(t * h * w for t, h, w in GRID)
     for dtype in load_inputs.GRID_DTYPES:
         for room in (len(GRID), 64):
@@ -59,9 +58,9 @@ def grids(device: torch.device) -> Iterator[str]:
             pixels = torch.randn(rows, WIDTH, device=device)
             kept = torch.empty(rows + room - len(GRID), WIDTH, dtype=torch.bfloat16, device=device)
             grid = torch.tensor(GRID, dtype=dtype, device=device)
-            taken = ops_for(device).load_inputs(grid, rows, room, 2, table, pixels, kept)
-            assert taken[: len(GRID)].tolist() == GRID, f"{GRID} was taken over as {taken.tolist()}"
-            assert torch.equal(kept[:rows], pixels.bfloat16()), "pixels were taken over as others"
+            loaded = ops_for(device).load_inputs(grid, rows, room, 2, table, pixels, kept)
+            assert loaded[: len(GRID)].tolist() == GRID, f"expected {GRID}, got {loaded.tolist()}"
+            assert torch.equal(kept[:rows], pixels.bfloat16()), "expected the pixels that were given"
             yield f"grid, {dtype}, room for {room}"
 
 
@@ -92,8 +91,7 @@ def operations(
 
 
 def _configs(task: Task, dtype: torch.dtype, target: Target, every: bool) -> list[Any]:
-    """The table's choice and the heuristics'; of `every`, also what the tuner may take in forms other than plain
-    Triton."""
+    """The table's choice and the heuristic's; with `every`, also what the tuner tries of other backends than Triton."""
     found = [choose(task, dtype, target, tuning_table.table_for(target)), heuristic(task, dtype, target)]
     for backend in backends.BACKENDS if every else ():
         if (
@@ -113,21 +111,21 @@ def _case(spec: VisionSpec, task: Task, dtype: torch.dtype, device: torch.device
 
 
 def _wait(device: torch.device) -> None:
-    """So that an error is told beside the launch that made it."""
+    """Lets an error show at the launch that caused it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """A line for each thing that ran. Errors are the sanitizer's to report, and its exit code's."""
+    """Prints a line for each thing that ran. compute-sanitizer reports errors, by its exit code too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(GEOMETRIES))
-    parser.add_argument("--candidates", action="store_true", help="every backend that the tuner may take")
+    parser.add_argument("--candidates", action="store_true", help="also what the tuner tries")
     args = parser.parse_args(argv)
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
     device, dtype = torch.device("cuda"), torch.bfloat16
     chosen = {name: GEOMETRIES[name] for name in args.tower if class_of(GEOMETRIES[name]) is not None}
-    specs = [family_spec(geometry) for geometry in chosen.values()]
+    specs = [spec_of(geometry) for geometry in chosen.values()]
     shallows = {name: shallow(geometry, BLOCKS) for name, geometry in chosen.items()}
     with torch.inference_mode():
         for line in itertools.chain(grids(device), operations(specs, dtype, device, args.candidates)):

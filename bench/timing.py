@@ -1,4 +1,4 @@
-"""Times of several calls in turns, so that a slow spell of the machine meets all of them."""
+"""Times of several contenders, interleaved round by round, so that a slow spell of the machine meets all of them."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 WARM_UPS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 60
-CALLS = (5, 50.0), (3, 300.0)  # of a long turn, where one call of every contender together takes at most so many ms
+CALLS = (5, 50.0), (3, 300.0)  # calls of a turn, where one call of every contender together takes at most so many ms
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of all rounds: median, 10th and 90th percentile, and how many."""
+    """Median, 10th and 90th percentile over all rounds, and their number."""
 
     median: float
     low: float
@@ -33,12 +33,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Turns:
-    """Milliseconds of a contender.
+    """Milliseconds of one contender; a turn is some calls in a row.
 
     Attributes:
-        calls: in each turn, one after another.
-        ms: of every turn, the median call.
-        first: of every turn, the first call: the CPU's caches hold what the others ran, not its code.
+        calls: in each turn.
+        ms: the median call of every turn.
+        first: the first call of every turn: the CPU's caches hold what the others ran, not its code.
     """
 
     calls: int
@@ -46,15 +46,15 @@ class Turns:
     first: list[float]
 
 
-def in_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every round by contender, a call each, the GPU waited for: 5 to 60 rounds in about `seconds`."""
+def interleaved(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of every round by contender, one call each, synchronised: 5 to 60 rounds in about `seconds`."""
     _warm_up(contenders, device)
     rounds = _rounds(contenders, device, seconds, 1)
     return {name: [turn[0] for turn in turns] for name, turns in rounds.items()}
 
 
-def in_long_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, Turns]:
-    """As `in_turns`, in turns of several calls, as many for each contender; of slow ones, one."""
+def interleaved_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, Turns]:
+    """As `interleaved`, in turns of several calls: as many for each contender, fewer the slower they are."""
     together = _warm_up(contenders, device)
     calls = next((count for count, most in CALLS if together <= most), 1)
     rounds = _rounds(contenders, device, seconds, calls)
@@ -65,13 +65,13 @@ def in_long_turns(contenders: Sequence[Contender], device: torch.device, seconds
 
 
 def first_ms(contenders: Sequence[Contender], turns: Mapping[str, Turns]) -> dict[str, Any]:
-    """What the first call of a turn takes, by contender with a clock on the wall; none where a turn is one call."""
+    """The first call of a turn, by contender on a wall clock; none where a turn is one call."""
     timed = [c.name for c in contenders if c.clock == "wall" and turns[c.name].calls > 1]
     return {name: asdict(spread(turns[name].first)) for name in timed}
 
 
 def _warm_up(contenders: Sequence[Contender], device: torch.device) -> float:
-    """Milliseconds of a call of every contender together, once they are warm."""
+    """Milliseconds of one call of every contender together, once they are warm."""
     return sum([_wall_ms(contender.run, device) for _ in range(WARM_UPS)][-1] for contender in contenders)
 
 

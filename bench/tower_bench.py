@@ -1,13 +1,14 @@
-"""`python -m fusedvit.bench.tower_bench`: whole towers against the peers, in one run, on the same weights and inputs.
+"""Whole towers against their peers, in one process, on the same weights and inputs: what `fusedvit bench` runs.
 
-Parity comes before speed: a contender whose answer breaks the tolerance rule (fusedvit/tolerance.py) gets no number.
-Contenders then run in turns of a few calls, so that ratios are taken round by round, of each turn's median. `ours` is
-wall time from pixels and grid on the GPU to outputs that the caller owns; engine-like peers are replays alone, between
-two events. The first call of a turn finds the CPU's caches full of what the others ran: on wall clocks, a figure of its
-own ("first_ms").
+Accuracy comes before speed: a contender whose output breaks the tolerance rule (fusedvit/tolerance.py) gets no time.
+Contenders then run interleaved in turns of a few calls, and ratios are taken turn by turn, of each turn's median.
+"ours" is wall time from pixels and grid on the GPU to outputs that the caller owns; "ours, graph alone" and engine-like
+peers are replays between two events. The first call of a turn finds the CPU's caches full of what the others ran: on
+wall clocks it is reported as a figure of its own ("first_ms").
 """
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,19 +19,16 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench import engine_like, family_towers, peer_attention, roofline, split, towers
-from fusedvit.bench.families import rows_of
-from fusedvit.bench.timing import Contender, first_ms, in_long_turns, ratios, spread
-from fusedvit.bench.verdict import outputs_of, verdict_of
+from fusedvit.bench import baselines, families, roofline, towers
+from fusedvit.bench.timing import Contender, first_ms, interleaved, interleaved_turns, ratios, spread
+from fusedvit.bench.towers import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import peak_mib
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.kernels.tile_configs import Target
-from fusedvit.model.plan import plan_for
 
 OURS, ALONE, ENGINE = "ours", "ours, graph alone", "engine-like"
-BELIEVED = 0.9  # of the floor: its rates are measured ones, which a good day may pass a little
+BELIEVED = 0.9  # of the roofline's floor, whose rates are measured ones and may be passed a little
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # merged tokens; the largest holds 32768 patches
 Step = Callable[[str], None]
 
@@ -44,9 +42,8 @@ class Options:
         compile_on: workloads that torch.compile runs as well; it compiles for a minute each.
         fa3: FA3's library, for the engine-like peer.
         seconds: of timing for each workload.
-        split: also record where the replay's time goes.
-        short: only what a comparison needs: Hugging Face eager, engine-like on what may be its fastest attention, ours
-            through the manager; graphs for these workloads alone.
+        short: only what a comparison needs: Hugging Face eager, engine-like with the attentions that may be its
+            fastest, ours with graphs; captures graphs for these workloads alone.
     """
 
     towers: tuple[str, ...] = ("Qwen3-VL-8B", "Qwen3-VL-2B")
@@ -56,17 +53,15 @@ class Options:
     seconds: float = 2.0
     budgets: tuple[int, ...] = BUDGETS
     dtype: torch.dtype = torch.bfloat16
-    split: bool = True
     short: bool = False
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One tower in all its guises, on the same parameters."""
+    """One tower and its variants, on the same parameters."""
 
     tower: nn.Module
     wide: nn.Module
-    linear_patches: nn.Module | None
     eager: nn.Module | None
     ours: nn.Module
     handle: FusedEncoder
@@ -80,10 +75,10 @@ def measure(
     step: Step = lambda text: None,
     keep: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """The whole document but its passport: `{"towers": {name: {"workloads": {name: row}, …}}}`.
+    """The whole document without its passport: `{"towers": {name: {"workloads": {name: row}, …}}}`.
 
     Args:
-        keep: is given the document as far as it is after every workload, so that a run that is cut leaves something.
+        keep: is given the document so far after every workload, so that a run that is cut leaves something.
     """
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32
     found: dict[str, Any] = {}
@@ -113,52 +108,46 @@ def measure(
 def set_up(name: str, options: Options, device: torch.device) -> Setting:
     """The tower, compiled and captured, and what its peers need."""
     if options.fa3 is not None:
-        peer_attention.load_fa3(options.fa3)
+        baselines.load_fa3(options.fa3)
     with torch.inference_mode(False):
         tower, wide = _build(name, options.dtype, device)
-        ours = towers.twin(tower)
-        eager, linear_patches = (
-            (None, None) if options.short else (towers.twin(tower), towers.with_linear_patches(tower))
-        )
-        compiled = {
-            label: torch.compile(towers.twin(tower), mode=mode, dynamic=False)
-            for label, mode in (("hf compiled", None), ("hf compiled, reduce-overhead", "reduce-overhead"))
-            if options.compile_on
-        }
+        ours = towers.shared_copy(tower)
+        eager = None if options.short else towers.shared_copy(tower)
+        compiled = baselines.compiled(tower) if options.compile_on else {}
         if eager is not None:
             fuse(eager, FuseConfig(graphs=False))
         handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256))
         handle.warmup(calls=[_grid(name, g) for g in options.workloads.values()] if options.short else None)
-        return Setting(tower, wide, linear_patches, eager, ours, handle, compiled, device)
+        return Setting(tower, wide, eager, ours, handle, compiled, device)
 
 
 def _build(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
     if name in towers.GEOMETRIES:
         return towers.build(towers.GEOMETRIES[name], dtype, device)
-    return family_towers.build(family_towers.GEOMETRIES[name], dtype, device)
+    return families.build(families.GEOMETRIES[name], dtype, device)
 
 
 def _grid(name: str, grid: Grid) -> Grid:
-    """As the tower takes it."""
-    return grid if name in towers.GEOMETRIES else rows_of(family_towers.GEOMETRIES[name], grid)
+    """`grid` as the tower takes it."""
+    return grid if name in towers.GEOMETRIES else families.rows_of(families.GEOMETRIES[name], grid)
 
 
 def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:
-    """One workload: parity, times, ratios, floor, memory, split."""
+    """One workload: parity, times, ratios, roofline, memory."""
     pixels, grid_thw = inputs(s, options, grid)
     calls, engines, failed = contenders(s, options, workload, grid, pixels, grid_thw)
-    answers = {c.name: _answer(c, engines) for c in calls if c.name not in ("hf", ALONE)}
+    outputs = {c.name: _outputs(c, engines) for c in calls if c.name not in ("hf", ALONE)}
     assert s.handle.stats()["fused"], s.handle.report()
     pt = outputs_of(s.tower(pixels, grid_thw=grid_thw))
     ref = outputs_of(s.wide(pixels.to(towers.wider(options.dtype)), grid_thw=grid_thw))
-    gates = {name: verdict_of(answer, ref, pt) for name, answer in answers.items()}
+    gates = {name: verdict_of(output, ref, pt) for name, output in outputs.items()}
     del pt, ref
     passed = [c for c in calls if gates.get(OURS if c.name == ALONE else c.name, {"passed": True})["passed"]]
-    turns = in_long_turns(passed, s.device, options.seconds)
+    turns = interleaved_turns(passed, s.device, options.seconds)
     times = {name: turn.ms for name, turn in turns.items()}
     floor = roofline.tower_floor_ms(s.handle.spec, grid)
     for contender in passed:
-        wrong = _afterwards(contender, times[contender.name], floor, answers.get(contender.name), engines)
+        wrong = _afterwards(contender, times[contender.name], floor, outputs.get(contender.name), engines)
         if wrong:
             gates[contender.name] = gates.get(contender.name, {}) | {"passed": False, "reason": wrong}
             del times[contender.name]
@@ -180,7 +169,12 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         found["speedup"] = {n: asdict(ratios(v, times[OURS])) for n, v in times.items() if n != OURS}
         found["floor_percent"] = 100 * floor / found["ms"][OURS]["median"]
     if s.device.type == "cuda":
-        found |= _on_gpu(s, options, grid, pixels, grid_thw)
+        modules = {"hf": s.tower, OURS: s.ours}
+        peaks = {n: peak_mib(functools.partial(m, pixels, grid_thw=grid_thw), s.device) for n, m in modules.items()}
+        found["peak_mib"] = peaks
+        replays = {c.name: c.run for c in calls if c.name in (OURS, ALONE)}
+        if len(replays) == 2:
+            found["host_us"] = host_us(replays[OURS], replays[ALONE], s.device, options.seconds / 4)
     return found
 
 
@@ -193,26 +187,24 @@ def inputs(s: Setting, options: Options, grid: Grid) -> tuple[torch.Tensor, torc
 
 def contenders(
     s: Setting, options: Options, workload: str, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor
-) -> tuple[list[Contender], dict[str, engine_like.EngineLike], dict[str, str]]:
+) -> tuple[list[Contender], dict[str, baselines.EngineLike], dict[str, str]]:
     """Everything that runs this workload, the engine-like ones by name, and why any of these cannot."""
     modules: dict[str, Callable[..., Any]] = {"hf": s.tower}
-    if s.linear_patches is not None:
-        modules["hf, linear patches"] = s.linear_patches
     if workload in options.compile_on:
-        modules |= {name: functools.partial(_fresh_step, module) for name, module in s.compiled.items()}
+        modules |= s.compiled
     modules |= ({} if s.eager is None else {"ours eager": s.eager}) | {OURS: s.ours}
     calls = [Contender(n, functools.partial(module, pixels, grid_thw=grid_thw)) for n, module in modules.items()]
-    calls[-1].run()  # whose graph is looked for below
-    engines: dict[str, engine_like.EngineLike] = {}
+    calls[-1].run()  # captures what `_alone` replays
+    engines: dict[str, baselines.EngineLike] = {}
     failed: dict[str, str] = {}
-    if not engine_like.defined_for(s.tower):
-        failed[ENGINE] = engine_like.UNDEFINED
+    if not baselines.defined_for(s.tower):
+        failed[ENGINE] = baselines.UNDEFINED
         return [*calls, *_alone(s, grid)], engines, failed
-    layout = engine_like.lay_out(s.tower, grid, s.device)
-    for name, attend in peer_attention.available(layout.frames, options.fa3 is not None, options.short).items():
+    layout = baselines.lay_out(s.tower, grid, s.device)
+    for name, attend in baselines.available(layout.frames, options.fa3 is not None, options.short).items():
         name = f"{ENGINE} {name}"
         try:
-            engines[name] = engine_like.prepare(s.tower, pixels, layout, attend)
+            engines[name] = baselines.prepare(s.tower, pixels, layout, attend)
         except RuntimeError as error:  # an attention that refuses this layout leaves the others
             failed[name] = _reason(error)
             continue
@@ -221,7 +213,7 @@ def contenders(
 
 
 def _alone(s: Setting, grid: Grid) -> list[Contender]:
-    """The replay of the call just made, where it was one."""
+    """The replay of the latest call, where it was one."""
     replay = replay_of(s.handle, grid)
     return [] if replay is None else [Contender(ALONE, replay, "gpu")]
 
@@ -230,8 +222,8 @@ def _reason(error: RuntimeError) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _answer(contender: Contender, engines: Mapping[str, engine_like.EngineLike]) -> list[torch.Tensor]:
-    """What one run gives, a copy."""
+def _outputs(contender: Contender, engines: Mapping[str, baselines.EngineLike]) -> list[torch.Tensor]:
+    """A copy of what one run gives."""
     outputs = contender.run()
     engine = engines.get(contender.name)
     return [t.clone() for t in (outputs_of(outputs) if engine is None else engine.outputs)]
@@ -241,22 +233,17 @@ def _afterwards(
     contender: Contender,
     times: list[float],
     floor: float,
-    answer: list[torch.Tensor] | None,
-    engines: Mapping[str, engine_like.EngineLike],
+    output: list[torch.Tensor] | None,
+    engines: Mapping[str, baselines.EngineLike],
 ) -> str:
-    """Why the times cannot be believed, or "": they beat the floor, or the answer has changed meanwhile."""
+    """Why the times cannot be believed, or "": they beat the floor, or the output has changed since the check."""
     if spread(times).median < BELIEVED * floor:
         return f"{spread(times).median:.3g} ms is under the floor of {floor:.3g} ms: it does less than the work"
-    if contender.name in (OURS, *engines) and answer is not None:
-        again = _answer(contender, engines)
-        if not all(torch.equal(a, b) for a, b in zip(again, answer, strict=True)):
-            return "another answer after the timing than before"
+    if contender.name in (OURS, *engines) and output is not None:
+        again = _outputs(contender, engines)
+        if not all(torch.equal(a, b) for a, b in zip(again, output, strict=True)):
+            return "another output after the timing than before"
     return ""
-
-
-def _fresh_step(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    torch.compiler.cudagraph_mark_step_begin()
-    return module(*args, **kwargs)
 
 
 def budget_of(handle: FusedEncoder, grid: Grid) -> int | None:
@@ -270,7 +257,7 @@ def budget_of(handle: FusedEncoder, grid: Grid) -> int | None:
 
 
 def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
-    """The graph that the call just made has replayed; None where there is none, or more than one."""
+    """The graph that the latest call, of `grid`, has replayed; None where there is none, or more than one."""
     budget = budget_of(handle, grid)
     if budget is None or not handle.graphs().manager.ready(budget):
         return None
@@ -278,23 +265,17 @@ def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
     return handle.graphs().manager.graph(budget).replay
 
 
-def _on_gpu(s: Setting, options: Options, grid: Grid, pixels: torch.Tensor, grid_thw: torch.Tensor) -> dict[str, Any]:
-    modules = {"hf": s.tower, OURS: s.ours}
-    peaks = {n: peak_mib(functools.partial(m, pixels, grid_thw=grid_thw), s.device) for n, m in modules.items()}
-    budget = budget_of(s.handle, grid) if options.split else None
-    if budget is None:
-        return {"peak_mib": peaks}
-    plan = plan_for(s.handle.spec, budget * s.handle.spec.merge_unit, options.dtype, Target.of(s.device))
-    known = {"peak_mib": peaks, "forms": plan.choices()}
-    try:
-        found = split.of_run(s.handle, budget, grid, pixels)
-    except RuntimeError as error:  # a profiler that does not run here takes no figure along
-        return known | {"not_split": _reason(error)}
-    costs = {name: asdict(cost) for name, cost in roofline.tower_costs(s.handle.spec, grid).items()}
-    return known | {"split_ms": found.ms, "runs": found.runs, "costs": costs}
-
-
 def _held(s: Setting) -> dict[str, float]:
-    """MiB beside the parameters: prepared weights, graphs and their buffers."""
+    """MiB besides the parameters: prepared weights; graphs and their buffers."""
     stats = s.handle.stats()
     return {"weights_mib": stats["weights_mib"], "graphs_mib": stats.get("graphs", {}).get("held_mib", 0.0)}
+
+
+def host_us(call: Callable[[], Any], replay: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Microseconds that one call takes beyond its replay: the host's share of it, with the copies in and out.
+
+    Medians of `call`, on a wall clock, and of `replay`, between two events, interleaved with nothing else. Needs a GPU.
+    """
+    pair = Contender(OURS, call), Contender(ALONE, replay, "gpu")
+    times = interleaved(pair, device, seconds)
+    return 1e3 * (statistics.median(times[OURS]) - statistics.median(times[ALONE]))

@@ -1,15 +1,16 @@
-"""The autotuner: candidates of every backend, compiled and checked side by side, timed in CUDA graphs, winners verified.
+"""The autotuner behind `fusedvit tune`: finds the fastest backend and tile of every operation on this GPU.
 
-    asked      : questions (questions.py), what matters most first (shortlist.py)
-    candidates : what heuristics would take now, then what every backend that the device has proposes, or the likely best
-    pruned     : spills, serialised products (C75xx), shared memory, wrong or endless runs: in processes, in parallel
-    timed      : in turns, weights rotated, several contents of a budget, by the mean of time over the heuristic's
-    verified   : the winner once more at its own size
+    tasks      : what is decided, in order (tune_candidates.py)
+    candidates : the heuristic's choice, then the most promising of every available backend
+    checked    : compiled and run once, in processes side by side: no spills, fits shared memory, right outputs
+    timed      : interleaved in CUDA graphs, weights rotated, several contents of a budget, by mean time over the
+                 heuristic's
+    verified   : the winner is compared with the reference once more, at its own size
 
-An entry is made only where another configuration than the heuristic's is more than `MARGIN` faster, or the heuristic's
-may not be used: elsewhere the heuristic keeps its say, also when it changes. What the table in use says stays unless
-the heuristic's is as fast now, or another more than `MARGIN` faster than either. Every result is appended to a log
-beside the table, so that a run that was cut goes on where it ended, and the table is written as it goes.
+An entry is written only where another configuration is more than `MARGIN` faster than the heuristic's, or where the
+heuristic's may not be used: elsewhere the heuristic decides, also when it changes. An entry of the table in use stays
+unless the heuristic's is as fast now, or another is more than `MARGIN` faster than either. Every result is appended to
+a log next to the table, so that a run that was cut continues, and the table is written as the run goes.
 """
 
 import contextlib
@@ -25,34 +26,41 @@ from typing import Any
 
 import torch
 
-from fusedvit.bench.cases import Case, wrong_twice
-from fusedvit.bench.prune import Prune
-from fusedvit.bench.questions import Candidate, Question, candidates, cases_of, compilation, contents_of
-from fusedvit.bench.shortlist import shortlist
-from fusedvit.bench.timing import Contender, captured, in_turns
+from fusedvit.bench.ops import Case, wrong_twice
+from fusedvit.bench.timing import Contender, captured, interleaved
+from fusedvit.bench.tune_candidates import (
+    Candidate,
+    Check,
+    TuningTask,
+    candidates,
+    cases_of,
+    compilation,
+    contents_of,
+    shortlist,
+)
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Entry
 
-PRUNING = 0.6  # of the time, at most
+CHECKING = 0.6  # of the time, at most
 MARGIN = 0.02  # that another configuration must be faster by
 KEEP_S = 10.0  # between two writings of the table
 
 
 @dataclass
 class Log:
-    """What was found so far, a line of JSON each; `path` None keeps it in memory only."""
+    """Results so far, a line of JSON each; `path` None keeps them in memory only."""
 
     path: Path | None
     stamp: dict[str, Any]
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Reads what an earlier run of the same sources on the same GPU left; anything else begins anew.
+        """Reads what an earlier run left that had the same stamp; another stamp starts anew.
 
-        What passed its check is checked again, side by side, if it is still to be timed: another machine has it not
-        compiled, and would compile it when its turn comes, one by one.
+        Candidates that passed their check are checked again if they are still to be timed: another machine has not
+        compiled them, and would compile them one by one when they are timed.
         """
         if self.path is None:
             return
@@ -70,15 +78,15 @@ class Log:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def decided(self, question: Question) -> bool:
+    def decided(self, item: TuningTask) -> bool:
         """Whether nothing is left to be tried."""
-        return not self.found.get(question.describe(), {"unchecked": 1})["unchecked"]
+        return not self.found.get(item.describe(), {"unchecked": 1})["unchecked"]
 
 
 def time_candidates(
     cases: Sequence[Case], rows: int, configs: Sequence[Any], device: torch.device
 ) -> list[list[float] | str]:
-    """Microseconds of each content for each configuration, all in turns; why, for one that failed."""
+    """Microseconds of each content for each configuration, all interleaved; the reason, for one that failed."""
     found: list[list[float] | str] = [[] for _ in configs]
     for case in cases:
         contenders = []
@@ -92,7 +100,7 @@ def time_candidates(
         for content in contents_of(rows) if case.fill is not None else (rows,):
             if case.fill is not None:
                 case.fill(content)
-            for name, times in in_turns(contenders, device, seconds=0).items():
+            for name, times in interleaved(contenders, device, seconds=0).items():
                 us = found[int(name)]
                 if isinstance(us, list):
                     us.append(1e3 * statistics.median(times) / case.sets)
@@ -103,113 +111,113 @@ def time_candidates(
 
 @dataclass
 class Tuner:
-    """One run over questions.
+    """One run over tuning tasks.
 
     Attributes:
-        prune: yields (index, problem or "") for every distinct compilation.
-        step: is told what is done, how much of it, of how much.
-        keep: is given entries and the keys that were decided, every `KEEP_S` and at the end, however it ends.
+        check: yields (index, problem or "") for every distinct compilation.
+        step: is told (what, how many are done, of how many).
+        keep: is given entries and the keys that were decided, every `KEEP_S` and at the end, however the run ends.
         deadline: on `time.monotonic`'s clock.
-        thorough: all candidates, not the likely best alone.
+        thorough: time all candidates, not the shortlist.
     """
 
     device: torch.device
     dtype: torch.dtype
     log: Log
-    prune: Prune
+    check: Check
     step: Callable[[str, int, int], None] = lambda text, done, total: None
     keep: Callable[[list[Entry], list[Key]], None] = lambda entries, decided: None
     deadline: float = float("inf")
     thorough: bool = False
 
-    def run(self, *waves: Sequence[Question]) -> list[Entry]:
-        """The table's entries: of the questions that there was time for, wave after wave."""
+    def run(self, *waves: Sequence[TuningTask]) -> list[Entry]:
+        """The table's entries for the tasks that there was time for, wave after wave."""
         self.log.open()
-        asked = [question for wave in waves for question in wave]
-        proposals = {q.describe(): self.proposed(q) for q in asked}
+        items = [item for wave in waves for item in wave]
+        proposals = {q.describe(): self.proposed(q) for q in items}
         try:
             for wave in waves:
-                self._prune(wave, proposals)
-                self._decide_all(wave, asked, proposals)
+                self._check_all(wave, proposals)
+                self._decide_all(wave, items, proposals)
         finally:
-            self._keep(asked)
-        return self.entries(asked)
+            self._keep(items)
+        return self.entries(items)
 
-    def proposed(self, question: Question) -> list[Candidate]:
-        """What is tried: the heuristic's choice first, and what the table in use says, which no cost model may drop."""
+    def proposed(self, item: TuningTask) -> list[Candidate]:
+        """What is tried: the heuristic's choice first; the table's entry is always among them."""
         target = Target.of(self.device)
-        every = candidates(question, self.dtype, target)
-        likely = every if self.thorough else shortlist(question, every, self.dtype, target)
-        now = self.in_use(question)
-        return likely if now is None else list(dict.fromkeys([*likely, now]))
+        every = candidates(item, self.dtype, target)
+        promising = every if self.thorough else shortlist(item, every, self.dtype, target)
+        now = self.in_use(item)
+        return promising if now is None else list(dict.fromkeys([*promising, now]))
 
-    def in_use(self, question: Question) -> Candidate | None:
-        """What the table in use says."""
+    def in_use(self, item: TuningTask) -> Candidate | None:
+        """The entry of the table in use."""
         target = Target.of(self.device)
-        found = tuning_table.table_for(target).find(question.task.key, target, self.dtype)
+        found = tuning_table.table_for(target).find(item.task.key, target, self.dtype)
         return None if found is None else Candidate.of(found)
 
-    def entries(self, asked: Sequence[Question]) -> list[Entry]:
-        """Of what is decided, where it is not the heuristic's choice."""
-        records = [self.log.found.get(q.describe(), {}) for q in asked]
+    def entries(self, items: Sequence[TuningTask]) -> list[Entry]:
+        """Decided tasks whose best configuration is not the heuristic's."""
+        records = [self.log.found.get(q.describe(), {}) for q in items]
         return [record["entry"] for record in records if record.get("entry")]
 
-    def _keep(self, asked: Sequence[Question]) -> None:
-        self.keep(self.entries(asked), [q.task.key for q in asked if q.describe() in self.log.found])
+    def _keep(self, items: Sequence[TuningTask]) -> None:
+        self.keep(self.entries(items), [q.task.key for q in items if q.describe() in self.log.found])
 
-    def _prune(self, asked: Sequence[Question], proposals: dict[str, list[Candidate]]) -> None:
-        """Compilation depends on an operation and a configuration, not on rows: each pair once, in the order of the
-        questions. Where time is short a part of it is kept for timing what was checked by then."""
+    def _check_all(self, items: Sequence[TuningTask], proposals: dict[str, list[Candidate]]) -> None:
+        """Compiles and checks candidates. Code depends on the operation and the configuration, not on rows: each pair
+        once. A share of the time is kept for timing what was checked by then."""
         if time.monotonic() > self.deadline:
             return
-        todo: dict[str, tuple[Question, Candidate]] = {}
-        for question in asked:
-            for candidate in () if self.log.decided(question) else proposals[question.describe()]:
-                todo.setdefault(compilation(question, candidate), (question, candidate))
+        todo: dict[str, tuple[TuningTask, Candidate]] = {}
+        for item in items:
+            for candidate in () if self.log.decided(item) else proposals[item.describe()]:
+                todo.setdefault(compilation(item, candidate), (item, candidate))
         left = [(name, pair) for name, pair in todo.items() if name not in self.log.found]
         begun = time.monotonic()
-        last = begun + PRUNING * (self.deadline - begun)
-        with contextlib.closing(self.prune([pair for _, pair in left])) as pruned:
-            for done, (index, problem) in enumerate(pruned):
+        last = begun + CHECKING * (self.deadline - begun)
+        with contextlib.closing(self.check([pair for _, pair in left])) as checked:
+            for done, (index, problem) in enumerate(checked):
                 self.log.add(left[index][0], problem=problem)
                 self.step("compiled and checked", done + 1, len(left))
                 if time.monotonic() > last:
                     break
 
     def _decide_all(
-        self, wave: Sequence[Question], asked: Sequence[Question], proposals: dict[str, list[Candidate]]
+        self, wave: Sequence[TuningTask], items: Sequence[TuningTask], proposals: dict[str, list[Candidate]]
     ) -> None:
-        kept, first = time.monotonic(), asked.index(wave[0]) if wave else 0
-        for at, question in enumerate(wave, first):
+        kept, first = time.monotonic(), items.index(wave[0]) if wave else 0
+        for at, item in enumerate(wave, first):
             now = time.monotonic()
             if now > self.deadline:
-                self.step("time is up", at, len(asked))
+                self.step("time is up", at, len(items))
                 return
             if now - kept > KEEP_S:
-                self._keep(asked)
+                self._keep(items)
                 kept = now
-            self.step(question.describe(), at, len(asked))
-            if not self.log.decided(question):
-                self._decide(question, proposals[question.describe()])
-        self.step("decided", first + len(wave), len(asked))
+            self.step(item.describe(), at, len(items))
+            if not self.log.decided(item):
+                self._decide(item, proposals[item.describe()])
+        self.step("decided", first + len(wave), len(items))
 
-    def _decide(self, question: Question, proposed: list[Candidate]) -> None:
-        problems = [self.log.found.get(compilation(question, c), {}).get("problem") for c in proposed]
+    def _decide(self, item: TuningTask, proposed: list[Candidate]) -> None:
+        problems = [self.log.found.get(compilation(item, c), {}).get("problem") for c in proposed]
         good = [c for c, problem in zip(proposed, problems, strict=True) if problem == ""]
         if not good:
             return
-        cases = cases_of(question, self.dtype, self.device)
+        cases = cases_of(item, self.dtype, self.device)
         measured: list[tuple[Candidate, list[float]]] = []
-        found = time_candidates(cases, question.task.key.rows, [c.config for c in good], self.device)
+        found = time_candidates(cases, item.task.key.rows, [c.config for c in good], self.device)
         for candidate, us in zip(good, found, strict=True):
             if isinstance(us, str):
-                self.log.add(compilation(question, candidate), problem=us)
+                self.log.add(compilation(item, candidate), problem=us)
             else:
                 measured.append((candidate, us))
-        again = functools.partial(cases_of, question, self.dtype, self.device)
-        won = self._winner(measured, (proposed[0], self.in_use(question)), cases, again)
+        again = functools.partial(cases_of, item, self.dtype, self.device)
+        won = self._winner(measured, (proposed[0], self.in_use(item)), cases, again)
         tried = {"tried": len(measured), "unchecked": problems.count(None)}
-        self.log.add(question.describe(), entry=_entry(question, won, measured, proposed[0]), **tried)
+        self.log.add(item.describe(), entry=_entry(item, won, measured, proposed[0]), **tried)
 
     def _winner(
         self,
@@ -218,8 +226,8 @@ class Tuner:
         cases: Sequence[Case],
         again: Callable[[], Sequence[Case]],
     ) -> tuple[Candidate, list[float]] | None:
-        """The fastest that is right; one of the `chosen`, the heuristic's and the table's, unless another is faster by
-        `MARGIN`, and at a full budget not slower than the first measured by as much: a mean of few contents may hide
+        """The fastest that is right. Another than the `chosen`, the heuristic's and the table's, must be faster by
+        `MARGIN`, and at a full budget not slower than the first measured by as much: a mean over few contents may hide
         what one of them loses, or a slow spell."""
 
         def rank(pair: tuple[Candidate, list[float]]) -> float:
@@ -234,7 +242,7 @@ class Tuner:
 
 
 def _entry(
-    question: Question,
+    item: TuningTask,
     won: tuple[Candidate, list[float]] | None,
     measured: list[tuple[Candidate, list[float]]],
     own: Candidate,
@@ -242,6 +250,6 @@ def _entry(
     """The table's entry; None where the heuristic says the same, or nothing is right."""
     if won is None or won[0] == own:
         return None
-    entry = tuning_table.entry_of(question.task.key, won[0].config, us=round(won[1][0], 2))
+    entry = tuning_table.entry_of(item.task.key, won[0].config, us=round(won[1][0], 2))
     beaten = dict(measured).get(own)
     return entry if beaten is None else entry | {"heuristic_us": round(beaten[0], 2)}

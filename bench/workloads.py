@@ -1,6 +1,6 @@
-"""The nine workloads every figure of ours is about: one still picture of several sizes, batches, and videos.
+"""The nine workloads that figures are about: single images of several sizes, batches, and videos; and a sweep.
 
-A grid is `[(t, h, w), ...]` in patches of 16 pixels; a frame pair of a video is one t.
+A grid is `[(t, h, w), ...]` in patches of 16 pixels; two frames of a video are one t.
 """
 
 Grid = list[tuple[int, int, int]]
@@ -23,7 +23,7 @@ def tokens(grid: Grid) -> int:
     return sum(t * h * w for t, h, w in grid)
 
 
-PATCH = 16  # pixels on a side; merged two by two
+PATCH = 16  # pixels of a side; patches are merged two by two
 IMAGE_SIDES = (56, 112, 224, 336, 448, 576, 768, 1024, 1536, 2048, 2560)
 VIDEO_FRAMES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 

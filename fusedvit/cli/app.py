@@ -141,7 +141,7 @@ def tune(
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Every candidate, not only those that the cost model thinks best.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried, and for how long.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="The table; else your own in the cache.")] = None,
     json: Json = None,
 ) -> None:
@@ -170,20 +170,15 @@ def bench(
     seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload.")] = None,
     rows: Rows = None,
     without: Without = None,
-    guard: Annotated[
-        float, typer.Option("--guard", min=0, help="Seconds for checking backends in a process of its own first.")
-    ] = 0.0,
     json: Json = None,
-    csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write flat rows.")] = None,
-    plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pictures.")] = None,
     commit: Commit = "",
 ) -> None:
     """Whole towers against Hugging Face, torch.compile and an engine-like encoder."""
     if context.invoked_subcommand is not None:
         return
     options = {"tower": tower, "workload": workload, "sweep": sweep, "short": short, "compile_on": compile_on}
-    measured: dict[str, Any] = {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without, "guard": guard}
-    run("bench", json, **options, **measured, csv=csv, plots=plots, commit=commit)
+    measured: dict[str, Any] = {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without}
+    run("bench", json, **options, **measured, commit=commit)
 
 
 @bench_app.command()

@@ -1,19 +1,18 @@
 """`fusedvit bench` and `fusedvit bench kernels`."""
 
 import functools
-import shlex
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from fusedvit.bench import guard, kernel_bench, plots, rows, show, workloads
-from fusedvit.bench.passport import passport
+from fusedvit.bench import ops, report, workloads
+from fusedvit.bench.environment import passport
+from fusedvit.bench.families import known
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.cli.console import Outcome, progress, write
 from fusedvit.kernels import backends
@@ -37,10 +36,7 @@ class Asked:
     seconds: float | None = None
     rows: list[int] | None = None
     without: list[str] | None = None
-    guard: float = 0.0
     json: str | None = None
-    csv: Path | None = None
-    plots: Path | None = None
     commit: str = ""
 
     @property
@@ -48,20 +44,14 @@ class Asked:
         one = self.short or self.kernels
         return tuple(self.tower or (DEFAULT_TOWERS[:1] if one else DEFAULT_TOWERS))
 
-    def command(self) -> str:
-        """What to type to measure this again; of paths the name alone, as folders differ by machine."""
+    def passport(self) -> dict[str, Any]:
+        """Where a result comes from, and how to measure it again."""
         given: dict[str, Any] = {"--tower": self.tower, "--workload": self.workload, "--sweep": self.sweep}
         given |= {"--no-sweep": self.sweep is False, "--short": self.short, "--compile": self.compile_on}
         given |= {"--fa3": self.fa3, "--seconds": self.seconds, "--rows": self.rows, "--without": self.without}
-        given |= {"--guard": self.guard or None, "--json": self.json and Path(self.json)}
-        words = ["fusedvit bench kernels" if self.kernels else "fusedvit bench"]
-        for option, value in given.items():
-            for one in value if isinstance(value, list) else [value]:
-                if one is None or one is False:
-                    continue
-                text = one.name if isinstance(one, Path) else str(one)
-                words += [option] if one is True else [option, shlex.quote(text)]
-        return " ".join(words)
+        given |= {"--json": self.json and Path(self.json)}
+        command = "fusedvit bench kernels" if self.kernels else "fusedvit bench"
+        return {"passport": passport(command, given, self.commit)}
 
 
 def run(**options: Any) -> Outcome:
@@ -73,8 +63,8 @@ def run(**options: Any) -> Outcome:
 
 def _leave_out(names: list[str]) -> None:
     """As if these backends did not compile here."""
-    known = {f"{backend.op}/{backend.name}" for backend in backends.BACKENDS if backend.name != "triton"}
-    _refuse_unknown(names, known, "--without")
+    others = {f"{backend.op}/{backend.name}" for backend in backends.BACKENDS if backend.name != "triton"}
+    _refuse_unknown(names, others, "--without")
     for backend in names:
         note_failure(backend, "left out by --without")
 
@@ -82,18 +72,17 @@ def _leave_out(names: list[str]) -> None:
 def _run_kernels(asked: Asked) -> Outcome:
     device = _device(asked.towers)
     with progress() as step:
-        found = kernel_bench.measure(asked.towers, device, asked.fa3, step, tuple(asked.rows or ()))
-    show.show_kernels(found, Console())
-    return Outcome(_passport(asked) | {"rows": found}, all(row["us"] is not None for row in found))
+        found = ops.measure(asked.towers, device, asked.fa3, step, tuple(asked.rows or ()))
+    report.show_operations(found, Console())
+    return Outcome(asked.passport() | {"rows": found}, all(row["us"] is not None for row in found))
 
 
 def _run_towers(asked: Asked) -> Outcome:
     device = _device(asked.towers)
     options = _options(asked, device)
-    head = _passport(asked) | _guarded(options, asked.guard)
-    document = _measure(options, asked, device, head)
-    _show(document, asked)
-    return Outcome(document, not _any_wrong(document))
+    document = _measure(options, asked, device, asked.passport())
+    _show(document)
+    return Outcome(document, not report.any_wrong(document))
 
 
 def _options(asked: Asked, device: torch.device) -> Options:
@@ -105,16 +94,6 @@ def _options(asked: Asked, device: torch.device) -> Options:
     return Options(asked.towers, grids, compiled, asked.fa3, seconds, dtype=dtype, short=asked.short)
 
 
-def _guarded(options: Options, seconds: float) -> dict[str, Any]:
-    """Leaves out the backends that would spoil the run; what was found, for the document."""
-    if not seconds:
-        return {}
-    found = guard.guarded(guard.command(options.towers, options.workloads.values()), seconds)
-    for backend, problem in found.problems.items():
-        note_failure(backend, problem)
-    return {"guard": asdict(found)}
-
-
 def _measure(options: Options, asked: Asked, device: torch.device, head: dict[str, Any]) -> dict[str, Any]:
     """The document, kept in its file as far as it is after every workload."""
     keep = functools.partial(_keep, head, asked.json)
@@ -122,7 +101,7 @@ def _measure(options: Options, asked: Asked, device: torch.device, head: dict[st
         document = head | measure(options, device, step, keep)
         if asked.rows:
             sizes = tuple(asked.rows)
-            document["operations"] = kernel_bench.measure(options.towers, device, options.fa3, step, sizes)
+            document["operations"] = ops.measure(options.towers, device, options.fa3, step, sizes)
     return document
 
 
@@ -131,32 +110,15 @@ def _keep(head: dict[str, Any], path: str | None, found: dict[str, Any]) -> None
         write(head | found, path)
 
 
-def _show(document: dict[str, Any], asked: Asked) -> None:
+def _show(document: dict[str, Any]) -> None:
     console = Console()
-    show.show(document, console)
-    show.show_split(document, console)
+    report.show(document, console)
     if "operations" in document:
-        show.show_kernels(document["operations"], console)
-    show.show_bars(document, console)
-    if asked.csv:
-        rows.write_csv(document, asked.csv)
-    for path in plots.draw(document, asked.plots) if asked.plots else []:
-        console.print(f"picture: {escape(str(path))}")
-
-
-def _any_wrong(document: dict[str, Any]) -> bool:
-    operations = document.get("operations", [])
-    wrong = any(row["parity"] is False for row in rows.flat(document)) or any(row["us"] is None for row in operations)
-    return wrong or any(found.get("failed") for found in document["towers"].values())
-
-
-def _passport(asked: Asked) -> dict[str, Any]:
-    """Where a result comes from."""
-    return {"passport": passport("", (), asked.commit) | {"command": asked.command()}}
+        report.show_operations(document["operations"], console)
 
 
 def _device(names: tuple[str, ...]) -> torch.device:
-    _refuse_unknown(list(names), kernel_bench.known(), "--tower")
+    _refuse_unknown(list(names), known(), "--tower")
     if torch.cuda.is_available():
         return torch.device("cuda")
     if set(names) - {"tiny"}:
@@ -172,7 +134,7 @@ def _grids(chosen: list[str] | None, sweep: bool) -> dict[str, workloads.Grid]:
     return ({} if none else dict(workloads.WORKLOADS)) | (workloads.sweep() if sweep else {})
 
 
-def _refuse_unknown(names: list[str], known: Iterable[str], option: str) -> None:
-    unknown = sorted(set(names) - set(known))
+def _refuse_unknown(names: list[str], there: Iterable[str], option: str) -> None:
+    unknown = sorted(set(names) - set(there))
     if unknown:
-        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(map(repr, known))}", param_hint=option)
+        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(map(repr, there))}", param_hint=option)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedvit.bench.timing import Contender, in_turns
+from fusedvit.bench.timing import Contender, interleaved
 
 Call = Callable[[], Any]
 NO_WORK = {  # operators that are dispatched and yet move no data
@@ -79,8 +79,8 @@ def operators(call: Call) -> int:
 
 
 def latency(calls: Mapping[str, Call], device: torch.device, seconds: float = 3.0) -> dict[str, Latency]:
-    """Times `calls` in turns, as `bench.timing.in_turns`."""
-    times = in_turns([Contender(name, call) for name, call in calls.items()], device, seconds)
+    """Times `calls` interleaved, as `bench.timing.interleaved`."""
+    times = interleaved([Contender(name, call) for name, call in calls.items()], device, seconds)
     return {name: Latency(statistics.median(t), min(t), len(t)) for name, t in times.items()}
 
 

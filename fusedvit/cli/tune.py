@@ -12,12 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusedvit import __version__
-from fusedvit.bench import kernel_bench, prune, questions, shortlist, tune
+from fusedvit.bench import tune, tune_candidates
+from fusedvit.bench.families import known, spec_named
+from fusedvit.bench.tune_candidates import TuningTask
 from fusedvit.cli.console import Outcome, progress_bar
 from fusedvit.kernels import tuning_table
 
 CPU_NAME = "CPU"
-FLAGSHIPS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
+MOST_USED = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 
 
 def run(
@@ -33,71 +35,72 @@ def run(
 ) -> Outcome:
     """Tunes, or says what would be tried; the document holds the passport, the table's entries and the log."""
     deadline = time.monotonic() + 60 * budget_minutes
-    names, jobs = _names(tower or list(FLAGSHIPS)), jobs or os.cpu_count() or 1
+    names, jobs = _names(tower or list(MOST_USED)), jobs or os.cpu_count() or 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not dry_run and set(names) - {"tiny"}:
         said = "needs an NVIDIA GPU; without one only --dry-run and the tiny tower"
         raise typer.BadParameter(said, param_hint="tune")
     dtype = torch.bfloat16 if device.type == "cuda" or dry_run else torch.float32
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
-    waves, console = _asked(names, budget, operation, dtype), Console()
+    waves, console = _waves(names, budget, operation, dtype), Console()
     path = out or tuning_table.user_folder() / tuning_table.file_name(gpu)
     passport = tuning_table.passport(gpu, __version__)
     log = tune.Log(path.with_suffix(".log.jsonl"), passport | {"thorough": thorough})
-    pruned = prune.in_processes(jobs, dtype, device) if device.type == "cuda" else prune.here(dtype, device)
-    tuner = tune.Tuner(device, dtype, log, pruned, deadline=deadline, thorough=thorough)
-    asked = [question for wave in waves for question in wave]
-    for part in dict.fromkeys((len(waves[0]) if waves else 0, len(asked))):
-        said = shortlist.estimate(asked[:part], tuner.proposed, dtype, jobs).describe()
-        console.print(said, highlight=False, soft_wrap=True)
+    on_gpu = device.type == "cuda"
+    check = tune_candidates.in_processes(jobs, dtype, device) if on_gpu else tune_candidates.here(dtype, device)
+    tuner = tune.Tuner(device, dtype, log, check, deadline=deadline, thorough=thorough)
+    items = [item for wave in waves for item in wave]
+    compilations = {tune_candidates.compilation(item, c) for item in items for c in tuner.proposed(item)}
+    console.print(f"{len(items)} operations, {len(compilations)} compilations", highlight=False)
     if dry_run:
-        _show_plan(asked, tuner, console)
-        return Outcome({"passport": passport, "questions": [question.describe() for question in asked]})
+        _show_plan(items, tuner, console)
+        return Outcome({"passport": passport, "operations": [item.describe() for item in items]})
     tuner.keep = lambda entries, decided: tuning_table.write(path, passport, entries, decided)
     _run(tuner, waves, path, console)
-    return Outcome({"passport": passport, "entries": tuner.entries(asked), "log": log.found})
+    return Outcome({"passport": passport, "entries": tuner.entries(items), "log": log.found})
 
 
-def _asked(
+def _waves(
     names: tuple[str, ...], budgets: list[int] | None, operations: list[str] | None, dtype: torch.dtype
-) -> list[list[questions.Question]]:
-    """What is to be decided, what matters most first."""
-    flagships = [kernel_bench.spec_of(name) for name in FLAGSHIPS]
-    every = questions.questions([kernel_bench.spec_of(name) for name in names], budgets or questions.BUDGETS, dtype)
-    return shortlist.in_waves([q for q in every if not operations or q.task.name in operations], flagships)
+) -> list[list[TuningTask]]:
+    """What is to be decided, the most used towers first."""
+    specs, most_used = ([spec_named(name) for name in of] for of in (names, MOST_USED))
+    every = tune_candidates.tuning_tasks(specs, budgets or tune_candidates.BUDGETS, dtype)
+    chosen = [item for item in every if not operations or item.task.name in operations]
+    return tune_candidates.in_waves(chosen, most_used)
 
 
 def _names(asked: list[str]) -> tuple[str, ...]:
-    known = kernel_bench.known()
+    there = known()
     if asked == ["all"]:
-        return tuple(name for name in known if name != "tiny")
-    unknown = sorted(set(asked) - set(known))
+        return tuple(name for name in there if name != "tiny")
+    unknown = sorted(set(asked) - set(there))
     if unknown:
-        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(known)}", param_hint="--tower")
+        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(there)}", param_hint="--tower")
     return tuple(asked)
 
 
-def _run(tuner: tune.Tuner, waves: list[list[questions.Question]], path: Path, console: Console) -> None:
+def _run(tuner: tune.Tuner, waves: list[list[TuningTask]], path: Path, console: Console) -> None:
     """Runs the tuner, which writes its table, and shows that."""
     with torch.inference_mode(), progress_bar() as step:
         tuner.step = step
         entries = tuner.run(*waves)
     _show_found(entries, console)
-    decided = [tuner.log.decided(question) for wave in waves for question in wave]
+    decided = [tuner.log.decided(item) for wave in waves for item in wave]
     console.print(
         f"{sum(decided)} of {len(decided)} decided, {len(entries)} unlike the heuristics: {escape(str(path))}"
     )
 
 
-def _show_plan(asked: list[questions.Question], tuner: tune.Tuner, console: Console) -> None:
+def _show_plan(items: list[TuningTask], tuner: tune.Tuner, console: Console) -> None:
     table = Table(title="what would be tried", title_justify="left")
     for head in ("operation", "candidates"):
         table.add_column(head)
-    for question in asked:
+    for item in items:
         by_backend: dict[str, int] = {}
-        for candidate in tuner.proposed(question):
+        for candidate in tuner.proposed(item):
             by_backend[candidate.backend] = by_backend.get(candidate.backend, 0) + 1
-        table.add_row(question.describe(), ", ".join(f"{n} {backend}" for backend, n in by_backend.items()))
+        table.add_row(item.describe(), ", ".join(f"{n} {backend}" for backend, n in by_backend.items()))
     console.print(table)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.bench.families import rows_of
-from fusedvit.bench.family_towers import GEOMETRIES, build
+from fusedvit.bench.families import GEOMETRIES, build, rows_of
 from tests.support.towers import Call, assert_bitwise, assert_rule, random_grid, without_tf32
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from fusedvit import FuseConfig, fuse, unfuse
-from fusedvit.bench import graph_trust as trust
-from fusedvit.bench.parity import build
+from fusedvit.bench import graph_stress
+from fusedvit.bench.parity import build, pixels_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.kernels import fingerprint, launch
 from fusedvit.kernels.load_inputs import GRID_DTYPES
@@ -45,25 +45,25 @@ def eager_reasons(handle: FusedEncoder) -> dict[str, int]:
 
 
 def test_a_replay_has_the_bits_of_an_eager_run_whatever_the_buffers_held(fused: tuple[nn.Module, FusedEncoder]) -> None:
-    found = trust.graph_equals_eager(*fused, batches=60)
+    found = graph_stress.graph_equals_eager(*fused, batches=60)
     assert found == {"batches": 63, "wrong": 0, "with_nan": 0}
     assert eager_reasons(fused[1]) == {}
 
 
 def test_layouts_of_one_total_do_not_get_each_others_boundaries(fused: tuple[nn.Module, FusedEncoder]) -> None:
-    assert trust.equal_totals(*fused, pairs=100)["wrong"] == 0
+    assert graph_stress.equal_totals(*fused, pairs=100)["wrong"] == 0
 
 
 def test_held_outputs_never_change(fused: tuple[nn.Module, FusedEncoder]) -> None:
-    assert trust.held_outputs(fused[0], 600)["changed"] == 0
+    assert graph_stress.held_outputs(fused[0], 600)["changed"] == 0
 
 
 def test_threads_and_streams(fused: tuple[nn.Module, FusedEncoder]) -> None:
-    assert trust.threads_and_streams(*fused, threads=8, streams=4, calls=40) == {"calls": 320, "wrong": 0}
+    assert graph_stress.threads_and_streams(*fused, threads=8, streams=4, calls=40) == {"calls": 320, "wrong": 0}
 
 
 def test_captures_while_threads_allocate_and_pin(fused: tuple[nn.Module, FusedEncoder]) -> None:
-    found = trust.captures_beside_others(*fused, captures=10)
+    found = graph_stress.captures_under_load(*fused, captures=10)
     assert found["captures"] == found["right"] == 10 and found["disturbances"] > 0
 
 
@@ -71,7 +71,7 @@ def test_out_of_memory_leaves_right_answers_and_no_leak(
     fused: tuple[nn.Module, FusedEncoder], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "fusedvit"):
-        rows = list(trust.out_of_memory(*fused, [64, 2, 4096]))
+        rows = list(graph_stress.out_of_memory(*fused, [64, 2, 4096]))
     assert all(row["answer"] in ("right", "refused") and row["afterwards"] == "right" for row in rows)
     assert max(row["leak_mib"] for row in rows) < 1
     assert [row["captured"] for row in rows] == [False, False, True], "64 MiB hold an eager run, not the static buffers"
@@ -81,10 +81,10 @@ def test_out_of_memory_leaves_right_answers_and_no_leak(
 
 def test_nothing_is_compiled_after_warmup(fused: tuple[nn.Module, FusedEncoder]) -> None:
     before = len(launch._compiled)
-    trust.graph_equals_eager(*fused, batches=1)  # the eager run may compile its own
-    trust.held_outputs(fused[0], 20)
+    graph_stress.graph_equals_eager(*fused, batches=1)  # the eager run may compile its own
+    graph_stress.held_outputs(fused[0], 20)
     after = len(launch._compiled)
-    trust.held_outputs(fused[0], 60)
+    graph_stress.held_outputs(fused[0], 60)
     assert len(launch._compiled) == after >= before
 
 
@@ -98,20 +98,20 @@ def test_the_fingerprint_kernels_are_compiled_with_the_weights(
     kernel = fingerprint._fingerprint_kernel.fn
     found = [key for key in launch._compiled if key[0] is kernel]
     assert len(found) == len(fingerprint._loaded) == 3, "no grid, and one of each dtype"
-    pixels = trust.pixels_of([(1, 8, 8)], torch.bfloat16, 0)
+    pixels = pixels_of([(1, 8, 8)], torch.bfloat16, 0)
     for grid in (torch.tensor([[1, 8, 8]], dtype=dtype, device=d) for dtype in GRID_DTYPES for d in ("cpu", "cuda")):
-        trust.call(tower, pixels, grid)
+        graph_stress.call(tower, pixels, grid)
     assert [key for key in launch._compiled if key[0] is kernel] == found and len(fingerprint._loaded) == 3
 
 
 def test_a_video_over_the_frame_budget_is_split_without_changing_a_bit(plain: nn.Module) -> None:
     grid = [(9, 8, 8)]
-    pixels = trust.pixels_of(grid, torch.bfloat16, 0)
+    pixels = pixels_of(grid, torch.bfloat16, 0)
     with torch.inference_mode():
-        whole = trust.call(plain, pixels, torch.tensor(grid, device="cuda"))
+        whole = graph_stress.call(plain, pixels, torch.tensor(grid, device="cuda"))
         handle = fuse(plain, FuseConfig(token_budgets=(256,), max_items=3, max_frames=3))
-        got = trust.call(plain, pixels, grid)
-        frames = [trust.call(plain, pixels[i * 64 : (i + 1) * 64], [(1, 8, 8)]) for i in range(9)]
+        got = graph_stress.call(plain, pixels, grid)
+        frames = [graph_stress.call(plain, pixels[i * 64 : (i + 1) * 64], [(1, 8, 8)]) for i in range(9)]
         stats = handle.stats()
     unfuse(plain)
     assert stats["graphs"]["items"] == 3 + 9, "three pieces of three frames, then nine frames alone"
@@ -125,12 +125,12 @@ def test_an_image_over_the_largest_budget_runs_eagerly_among_replayed_ones(
 ) -> None:
     tower, handle = fused
     grid = [(1, 8, 8), (1, 80, 80), (1, 6, 10)]
-    pixels = trust.pixels_of(grid, torch.bfloat16, 0)
-    got = trust.call(tower, pixels, grid)
+    pixels = pixels_of(grid, torch.bfloat16, 0)
+    got = graph_stress.call(tower, pixels, grid)
     assert eager_reasons(handle) == {"token budget": 1}
     first = 0
     for t, h, w in grid:
-        alone = trust.call(tower, pixels[first : first + t * h * w], [(t, h, w)])
+        alone = graph_stress.call(tower, pixels[first : first + t * h * w], [(t, h, w)])
         part = slice(first // 4, (first + t * h * w) // 4)
         assert torch.equal(got[1][part], alone[1])
         first += t * h * w
@@ -139,8 +139,8 @@ def test_an_image_over_the_largest_budget_runs_eagerly_among_replayed_ones(
 def test_weights_that_change_under_captured_graphs(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 10, 10)]
-    pixels = trust.pixels_of(grid, torch.bfloat16, 0)
-    before = trust.call(tower, pixels, grid)
+    pixels = pixels_of(grid, torch.bfloat16, 0)
+    before = graph_stress.call(tower, pixels, grid)
     proj = tower.blocks[1].attn.proj
     saved = proj.weight.data.clone()
     for change in (
@@ -150,55 +150,55 @@ def test_weights_that_change_under_captured_graphs(fused: tuple[nn.Module, Fused
     ):
         with torch.inference_mode(False), torch.no_grad():
             change()
-        got = trust.call(tower, pixels, grid)
+        got = graph_stress.call(tower, pixels, grid)
         assert not same(got, before)
-        assert same(got, trust.eager(handle, pixels, grid))
+        assert same(got, graph_stress.eager(handle, pixels, grid))
     with torch.inference_mode(False), torch.no_grad():
         proj.weight.data.copy_(saved)
-    assert same(trust.call(tower, pixels, grid), before)
+    assert same(graph_stress.call(tower, pixels, grid), before)
     assert handle.stats()["graphs"]["captures"] > 3, "moved weights are captured anew"
 
 
 def test_release_gives_memory_back_and_the_next_call_captures_again(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 12, 6)]
-    pixels = trust.pixels_of(grid, torch.bfloat16, 0)
-    want = trust.call(tower, pixels, grid)
+    pixels = pixels_of(grid, torch.bfloat16, 0)
+    want = graph_stress.call(tower, pixels, grid)
     held = torch.cuda.memory_allocated()
     handle.release()
     assert held - torch.cuda.memory_allocated() > 50 * 2**20
     assert handle.stats()["graphs"]["held_mib"] == 0
-    assert same(trust.call(tower, pixels, grid), want)
+    assert same(graph_stress.call(tower, pixels, grid), want)
 
 
 def test_inside_somebody_elses_capture_it_runs_into_it(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 8, 12), (2, 4, 4)]
-    static = trust.pixels_of(grid, torch.bfloat16, 0)
+    static = pixels_of(grid, torch.bfloat16, 0)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        trust.eager(handle, static, grid)
+        graph_stress.eager(handle, static, grid)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = trust.call(tower, static, grid)
-    static.copy_(trust.pixels_of(grid, torch.bfloat16, 1))
+        out = graph_stress.call(tower, static, grid)
+    static.copy_(pixels_of(grid, torch.bfloat16, 1))
     graph.replay()
     torch.cuda.synchronize()
     assert eager_reasons(handle) == {"inside another capture": 1}
-    assert same(out, trust.eager(handle, static, grid))
+    assert same(out, graph_stress.eager(handle, static, grid))
 
 
 def test_two_encoders_side_by_side(plain: nn.Module) -> None:
     other, _ = build(2, torch.bfloat16, False)
     grid = [(1, 8, 8), (3, 4, 6)]
-    pixels = trust.pixels_of(grid, torch.bfloat16, 0)
+    pixels = pixels_of(grid, torch.bfloat16, 0)
     with torch.inference_mode():
         a, b = fuse(plain, CONFIG), fuse(other, CONFIG)
         for _ in range(3):
-            first, second = trust.call(plain, pixels, grid), trust.call(other, pixels, grid)
-            assert same(first, trust.eager(a, pixels, grid))
-            assert same(second, trust.eager(b, pixels, grid))
+            first, second = graph_stress.call(plain, pixels, grid), graph_stress.call(other, pixels, grid)
+            assert same(first, graph_stress.eager(a, pixels, grid))
+            assert same(second, graph_stress.eager(b, pixels, grid))
     unfuse(plain)
     unfuse(other)
 
@@ -210,15 +210,15 @@ def test_two_devices_side_by_side(plain: nn.Module) -> None:
     with torch.inference_mode():
         a, b = fuse(plain, CONFIG), fuse(other, CONFIG)
         for i, grid in enumerate(2 * grids):
-            pixels = trust.pixels_of(grid, torch.bfloat16, i)
-            first, second = trust.call(plain, pixels, grid), trust.call(other, pixels.to("cuda:1"), grid)
+            pixels = pixels_of(grid, torch.bfloat16, i)
+            first, second = graph_stress.call(plain, pixels, grid), graph_stress.call(other, pixels.to("cuda:1"), grid)
             assert all(t.device.index == 1 for t in second)
-            assert same(first, trust.eager(a, pixels, grid))
+            assert same(first, graph_stress.eager(a, pixels, grid))
             assert same(first, [t.to("cuda:0") for t in second]), "two GPUs of one kind give the same bits"
         plain.to("cuda:1")
-        assert same(trust.call(plain, pixels.to("cuda:1"), grid), second), "moved, graphs and all"
+        assert same(graph_stress.call(plain, pixels.to("cuda:1"), grid), second), "moved, graphs and all"
         plain.to("cuda:0")
-        assert same(trust.call(plain, pixels, grid), first)
+        assert same(graph_stress.call(plain, pixels, grid), first)
         assert eager_reasons(a) == eager_reasons(b) == {}
     unfuse(plain)
 
@@ -229,6 +229,6 @@ def test_warmup_compiles_everything(plain: nn.Module) -> None:
         handle.warmup()
         before = handle.stats()["compiles"]
         for i, grid in enumerate([[(1, 4, 4)], [(1, 30, 30)], [(7, 8, 8), (1, 20, 6)], [(1, 60, 60)]]):
-            trust.call(plain, trust.pixels_of(grid, torch.bfloat16, i), grid)
+            graph_stress.call(plain, pixels_of(grid, torch.bfloat16, i), grid)
         assert handle.stats()["compiles"] == before > 0
     unfuse(plain)

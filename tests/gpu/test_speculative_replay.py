@@ -10,8 +10,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from fusedvit import FuseConfig, fuse, unfuse
-from fusedvit.bench import graph_trust as trust
-from fusedvit.bench.parity import build
+from fusedvit.bench import graph_stress
+from fusedvit.bench.parity import build, pixels_of
 from fusedvit.cli.measure import synchronisations
 from fusedvit.fused_encoder import FusedEncoder
 
@@ -29,7 +29,7 @@ def fused(plain: nn.Module) -> Iterator[tuple[nn.Module, FusedEncoder]]:
     handle = fuse(plain, FuseConfig(token_budgets=LADDER, max_items=16, max_frames=64))
     with torch.inference_mode():
         for rows in (128, 520):  # their first calls capture, and speculate nothing
-            trust.call(plain, trust.pixels_of([(1, 2, rows // 2)], torch.bfloat16, 0), [(1, 2, rows // 2)])
+            graph_stress.call(plain, pixels_of([(1, 2, rows // 2)], torch.bfloat16, 0), [(1, 2, rows // 2)])
         yield plain, handle
     unfuse(plain)
 
@@ -60,14 +60,14 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
         pytest.skip("no such grid in 32 bits")
     tower, handle = fused
     grid = torch.tensor([(1, 8, 12), (2, 4, 4)], dtype=dtype, device="cuda")
-    pixels = trust.pixels_of([(1, 8, 12), (2, 4, 4)], torch.bfloat16, 0)
-    want = trust.call(tower, pixels, grid)
-    assert same(want, trust.eager(handle, pixels, [(1, 8, 12), (2, 4, 4)]))
+    pixels = pixels_of([(1, 8, 12), (2, 4, 4)], torch.bfloat16, 0)
+    want = graph_stress.call(tower, pixels, grid)
+    assert same(want, graph_stress.eager(handle, pixels, [(1, 8, 12), (2, 4, 4)]))
     for _ in range(3):
         with pytest.raises(ValueError, match="grid_thw"):
-            trust.call(tower, pixels, torch.tensor(bad, dtype=dtype, device="cuda"))
-        trust.poison(handle)
-        assert same(trust.call(tower, pixels, grid), want)
+            graph_stress.call(tower, pixels, torch.tensor(bad, dtype=dtype, device="cuda"))
+        graph_stress.poison(handle)
+        assert same(graph_stress.call(tower, pixels, grid), want)
     stats = handle.stats()["graphs"]
     assert stats["mispredictions"] == 3 and stats["replays"] == 2 + 4, "two of the fixture's"
 
@@ -75,12 +75,12 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
 def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, FusedEncoder]) -> None:
     """Layouts of one total after each other, a video over the frame limit among them, in several memory layouts."""
     tower, handle = fused
-    pixels = trust.pixels_of([(1, 20, 26)], torch.bfloat16, 0)
+    pixels = pixels_of([(1, 20, 26)], torch.bfloat16, 0)
     grids = [[(1, 20, 26)], [(1, 26, 20)], [(130, 2, 2)], [(10, 2, 26)], [(1, 26, 20)]]
     for i, grid in enumerate(2 * grids):
         on_gpu = torch.tensor(grid, device="cuda")
         given = on_gpu if i % 2 else on_gpu.int().repeat(1, 2)[:, :3]
-        assert same(trust.call(tower, pixels, given), trust.call(tower, pixels, grid)), grid
+        assert same(graph_stress.call(tower, pixels, given), graph_stress.call(tower, pixels, grid)), grid
     stats = handle.stats()
     assert stats["graphs"]["mispredictions"] == 2 and stats["fused"] == 2 + 20 and stats["eager"] == {}
 
@@ -89,9 +89,9 @@ def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, Fu
 def test_one_wait_a_call(fused: tuple[nn.Module, FusedEncoder], where: str) -> None:
     tower, _ = fused
     grids = [torch.tensor(grid, device=where) for grid in ([(1, 20, 26)], [(130, 2, 2)])]  # one batch, three batches
-    pixels = trust.pixels_of([(1, 20, 26)], torch.bfloat16, 0)
+    pixels = pixels_of([(1, 20, 26)], torch.bfloat16, 0)
     for grid in 2 * grids:
-        trust.call(tower, pixels, grid)
+        graph_stress.call(tower, pixels, grid)
         waits = synchronisations(functools.partial(tower, pixels, grid_thw=grid))
         assert len(waits) <= 1, waits
 
@@ -99,18 +99,18 @@ def test_one_wait_a_call(fused: tuple[nn.Module, FusedEncoder], where: str) -> N
 def test_weights_that_change_under_a_speculative_replay(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 10, 10)]
-    pixels, on_gpu = trust.pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device="cuda")
-    before = trust.call(tower, pixels, on_gpu)
+    pixels, on_gpu = pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device="cuda")
+    before = graph_stress.call(tower, pixels, on_gpu)
     weight = tower.blocks[1].attn.proj.weight
     saved = weight.data.clone()
     for scale in (1.5, 0.5):
         with torch.inference_mode(False):
             weight.data.copy_(saved * scale)
-        got = trust.call(tower, pixels, on_gpu)
-        assert not same(got, before) and same(got, trust.eager(handle, pixels, grid))
+        got = graph_stress.call(tower, pixels, on_gpu)
+        assert not same(got, before) and same(got, graph_stress.eager(handle, pixels, grid))
     with torch.inference_mode(False):
         weight.data.copy_(saved)
-    assert same(trust.call(tower, pixels, on_gpu), before)
+    assert same(graph_stress.call(tower, pixels, on_gpu), before)
 
 
 PIXELS = {
@@ -133,15 +133,15 @@ def test_pixels_of_any_dtype_layout_and_device(
     grid = [(1, 8, 12), (2, 4, 4)]
     side = torch.cuda.Stream()
     for i, where in enumerate(["cpu", "cuda", "cuda", "cpu"]):
-        pixels = variant(trust.pixels_of(grid, torch.bfloat16, i))
-        want = trust.eager(handle, pixels, grid)
+        pixels = variant(pixels_of(grid, torch.bfloat16, i))
+        want = graph_stress.eager(handle, pixels, grid)
         given = torch.tensor(grid, device=where)
-        trust.poison(handle)
+        graph_stress.poison(handle)
         torch.cuda.synchronize()
-        assert same(trust.call(tower, pixels, given), want)
+        assert same(graph_stress.call(tower, pixels, given), want)
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
-            other = trust.call(tower, pixels, given)
-        assert same(trust.call(tower, pixels, given), want)
+            other = graph_stress.call(tower, pixels, given)
+        assert same(graph_stress.call(tower, pixels, given), want)
         torch.cuda.synchronize()
         assert same(other, want)

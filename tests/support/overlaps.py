@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.bench.poison import poison_buffers
+from fusedvit.bench.graph_stress import poison_buffers
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.tile_configs import Target

@@ -1,6 +1,6 @@
 """Every family at the width of a released tower, two blocks deep, in fp32 on the CPU, by the tolerance rule.
 
-More blocks take minutes: `python -m fusedvit.bench.families_cpu` runs them.
+More blocks take minutes: `python -m fusedvit.bench.families --cpu` runs them.
 """
 
 import gc
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.bench.families import outputs_of, rows_of, verdict_of
-from fusedvit.bench.family_towers import GEOMETRIES, build_one, class_of
+from fusedvit.bench.families import GEOMETRIES, build_one, class_of, rows_of
+from fusedvit.bench.towers import outputs_of, verdict_of
 from fusedvit.cli.towers import cast_parameters_
 from fusedvit.families.registry import FAMILIES
 from tests.support.towers import Grid, pixels_for

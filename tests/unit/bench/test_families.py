@@ -1,6 +1,8 @@
 """The measurement of families on a CPU with tiny towers: its gate, its document. What it measures is another matter."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ pytest.importorskip("transformers")
 
 from fusedvit.bench import families as bench  # noqa: E402
 from fusedvit.bench import timing  # noqa: E402
-from fusedvit.bench.family_towers import Geometry  # noqa: E402
+from fusedvit.bench.families import Geometry  # noqa: E402
 from tests.support import families  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -30,7 +32,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["Glm4vVisionModel", "Qwen2VisionTransformerPretrainedModel"])
-def test_turns_of_several_calls_behind_the_gate(name: str, small: None) -> None:
+def test_times_of_what_passed(name: str, small: None) -> None:
     found = measured(name)
     assert list(found["parity"]) == ["1024", "4096", "mix"] and all(v["passed"] for v in found["parity"].values())
     assert list(found["cost"]) == ["1024", "4096"]
@@ -49,3 +51,40 @@ def test_a_broken_rule_gets_no_time(small: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "verdict_of", broken)
     found = measured("Qwen2VisionTransformerPretrainedModel")
     assert not found["parity"]["1024"]["passed"] and list(found["cost"]) == ["4096"]
+
+
+OLD = {"passport": {"commit": "old"}, "families": {"GLM-OCR": {"passport": {"commit": "old"}, "parity": {}}}}
+
+
+def test_the_command_adds_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(name: str, *_: Any) -> dict[str, Any]:
+        if name == "Qwen2-VL-7B":
+            raise RuntimeError("no room")
+        return {"parity": {"odd image": {"passed": True}}}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps(OLD))
+    words = ["--json", str(path), "--commit", "c0ffee", "--family", "Qwen3-VL-4B", "Qwen2-VL-7B"]
+    assert bench.main(words) == 0
+    document = json.loads(path.read_text())
+    commits = {name: family["passport"]["commit"] for name, family in document["families"].items()}
+    assert commits == {"GLM-OCR": "old", "Qwen3-VL-4B": "c0ffee", "Qwen2-VL-7B": "c0ffee"}
+    assert document["families"]["Qwen2-VL-7B"]["failed"] == "RuntimeError: no room"
+    monkeypatch.setattr(bench, "class_of", lambda geometry: None)
+    bench.main(["--json", str(path), "--family", "GLM-OCR", "GLM-5.3-Flash"])
+    found = json.loads(path.read_text())["families"]
+    assert "parity" in found["GLM-OCR"] and "absent" in found["GLM-5.3-Flash"], "an older transformers hides nothing"
+
+
+def test_an_output_out_of_tolerance_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "measure", lambda *_: {"parity": {"odd image": {"passed": False}}})
+    assert bench.main(["--json", str(tmp_path / "f.json"), "--family", "Qwen3-VL-4B"]) == 1
+
+
+def test_on_a_cpu() -> None:
+    model, numbers = families.TINY["Qwen2VisionTransformerPretrainedModel"]
+    with torch.no_grad():
+        found = bench.measure_on_cpu(Geometry("Qwen2VisionTransformerPretrainedModel", model, numbers), depth=1)
+    assert found["blocks"] == 1 and set(found["parity"]) == set(bench.CHECKED_ON_CPU)
+    assert all(verdict["passed"] for verdict in found["parity"].values())

@@ -1,54 +1,77 @@
-"""One operation alone, ready to run in any backend: random data of the right shapes, its answer, its peers and its cost.
+"""One operation alone: a case with random data of the right shapes, its check, its peers and its cost; and its times.
 
-Weights and biases come in several sets, together larger than L2, used in rotation: in a tower every layer's are cold.
+Weights and biases come in several sets, together larger than L2, and launches use them in rotation: in a tower every
+layer finds its weights in memory, not in L2.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fusedvit.bench import peer_attention
+from fusedvit.bench import baselines
+from fusedvit.bench.families import spec_named
 from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
-from fusedvit.kernels import backends
+from fusedvit.bench.timing import Contender, captured, interleaved
+from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
 from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
+from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference.positions import packed_cos_sin
-from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
+from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS, Target
 from fusedvit.model.ops import ops_for
-from fusedvit.model.plan import Task
+from fusedvit.model.plan import Task, attention_task, choose, plan_for, tasks
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import in_lines, row_pitch
 from fusedvit.tolerance import Comparison, compare
 
 ROTATED_BYTES = 160 * 2**20  # of weights: an H200 has 60 MB of L2
 MANY_ROWS, FEW_SETS = 8192, 3  # whose activations alone push weights out of L2
-GRAPH_MS, MOST_CALLS = 0.3, 10  # of attention: a graph of one short launch is timed with its own start, 10 us
-SPARE_ROWS = 256  # behind a tensor's last row in its buffer: a tile's or more
+GRAPH_MS, MOST_CALLS = (
+    0.3,
+    10,
+)  # of one graph of attention: starting a graph takes 10 us, which short launches would show
+SPARE_ROWS = 256  # after a tensor's last row in its buffer: a tile's or more
 MOST_TOKENS = 2**31 - 1  # of a sequence
-STATS_WIDTH = 128  # of the statistics that an input comes with
+STATS_WIDTH = 128  # channels of a partial statistic that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
+ROWS = (256, 784, 1296, 4096, 16384)
+ROWS_ON_CPU = (64,)
+OVER_MERGED = ("merger", "downsample")  # prefixes of operations whose rows are merged tokens
+STATS_FROM = {"qkv": "fc2", "fc1": "proj", "merger_fc1": "fc2"}  # which operation wrote the statistics that it reads
+SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a video's frame
+    "64 x 256": (256,) * 64,
+    "16 x 1024": (1024,) * 16,
+    "1 x 1024": (1024,),
+    "1 x 784": (784,),
+    "32 x 784": (784,) * 32,
+    "1 x 4096": (4096,),
+    "1 x 16384": (16384,),
+}
+SEQUENCES_ON_CPU = {"2 x 40": (40, 40)}
 PARTS = ("taps", "stats", "norm", "rms", "rope", "residual", "bias", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """`run(config, i)` launches with the i-th set of weights, `check(config)` runs once and compares with the twin.
+    """`run(config, i)` launches with the i-th set of weights; `check(config)` compares a run with the reference.
 
     Attributes:
-        sets: how many sets of weights there are, or, of what has none, launches that are timed together.
-        fill: (rows) -> how much content the next runs have; None where the content is fixed.
-        peers: what others have for it, by name; `peer(i)`.
+        sets: how many sets of weights there are, or, where there are none, launches that are timed together.
+        fill: (rows) sets how much content the next runs have; None where the content is fixed.
+        peers: other implementations by name; `peer(i)`.
     """
 
     run: Callable[[Any, int], Any]
@@ -60,10 +83,10 @@ class Case:
 
 
 def wrong_twice(config: Any, cases: Sequence[Case], again: Callable[[], Sequence[Case]]) -> str:
-    """Why `config` is wrong by the tolerance rule in one of `cases`, and then in one of `again`, on other data; or "".
+    """Why `config` breaks the tolerance rule in one of `cases`, and then in one of `again`, on other data; or "".
 
-    Of random data one set in hundreds is beyond the rule's maximum by chance, for attention with a fixed offset
-    (docs/hopper-attention.md).
+    One set of random data in hundreds is beyond the rule's maximum by chance, for attention that subtracts a fixed
+    offset instead of a running maximum.
     """
     reason = ""
     for drawn in (lambda: cases, again):
@@ -74,7 +97,7 @@ def wrong_twice(config: Any, cases: Sequence[Case], again: Callable[[], Sequence
 
 
 def supported(task: Task) -> bool:
-    """Whether a case can be made: an epilogue of parts that are known here."""
+    """Whether there is a case for it: an epilogue of parts that are known here."""
     return task.key.op == backends.ATTENTION or set(task.key.kind.split("+")) <= set(PARTS)
 
 
@@ -87,8 +110,12 @@ def linear_case(
     stats: int = STATS_WIDTH,
     sets: int | None = None,
 ) -> Case:
-    """`rows` rows of content in buffers of as many; `stats`: channels of a part of its input's statistics; `sets`: of
-    weights, None for as many as push each other out of L2."""
+    """A linear layer with `rows` rows of content, in buffers of as many.
+
+    Args:
+        stats: channels that one partial statistic of its input covers.
+        sets: of weights; None for as many as push each other out of L2.
+    """
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
     sets = sets or rotated_sets(n * k * dtype.itemsize, rows, device)
     cols = n // 2 if "swiglu" in parts else n
@@ -118,7 +145,7 @@ def linear_case(
 def _epilogue(
     parts: set[str], spec: VisionSpec, common: dict[str, Any], rows: int, n: int, config: Any, i: int
 ) -> Epilogue:
-    """Of the i-th set of weights, in what `_inputs` gave."""
+    """The epilogue with the i-th set of weights; `common` is what `_inputs` gave."""
     return Epilogue(
         common["bias"][i],
         NormFold(common["stats"], common["colsum"][i], spec.norm_eps) if parts & {"norm", "rms"} else None,
@@ -143,7 +170,7 @@ def rotated_sets(weight_bytes: int, rows: int, device: torch.device) -> int:
 def _inputs(
     parts: set[str], spec: VisionSpec, x: torch.Tensor, weights: list[torch.Tensor], n: int, stats_width: int
 ) -> dict[str, Any]:
-    """What the epilogue reads, and room for what it writes beside the output."""
+    """What the epilogue reads, and room for what it writes besides the output."""
     rows, device, dtype = x.shape[0], x.device, x.dtype
     found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
     folded = bool(parts & {"norm", "rms"})
@@ -152,7 +179,7 @@ def _inputs(
     found["moments"] = torch.empty(rows * -(-n // 32) * 2, dtype=torch.float32, device=device)
     found["scratch"] = Scratch.zeros(MAX_SUMS, MAX_COUNTERS, device)
     if folded:
-        producing = x.reshape(-1, spec.hidden_size)  # of a merger's rows, several each
+        producing = x.reshape(-1, spec.hidden_size)  # several of its rows are one of a merger
         values = producing.shape[0] * -(-spec.hidden_size // stats_width) * 2
         storage = torch.empty(values, dtype=torch.float32, device=device)
         stats = RowStats.over(storage, producing.shape[0], spec.hidden_size, stats_width)
@@ -162,9 +189,9 @@ def _inputs(
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         table = torch.stack([angle.cos(), angle.sin()], 1)
-        words = _in_buffer(rows, packed_width(spec.head_dim), torch.int32, device)
-        packed_cos_sin(table, torch.tensor([rows]), words)
-        found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, words)
+        packed = _in_buffer(rows, packed_width(spec.head_dim), torch.int32, device)
+        packed_cos_sin(table, torch.tensor([rows]), packed)
+        found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, packed)
     if "taps" in parts:
         positions = spec.position_side**2
         index = torch.randint(positions, (rows, 4), device=device, dtype=torch.int32)
@@ -179,8 +206,8 @@ def _inputs(
 def _as_torch_rounds(
     x: torch.Tensor, w: torch.Tensor, count: torch.Tensor, e: Epilogue, config: Any, rounded: torch.Tensor
 ) -> torch.Tensor:
-    """The yardstick of the tolerance rule: PyTorch rounds the product before what follows it; `rounded` if nothing
-    does that PyTorch has an operator for."""
+    """PyTorch's own output, which the tolerance rule needs: it rounds the product before an activation or a residual.
+    `rounded` where neither follows."""
     if e.residual is None and e.activation not in ACTIVATIONS:
         return rounded
     product = linear_ref.linear(x, w, count, torch.empty_like(rounded), Epilogue(bias=e.bias, norm=e.norm), config)
@@ -190,7 +217,7 @@ def _as_torch_rounds(
 
 
 def _packed(lengths: tuple[int, ...], c: int, growth: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """q | k | v of `c` columns each, keys behind each sequence's first 128 `growth` times as large."""
+    """q | k | v of `c` columns each; keys after a sequence's first 128 are `growth` times as large."""
     qkv = _random(sum(lengths), 3 * c, dtype=dtype, device=device)
     for frame in qkv.split(lengths) if growth != 1.0 else ():
         frame[128:, c : 2 * c] *= growth
@@ -206,10 +233,10 @@ def attention_case(
     fa3: bool,
     growth: float = 1.0,
 ) -> Case:
-    """Sequences of `lengths`, packed; activations are not rotated, as in a tower they were just written.
+    """Sequences of `lengths`, packed; there is one set, as in a tower q, k and v were just written.
 
-    A configuration is one, or a pair as a plan with two lists of tiles has it: of long sequences, of short ones.
-    Keys behind a sequence's first 128 are `growth` times as large: what softmax without a running maximum fears.
+    A configuration is one, or a pair as a plan with two lists of tiles has it: for long sequences and for short ones.
+    Keys after a sequence's first 128 are `growth` times as large, which overflows a softmax without a running maximum.
     """
     rows, c = sum(lengths), heads * head_dim
     theirs, out = _packed(lengths, c, growth, dtype, device), torch.empty(rows, c, dtype=dtype, device=device)
@@ -223,29 +250,29 @@ def attention_case(
         return out
 
     q, k, v = theirs.view(rows, 3, heads, head_dim).unbind(1)
-    frames = peer_attention.Frames(cu, lengths)
+    frames = baselines.Frames(cu, lengths)
 
     @functools.cache
-    def answers() -> tuple[torch.Tensor, torch.Tensor]:
+    def references() -> tuple[torch.Tensor, torch.Tensor]:
         """In fp32, and PyTorch's own."""
         unused: Any = None
         ref = attention_ref.attention(qkv.float(), segments_for(64), out.float(), heads, head_dim, unused)
         scaled = qkv.view(rows, 3, heads, head_dim).unbind(1)
-        return ref, peer_attention.by_frame(frames, scale=math.log(2))(*scaled).reshape(rows, c)
+        return ref, baselines.by_frame(frames, scale=math.log(2))(*scaled).reshape(rows, c)
 
     def check(config: Any) -> Comparison:
         out.fill_(float("nan"))
         run(config, 0)
-        return compare(out, *answers())
+        return compare(out, *references())
 
-    attends = peer_attention.available(frames, fa3)
+    attends = baselines.available(frames, fa3)
     peers = {name: (lambda i, attend=attend: attend(q, k, v)) for name, attend in attends.items()}
     cost = attention_cost(list(lengths), heads, head_dim)
     return Case(run, check, max(1, min(MOST_CALLS, round(GRAPH_MS / cost.floor_ms))), cost, peers)
 
 
 def _launches(config: Any) -> tuple[tuple[Any, int, int], ...]:
-    """(configuration, length that its sequences exceed, their greatest length)."""
+    """(configuration, length that its sequences exceed, their greatest length) of each launch."""
     if isinstance(config, tuple):
         return (config[0], SHORT_FRAME, MOST_TOKENS), (config[1], 0, SHORT_FRAME)
     return ((config, 0, MOST_TOKENS),)
@@ -264,10 +291,118 @@ def _segments(
 
 
 def _in_buffer(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[rows, cols]`, not filled, as it lies in the encoder's buffers: rows as far apart, and memory behind the last,
-    as all budgets but the largest are views of larger ones."""
+    """`[rows, cols]`, not filled, with the row pitch of the encoder's buffers and memory after the last row: a budget
+    that is not the largest is a view of a larger buffer."""
     return torch.empty(rows + SPARE_ROWS, row_pitch(cols, dtype), dtype=dtype, device=device)[:rows, :cols]
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device=device) * scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class OperationRow:
+    """One operation at one size.
+
+    Attributes:
+        op: as in `plan.EncoderPlan`.
+        us: microseconds of ours, None where its answer broke the tolerance rule.
+        peers_us: microseconds of each peer.
+        floor_us: of the roofline.
+        reason: why there is no number.
+    """
+
+    tower: str
+    op: str
+    shape: str
+    backend: str
+    us: float | None
+    peers_us: dict[str, float]
+    floor_us: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to be measured; `make` allocates its data."""
+
+    tower: str
+    task: Task
+    shape: str
+    make: Callable[[], Case]
+
+
+def measure(
+    names: tuple[str, ...],
+    device: torch.device,
+    fa3: Path | None,
+    step: Callable[[str], None],
+    sizes: tuple[int, ...] = (),
+) -> list[dict[str, Any]]:
+    """A row for every operation of every tower at every size, as plain values.
+
+    Args:
+        fa3: FA3's library, for a peer of attention.
+        step: is told what is measured.
+        sizes: patch rows; all of `ROWS` where it is empty.
+    """
+    if fa3 is not None:
+        baselines.load_fa3(fa3)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    jobs = [job for name in names for job in _jobs(name, dtype, device, fa3 is not None, sizes)]
+    if device.type == "cuda":
+        step("compilation")
+        compile_jobs(jobs, dtype, device)
+    found = []
+    for job in jobs:
+        step(f"{job.tower}: {job.task.name}, {job.shape}")
+        found.append(vars(_row(job, dtype, device)))
+    return found
+
+
+def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes: tuple[int, ...]) -> Iterator[Job]:
+    spec, on_gpu = spec_named(name), device.type == "cuda"
+    for rows in sizes or (ROWS if on_gpu else ROWS_ON_CPU):
+        yield from linear_jobs(name, rows, dtype, device)
+    for label, lengths in (SEQUENCES if on_gpu else SEQUENCES_ON_CPU).items():
+        if not sizes or sum(lengths) in sizes:
+            task = attention_task(spec, sum(lengths), dtype, max(lengths))
+            make = functools.partial(attention_case, spec.num_heads, spec.head_dim, lengths, dtype, device, fa3)
+            yield Job(name, task, label, make)
+
+
+def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    """Every linear layer of the tower `name` at `rows` patch rows."""
+    spec = spec_named(name)
+    plan = plan_for(spec, rows, dtype, Target.of(device))
+    for task in tasks(spec, rows, dtype):
+        if task.key.op == backends.LINEAR and supported(task):
+            own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
+            width = getattr(plan, STATS_FROM[task.name]).block_n if task.name in STATS_FROM else STATS_WIDTH
+            make = functools.partial(linear_case, task, spec, dtype, device, own, width)
+            yield Job(name, task, f"{own} x {task.key.n} x {task.key.k}", make)
+
+
+def compile_jobs(jobs: Sequence[Job], dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles what will run, on all cores; only the shapes of a case matter here."""
+    target = Target.of(device)
+    with compiling_only():
+        for job in jobs:
+            job.make().run(choose(job.task, dtype, target, tuning_table.table_for(target)), 0)
+
+
+def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
+    target, case = Target.of(device), job.make()
+    config = choose(job.task, dtype, target, tuning_table.table_for(target))
+    backend = backends.backend_of(config).name
+    try:
+        verdict = case.check(config)
+    except backends.BackendFailed:  # noted at its first launch, so that `choose` now takes another backend
+        return _row(job, dtype, device)
+    contenders = [Contender(n, captured(run, case.sets, device), "gpu") for n, run in case.peers.items()]
+    if verdict.passed:
+        contenders.append(Contender("ours", captured(functools.partial(case.run, config), case.sets, device), "gpu"))
+    times = interleaved(contenders, device, seconds=0.05)
+    us = {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}
+    ours, floor = us.pop("ours", None), 1e3 * case.cost.floor_ms
+    return OperationRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, verdict.reason)

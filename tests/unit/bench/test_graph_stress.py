@@ -1,6 +1,6 @@
 """Poison reaches everything that a run works in but what launches keep at zero."""
 
-from fusedvit.bench.poison import poison_buffers
+from fusedvit.bench.graph_stress import poison_buffers
 from tests.support.encoding import every_buffer
 
 

@@ -1,21 +1,51 @@
-"""Whether replayed graphs can be trusted: each check returns counts, and a wrong answer is a count that is not zero."""
+"""`python -m fusedvit.bench.graph_stress`: whether replayed graphs give right outputs under stress. Needs a GPU.
 
+On a tower of Qwen3-VL-8B's width with four blocks, so that tens of thousands of calls fit in a minute. Each check
+returns counts, and of those that count what is wrong every one must be zero.
+"""
+
+import argparse
 import contextlib
+import json
 import random
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedvit.bench.poison import poison_buffers
+from fusedvit.api import fuse, unfuse
+from fusedvit.bench.environment import passport
+from fusedvit.bench.parity import build, pixels_of
 from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.model.buffers import EncoderBuffers
 from fusedvit.model.items import Item
 from fusedvit.runtime.runner import Runtime, run_eager
 
 DEVICE = torch.device("cuda")
+CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64)
+FREE_MIB: list[float] = [4096, 256, 128, 64, 32, 16, 8, 4, 2, 2048]
+
+
+def poison_buffers(buffers: EncoderBuffers) -> None:
+    """NaN into every float and fixed garbage into every integer of `buffers`, so that a launch that reads what this run
+    did not write shows.
+
+    Counters of split products are left alone: every launch leaves them at zero.
+    """
+    for name, tensor in buffers.tensors().items():
+        if name == "scratch.counters":
+            continue
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.random_(-(2**30), 2**30, generator=torch.Generator(tensor.device).manual_seed(0))
 
 
 def random_grid(rng: random.Random, largest: int = 3000) -> Grid:
@@ -29,11 +59,6 @@ def random_grid(rng: random.Random, largest: int = 3000) -> Grid:
     return grid or [(1, 2, 2)]
 
 
-def pixels_of(grid: Grid, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(tokens(grid), 1536, device=DEVICE, generator=generator).to(dtype)
-
-
 def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid | torch.Tensor) -> list[torch.Tensor]:
     """Every tensor of one fused call; a grid that is no tensor goes as one on the CPU."""
     out = tower(pixels, grid_thw=torch.as_tensor(grid))
@@ -41,12 +66,12 @@ def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid | torch.Tensor) -> l
 
 
 def somewhere(grid: Grid, i: int) -> torch.Tensor:
-    """On the GPU and on the CPU in turns: unread when its replay begins, and read."""
+    """On the GPU for even `i`, on the CPU for odd: the host has not read it when its replay begins, or has."""
     return torch.tensor(grid, device=("cuda", "cpu")[i % 2])
 
 
 def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
-    """The same items without a graph, in one batch, by the configurations of the budget they fall into."""
+    """The same items without a graph, in one batch, with the configurations of the budget they fall into."""
     parameter = next(handle.tower.parameters())
     runtime = Runtime(handle.spec, handle.weights, parameter.device, parameter.dtype, handle.graphs())
     out = run_eager(runtime, pixels, [Item(*row) for row in grid])
@@ -54,7 +79,7 @@ def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.
 
 
 def poison(handle: FusedEncoder) -> None:
-    """Poison into the static buffers, and into free pool memory."""
+    """Poisons the static buffers and free pool memory."""
     poison_buffers(handle.graphs().encoder.whole())
     blocks = [torch.full((2**22,), float("nan"), device=DEVICE) for _ in range(8)]
     del blocks
@@ -76,7 +101,7 @@ def graph_equals_eager(tower: nn.Module, handle: FusedEncoder, batches: int) -> 
 
 
 def held_outputs(tower: nn.Module, calls: int) -> dict[str, int]:
-    """Checksums of held outputs right after their call and at the end."""
+    """Outputs that later calls changed, by checksums right after their call and at the end."""
     rng = random.Random(1)
     held: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     changed = 0
@@ -99,7 +124,7 @@ def _changed(held: list[tuple[list[torch.Tensor], torch.Tensor]]) -> int:
 
 
 def equal_totals(tower: nn.Module, handle: FusedEncoder, pairs: int) -> dict[str, int]:
-    """Two layouts of one total, one after the other: neither may get the other's boundaries."""
+    """Two layouts with one total, one after the other: neither may get the other's boundaries."""
     rng = random.Random(2)
     wrong = 0
     for i in range(pairs):
@@ -127,7 +152,7 @@ def _equal_pair(rng: random.Random) -> tuple[Grid, Grid]:
 def threads_and_streams(
     tower: nn.Module, handle: FusedEncoder, threads: int, streams: int, calls: int
 ) -> dict[str, int]:
-    """Threads that call at once, each on streams of its own in turn, against answers computed before."""
+    """Threads that call at once, each cycling through its own streams, against outputs computed before."""
     rng = random.Random(3)
     cases = []
     for i in range(16):
@@ -158,7 +183,7 @@ def threads_and_streams(
     return {"calls": threads * calls, "wrong": sum(wrong)}
 
 
-def captures_beside_others(tower: nn.Module, handle: FusedEncoder, captures: int) -> dict[str, int]:
+def captures_under_load(tower: nn.Module, handle: FusedEncoder, captures: int) -> dict[str, int]:
     """Captures while another thread allocates, copies and pins."""
     stop = threading.Event()
     done = [0]
@@ -184,19 +209,19 @@ def captures_beside_others(tower: nn.Module, handle: FusedEncoder, captures: int
         right += all(torch.equal(a, b) for a, b in zip(call(tower, pixels, grid), want, strict=True))
     stop.set()
     other.join()
-    made = handle.stats()["graphs"]["captures"] - before
-    return {"captures": made, "right": right, "disturbances": done[0]}
+    captured = handle.stats()["graphs"]["captures"] - before
+    return {"captures": captured, "right": right, "disturbances": done[0]}
 
 
-def out_of_memory(tower: nn.Module, handle: FusedEncoder, rooms: list[float]) -> Iterator[dict[str, Any]]:
-    """The tower with only so many MiB of memory left: an answer is right, or the call is refused for want of memory.
+def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float]) -> Iterator[dict[str, Any]]:
+    """Calls with only so many MiB of memory free: the output is right, or the call raises for want of memory.
 
-    Afterwards, with memory back, it must answer rightly and hold nothing more than before.
+    Afterwards, with memory back, the output must be right, and the tower must hold nothing more than before.
     """
     grid: Grid = [(1, 16, 16), (2, 8, 8)]
     pixels = pixels_of(grid, torch.bfloat16, 0)
     want = eager(handle, pixels, grid)
-    for room in rooms:
+    for room in free_mib:
         handle.release()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -207,8 +232,8 @@ def out_of_memory(tower: nn.Module, handle: FusedEncoder, rooms: list[float]) ->
         handle.release()
         torch.cuda.synchronize()
         leak = (torch.cuda.memory_allocated() - base) / 2**20
-        afterwards = _try(tower, pixels, grid, want)
-        yield {"room_mib": room, "answer": answer, "captured": captured, "afterwards": afterwards, "leak_mib": leak}
+        after = _try(tower, pixels, grid, want)
+        yield {"room_mib": room, "answer": answer, "captured": captured, "afterwards": after, "leak_mib": leak}
 
 
 def _try(tower: nn.Module, pixels: torch.Tensor, grid: Grid, want: list[torch.Tensor]) -> str:
@@ -221,7 +246,7 @@ def _try(tower: nn.Module, pixels: torch.Tensor, grid: Grid, want: list[torch.Te
 
 @contextlib.contextmanager
 def _only(room: float) -> Iterator[None]:
-    """Leaves `room` MiB: a limit on the process, and everything under it taken but that."""
+    """Leaves `room` MiB free: limits the process, and allocates everything under the limit but that."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + (room + 256) * 2**20) / total))
     hogs = []
@@ -240,3 +265,58 @@ def _only(room: float) -> Iterator[None]:
     finally:
         hogs.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def stress(scale: float = 1.0) -> dict[str, Any]:
+    """Every check, and what each took in seconds; `scale` shortens them all."""
+    tower, _ = build(4, torch.bfloat16, False)
+    handle = fuse(tower, CONFIG)
+    handle.warmup()
+
+    def times(n: int) -> int:
+        return max(1, int(n * scale))
+
+    checks: dict[str, Callable[[], Any]] = {
+        "graph_equals_eager": lambda: graph_equals_eager(tower, handle, times(500)),
+        "equal_totals": lambda: equal_totals(tower, handle, times(2000)),
+        "held_outputs": lambda: held_outputs(tower, times(10_000)),
+        "threads_and_streams": lambda: threads_and_streams(tower, handle, 8, 4, times(1250)),
+        "captures_under_load": lambda: captures_under_load(tower, handle, times(100)),
+        "out_of_memory": lambda: list(out_of_memory(tower, handle, FREE_MIB)),
+    }
+    report: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    for name, check in checks.items():
+        begin = time.perf_counter()
+        report[name] = check()
+        seconds[name] = time.perf_counter() - begin
+    unfuse(tower)
+    return report | {"took_s": seconds}
+
+
+def wrong_in(found: dict[str, Any]) -> int:
+    """Wrong outputs of all checks."""
+    wrong = sum(found[name]["wrong"] for name in ("graph_equals_eager", "equal_totals", "threads_and_streams"))
+    wrong += found["held_outputs"]["changed"]
+    wrong += found["captures_under_load"]["captures"] - found["captures_under_load"]["right"]
+    return wrong + sum(row["answer"] == "wrong" or row["afterwards"] != "right" for row in found["out_of_memory"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the counts as JSON; the exit code is 1 where an output was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", required=True)
+    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the repetitions")
+    args = parser.parse_args(argv)
+    given = {"--scale": args.scale, "--json": Path(args.json)}
+    with torch.inference_mode():
+        found = stress(args.scale)
+    print(json.dumps(found, indent=1))
+    document = {"passport": passport("python -m fusedvit.bench.graph_stress", given, args.commit), "trust": found}
+    Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(wrong_in(found) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
