@@ -169,12 +169,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         found["speedup"] = {n: asdict(ratios(v, times[OURS])) for n, v in times.items() if n != OURS}
         found["floor_percent"] = 100 * floor / found["ms"][OURS]["median"]
     if s.device.type == "cuda":
-        modules = {"hf": s.tower, OURS: s.ours}
-        peaks = {n: peak_mib(functools.partial(m, pixels, grid_thw=grid_thw), s.device) for n, m in modules.items()}
-        found["peak_mib"] = peaks
-        replays = {c.name: c.run for c in calls if c.name in (OURS, ALONE)}
-        if len(replays) == 2:
-            found["host_us"] = host_us(replays[OURS], replays[ALONE], s.device, options.seconds / 4)
+        found |= _on_gpu({c.name: c.run for c in calls}, s.device, options.seconds)
     return found
 
 
@@ -263,6 +258,14 @@ def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
         return None
     handle.graphs().encoder.load_grid(budget, tuple(grid))
     return handle.graphs().manager.graph(budget).replay
+
+
+def _on_gpu(runs: Mapping[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, Any]:
+    """Peak memory of Hugging Face and ours, and the host's share of ours where it is one replay."""
+    found: dict[str, Any] = {"peak_mib": {name: peak_mib(runs[name], device) for name in ("hf", OURS)}}
+    if ALONE in runs:
+        found["host_us"] = host_us(runs[OURS], runs[ALONE], device, seconds / 4)
+    return found
 
 
 def _held(s: Setting) -> dict[str, float]:
