@@ -254,8 +254,8 @@ def linear(
     """`out[:num_rows] = epilogue(x[:num_rows] @ weight.T)`; rows past `num_rows` are left undefined.
 
     Args:
-        x: `[T, K]`, rows a multiple of 16 bytes apart.
-        weight: `[N, K]`, same dtype, rows a multiple of 16 bytes apart.
+        x: `[T, K]`, row stride a multiple of 16 bytes.
+        weight: `[N, K]`, same dtype, row stride a multiple of 16 bytes.
         num_rows: `[1]` int32 on the device, the true row count (at most T).
         out: `[T, N]`, of swiglu `[T, N / 2]`; may be the residual itself.
         epilogue: what follows the product; split-K needs its `scratch`.

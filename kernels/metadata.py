@@ -39,7 +39,7 @@ class Layout:
         head_dim: channels of a head, a multiple of 4.
         block_m: queries of an attention tile.
         side: side of the square position table, 0 for none.
-        taps: entries of that table a position is made of: 4, 16, or 0 for none.
+        taps: entries of that table that a position is interpolated from: 4, 16, or 0 for none.
         window: patches on a side of an attention window, a multiple of `merge`; 0 for none.
         window_block_m: queries of an attention tile of windows.
         short: frames of at most so many tokens have their own list of tiles; 0 if there is one list.

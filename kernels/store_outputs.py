@@ -16,7 +16,7 @@ _CHUNK = 4096  # values that a program copies, 32 a thread
 @triton.jit(do_not_specialize=["rows", "merged_rows", "plane"])
 def _store_outputs_kernel(
     hidden_ptr,  # [rows or more, HIDDEN]
-    merged_ptr,  # [planes, plane, OUT], rows PITCH apart
+    merged_ptr,  # [planes, plane, OUT], row stride PITCH
     to_hidden_ptr,  # [rows, HIDDEN]
     to_merged_ptr,  # [planes, merged_rows, OUT]
     rows,

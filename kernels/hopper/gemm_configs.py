@@ -256,7 +256,8 @@ def spills(config: HopperGemmConfig, kind: str) -> bool:
     parts, three = set(kind.split("+")), config.consumers == 3
     taps = "taps" in parts and (config.rows > 64 or three)
     residual = gluon_compat.NEEDS_MORE_REGISTERS and "residual" in parts and three and not config.x_in_registers
-    return taps or residual or (config.rows > 64 and config.splits > 2)
+    wide = config.rows > 64 or (gluon_compat.NEEDS_MORE_REGISTERS and config.cols > 192)
+    return taps or residual or (wide and config.splits > 2)
 
 
 def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperGemmConfig]:
