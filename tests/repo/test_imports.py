@@ -24,7 +24,6 @@ RULES = [
 TODO = (
     r"kernels/hopper/.*: imports fusedvit\.kernels\.hopper\.\w+\._",
     r"kernels/hopper/.*: \d+ lines",
-    r"kernels/(linear|metadata|norms)\.py:\d+: imports fusedvit\.kernels\.(epilogue|positions|linear)\._",
     r"bench/overhead\.py:\d+: reads manager",
     r"(kernels/hopper|bench|fusedvit/cli): \d+ files",
     r"\d+ modules deep",
