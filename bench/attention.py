@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from fusedvit.bench import baselines
-from fusedvit.bench.environment import passport
 from fusedvit.bench.ops import SEQUENCES, SEQUENCES_ON_CPU, Case, attention_case
+from fusedvit.bench.report import passport
 from fusedvit.bench.timing import Contender, captured, interleaved
 from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.hopper.attention_configs import (

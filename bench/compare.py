@@ -1,9 +1,10 @@
 """`python -m fusedvit.bench.compare BEFORE`: this checkout against another one, towers and workloads, on one GPU.
 
-Each checkout has a process of its own, which holds the tower and its graphs; they take turns, a few calls each, so that
-a slow spell of the machine meets both. A figure is the median over turns; `ratio` is the median of (this / other), turn
-by turn. `wall` is from pixels and grid on the GPU to outputs that the caller owns, `replay` the graph alone between two
-events, `host` their difference. The other checkout needs only `fuse`, `warmup(calls=)` and `graphs()`.
+Each checkout has a process of its own, which holds the tower and its graphs; their calls are interleaved, a burst of a
+few at a time, so that a slow spell of the machine meets both. A figure is the median over bursts; `ratio` is the median
+of (this / other), burst by burst. `wall` is from pixels and grid on the GPU to outputs that the caller owns, `replay`
+the graph alone between two events, `host` their difference. The other checkout needs only `fuse`, `warmup(calls=)`,
+`graphs()` and its own bench's towers, workloads and timing.
 """
 
 import argparse
@@ -21,20 +22,20 @@ from typing import Any
 
 import torch
 
+from fusedvit import fuse
+from fusedvit.bench import towers
+from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import WORKLOADS, tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-CALLS = 5  # of a turn; of calls over 20 ms, 2
+CALLS = 5  # of a burst; of calls over 20 ms, 2
 METRICS = ("wall", "replay", "host")
 
 
 def serve(tower_name: str) -> int:
-    """A process of one checkout: reads workload names, a line each, and writes a turn's microseconds as JSON."""
-    from fusedvit import fuse
-    from fusedvit.bench import towers
-
+    """A process of one checkout: reads workload names, a line each, and writes a burst's microseconds as JSON."""
     tower, _ = towers.build(towers.GEOMETRIES[tower_name], DTYPE, DEVICE)
     handle = fuse(tower)
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -48,11 +49,11 @@ def serve(tower_name: str) -> int:
                 tower(inputs[name][0], grid_thw=inputs[name][1])
         print(json.dumps({"ready": True, "stats": handle.stats()["calls"]}), flush=True)
         for line in sys.stdin:
-            print(json.dumps(turn(tower, handle, *inputs[line.strip()])), flush=True)
+            print(json.dumps(burst(tower, handle, *inputs[line.strip()])), flush=True)
     return 0
 
 
-def turn(tower: Any, handle: Any, pixels: torch.Tensor, grid: torch.Tensor) -> dict[str, float]:
+def burst(tower: Any, handle: Any, pixels: torch.Tensor, grid: torch.Tensor) -> dict[str, float]:
     """Medians of a few calls, in microseconds; `replay` and `host` where the call is one replay."""
     manager = handle.graphs().manager
     before = dict(manager.stats.replays)
@@ -63,7 +64,7 @@ def turn(tower: Any, handle: Any, pixels: torch.Tensor, grid: torch.Tensor) -> d
     found = {"wall": statistics.median(walls)}
     if len(used) == 1:
         graph = manager.graph(used[0])
-        found["replay"] = statistics.median(_replay_us(graph) for _ in range(count))
+        found["replay"] = statistics.median(1e3 * gpu_ms(graph.replay, DEVICE) for _ in range(count))
         found["host"] = found["wall"] - found["replay"]
     return found
 
@@ -74,16 +75,6 @@ def _wall_us(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> float:
     tower(pixels, grid_thw=grid)
     torch.cuda.synchronize()
     return (time.perf_counter_ns() - begin) / 1e3
-
-
-def _replay_us(graph: Any) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end)
 
 
 class Checkout:
@@ -104,7 +95,7 @@ class Checkout:
             text=True,
         )
 
-    def answer(self) -> dict[str, Any]:
+    def reply(self) -> dict[str, Any]:
         """The next line that the process writes.
 
         Raises:
@@ -117,11 +108,11 @@ class Checkout:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def turn(self, workload: str) -> dict[str, float]:
+    def burst(self, workload: str) -> dict[str, float]:
         assert self.process.stdin is not None, "its standard input is ours"
         self.process.stdin.write(workload + "\n")
         self.process.stdin.flush()
-        return self.answer()
+        return self.reply()
 
     def close(self) -> None:
         self.process.kill()
@@ -130,28 +121,28 @@ class Checkout:
 
 @contextmanager
 def checkouts(roots: Mapping[str, Path], tower: str) -> Iterator[dict[str, Checkout]]:
-    """Both processes, ready: they compile side by side."""
+    """Both processes, ready: they compile at the same time."""
     with ExitStack() as stack:
         found = {name: Checkout(root, tower) for name, root in roots.items()}
         for checkout in found.values():
             stack.callback(checkout.close)
         for checkout in found.values():
-            checkout.answer()
+            checkout.reply()
         yield found
 
 
 def compare(both: Mapping[str, Checkout], workload: str, seconds: float) -> dict[str, Any]:
-    """One round of one workload: medians by checkout, and the median ratio of turns."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in both}
+    """One round of one workload: medians by checkout, and the median ratio of bursts."""
+    bursts: dict[str, list[dict[str, float]]] = {name: [] for name in both}
     end = time.monotonic() + seconds
-    while time.monotonic() < end or len(turns["after"]) < 5:
+    while time.monotonic() < end or len(bursts["after"]) < 5:
         for name, checkout in both.items():
-            turns[name].append(checkout.turn(workload))
-    found: dict[str, Any] = {"turns": len(turns["after"])}
+            bursts[name].append(checkout.burst(workload))
+    found: dict[str, Any] = {"bursts": len(bursts["after"])}
     for metric in METRICS:
-        if metric not in turns["after"][0] or metric not in turns["before"][0]:
+        if metric not in bursts["after"][0] or metric not in bursts["before"][0]:
             continue
-        values = {name: [one[metric] for one in taken] for name, taken in turns.items()}
+        values = {name: [one[metric] for one in taken] for name, taken in bursts.items()}
         medians = {name: statistics.median(us) for name, us in values.items()}
         ratios = [a / b for a, b in zip(values["after"], values["before"], strict=True)]
         found[metric] = {**medians, "ratio": statistics.median(ratios)}
@@ -172,23 +163,23 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     roots = {"before": args.before.resolve(), "after": ROOT}
-    towers: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     document = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "command": "python -m fusedvit.bench.compare " + " ".join(sys.argv[1:]),
         "unit": "microseconds",
-        "towers": towers,
+        "towers": found,
     }
     for tower in args.tower:
-        rounds = towers[tower] = {name: [] for name in WORKLOADS}
+        rounds = found[tower] = {name: [] for name in WORKLOADS}
         with checkouts(roots, tower) as both:
             for _ in range(args.rounds):
                 for name in WORKLOADS:
                     rounds[name].append(compare(both, name, args.seconds))
                     print(tower, name, describe(rounds[name][-1]), flush=True)
                     args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    document["geometric_mean"] = summary(towers)
+    document["geometric_mean"] = summary(found)
     args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(json.dumps(document["geometric_mean"]))
     return 0

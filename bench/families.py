@@ -24,8 +24,8 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench import towers
-from fusedvit.bench.environment import passport
-from fusedvit.bench.timing import Contender, first_ms, interleaved_turns, ratios, spread
+from fusedvit.bench.report import passport
+from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import outputs_of, patch_width, shared_copy, verdict_of, wider
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.cli.towers import cast_parameters_, random_weights_
@@ -247,11 +247,11 @@ def _pixels(tower: nn.Module, grid: Grid, device: torch.device) -> torch.Tensor:
 
 
 def cost_of(calls: list[Contender], device: torch.device, seconds: float) -> dict[str, Any]:
-    """Times of "hf" and "ours", the median call of each turn, and their ratios turn by turn."""
-    turns = interleaved_turns(calls, device, seconds)
-    found: dict[str, Any] = {name: asdict(spread(turn.ms)) for name, turn in turns.items()}
-    found["speedup"] = asdict(ratios(turns["hf"].ms, turns["ours"].ms))
-    return found | {"first_ms": first_ms(calls, turns), "calls_in_a_turn": turns["ours"].calls}
+    """Times of "hf" and "ours", the median call of each burst, and their ratios burst by burst."""
+    bursts = interleaved_bursts(calls, device, seconds)
+    found: dict[str, Any] = {name: asdict(spread(burst.ms)) for name, burst in bursts.items()}
+    found["speedup"] = asdict(ratios(bursts["hf"].ms, bursts["ours"].ms))
+    return found | {"first_ms": first_ms(calls, bursts), "calls_in_a_burst": bursts["ours"].calls}
 
 
 def _described(geometry: Geometry, spec: VisionSpec) -> dict[str, Any]:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse, unfuse
-from fusedvit.bench.environment import passport
 from fusedvit.bench.parity import build, pixels_of
+from fusedvit.bench.report import passport
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder

@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedvit.api import fuse, unfuse
 from fusedvit.bench import towers
-from fusedvit.bench.environment import passport
+from fusedvit.bench.report import passport
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.config import FuseConfig

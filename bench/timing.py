@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 WARM_UPS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 60
-CALLS = (5, 50.0), (3, 300.0)  # calls of a turn, where one call of every contender together takes at most so many ms
+CALLS = (5, 50.0), (3, 300.0)  # calls of a burst, where one call of every contender together takes at most so many ms
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Milliseconds of one contender; a turn is some calls in a row.
+class Bursts:
+    """Milliseconds of one contender; a burst is some calls in a row.
 
     Attributes:
-        calls: in each turn.
-        ms: the median call of every turn.
-        first: the first call of every turn: the CPU's caches hold what the others ran, not its code.
+        calls: in each burst.
+        ms: the median call of every burst.
+        first: the first call of every burst: the CPU's caches hold what the others ran, not its code.
     """
 
     calls: int
@@ -50,24 +50,24 @@ def interleaved(contenders: Sequence[Contender], device: torch.device, seconds: 
     """Milliseconds of every round by contender, one call each, synchronised: 5 to 60 rounds in about `seconds`."""
     _warm_up(contenders, device)
     rounds = _rounds(contenders, device, seconds, 1)
-    return {name: [turn[0] for turn in turns] for name, turns in rounds.items()}
+    return {name: [burst[0] for burst in bursts] for name, bursts in rounds.items()}
 
 
-def interleaved_turns(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, Turns]:
-    """As `interleaved`, in turns of several calls: as many for each contender, fewer the slower they are."""
+def interleaved_bursts(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, Bursts]:
+    """As `interleaved`, in bursts of several calls: as many for each contender, fewer the slower they are."""
     together = _warm_up(contenders, device)
     calls = next((count for count, most in CALLS if together <= most), 1)
     rounds = _rounds(contenders, device, seconds, calls)
     return {
-        name: Turns(calls, [statistics.median(turn) for turn in turns], [turn[0] for turn in turns])
-        for name, turns in rounds.items()
+        name: Bursts(calls, [statistics.median(burst) for burst in bursts], [burst[0] for burst in bursts])
+        for name, bursts in rounds.items()
     }
 
 
-def first_ms(contenders: Sequence[Contender], turns: Mapping[str, Turns]) -> dict[str, Any]:
-    """The first call of a turn, by contender on a wall clock; none where a turn is one call."""
-    timed = [c.name for c in contenders if c.clock == "wall" and turns[c.name].calls > 1]
-    return {name: asdict(spread(turns[name].first)) for name in timed}
+def first_ms(contenders: Sequence[Contender], bursts: Mapping[str, Bursts]) -> dict[str, Any]:
+    """The first call of a burst, by contender on a wall clock; none where a burst is one call."""
+    timed = [c.name for c in contenders if c.clock == "wall" and bursts[c.name].calls > 1]
+    return {name: asdict(spread(bursts[name].first)) for name in timed}
 
 
 def _warm_up(contenders: Sequence[Contender], device: torch.device) -> float:
@@ -78,7 +78,7 @@ def _warm_up(contenders: Sequence[Contender], device: torch.device) -> float:
 def _rounds(
     contenders: Sequence[Contender], device: torch.device, seconds: float, calls: int
 ) -> dict[str, list[list[float]]]:
-    """Milliseconds of every call of every turn."""
+    """Milliseconds of every call of every burst."""
     times: dict[str, list[list[float]]] = {contender.name: [] for contender in contenders}
     end = time.perf_counter() + seconds
     for done in range(MOST_ROUNDS):

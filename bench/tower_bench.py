@@ -1,14 +1,13 @@
 """Whole towers against their peers, in one process, on the same weights and inputs: what `fusedvit bench` runs.
 
 Accuracy comes before speed: a contender whose output breaks the tolerance rule (fusedvit/tolerance.py) gets no time.
-Contenders then run interleaved in turns of a few calls, and ratios are taken turn by turn, of each turn's median.
+Contenders then run interleaved in bursts of a few calls, and ratios are taken burst by burst, of each burst's median.
 "ours" is wall time from pixels and grid on the GPU to outputs that the caller owns; "ours, graph alone" and engine-like
-peers are replays between two events. The first call of a turn finds the CPU's caches full of what the others ran: on
+peers are replays between two events. The first call of a burst finds the CPU's caches full of what the others ran: on
 wall clocks it is reported as a figure of its own ("first_ms").
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench import baselines, families, roofline, towers
-from fusedvit.bench.timing import Contender, first_ms, interleaved, interleaved_turns, ratios, spread
+from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.cli.measure import peak_mib
@@ -143,8 +142,8 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     gates = {name: verdict_of(output, ref, pt) for name, output in outputs.items()}
     del pt, ref
     passed = [c for c in calls if gates.get(OURS if c.name == ALONE else c.name, {"passed": True})["passed"]]
-    turns = interleaved_turns(passed, s.device, options.seconds)
-    times = {name: turn.ms for name, turn in turns.items()}
+    bursts = interleaved_bursts(passed, s.device, options.seconds)
+    times = {name: burst.ms for name, burst in bursts.items()}
     floor = roofline.tower_floor_ms(s.handle.spec, grid)
     for contender in passed:
         wrong = _afterwards(contender, times[contender.name], floor, outputs.get(contender.name), engines)
@@ -157,8 +156,8 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         "floor_ms": floor,
         "parity": gates,
         "ms": {name: asdict(spread(values)) for name, values in times.items()},
-        "first_ms": first_ms([c for c in passed if c.name in times], turns),
-        "calls_in_a_turn": min((turn.calls for turn in turns.values()), default=0),
+        "first_ms": first_ms([c for c in passed if c.name in times], bursts),
+        "calls_in_a_burst": min((burst.calls for burst in bursts.values()), default=0),
         "clock": {c.name: c.clock for c in calls},
         "failed": failed,
         "ran_eagerly": dict(s.handle.stats()["eager"]),
@@ -169,7 +168,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         found["speedup"] = {n: asdict(ratios(v, times[OURS])) for n, v in times.items() if n != OURS}
         found["floor_percent"] = 100 * floor / found["ms"][OURS]["median"]
     if s.device.type == "cuda":
-        found |= _on_gpu({c.name: c.run for c in calls}, s.device, options.seconds)
+        found["peak_mib"] = {c.name: peak_mib(c.run, s.device) for c in calls if c.name in ("hf", OURS)}
     return found
 
 
@@ -260,25 +259,7 @@ def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
     return handle.graphs().manager.graph(budget).replay
 
 
-def _on_gpu(runs: Mapping[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, Any]:
-    """Peak memory of Hugging Face and ours, and the host's share of ours where it is one replay."""
-    found: dict[str, Any] = {"peak_mib": {name: peak_mib(runs[name], device) for name in ("hf", OURS)}}
-    if ALONE in runs:
-        found["host_us"] = host_us(runs[OURS], runs[ALONE], device, seconds / 4)
-    return found
-
-
 def _held(s: Setting) -> dict[str, float]:
     """MiB besides the parameters: prepared weights; graphs and their buffers."""
     stats = s.handle.stats()
     return {"weights_mib": stats["weights_mib"], "graphs_mib": stats.get("graphs", {}).get("held_mib", 0.0)}
-
-
-def host_us(call: Callable[[], Any], replay: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Microseconds that one call takes beyond its replay: the host's share of it, with the copies in and out.
-
-    Medians of `call`, on a wall clock, and of `replay`, between two events, interleaved with nothing else. Needs a GPU.
-    """
-    pair = Contender(OURS, call), Contender(ALONE, replay, "gpu")
-    times = interleaved(pair, device, seconds)
-    return 1e3 * (statistics.median(times[OURS]) - statistics.median(times[ALONE]))

@@ -85,13 +85,13 @@ def in_waves(items: Iterable[TuningTask], most_used: Collection[VisionSpec]) -> 
     Within each, blocks come before mergers, and powers of two before the budgets between them.
     """
 
-    def place(item: TuningTask) -> tuple[int, bool, bool]:
+    def rank(item: TuningTask) -> tuple[int, bool, bool]:
         merger = item.task.name.startswith(MERGERS)
         rows = item.task.key.rows * (item.spec.merge_unit if merger else 1)
         wave = 2 if rows not in USUAL else int(item.spec not in most_used)
         return wave, merger and wave < 2, rows & (rows - 1) > 0
 
-    return [list(wave) for _, wave in groupby(sorted(items, key=place), key=lambda item: place(item)[0])]
+    return [list(wave) for _, wave in groupby(sorted(items, key=rank), key=lambda item: rank(item)[0])]
 
 
 def candidates(item: TuningTask, dtype: torch.dtype, target: Target) -> list[Candidate]:
@@ -238,13 +238,13 @@ def in_processes(jobs: int, dtype: torch.dtype, device: torch.device) -> Check:
         workers = [_Worker.start(arguments) for _ in range(min(jobs, len(pairs)))]
         try:
             while todo or any(worker.pair is not None for worker in workers):
-                for place, worker in enumerate(workers):
+                for i, worker in enumerate(workers):
                     if worker.pair is None and todo:
                         worker.give(todo[0], pairs[todo.pop(0)])
                     said = worker.result()
                     if said is not None and worker.pair is not None:
                         yield worker.pair, said
-                        workers[place] = worker.after(said, arguments)
+                        workers[i] = worker.after(said, arguments)
                 time.sleep(0.02)
         finally:
             for worker in workers:

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from fusedvit.bench import ops, report, workloads
-from fusedvit.bench.environment import passport
 from fusedvit.bench.families import known
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.cli.console import Outcome, progress, write
@@ -51,7 +50,7 @@ class Asked:
         given |= {"--fa3": self.fa3, "--seconds": self.seconds, "--rows": self.rows, "--without": self.without}
         given |= {"--json": self.json and Path(self.json)}
         command = "fusedvit bench kernels" if self.kernels else "fusedvit bench"
-        return {"passport": passport(command, given, self.commit)}
+        return {"passport": report.passport(command, given, self.commit)}
 
 
 def run(**options: Any) -> Outcome:

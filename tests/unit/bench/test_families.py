@@ -37,7 +37,7 @@ def test_times_of_what_passed(name: str, small: None) -> None:
     assert list(found["parity"]) == ["1024", "4096", "mix"] and all(v["passed"] for v in found["parity"].values())
     assert list(found["cost"]) == ["1024", "4096"]
     for row in found["cost"].values():
-        assert row["calls_in_a_turn"] == 3 and set(row["first_ms"]) == {"hf", "ours"}
+        assert row["calls_in_a_burst"] == 3 and set(row["first_ms"]) == {"hf", "ours"}
         assert all(row[key]["median"] > 0 for key in ("hf", "ours", "speedup"))
         assert row["ours"]["rounds"] == row["first_ms"]["ours"]["rounds"] == timing.LEAST_ROUNDS
 

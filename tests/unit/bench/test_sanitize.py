@@ -20,12 +20,12 @@ def test_every_operation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[tuple[int, int]] = []
     real = sanitize.linear_case
 
-    def watched(*arguments, **named):
+    def counting(*arguments, **named):
         case, room = real(*arguments, **named), arguments[4]
         fill = case.fill
         return sanitize.Case(**vars(case) | {"fill": lambda rows: counts.append((rows, room)) or fill(rows)})
 
-    monkeypatch.setattr(sanitize, "linear_case", watched)
+    monkeypatch.setattr(sanitize, "linear_case", counting)
     spec = spec_named("tiny")
     lines = list(sanitize.operations([spec], FP32, CPU))
     named = {task.name for rows in sanitize.BUDGETS for task in tasks(spec, rows, FP32)}

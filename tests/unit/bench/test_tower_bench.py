@@ -50,7 +50,7 @@ def test_every_contender_is_gated_and_timed(document: dict[str, Any]) -> None:
         assert set(row["speedup"]) == set(row["ms"]) - {"ours"}
         assert all(s["low"] <= s["median"] <= s["high"] and s["rounds"] >= 5 for s in row["speedup"].values())
         assert set(row["first_ms"]) == {"hf", "ours eager", "ours"}, "those on a wall clock"
-        assert row["calls_in_a_turn"] == 3
+        assert row["calls_in_a_burst"] == 3
         assert row["floor_percent"] == pytest.approx(100 * row["floor_ms"] / row["ms"]["ours"]["median"])
 
 
@@ -206,16 +206,16 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 @pytest.mark.parametrize("ms, calls", [(0, 5), (60, 3), (400, 1)])
-def test_turns_have_several_calls(ms: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bursts_have_several_calls(ms: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many for every contender, by what a call of each takes together; the first is kept as well."""
     order: list[str] = []
     monkeypatch.setattr(timing, "_wall_ms", lambda run, device: run() or ms + len(order))
     contenders = [timing.Contender(name, functools.partial(order.append, name)) for name in "ab"]
-    found = timing.interleaved_turns(contenders, CPU, 0)
+    found = timing.interleaved_bursts(contenders, CPU, 0)
     warm_ups = ["a", "a", "b", "b"]
     assert order == warm_ups + (["a"] * calls + ["b"] * calls) * timing.LEAST_ROUNDS
     firsts = [ms + len(warm_ups) + 2 * calls * i + 1 for i in range(timing.LEAST_ROUNDS)]
-    assert found["a"] == timing.Turns(calls, [first + (calls - 1) // 2 for first in firsts], firsts)
+    assert found["a"] == timing.Bursts(calls, [first + (calls - 1) // 2 for first in firsts], firsts)
     assert found["b"].first == [first + calls for first in firsts]
 
 
