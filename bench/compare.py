@@ -32,6 +32,7 @@ TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 CALLS = 5  # of a burst; of calls over 20 ms, 2
 METRICS = ("wall", "replay", "host")
+MAX_REPLAY_US = 5000.0  # of a workload whose host's share is summed up: that of longer ones drowns in their noise
 
 
 def serve(tower_name: str) -> int:
@@ -57,16 +58,18 @@ def burst(tower: Any, handle: Any, pixels: torch.Tensor, grid: torch.Tensor) -> 
     """Medians of a few calls, in microseconds; `replay` and `host` where the call is one replay."""
     manager = handle.graphs().manager
     before = dict(manager.stats.replays)
-    walls = [_wall_us(tower, pixels, grid)]  # the first one finds cold caches, as the other process ran
+    first = _wall_us(tower, pixels, grid)  # finds cold caches, as the other process ran
     used = [budget for budget, count in manager.stats.replays.items() if count != before.get(budget, 0)]
-    count = CALLS if walls[0] < 20e3 else 2
-    walls = [_wall_us(tower, pixels, grid) for _ in range(count)]
-    found = {"wall": statistics.median(walls)}
-    if len(used) == 1:
-        graph = manager.graph(used[0])
-        found["replay"] = statistics.median(1e3 * gpu_ms(graph.replay, DEVICE) for _ in range(count))
-        found["host"] = found["wall"] - found["replay"]
-    return found
+    graph = manager.graph(used[0]) if len(used) == 1 else None
+    taken: dict[str, list[float]] = {}
+    for _ in range(CALLS if first < 20e3 else 2):
+        wall = _wall_us(tower, pixels, grid)
+        taken.setdefault("wall", []).append(wall)
+        if graph is not None:
+            replay = 1e3 * gpu_ms(graph.replay, DEVICE)
+            taken.setdefault("replay", []).append(replay)
+            taken.setdefault("host", []).append(wall - replay)
+    return {name: statistics.median(us) for name, us in taken.items()}
 
 
 def _wall_us(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> float:
@@ -197,8 +200,10 @@ def summary(towers: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> dict[st
     """Geometric means over towers, workloads and rounds, and the largest ratio that both rounds reached."""
     found: dict[str, float] = {}
     for metric in METRICS:
-        by_workload = [[r[metric]["ratio"] for r in rs if metric in r] for t in towers.values() for rs in t.values()]
-        by_workload = [ratios for ratios in by_workload if ratios]
+        rounds = [[r for r in rs if metric in r] for tower in towers.values() for rs in tower.values()]
+        if metric == "host":
+            rounds = [[r for r in rs if r["replay"]["before"] <= MAX_REPLAY_US] for rs in rounds]
+        by_workload = [[r[metric]["ratio"] for r in rs] for rs in rounds if rs]
         found[metric] = geometric_mean([ratio for ratios in by_workload for ratio in ratios])
         found[f"{metric}, worst in every round"] = max(min(ratios) for ratios in by_workload)
     return found

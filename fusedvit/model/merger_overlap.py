@@ -4,8 +4,8 @@ A deepstack merger's output is needed only at the end of the run. With few rows 
 weights, while a block leaves memory bandwidth and some SMs idle. So up to `MAX_VALUES` each merger runs on a side
 stream, bounded to `num_sms // MERGER_SHARE` SMs, and the next `BLOCKS` blocks are bounded to the others.
 
-Measured on an H100 (bf16, whole towers, an earlier rule): 7 % of Qwen3-VL-8B's time at 196 patches, 8 % of
-Qwen3-VL-2B's at 196 and 5 % at 784; with more rows blocks lose what the mergers gain.
+Measured on an H100 (bf16, whole towers): 6 and 7 % of Qwen3-VL-8B's time at 196 and 400 patches, nothing at 784; 9 % of
+Qwen3-VL-2B's at 196. One SM in 6 or 5, or two blocks, are within 2 % of this, better or worse.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
 
 MAX_VALUES = 800 * 1024  # of the residual stream, patches x channels
-MERGER_SHARE = 6  # a merger has one SM in so many
-BLOCKS = 2  # a merger takes about as long as two blocks
+MERGER_SHARE = 8  # a merger has one SM in so many
+BLOCKS = 3  # a merger takes about as long as three blocks
 LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("merger_fc1", "merger_fc2")
 HOPPER = HopperGemmConfig, HopperSwapABConfig, HopperAttentionConfig
 Chosen = Mapping[str, tuple[Key, Any]]  # key and configuration of each operation of a plan, by its name
