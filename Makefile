@@ -55,7 +55,7 @@ setup: $(SETUP)
 
 # Where pip offers a CPU build of this torch it is taken, elsewhere the same line installs the CUDA build. A torch that
 # --system-site-packages brings along stays, in whatever version the project's own range allows.
-# torchvision is left out on purpose: beside a CPU build of torch it does not import, and that breaks transformers.
+# torchvision is left out on purpose: next to a CPU build of torch it does not import, and that breaks transformers.
 $(VENV)/.ready: pyproject.toml
 	@echo "installing into $(VENV): torch, transformers and what tests need; a few minutes"
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fusedvit.errors import UnsupportedModel
     from fusedvit.model.spec import VisionSpec
 
-__version__ = "0.2.0"  # the one place: pyproject.toml reads it
+__version__ = "0.2.0"  # pyproject.toml reads it from here
 __all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse", "unfuse"]
 
 _HOMES = {
@@ -34,7 +34,7 @@ def _is_our_checkout(root: _Path) -> bool:
 
 _root = _Path(__file__).resolve().parent.parent
 if _is_our_checkout(_root):
-    __path__.append(str(_root))  # kernels/, graphs/ and bench/ stand beside the package in a checkout
+    __path__.append(str(_root))  # kernels/, graphs/ and bench/ stand next to the package in a checkout
 
 
 def __getattr__(name: str) -> object:

@@ -366,7 +366,7 @@ def _draw_latency(axes: Any, calls: Sequence[CallResult]) -> None:
 
 
 def _draw_counts(axes: Any, demo: Demo) -> None:
-    """Kernels as profiled; on a CPU the original's operators beside what the fused tower would launch on a GPU."""
+    """Kernels as profiled; on a CPU the original's operators, and what the fused tower would launch on a GPU."""
     if demo.fused_kernels:
         before = [(call.operators or {})["original"] for call in demo.calls]
         after = [sum(demo.fused_kernels.values())] * len(demo.calls)

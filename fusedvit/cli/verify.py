@@ -59,10 +59,10 @@ def run(
     """Compares, prints and returns every output of every call."""
     with quiet(), progress() as step:
         files = load_media(media or [])
-        place = device_of(device)
-        tower = load_tower(model, place, dtype_of(dtype, place), step)
+        on = device_of(device)
+        tower = load_tower(model, on, dtype_of(dtype, on), step)
         step("fusing")
-        towers = side_by_side(fusedvit.fuse(tower.model), tower.dtype, place)
+        towers = side_by_side(fusedvit.fuse(tower.model), tower.dtype, on)
         found = {}
         for name, item in inputs_of(files, towers).items():
             step(name)
@@ -71,7 +71,7 @@ def run(
     spread = summarize(p.comparison for parity in found.values() for p in parity)
     show(found, spread, report, Console())
     calls = {name: [asdict(p) for p in parity] for name, parity in found.items()}
-    head: dict[str, Any] = {"model": model, "dtype": str(tower.dtype), "device": str(place)}
+    head: dict[str, Any] = {"model": model, "dtype": str(tower.dtype), "device": str(on)}
     head |= {"environment": env.collect(), "passed": not spread.failures}
     return Outcome({**head, "calls": calls, "spread": asdict(spread), "report": report}, not spread.failures)
 

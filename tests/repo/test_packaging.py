@@ -137,7 +137,7 @@ def test_wheel_holds_one_top_level_package(wheel):
 
 
 def test_wheel_finds_its_own_modules_only(wheel, tmp_path):
-    """Unpacked beside a package named `kernels` and somebody's pyproject.toml, it takes neither for ours."""
+    """Unpacked next to a package named `kernels` and somebody's pyproject.toml, it takes neither for ours."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "site" / "kernels").mkdir()
     (tmp_path / "site" / "kernels" / "__init__.py").write_text("")

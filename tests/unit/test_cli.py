@@ -3,6 +3,8 @@
 import contextlib
 import json
 import warnings
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")
 
+from rich.console import Console  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
-from fusedvit.cli import console, demo, kernel_checks, towers  # noqa: E402
+from fusedvit.cli import console, demo, demo_report, kernel_checks, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.cli.measure import Launches, gpu_launches, latency, operators, peak_mib, synchronisations  # noqa: E402
+from fusedvit.cli.measure import Latency, Launches, gpu_launches, latency, operators, peak_mib, synchronisations  # noqa: E402
+from fusedvit.cli.media import load  # noqa: E402
 from fusedvit.cli.towers import cast_parameters_, random_weights_  # noqa: E402
 
 RUNNER = CliRunner()
@@ -71,6 +75,35 @@ def test_demo_on_the_shipped_media(tmp_path: Path) -> None:
     assert [bad["error"] for bad in document["bad_inputs"]] == ["ValueError", "ValueError", "TypeError"]
     assert "passed" in result.output and "Traceback" not in result.output
     assert Image.open(tmp_path / "out" / "demo.png").size[0] > 1000
+
+
+def _on_a_gpu(found: demo_report.Demo) -> demo_report.Demo:
+    """The same findings as a GPU would give them: times, launches and memory, and no kernel checks."""
+    costs: dict[str, Any] = {
+        "latency_ms": {"original": Latency(3.0, 2.9, 5), "fused": Latency(1.5, 1.4, 5)},
+        "launches": {"original": Launches(700, 700), "fused": Launches(140, 1)},
+        "operators": None,
+        "peak_mib": {"original": 90.0, "fused": 40.0},
+    }
+    calls = [replace(call, **costs) for call in found.calls]
+    environment = found.environment | {"gpus": [{"name": "NVIDIA H200"}]}
+    return replace(found, environment=environment, calls=calls, fused_kernels=None, kernels=[])
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is shown without a GPU")
+def test_times_are_shown_on_a_gpu_alone(tmp_path: Path, photo: Path) -> None:
+    media = [load(photo)]
+    found = demo.collect(media, None, lambda text: None)
+    for where, findings in (("cpu", found), ("gpu", _on_a_gpu(found))):
+        demo_report.draw(findings, media, tmp_path / f"{where}.png")
+        out = StringIO()
+        demo_report.show(findings, Console(file=out, width=120))
+        shown = " ".join(out.getvalue().split())
+        assert ("3.00 → 1.50" in shown and "2.00x" in shown and "700 → 140" in shown) == (where == "gpu")
+        assert ("times are not compared" in shown) == (where == "cpu")
+        assert "Below 1 the fused tower is closer to the float64 reference" in shown
+        assert Image.open(tmp_path / f"{where}.png").size[0] > 1000
 
 
 @pytest.mark.usefixtures("quick")
