@@ -1,13 +1,11 @@
 """`python -m fusedvit.bench.attention`: attention alone at several widths of heads and layouts, against FA3 and cuDNN.
 
-Every output passes the tolerance rule before it is timed. A graph holds ten calls, so that its start counts little, and
-contenders run interleaved.
+Every output passes the tolerance rule before it is timed. A graph holds several calls, so that its start counts little,
+and contenders run interleaved.
 """
 
 import argparse
-import functools
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +14,8 @@ from typing import Any
 import torch
 
 from fusedvit.bench import baselines
-from fusedvit.bench.ops import SEQUENCES, SEQUENCES_ON_CPU, Case, attention_case
+from fusedvit.bench.ops import SEQUENCES, SEQUENCES_ON_CPU, attention_case, times_us
 from fusedvit.bench.report import passport
-from fusedvit.bench.timing import Contender, captured, interleaved
-from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.hopper.attention_configs import (
     ALL_FRAMES,
     LONG_FRAMES,
@@ -33,7 +29,6 @@ from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target, attention_config, budget
 
 HEADS, HEAD_DIMS = 16, (72, 80, 64)
-CALLS = 10  # of a graph
 PEERS = ("fa3", "cudnn")
 MORE = {  # a tile or a wave more or less than `SEQUENCES`; the last has long sequences and short ones
     "1 x 196": (196,),
@@ -87,29 +82,13 @@ def measure(
     rows = []
     for (head_dim, label, growth), named in zip(runs, configs, strict=True):
         case = attention_case(HEADS, head_dim, layouts[label], dtype, device, fa3, growth)
-        rows.append({"head_dim": head_dim, "layout": label, "growth": growth, **row_of(case, named, device)})
+        us, wrong = times_us(case, named, device)
+        peers = [us[name] for name in PEERS if name in us]
+        ratio = {"ratio": round(min(peers) / us["ours"], 3)} if peers and "ours" in us else {}
+        row = {"head_dim": head_dim, "layout": label, "growth": growth, "us": us, **ratio}
+        rows.append({**row, "config": str(named["ours"]), "wrong": wrong})
         print(json.dumps(rows[-1]), flush=True)
     return rows
-
-
-def row_of(case: Case, configs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Times of `configs` that are right, and of the peers."""
-    runs = {name: run for name, run in case.peers.items() if name in PEERS}
-    wrong = {name: reason for name, config in configs.items() if (reason := _why_wrong(case, config))}
-    runs |= {name: functools.partial(case.run, config) for name, config in configs.items() if name not in wrong}
-    contenders = [Contender(name, captured(run, CALLS, device), "gpu") for name, run in runs.items()]
-    times = interleaved(contenders, device, seconds=0.02)
-    us = {name: round(1e3 * statistics.median(values) / CALLS, 2) for name, values in times.items()}
-    peers = [us[name] for name in PEERS if name in us]
-    ratio = {"ratio": round(min(peers) / us["ours"], 3)} if peers and "ours" in us else {}
-    return {"us": us, **ratio, "config": str(configs["ours"]), "wrong": wrong}
-
-
-def _why_wrong(case: Case, config: Any) -> str:
-    try:
-        return case.check(config).reason
-    except BackendFailed as error:
-        return str(error)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -394,15 +394,19 @@ def compile_jobs(jobs: Sequence[Job], dtype: torch.dtype, device: torch.device) 
 def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
     target, case = Target.of(device), job.make()
     config = choose(job.task, dtype, target, tuning_table.table_for(target))
-    backend = backends.backend_of(config).name
     try:
-        verdict = case.check(config)
+        us, wrong = times_us(case, {"ours": config}, device)
     except backends.BackendFailed:  # noted at its first launch, so that `choose` now takes another backend
         return _row(job, dtype, device)
-    contenders = [Contender(n, captured(run, case.sets, device), "gpu") for n, run in case.peers.items()]
-    if verdict.passed:
-        contenders.append(Contender("ours", captured(functools.partial(case.run, config), case.sets, device), "gpu"))
+    ours, floor, backend = us.pop("ours", None), 1e3 * case.cost.floor_ms, backends.backend_of(config).name
+    return OperationRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, wrong.get("ours", ""))
+
+
+def times_us(case: Case, configs: Mapping[str, Any], device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
+    """Microseconds of the peers and of those of `configs` that are right, interleaved; why the others are not."""
+    wrong = {name: reason for name, config in configs.items() if (reason := case.check(config).reason)}
+    right = {name: functools.partial(case.run, config) for name, config in configs.items() if name not in wrong}
+    runs = {**case.peers, **right}
+    contenders = [Contender(name, captured(run, case.sets, device), "gpu") for name, run in runs.items()]
     times = interleaved(contenders, device, seconds=0.05)
-    us = {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}
-    ours, floor = us.pop("ours", None), 1e3 * case.cost.floor_ms
-    return OperationRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, verdict.reason)
+    return {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}, wrong

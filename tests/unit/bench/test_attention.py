@@ -2,6 +2,7 @@
 
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert document["passport"]["commit"] == "abc"
     (row,) = document["rows"]
     assert (row["head_dim"], row["layout"], row["wrong"]) == (72, "2 x 40", {})
-    assert set(row["us"]) == {"ours", "triton"} and all(us > 0 for us in row["us"].values())
+    assert set(row["us"]) == {"ours", "torch", "triton"} and all(us > 0 for us in row["us"].values())
 
 
 def test_two_lists_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +44,9 @@ def test_two_lists_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == [(11, 20), (5, 11)], "tiles of each list, in lists that could hold all of them"
 
 
-def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_output_is_not_timed() -> None:
     case = attention_case(2, 16, (130, 20), torch.float32, CPU, False, growth=9.0)
-    monkeypatch.setattr(attention, "_why_wrong", lambda case, config: "wrong" if config == "bad" else "")
-    row = attention.row_of(case, {"ours": "bad", "triton": AttentionConfig(64, 64, 4, 2)}, CPU)
-    assert row["wrong"] == {"ours": "wrong"} and set(row["us"]) == {"triton"}
+    good = case.check(AttentionConfig(64, 64, 4, 2))
+    case = replace(case, check=lambda config: replace(good, reason="wrong") if config == "bad" else good)
+    us, wrong = ops.times_us(case, {"ours": "bad", "triton": AttentionConfig(64, 64, 4, 2)}, CPU)
+    assert wrong == {"ours": "wrong"} and set(us) == {"torch", "triton"}
