@@ -1,7 +1,7 @@
 """`fuse` and `unfuse` on Hugging Face models: the one place of the core that knows their classes.
 
 A tower keeps its module, parameters and names; only its `__class__` becomes a subclass of its own class, under the
-same name, whose `forward` runs fused or hands over to the original.
+same name, whose `forward` runs fused or falls back to the original.
 """
 
 import functools

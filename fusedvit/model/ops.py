@@ -1,4 +1,4 @@
-"""The two tables of operations that the encoder can run on; each entry of one has a twin in the other."""
+"""The two tables of operations that the encoder can run on; each operation is in both."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from fusedvit.kernels import backends, fingerprint, load_inputs, metadata, norms
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference import linear as linear_ref
-from fusedvit.kernels.reference import load_inputs as admit_ref
+from fusedvit.kernels.reference import load_inputs as load_inputs_ref
 from fusedvit.kernels.reference import metadata as metadata_ref
 from fusedvit.kernels.reference import norms as gather_ref
 from fusedvit.kernels.reference import norms as head_norm_ref
 from fusedvit.kernels.reference import norms as layer_norm_ref
-from fusedvit.kernels.reference import store_outputs as hand_over_ref
+from fusedvit.kernels.reference import store_outputs as store_outputs_ref
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ TORCH = Ops(
     gather_ref.gather_rows,
     head_norm_ref.head_norm_rope,
     fingerprint_ref.fingerprint,
-    admit_ref.load_inputs,
-    hand_over_ref.store_outputs,
+    load_inputs_ref.load_inputs,
+    store_outputs_ref.store_outputs,
 )
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The table that runs on `device`: Triton on CUDA, the torch twins elsewhere."""
+    """The table that runs on `device`: Triton on CUDA, the torch references elsewhere."""
     return TRITON if device.type == "cuda" else TORCH

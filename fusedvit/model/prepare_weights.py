@@ -1,11 +1,11 @@
-"""A tower's weights as the kernels want them, made once from the original parameters.
+"""A tower's weights as the kernels want them, prepared once from the original parameters.
 
 LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta
 RMSNorm                         : W' = round(W * gamma)
 softmax in base 2               : q comes out scaled by `query_scale`, of its weights or of its norm's
 rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
 heads of k and v shared         : repeated, once for each head of q
-gated MLP                       : rows of gate and up in turns, so that the two factors meet in one tile
+gated MLP                       : rows of gate and up interleaved, so that the two factors meet in one tile
 convolution [N, C, m, m]        : [N, m m C], for tokens that lie side by side in merge-block order
 """
 
@@ -46,7 +46,7 @@ def prepare(
     """
     maker = _Maker(spec, source)
     with torch.no_grad():
-        made = EncoderWeights(
+        prepared = EncoderWeights(
             patch=maker.patch(names.patch),
             patch_norm=maker.norm(names.patch_norm) if names.patch_norm else None,
             position=source(f"{names.position}.weight").detach() if spec.position_side else None,
@@ -55,7 +55,7 @@ def prepare(
             deepstack=tuple(maker.folded_merger(names.deepstack, i) for i in range(len(spec.deepstack))),
             inv_freq=rope_frequencies(spec).to(source(f"{names.patch}.weight").device),
         )
-        return made if reuse is None else rewrite(reuse, made)
+        return prepared if reuse is None else rewrite(reuse, prepared)
 
 
 def rope_frequencies(spec: VisionSpec) -> torch.Tensor:
@@ -173,7 +173,7 @@ class _Maker:
 
 
 def _first(fc1: LinearWeights, gated: bool) -> LinearWeights:
-    """An MLP's first layer: gate and up in turns if it is gated, and rows of zeros until its channels fill 16 bytes.
+    """An MLP's first layer: gate and up interleaved if it is gated, and rows of zeros until its channels fill 16 bytes.
 
     They give channels of zeros, which `_second` multiplies by zeros.
     """

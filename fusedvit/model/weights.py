@@ -48,7 +48,7 @@ def lies_in_lines(weight: torch.Tensor, own: bool) -> bool:
 class LinearWeights:
     """`weight` `[N, K]`, `bias` `[N]` or None; `colsum` `[N]` fp32 where a LayerNorm was folded in.
 
-    Rows of a gated MLP's first layer are gate and up in turns.
+    Rows of a gated MLP's first layer are gate and up interleaved.
     """
 
     weight: torch.Tensor

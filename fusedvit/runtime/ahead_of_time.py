@@ -120,15 +120,15 @@ def recorded(spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: in
 def _launches_around_encoder() -> list[Launch]:
     """What a call launches around the encoder: the fingerprint of the weights, its input taken over, its outputs."""
     words = torch.empty(1, dtype=torch.int64, device="meta")
-    watched = FingerprintSources((), words, words)
+    sources = FingerprintSources((), words, words)
     table = torch.empty(64, 3, dtype=torch.int32, device="meta")
     grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in GRID_DTYPES]
     pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in PIXEL_DTYPES]
 
     def launches() -> None:
-        TRITON.fingerprint(watched, words.int())
+        TRITON.fingerprint(sources, words.int())
         for grid in grids:
-            TRITON.fingerprint(watched, words.int(), grid, grid.long())
+            TRITON.fingerprint(sources, words.int(), grid, grid.long())
             TRITON.load_inputs(grid, 4, 256, 2, table)
             for given, kept in itertools.product(pixels, pixels):
                 TRITON.load_inputs(grid, 4, 256, 2, table, given, kept)

@@ -61,7 +61,7 @@ class ReadBack(NamedTuple):
     """What a call has learned from the device.
 
     Attributes:
-        unchanged: the parameters held, when the call began, what the prepared weights were made from.
+        unchanged: the parameters held, when the call began, what the weights were prepared from.
         rows: (t, h, w) of each item of its grid; empty where the grid was on the host.
     """
 

@@ -23,13 +23,13 @@ from tests.support.towers import (
     assert_bitwise,
     assert_different,
     assert_rule,
+    copy_of,
     outputs_of,
     prompt,
     ran_fused,
     ran_original,
     random_grid,
     tiny_model,
-    twin,
     vision_tower,
     without_tf32,
 )
@@ -61,7 +61,7 @@ def fp32_in_earnest() -> Iterator[None]:
 def weights_of(width: str, massive: bool = False) -> Any:
     """An fp32 tower of 4 blocks on the CPU: the master that the tests copy."""
     if massive:
-        tower = twin(weights_of(width))
+        tower = copy_of(weights_of(width))
         for channel, value in MASSIVE.items():
             tower.patch_embed.proj.bias[channel] = value
         return tower
@@ -69,7 +69,7 @@ def weights_of(width: str, massive: bool = False) -> Any:
 
 
 def tower_on_gpu(width: str = "8B", dtype: torch.dtype = torch.bfloat16, massive: bool = False) -> Any:
-    return twin(weights_of(width, massive), dtype).cuda()
+    return copy_of(weights_of(width, massive), dtype).cuda()
 
 
 def empty_tower(depth: int, deepstack: list[int]) -> Any:
@@ -95,8 +95,8 @@ def test_tolerance_rule(
 ) -> None:
     """Against the same rounded weights in a wider type, over random grids: no further off than Hugging Face."""
     tower = tower_on_gpu(width, dtype, massive)
-    wide = twin(tower, torch.float64 if dtype == torch.float32 else torch.float32)
-    original = twin(tower)
+    wide = copy_of(tower, torch.float64 if dtype == torch.float32 else torch.float32)
+    original = copy_of(tower)
     handle = fusedvit.fuse(tower, STRICT)
     verdicts: list[Comparison] = []
     failures: list[str] = []
@@ -119,7 +119,7 @@ def test_tolerance_rule(
 def test_smallest_and_odd_grids() -> None:
     """One merged token, one row, one column, frames of one token, many items."""
     tower = tower_on_gpu(dtype=torch.float32)
-    wide, original = twin(tower, torch.float64), twin(tower)
+    wide, original = copy_of(tower, torch.float64), copy_of(tower)
     fusedvit.fuse(tower, STRICT)
     grids: list[Grid] = [[(1, 2, 2)], [(1, 2, 64)], [(1, 64, 2)], [(9, 2, 2)], [(1, 2, 2)] * 40, [(1, 4, 6), (0, 2, 2)]]
     for grid in grids:
@@ -296,7 +296,7 @@ def test_inputs_from_elsewhere() -> None:
     shifted = torch.cat([pixels.new_zeros(3), pixels.flatten()])[3:].view(pixels.shape)
     wider = torch.cat([pixels, pixels[:, :1]], dim=1)[:, :-1]
     every_second = pixels.repeat_interleave(2, dim=1)[:, ::2]
-    forms: list[tuple[Any, Any]] = [
+    variants: list[tuple[Any, Any]] = [
         (pixels.cpu(), grid),
         (pixels, grid.cpu()),
         (pixels.cpu(), grid.tolist()),
@@ -310,7 +310,7 @@ def test_inputs_from_elsewhere() -> None:
         (pixels.repeat_interleave(2, dim=0)[::2], grid),
     ]
     with torch.no_grad():
-        for p, g in forms:
+        for p, g in variants:
             assert_bitwise(outputs_of(tower(p, grid_thw=g)), expected)
 
 
@@ -338,7 +338,7 @@ def test_writes_through_data_are_noticed(grid_device: str) -> None:
     ours = call.run(tower)
     assert_different(ours, before)
     assert handle.stats()["refreshes"] == 2
-    fresh = fusedvit.unfuse(twin(tower))
+    fresh = fusedvit.unfuse(copy_of(tower))
     fusedvit.fuse(fresh, STRICT)
     assert_bitwise(call.run(fresh), ours)
 

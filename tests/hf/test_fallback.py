@@ -17,13 +17,13 @@ from tests.support.towers import (
     Call,
     assert_bitwise,
     assert_same,
+    copy_of,
     outputs_of,
     prompt,
     ran_fused,
     ran_original,
     tiny_model,
     tiny_tower,
-    twin,
 )
 
 Tower = Any
@@ -180,7 +180,7 @@ def parameter_subclass(tower: Tower) -> None:
     linear.weight = Mine(linear.weight.detach(), requires_grad=False)
 
 
-def transposed_in_memory(tower: Tower) -> None:
+def columns_first_in_memory(tower: Tower) -> None:
     linear = tower.blocks[0].attn.proj
     linear.weight.data = linear.weight.detach().t().contiguous().t()
 
@@ -238,7 +238,7 @@ ODD_TOWERS = [
     fewer_blocks,
     blocks_swapped_for_one,
     tied_weights,
-    transposed_in_memory,
+    columns_first_in_memory,
     another_deepstack,
     position_table_of_another_size,
 ]
@@ -393,7 +393,7 @@ def test_hooks_on_the_tower_itself_are_compatible() -> None:
 
 def test_hidden_states_are_hugging_faces() -> None:
     tower = tiny_tower()
-    original = twin(tower)
+    original = copy_of(tower)
     fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["mix"])
     with torch.no_grad():
@@ -406,7 +406,7 @@ def test_hidden_states_are_hugging_faces() -> None:
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
 def test_options_of_the_config(name: str) -> None:
     tower = tiny_tower()
-    original = twin(tower)
+    original = copy_of(tower)
     for module in (tower, original):
         module.set_attn_implementation("eager")
         setattr(module.config, name, True)
@@ -429,7 +429,7 @@ def test_flags_that_are_off_or_empty_are_harmless() -> None:
 def test_precomputed_metadata_through_the_model() -> None:
     model = tiny_model()
     inputs = prompt(model.model.visual, GRIDS["images"])
-    original = twin(model)
+    original = copy_of(model)
     handle = fusedvit.fuse(model)
     made = _precompute(model.model.visual, Call(inputs["pixel_values"], inputs["image_grid_thw"]))
     arguments = {f"image_{name}": made[name] for name in ("cu_seqlens", "position_ids")}
@@ -444,7 +444,7 @@ def test_precomputed_metadata_through_the_model() -> None:
 
 def test_autocast() -> None:
     tower = tiny_tower()
-    original = twin(tower)
+    original = copy_of(tower)
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["mix"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -463,7 +463,7 @@ def test_gradients_in_strict_mode() -> None:
 def test_several_dtypes() -> None:
     tower = tiny_tower().half()
     tower.pos_embed.float()
-    original = twin(tower)
+    original = copy_of(tower)
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["mix"])
     assert_bitwise(call.run(tower), call.run(original))
@@ -474,7 +474,7 @@ def test_several_dtypes() -> None:
 def test_meta_parameters(pixels: str) -> None:
     """Without offloading hooks Hugging Face cannot run them either: its own error comes through."""
     tower = tiny_tower()
-    original = twin(tower).to("meta")
+    original = copy_of(tower).to("meta")
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["smallest"])
     call.run(tower)
@@ -514,7 +514,7 @@ def test_several_devices() -> None:
 
 def test_compiling() -> None:
     tower = tiny_tower()
-    original = twin(tower)
+    original = copy_of(tower)
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["images"])
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import fusedvit
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.model.param_names import parameter_shapes
 from tests.support.families import INSTALLED, TINY, class_of, family_tower
-from tests.support.towers import GRIDS, Call, Grid, assert_rule, assert_same, ran_fused, twin
+from tests.support.towers import GRIDS, Call, Grid, assert_rule, assert_same, copy_of, ran_fused
 
 STRICT = fusedvit.FuseConfig(strict=True)
 CLASSES = [name for family in FAMILIES for name in family.class_names]
@@ -49,7 +49,7 @@ def taken_by(name: str, grid: Grid) -> Grid:
 def test_every_output(name: str, grid: Grid) -> None:
     tower = family_tower(name)
     call = Call.of(tower, taken_by(name, grid))
-    original = twin(tower)
+    original = copy_of(tower)
     expected = call.run(original)
     handle = fusedvit.fuse(tower, STRICT)
     assert_same(call.run(tower), expected)
@@ -63,10 +63,10 @@ def test_every_output(name: str, grid: Grid) -> None:
 @by_class
 def test_tolerance_rule(name: str, dtype: torch.dtype) -> None:
     """Against fp64: no further from it than Hugging Face in the same dtype. Images, a video, odd grids."""
-    tower = twin(family_tower(name), dtype)
+    tower = copy_of(family_tower(name), dtype)
     call = Call.of(tower, taken_by(name, [(1, 10, 12), (1, 4, 18), (1, 8, 8), (3, 6, 10)]))
-    pt = call.run(twin(tower))
-    ref = Call(call.pixels.double(), call.grid).run(twin(tower, torch.float64))
+    pt = call.run(copy_of(tower))
+    ref = Call(call.pixels.double(), call.grid).run(copy_of(tower, torch.float64))
     fusedvit.fuse(tower, STRICT)
     ours = call.run(tower)
     assert_rule(ours, ref, pt)
@@ -98,7 +98,7 @@ def test_weights_change(name: str) -> None:
     for i, parameter in enumerate(tower.parameters()):
         with torch.no_grad():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)))
-    expected = call.run(fusedvit.unfuse(twin(tower)))
+    expected = call.run(fusedvit.unfuse(copy_of(tower)))
     ours = call.run(tower)
     assert_same(ours, expected)
     assert not ours["last_hidden_state"].equal(before["last_hidden_state"])

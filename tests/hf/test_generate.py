@@ -11,12 +11,12 @@ from tests.support.towers import (
     Grid,
     assert_bitwise,
     batch_of,
+    copy_of,
     error_of,
     outputs_of,
     prompt,
     ran_fused,
     tiny_model,
-    twin,
 )
 
 IMAGES: Grid = [(1, 4, 6), (1, 6, 4)]
@@ -101,7 +101,7 @@ def test_both_calls_of_a_forward_own_their_answers() -> None:
 
 def test_image_features_are_split_by_item() -> None:
     model = tiny_model()
-    other = twin(model)
+    other = copy_of(model)
     fusedvit.fuse(model)
     inputs = prompt(model.model.visual, IMAGES)
     with torch.no_grad():

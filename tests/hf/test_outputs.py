@@ -18,13 +18,13 @@ from tests.support.towers import (
     assert_bitwise,
     assert_rule,
     assert_same,
+    copy_of,
     outputs_of,
     patches_of,
     pixels_for,
     ran_fused,
     ran_original,
     tiny_tower,
-    twin,
     vision_tower,
 )
 
@@ -36,7 +36,7 @@ STRICT = fusedvit.FuseConfig(strict=True)
 def test_every_output(kind: str, grid: list[tuple[int, int, int]]) -> None:
     tower = tiny_tower(kind)
     call = Call.of(tower, grid)
-    expected = call.run(twin(tower))
+    expected = call.run(copy_of(tower))
     handle = fusedvit.fuse(tower, STRICT)
     assert_same(call.run(tower), expected)
     ran_fused(handle, calls=1)
@@ -47,10 +47,10 @@ def test_every_output(kind: str, grid: list[tuple[int, int, int]]) -> None:
 def test_tolerance_rule(dtype: torch.dtype, grid: list[tuple[int, int, int]]) -> None:
     """Against fp64: no further from it than Hugging Face's own answer in the same dtype."""
     original = tiny_tower()
-    tower = twin(original, dtype)
+    tower = copy_of(original, dtype)
     call = Call.of(tower, grid)
-    pt = call.run(twin(tower))
-    ref = Call(call.pixels.double(), call.grid).run(twin(tower, torch.float64))
+    pt = call.run(copy_of(tower))
+    ref = Call(call.pixels.double(), call.grid).run(copy_of(tower, torch.float64))
     fusedvit.fuse(tower, STRICT)
     ours = call.run(tower)
     assert_rule(ours, ref, pt)
@@ -60,7 +60,7 @@ def test_tolerance_rule(dtype: torch.dtype, grid: list[tuple[int, int, int]]) ->
 def test_head_sizes(size: int) -> None:
     tower = vision_tower(hidden_size=2 * size, depth=2, deepstack_visual_indexes=[1])
     call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(twin(tower))
+    expected = call.run(copy_of(tower))
     fusedvit.fuse(tower, STRICT)
     assert_same(call.run(tower), expected)
 
@@ -82,7 +82,7 @@ def test_head_sizes(size: int) -> None:
 def test_other_numbers(vision: dict[str, Any]) -> None:
     tower = vision_tower(**vision)
     call = Call.of(tower, [(1, 4, 8), (2, 8, 4)])
-    expected = call.run(twin(tower))
+    expected = call.run(copy_of(tower))
     fusedvit.fuse(tower, STRICT)
     assert_same(call.run(tower), expected)
 
@@ -114,7 +114,7 @@ def test_record_is_hugging_faces(kind: str) -> None:
 def test_return_dict(kind: str) -> None:
     tower = tiny_tower(kind)
     call = Call.of(tower, GRIDS["images"])
-    original = twin(tower)
+    original = copy_of(tower)
     fusedvit.fuse(tower, STRICT)
     with torch.no_grad():
         for value in (False, True, None):
@@ -149,7 +149,7 @@ def test_by_position_and_by_name() -> None:
 
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-BACKENDS: dict[str, Callable[[torch.Tensor], Any]] = {
+GRID_VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
     **{str(dtype): lambda grid, dtype=dtype: grid.to(dtype) for dtype in INTEGERS},
     "list of lists": torch.Tensor.tolist,
     "list of tuples": lambda grid: [tuple(row) for row in grid.tolist()],
@@ -159,20 +159,20 @@ BACKENDS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", BACKENDS.values(), ids=BACKENDS)
-def test_forms_of_grid(form: Callable[[torch.Tensor], Any]) -> None:
+@pytest.mark.parametrize("variant", GRID_VARIANTS.values(), ids=GRID_VARIANTS)
+def test_grid_variants(variant: Callable[[torch.Tensor], Any]) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
     fusedvit.fuse(tower, STRICT)
     expected = call.run(tower)
     with torch.no_grad():
-        assert_bitwise(outputs_of(tower(call.pixels, grid_thw=form(call.grid))), expected)
+        assert_bitwise(outputs_of(tower(call.pixels, grid_thw=variant(call.grid))), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_pixels_of_another_dtype_are_cast(dtype: torch.dtype) -> None:
     tower = tiny_tower()
-    original = twin(tower)
+    original = copy_of(tower)
     fusedvit.fuse(tower, STRICT)
     call = Call(pixels_for(tower, GRIDS["mix"], dtype=dtype), torch.tensor(GRIDS["mix"]))
     assert_same(call.run(tower), call.run(original))
@@ -209,7 +209,7 @@ LAYOUTS = [_every_second_row, _columns_first, _offset_by_one, _odd_pitch, _every
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
 def test_pixels_of_another_layout(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tower = tiny_tower()
-    original = twin(tower)
+    original = copy_of(tower)
     fusedvit.fuse(tower, STRICT)
     pixels, grid = pixels_for(tower, GRIDS["mix"]), torch.tensor(GRIDS["mix"])
     laid = layout(pixels)
@@ -246,7 +246,7 @@ def test_empty_batch(kind: str) -> None:
 
 def test_item_without_frames() -> None:
     tower = tiny_tower()
-    original = twin(tower)
+    original = copy_of(tower)
     fusedvit.fuse(tower, STRICT)
     with_none = Call.of(tower, [(1, 4, 6), (0, 4, 4), (2, 2, 4)])
     assert_same(with_none.run(tower), with_none.run(original))
@@ -326,7 +326,7 @@ def test_threads() -> None:
     """Calls from several threads at once, the weights not yet prepared."""
     tower = tiny_tower()
     calls = [Call.of(tower, grid, seed=i) for i, grid in enumerate(GRIDS.values())]
-    other = twin(tower)
+    other = copy_of(tower)
     fusedvit.fuse(other, STRICT)
     expected = [call.run(other) for call in calls]
     interval = sys.getswitchinterval()
@@ -334,7 +334,7 @@ def test_threads() -> None:
     try:
         with ThreadPoolExecutor(4) as pool:
             for _ in range(10):
-                fresh = fusedvit.unfuse(twin(tower))
+                fresh = fusedvit.unfuse(copy_of(tower))
                 handle = fusedvit.fuse(fresh, STRICT)
                 got = list(pool.map(lambda call, fresh=fresh: call.run(fresh), calls * 2))
                 for i, answer in enumerate(got):

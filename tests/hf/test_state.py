@@ -22,13 +22,13 @@ from tests.support.towers import (
     assert_bitwise,
     assert_different,
     assert_same,
+    copy_of,
     error_of,
     prompt,
     ran_fused,
     ran_original,
     tiny_model,
     tiny_tower,
-    twin,
 )
 
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -199,7 +199,7 @@ def test_state_dict_is_the_same(kind: str) -> None:
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(after[name].equal(t) and after[name].data_ptr() == p for name, (p, t) in before.items())
-    assert [name for name, _ in model.named_parameters()] == [n for n, _ in twin(model).named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [n for n, _ in copy_of(model).named_parameters()]
 
 
 def test_strict_load_both_ways() -> None:
@@ -265,7 +265,7 @@ def test_linear_patch_embedding() -> None:
 
 def test_bfloat16_checkpoint(tmp_path: Path) -> None:
     model = tiny_model()
-    twin(model, torch.bfloat16).save_pretrained(tmp_path)
+    copy_of(model, torch.bfloat16).save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     call = Call.of(loaded.model.visual, GRIDS["mix"])
     expected = call.run(loaded.model.visual)
@@ -509,7 +509,7 @@ def _lora(model: Any, targets: str) -> Any:
 
 def test_lora_on_the_language_model_keeps_the_tower_fused() -> None:
     model = tiny_model()
-    other = twin(model)
+    other = copy_of(model)
     handle = fusedvit.fuse(model, STRICT)
     inputs = prompt(model.model.visual, GRIDS["images"])
     losses, gradients = [], []
@@ -556,7 +556,7 @@ def _step(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_training_is_hugging_faces(checkpointing: bool) -> None:
     model = tiny_model()
-    other = twin(model)
+    other = copy_of(model)
     handle = fusedvit.fuse(model)
     inputs = prompt(model.model.visual, GRIDS["images"])
     for m in (model, other):
@@ -572,7 +572,7 @@ def test_training_is_hugging_faces(checkpointing: bool) -> None:
 
 def test_pixels_that_want_gradients() -> None:
     tower = tiny_tower()
-    other = twin(tower)
+    other = copy_of(tower)
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["images"])
     gradients = []
@@ -600,7 +600,7 @@ MODES: dict[str, Callable[[], Any]] = {
 def test_one_mode_after_another(first: str, second: str, frozen: bool) -> None:
     """What one mode prepared serves the next; a call that needs gradients takes the original code and has them."""
     tower = tiny_tower().requires_grad_(not frozen)
-    other = twin(tower)
+    other = copy_of(tower)
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["images"])
     for mode in (first, second):
@@ -631,7 +631,7 @@ def test_weights_change_between_modes() -> None:
     for mode in MODES.values():
         with mode():
             ours = tower(call.pixels, grid_thw=call.grid).pooler_output.clone()
-            original = fusedvit.unfuse(twin(tower))
+            original = fusedvit.unfuse(copy_of(tower))
             ref = original(call.pixels, grid_thw=call.grid).pooler_output
             torch.testing.assert_close(ours, ref, rtol=1e-4, atol=1e-5)
     assert handle.stats()["refreshes"] == 2

@@ -16,10 +16,10 @@ from tests.support.towers import (
     assert_bitwise,
     assert_different,
     assert_same,
+    copy_of,
     ran_fused,
     tiny_model,
     tiny_tower,
-    twin,
 )
 
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -173,7 +173,7 @@ def test_same_bits_as_a_tower_fused_afterwards(change: Callable[[Any], None]) ->
 
 
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
-def test_every_single_parameter_is_watched(write: str) -> None:
+def test_every_single_parameter_is_checked(write: str) -> None:
     tower = tiny_tower()
     handle = fusedvit.fuse(tower, STRICT)
     call = Call.of(tower, GRIDS["images"])
@@ -219,7 +219,7 @@ def test_writes_through_data_of_weights_that_came_in_bfloat16(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_small_writes_through_data(dtype: torch.dtype) -> None:
     """One step of a slow optimiser: every value changes, none by much."""
-    tower = twin(tiny_tower(), dtype)
+    tower = copy_of(tiny_tower(), dtype)
     handle = fusedvit.fuse(tower, STRICT)
     call = Call.of(tower, GRIDS["images"])
     call.run(tower)

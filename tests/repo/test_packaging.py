@@ -55,7 +55,7 @@ def wheel(copied_sources, tmp_path_factory) -> Path:
     return built
 
 
-def test_folders_beside_the_package_are_no_packages():
+def test_folders_outside_the_package_are_no_packages():
     assert [str(path) for name in SOURCES[1:] for path in (ROOT / name).rglob("__init__.py")] == []
 
 

@@ -1,7 +1,7 @@
 """`python -m tests.support.emulated_tower --tower hd72`: a small tower as an H200 runs it, in bf16, on the emulator.
 
 A process without Triton's interpreter. The plan is an H200's for the budget, every launch is compiled for sm_90 and
-emulated: metadata and rotary words, patch embedding, blocks, mergers. Against Hugging Face's module by the rule, then
+emulated: metadata and packed cos/sin, patch embedding, blocks, mergers. Against Hugging Face's module by the rule, then
 in buffers that exceed their content, all else NaN: the same bits.
 """
 
@@ -16,7 +16,7 @@ from fusedvit.model.plan import EncoderPlan, plan_for
 from tests.emulator.launches import emulated
 from tests.support.encoding import Encoder, hugging_face
 from tests.support.families import family_tower
-from tests.support.towers import Grid, assert_bitwise, assert_rule, patches_of, pixels_for, twin
+from tests.support.towers import Grid, assert_bitwise, assert_rule, copy_of, patches_of, pixels_for
 
 GRID: Grid = [(1, 8, 12), (2, 4, 4), (1, 2, 2)]
 IMAGES: Grid = [(1, 8, 12), (1, 8, 4), (1, 2, 2)]  # as many patches; GLM-4V is handed videos frame by frame
@@ -45,12 +45,14 @@ def check(name: str) -> dict[str, str]:
     """What the plan chose."""
     kind, numbers = TOWERS[name]
     grid = IMAGES if kind == "Glm4vVisionModel" else GRID
-    tower = twin(family_tower(kind, **numbers), torch.bfloat16)
+    tower = copy_of(family_tower(kind, **numbers), torch.bfloat16)
     pixels = pixels_for(tower, grid).bfloat16()
     encoder = OnHopper(tower, ops.TRITON)
     with emulated(seed=0):
         ours = encoder.answer(grid, pixels)
-    assert_rule(ours, hugging_face(twin(tower, torch.float32), grid, pixels.float()), hugging_face(tower, grid, pixels))
+    assert_rule(
+        ours, hugging_face(copy_of(tower, torch.float32), grid, pixels.float()), hugging_face(tower, grid, pixels)
+    )
     tokens = patches_of(grid)
     roomy = encoder.buffers(grid, spare=(budget(tokens) - tokens, 3, 5, 7), poisoned=True)
     with emulated(seed=1, promptness=0.05):

@@ -80,7 +80,7 @@ class Encoder:
 
 
 def every_buffer() -> EncoderBuffers:
-    """All that a tower of any family may have: windows, split products, rotary words, mergers beside the blocks."""
+    """All that a tower of any family may have: windows, split products, packed cos/sin, overlapped mergers."""
     spec, cpu = replace(QWEN3_VL_8B, window=4), torch.device("cpu")
     made = allocate(spec, Capacity(16, 2, 3, 4, 5, 6, 7), torch.float16, cpu, overlap=(2, 16))
     return replace(made, scratch=Scratch.zeros(8, 8, cpu))

@@ -112,7 +112,7 @@ def vision_tower(seed: int = 0, **vision: Any) -> Any:
     return tower
 
 
-def twin(module: nn.Module, dtype: torch.dtype | None = None) -> Any:
+def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """An independent copy; with `dtype`, its parameters cast as loading a checkpoint in that dtype would."""
     other = copy.deepcopy(module)
     if dtype is not None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fusedvit.kernels.metadata import Metadata
-from fusedvit.model.buffers import Apart
+from fusedvit.model.buffers import OverlapBuffers
 from tests.support.encoding import every_buffer
 
 
@@ -11,10 +11,12 @@ def test_every_tensor_is_named_and_counted() -> None:
     made = every_buffer()
     found = made.tensors()
     names = {"pixels", "grid", "hidden", "wide", "context", "stats", "merged"}
-    names |= {f"meta.{name}" for name in Metadata.__annotations__} | {f"apart.{name}" for name in Apart.__annotations__}
+    names |= {f"meta.{name}" for name in Metadata.__annotations__} | {
+        f"overlap.{name}" for name in OverlapBuffers.__annotations__
+    }
     assert found.keys() == names | {"scratch.sums", "scratch.counters"}
-    assert made.apart is not None and found["apart.inner"] is made.apart.inner and found["grid"] is made.grid
+    assert made.overlap is not None and found["overlap.inner"] is made.overlap.inner and found["grid"] is made.grid
     assert made.held_bytes() == sum(t.nbytes for t in found.values())
-    without = replace(made, apart=None)
-    assert without.tensors().keys() == {name for name in found if not name.startswith("apart.")}
-    assert made.held_bytes() - without.held_bytes() == sum(t.nbytes for t in vars(made.apart).values())
+    without = replace(made, overlap=None)
+    assert without.tensors().keys() == {name for name in found if not name.startswith("overlap.")}
+    assert made.held_bytes() - without.held_bytes() == sum(t.nbytes for t in vars(made.overlap).values())

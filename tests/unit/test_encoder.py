@@ -15,10 +15,10 @@ from tests.support.towers import (
     assert_bitwise,
     assert_rule,
     assert_same,
+    copy_of,
     patches_of,
     pixels_for,
     tiny_tower,
-    twin,
     vision_tower,
     without_tf32,
 )
@@ -34,18 +34,18 @@ def fp32_in_earnest() -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_table_in_fp64(kind: str, grid: Grid) -> None:
     """Errors of fp64 would be 1e-15; Hugging Face turns q and k in fp32 whatever the dtype, hence 1e-6."""
-    tower = twin(tiny_tower(kind), torch.float64)
+    tower = copy_of(tiny_tower(kind), torch.float64)
     pixels = pixels_for(tower, grid, dtype=torch.float64)
     assert_same(Encoder(tower, ops.TORCH).answer(grid, pixels), hugging_face(tower, grid, pixels), limit=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_torch_table_by_the_tolerance_rule(dtype: torch.dtype) -> None:
-    tower = twin(tiny_tower(), dtype)
+    tower = copy_of(tiny_tower(), dtype)
     grid = GRIDS["mix"]
     pixels = pixels_for(tower, grid).to(dtype)
     ours, pt = Encoder(tower, ops.TORCH).answer(grid, pixels), hugging_face(tower, grid, pixels)
-    ref = hugging_face(twin(tower, torch.float64), grid, pixels)
+    ref = hugging_face(copy_of(tower, torch.float64), grid, pixels)
     assert_rule(ours, ref, pt)
 
 
@@ -69,11 +69,11 @@ def test_triton_table_in_fp32(size: dict[str, Any], device: torch.device) -> Non
 
 @pytest.mark.parametrize("size", [SIZES["head of 72"]], ids=["head of 72"])
 def test_triton_table_in_fp16(size: dict[str, Any], device: torch.device) -> None:
-    tower = twin(vision_tower(**size), torch.float16).to(device)
+    tower = copy_of(vision_tower(**size), torch.float16).to(device)
     pixels = pixels_for(tower, INTERPRETED).half()
     encoder = Encoder(tower, ops.TRITON)
     ours, pt = encoder.answer(INTERPRETED, pixels), hugging_face(tower, INTERPRETED, pixels)
-    ref = hugging_face(twin(tower, torch.float32), INTERPRETED, pixels)
+    ref = hugging_face(copy_of(tower, torch.float32), INTERPRETED, pixels)
     assert_rule(ours, ref, pt)
     assert_bitwise(encoder.answer(INTERPRETED, pixels), ours)  # run to run the same bits
 
@@ -122,7 +122,7 @@ def test_a_channel_hundreds_of_times_the_rest(device: torch.device) -> None:
             tower.patch_embed.proj.bias[5] += 500.0
             tower.patch_embed.proj.bias[40] -= 300.0
         pixels = pixels_for(tower, INTERPRETED)
-        ref = hugging_face(twin(tower, torch.float64), INTERPRETED, pixels)
+        ref = hugging_face(copy_of(tower, torch.float64), INTERPRETED, pixels)
         pt = hugging_face(tower, INTERPRETED, pixels)
         ours = Encoder(tower, table).answer(INTERPRETED, pixels)
         assert_rule(ours, ref, pt, table.name)

@@ -12,7 +12,7 @@ from fusedvit.model.items import Item
 from tests.kernels.metadata_cases import frames_of, tiles_of, windows_of
 from tests.support.encoding import Encoder, hugging_face
 from tests.support.families import INSTALLED, family_tower
-from tests.support.towers import Grid, assert_bitwise, assert_rule, assert_same, patches_of, pixels_for, twin
+from tests.support.towers import Grid, assert_bitwise, assert_rule, assert_same, copy_of, patches_of, pixels_for
 
 # One class per shape of encoder; the other classes differ in parameter names.
 SHAPES = [
@@ -42,10 +42,10 @@ def test_triton_table_in_fp32(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith(("Qwen2_5", "Glm5"))])
 def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
-    tower = twin(family_tower(name, depth=2), torch.float16).to(device)
+    tower = copy_of(family_tower(name, depth=2), torch.float16).to(device)
     pixels = pixels_for(tower, GRID).half()
     ours, pt = Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels)
-    ref = hugging_face(twin(tower, torch.float32), GRID, pixels)
+    ref = hugging_face(copy_of(tower, torch.float32), GRID, pixels)
     assert_rule(ours, ref, pt)
 
 

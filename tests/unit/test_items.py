@@ -242,15 +242,15 @@ def test_messages_never_echo_content(fused: Any) -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     grid=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(1, 3)), max_size=4),
-    form=st.sampled_from([*INTEGERS, list]),
+    kind=st.sampled_from([*INTEGERS, list]),
     dtype=st.sampled_from(FLOATS),
     column_stride=st.integers(1, 2),
 )
-def test_every_good_input_is_answered(fused: Any, grid: Any, form: Any, dtype: Any, column_stride: int) -> None:
+def test_every_good_input_is_answered(fused: Any, grid: Any, kind: Any, dtype: Any, column_stride: int) -> None:
     rows = [(t, 2 * h, 2 * w) for t, h, w in grid]
     pixels = pixels_for(fused, rows, dtype=dtype)
     pixels = pixels.repeat_interleave(column_stride, dim=1)[:, ::column_stride]
-    table = rows if form is list else torch.tensor(rows, dtype=form).reshape(-1, 3)
+    table = rows if kind is list else torch.tensor(rows, dtype=kind).reshape(-1, 3)
     with torch.no_grad():
         answer = fused(pixels, grid_thw=table)
     assert answer.pooler_output.shape == (patches_of(rows) // 4, 40)

@@ -48,7 +48,7 @@ def test_other_layouts_of_the_same_totals_and_new_totals(case: Case) -> None:
     assert case[2].manager.stats.mispredictions == 0
 
 
-def test_a_video_over_the_frame_budget_is_mispredicted(case: Case) -> None:
+def test_a_video_over_the_frame_budget_is_a_misprediction(case: Case) -> None:
     """Nine frames are over the limit of eight: as many tokens as an image that goes whole."""
     case[2].manager.warmup(only=[16, 4])
     video, image = [(9, 2, 2)], [(1, 2, 18)]
@@ -59,7 +59,7 @@ def test_a_video_over_the_frame_budget_is_mispredicted(case: Case) -> None:
     assert not case[2].encoder.buffers(4).grid.any() or right(case, video)
 
 
-def test_items_without_frames_are_mispredicted_and_right(case: Case) -> None:
+def test_items_without_frames_are_mispredictions_and_right(case: Case) -> None:
     case[2].manager.warmup(only=[16])
     for grid in ([(0, 4, 4), *GRID], [(0, 2**40, 2), *GRID]):
         assert right(case, grid)
@@ -149,16 +149,16 @@ def test_a_grid_on_the_host_is_run_before_the_weights_are_read(case: Case) -> No
     assert close([out.pooler_output], eager(handle, pixels, GRID)[1:2])
 
 
-@pytest.mark.parametrize("watch", [True, False])
-def test_nothing_is_read_where_nothing_is_checked(case: Case, watch: bool) -> None:
+@pytest.mark.parametrize("checked", [True, False])
+def test_nothing_is_read_where_nothing_is_checked(case: Case, checked: bool) -> None:
     tower, handle, _ = case
-    handle.config = FuseConfig(strict=True, watch_data=watch)
+    handle.config = FuseConfig(strict=True, watch_data=checked)
     with (
         mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False),
         mock.patch.object(handle.weights, "mark", wraps=handle.weights.mark) as mark,
     ):
         tower(Call.of(tower, GRID).pixels, grid_thw=GRID)
-    assert mark.call_count == watch
+    assert mark.call_count == checked
 
 
 @pytest.mark.parametrize("grid", [*BAD.values(), [(1, 4)], [(1, 4, 6.0)], "a grid", None], ids=str)

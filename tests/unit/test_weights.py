@@ -18,7 +18,7 @@ from fusedvit.model import prepare_weights
 from fusedvit.model.prepare_weights import _Maker, _rows, prepare, query_factor, rope_frequencies, rotary_rows
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import ALIGNMENT, BOX_ROWS, EncoderWeights, LinearWeights, row_pitch
-from tests.support.towers import bits, tiny_tower, twin
+from tests.support.towers import bits, copy_of, tiny_tower
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -218,7 +218,7 @@ def test_nothing_wants_gradients() -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("inner", [70, 71, 72])
 def test_rows_start_at_multiples_of_16_bytes(inner: int, dtype: torch.dtype) -> None:
-    tower = twin(tiny_tower(intermediate_size=inner, out_hidden_size=33), dtype)
+    tower = copy_of(tiny_tower(intermediate_size=inner, out_hidden_size=33), dtype)
     for linear in linears_of(prepared(tower)):
         if linear.weight.ndim == 2:
             assert linear.weight.stride(1) == 1
@@ -245,7 +245,7 @@ def test_misaligned_parameters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_refresh_rewrites_in_place(dtype: torch.dtype) -> None:
     """Captured graphs hold pointers: what we made stays where it is, and holds the new values."""
-    tower = twin(tiny_tower(), dtype)
+    tower = copy_of(tiny_tower(), dtype)
     old = prepared(tower)
     pointers = {path: t.data_ptr() for path, t in tensors_of(old)}
     before = {path: t.clone() for path, t in tensors_of(old)}
@@ -296,7 +296,7 @@ def test_long_rows_start_at_a_line() -> None:
 
 def test_first_layers_have_memory_for_whole_boxes_of_rows_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of our own copies alone: nobody's parameters are copied for it."""
-    tower = twin(tiny_tower(intermediate_size=88), torch.float16)
+    tower = copy_of(tiny_tower(intermediate_size=88), torch.float16)
     plain = prepared(tower).blocks[0]
     monkeypatch.setattr(prepare_weights, "_wants_lines", lambda weight: True)
     made = prepared(tower)
@@ -310,7 +310,7 @@ def test_first_layers_have_memory_for_whole_boxes_of_rows_where_it_pays(monkeypa
 
 
 def test_the_second_layers_rows_are_put_at_lines_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = twin(tiny_tower(intermediate_size=1160), torch.float16)
+    tower = copy_of(tiny_tower(intermediate_size=1160), torch.float16)
     parameter = tower.blocks[0].mlp.linear_fc2.weight
     plain = prepared(tower).blocks[0].fc2
     assert plain.weight.data_ptr() == parameter.data_ptr() and plain.own == ()
