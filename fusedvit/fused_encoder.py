@@ -35,11 +35,13 @@ class Attempt(NamedTuple):
 
     Attributes:
         outputs: None where the weights changed before there were any.
-        unchanged: it ran with the weights that the tower has.
+        weights_version: of the prepared weights that it began with.
+        unchanged: they are those of the tower as it stands.
     """
 
     outputs: EncoderOutputs | None
     items: list[Item]
+    weights_version: int
     unchanged: bool
 
 
@@ -225,11 +227,10 @@ class FusedEncoder:
                 return self._fall_back(reason)
             inputs = check_inputs(pixel_values, grid_thw, self.spec, parameter.device)
             while True:
-                version = self.weights.version
                 done = self._run(inputs, self._runtime_on(parameter), replay)
                 if done.unchanged:
                     break
-                reason = self._prepare_weights(version)
+                reason = self._prepare_weights(done.weights_version)
                 if reason is not None:
                     return self._fall_back(reason)
                 parameter, replay = self.weights.first_parameter(), None
@@ -253,7 +254,7 @@ class FusedEncoder:
             outputs = None if replay is None else replay.accept(items)
             if outputs is None and found.unchanged:
                 outputs = run(runtime, inputs.pixels, items, self._stats.eager)
-        return Attempt(outputs, items, found.unchanged and weights.version == version)
+        return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
     def _fall_back(self, reason: str) -> EncoderOutputs | None:
         """Counts a call that takes the original code.
