@@ -11,6 +11,7 @@ from torch import nn
 from fusedvit.checks import fallback
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import FuseConfig
+from fusedvit.errors import Reason
 from fusedvit.families.base import Family
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
@@ -148,9 +149,9 @@ class FusedEncoder:
         with on_device(self.weights.first_parameter().device):
             self._raise_if(self._prepare_weights(self.weights.version))
 
-    def _raise_if(self, reason: str | None) -> None:
+    def _raise_if(self, reason: Reason | None) -> None:
         if reason is not None:
-            raise RuntimeError(f"the tower cannot run fused: {reason} ({fallback.ADVICE[reason]})")
+            raise RuntimeError(fallback.message(type(self.tower).__name__, reason, "cannot run fused"))
 
     def reconfigure(self, config: FuseConfig) -> None:
         """Takes new options; graphs are given back and captured again by them."""
@@ -204,7 +205,7 @@ class FusedEncoder:
         """
         if torch.compiler.is_compiling():  # the graph break that follows must not see what comes below
             self._stats.add(calls=1)
-            return self._fall_back(fallback.COMPILING)
+            return self._fall_back(Reason(fallback.COMPILING))
         replay = speculative_replay.begin(self._runtime, pixel_values, grid_thw)
         try:
             self._stats.add(calls=1)
@@ -256,25 +257,25 @@ class FusedEncoder:
                 outputs = run(runtime, inputs.pixels, items, self._stats.eager)
         return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
-    def _fall_back(self, reason: str) -> EncoderOutputs | None:
+    def _fall_back(self, reason: Reason) -> EncoderOutputs | None:
         """Counts a call that takes the original code.
 
         Raises:
             RuntimeError: `strict`.
         """
         if self.config.strict:
-            raise RuntimeError(f"strict: this call would run the original code: {reason} ({fallback.ADVICE[reason]})")
+            raise RuntimeError(fallback.message(type(self.tower).__name__, reason))
         self._stats.count_original(reason, type(self.tower).__name__)
         return None
 
     # weights and graphs
 
-    def _ensure_weights(self, parameter: torch.Tensor) -> str | None:
+    def _ensure_weights(self, parameter: torch.Tensor) -> Reason | None:
         """Prepares weights if there are none for the device and dtype of `parameter`; says why there can be none."""
         version = self.weights.version
         return None if self.weights.fits(parameter) else self._prepare_weights(version)
 
-    def _prepare_weights(self, version: int) -> str | None:
+    def _prepare_weights(self, version: int) -> Reason | None:
         """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
         graphs = self._graphs()
         with graphs.manager.exclusive() if graphs is not None else self._lock:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from triton.runtime.jit import JITFunction
 
-from fusedvit.checks.fallback import ADVICE
+from fusedvit.checks.fallback import message, with_advice
+from fusedvit.errors import Reason
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.ops import ops_for
@@ -29,7 +30,8 @@ class Stats:
     Attributes:
         calls: forward calls.
         fused: calls that ran fused.
-        original: calls that took the original code, by reason.
+        original: calls that took the original code, by kind of reason.
+        details: what the last reason of each kind was about.
         eager: runs of the fused encoder outside a graph, by reason.
         items: images and videos of fused calls.
         tokens: patch tokens of fused calls.
@@ -38,6 +40,7 @@ class Stats:
     calls: int = 0
     fused: int = 0
     original: Counter[str] = field(default_factory=Counter)
+    details: dict[str, str] = field(default_factory=dict)
     eager: Counter[str] = field(default_factory=Counter)
     items: int = 0
     tokens: int = 0
@@ -49,13 +52,14 @@ class Stats:
             for name, amount in amounts.items():
                 setattr(self, name, getattr(self, name) + amount)
 
-    def count_original(self, reason: str, name: str) -> None:
-        """Counts a call that takes the original code; warns the first time for each reason."""
+    def count_original(self, reason: Reason, name: str) -> None:
+        """Counts a call that takes the original code; warns the first time for each kind of reason."""
         with self._lock:
-            self.original[reason] += 1
-            first = self.original[reason] == 1
+            self.original[reason.kind] += 1
+            self.details[reason.kind] = reason.detail
+            first = self.original[reason.kind] == 1
         if first:
-            logger.warning("%s runs its original code: %s (%s)", name, reason, ADVICE[reason])
+            logger.warning("%s", message(name, reason))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, a copy."""
@@ -63,6 +67,7 @@ class Stats:
             "calls": self.calls,
             "fused": self.fused,
             "original": dict(self.original),
+            "details": {kind: detail for kind, detail in self.details.items() if detail},
             "eager": dict(self.eager),
             "items": self.items,
             "tokens": self.tokens,
@@ -94,7 +99,7 @@ def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Seque
     return lines + [f"  {why}; heuristics used instead" for why in table.stale]
 
 
-def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, Any], reason: str | None) -> str:
+def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, Any], reason: Reason | None) -> str:
     """What is fused, on which operations, what memory it holds, and why anything is not.
 
     Args:
@@ -102,7 +107,8 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
         reason: why the tower as it stands cannot run fused, or None.
     """
     parameter = next(tower.parameters())
-    state = f"fused on {ops_for(parameter.device).name} operations" if reason is None else f"original code: {reason}"
+    fused = f"fused on {ops_for(parameter.device).name} operations"
+    state = fused if reason is None else f"original code: {with_advice(reason)}"
     where = torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "no GPU"
     lines = [
         f"{type(tower).__name__} ({family}), {parameter.dtype} on {parameter.device} ({where}): {state}",
@@ -133,7 +139,8 @@ def _calls(stats: dict[str, Any]) -> list[str]:
         )
     lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
     return lines + [
-        f"  original code, {count} calls: {why} ({ADVICE[why]})" for why, count in stats["original"].items()
+        f"  original code, {count} calls: {with_advice(Reason(kind, stats['details'].get(kind, '')))}"
+        for kind, count in stats["original"].items()
     ]
 
 

@@ -230,8 +230,8 @@ class GraphManager:
             self._free()
         instead = self._failed[budget] = min((b for b in self._graphs if b > budget), default=None)
         logger.warning(
-            "no CUDA graph for token budget %d, %s: %s. Graphs and buffers held %.0f MiB; smaller token_budgets need "
-            "less",
+            "fusedvit: no CUDA graph for token budget %d, %s: %s. Graphs and buffers held %.0f MiB; smaller "
+            "token_budgets need less",
             budget,
             "which runs eagerly" if instead is None else f"whose batches replay that of {instead}",
             cause,

@@ -108,12 +108,12 @@ def _read_all(gpu: str, shipped: Path, own: Path) -> Table:
         try:
             table = read(path, gpu)
         except (TableError, OSError) as error:
-            logger.warning("tuning table left out, heuristics used instead: %s", error)
+            logger.warning("fusedvit: tuning table left out, heuristics used instead: %s", error)
             continue
         for reason in table.stale:
             logger.log(
                 logging.WARNING if whose == "own" else logging.INFO,  # a user can only renew his own
-                "tuning table %s: %s; heuristics used instead. `fusedvit tune` measures it anew",
+                "fusedvit: tuning table %s: %s; heuristics used instead. `fusedvit tune` measures it anew",
                 path,
                 reason,
             )
@@ -246,7 +246,7 @@ def _valid_entries(path: Path) -> list[Entry]:
         document = _document(path)
         found = [(entry, _backend(entry, str(path))) for entry in document["entries"]]
     except TableError as error:
-        logger.warning("tuning table replaced: %s", error)
+        logger.warning("fusedvit: tuning table replaced: %s", error)
         return []
     versions = document["passport"]["backends"]
     return [entry for entry, backend in found if backend is not None and versions.get(backend.id) == backend.version]

@@ -9,6 +9,7 @@ from torch import nn
 from fusedvit.checks import fallback
 from fusedvit.checks.as_built import is_as_built
 from fusedvit.checks.change_detection import HOOK_REGISTRIES, Snapshot, fires
+from fusedvit.errors import Reason
 from fusedvit.families.base import Family
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
@@ -25,7 +26,7 @@ class CheckedTower:
     family: Family
     spec: VisionSpec
 
-    def reason(self) -> str | None:
+    def reason(self) -> Reason | None:
         """Why the tower as it stands cannot run fused, or None."""
         return reason_of_tower(self.tower, self.family, self.spec)
 
@@ -42,31 +43,31 @@ class CheckedTower:
         return Snapshot.of(self.tower)
 
 
-def reason_of_tower(tower: nn.Module, family: Family, spec: VisionSpec) -> str | None:
+def reason_of_tower(tower: nn.Module, family: Family, spec: VisionSpec) -> Reason | None:
     """Why `tower` as it stands cannot run fused, or None."""
     for name, module in tower.named_modules():
         if name and any(fires(getattr(module, registry)) for registry in HOOK_REGISTRIES):
-            return fallback.HOOKS
+            return Reason(fallback.HOOKS)
     if not is_as_built(tower, family, spec):
-        return fallback.MODIFIED
+        return Reason(fallback.MODIFIED)
     return _reason_of_parameters(list(tower.parameters()))
 
 
-def _reason_of_parameters(parameters: Sequence[torch.Tensor]) -> str | None:
+def _reason_of_parameters(parameters: Sequence[torch.Tensor]) -> Reason | None:
     if any(p.device.type == "meta" for p in parameters):
-        return fallback.META
+        return Reason(fallback.META)
     devices, dtypes = {p.device for p in parameters}, {p.dtype for p in parameters}
     if len(devices) > 1:
-        return fallback.DEVICES
+        return Reason(fallback.DEVICES)
     if len(dtypes) > 1:
-        return fallback.DTYPES
+        return Reason(fallback.DTYPES)
     device, dtype = next(iter(devices)), next(iter(dtypes))
     if not _device_runs(device):
-        return fallback.UNSUPPORTED_DEVICE
+        return Reason(fallback.UNSUPPORTED_DEVICE)
     supported = FINGERPRINTED if device.type == "cpu" else FINGERPRINTED[:3]
     if dtype not in supported:
-        return fallback.UNSUPPORTED_DTYPE
-    return None if all(_is_dense(p) for p in parameters) else fallback.MODIFIED
+        return Reason(fallback.UNSUPPORTED_DTYPE)
+    return None if all(_is_dense(p) for p in parameters) else Reason(fallback.MODIFIED)
 
 
 def _device_runs(device: torch.device) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from fusedvit.errors import Reason
+
 GRADIENTS = "gradients"
 HIDDEN_STATES = "output_hidden_states"
 ATTENTIONS = "output_attentions"
@@ -52,35 +54,51 @@ _global = vars(torch.nn.modules.module)  # where hooks for every module of the p
 _HARMLESS_NAMES = {"return_dict", "use_cache"}
 
 
-def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra: Mapping[str, Any]) -> str | None:
+def message(tower: str, reason: Reason, state: str = "runs its original code") -> str:
+    """The one text of a reason, for warnings, errors and reports.
+
+    Args:
+        tower: the name of the tower's class.
+        state: what follows from the reason.
+    """
+    return f"fusedvit: {tower} {state}: {with_advice(reason)}"
+
+
+def with_advice(reason: Reason) -> str:
+    """A reason and what to do about it, as messages and reports put it."""
+    return f"{reason} ({ADVICE[reason.kind]})"
+
+
+def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra: Mapping[str, Any]) -> Reason | None:
     """The first reason in the call itself, or None."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return COMPILING
+        return Reason(COMPILING)
     reason = _reason_of_arguments(getattr(module, "config", None), extra)
     if reason is not None:
         return reason
     if _global.get("_global_forward_hooks") or _global.get("_global_forward_pre_hooks"):
-        return HOOKS
+        return Reason(HOOKS)
     if torch.is_grad_enabled() and _wants_grad(module, pixels):
-        return GRADIENTS
+        return Reason(GRADIENTS)
     if isinstance(pixels, torch.Tensor) and _autocasts(pixels.device.type):
-        return AUTOCAST
+        return Reason(AUTOCAST)
     on_gpu = isinstance(grid, torch.Tensor) and grid.is_cuda
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        return CAPTURING
+        return Reason(CAPTURING)
     return None
 
 
-def _reason_of_arguments(config: object, extra: Mapping[str, Any]) -> str | None:
+def _reason_of_arguments(config: object, extra: Mapping[str, Any]) -> Reason | None:
     for name in (HIDDEN_STATES, ATTENTIONS):
         if extra[name] if name in extra else _configured(config, name):
-            return name
+            return Reason(name)
     if not extra:
         return None
     given = {name for name, value in extra.items() if value is not None} - _HARMLESS_NAMES - {HIDDEN_STATES, ATTENTIONS}
-    if given & _PRECOMPUTED_NAMES:
-        return PRECOMPUTED
-    return UNKNOWN_ARGUMENTS if given else None
+    precomputed = given & _PRECOMPUTED_NAMES
+    if precomputed:
+        return Reason(PRECOMPUTED, ", ".join(sorted(precomputed)))
+    return Reason(UNKNOWN_ARGUMENTS, ", ".join(sorted(given))) if given else None
 
 
 def _configured(config: object, name: str) -> object:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from fusedvit.errors import Reason
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
 
@@ -22,7 +23,7 @@ class Snapshot(Protocol):
 class Source(Protocol):
     """The tower that weights are prepared from, as `fusedvit.checks` sees it."""
 
-    def reason(self) -> str | None:
+    def reason(self) -> Reason | None:
         """Why the tower as it stands cannot run fused, or None."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -99,7 +100,7 @@ class WeightCache:
     def _unchanged(self) -> bool:
         return self._snapshot is not None and self._snapshot.unchanged()
 
-    def prepare(self) -> str | None:
+    def prepare(self) -> Reason | None:
         """Prepares weights from the tower as it stands, or says why it cannot run fused; waits for the GPU.
 
         Every way to prepared weights leads through here: the tower is checked first.

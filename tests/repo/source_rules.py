@@ -23,7 +23,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("kernels",),
     "runtime": ("model", "graphs", "kernels", "config", "errors"),
     "families": ("model", "kernels"),
-    "checks": ("families", "model", "kernels"),
+    "checks": ("families", "model", "kernels", "errors"),
     "pixels": ("model", "kernels", "errors"),
     "stats": (*CORE, "pixels"),
     "fused_encoder": (*CORE, "pixels", "stats"),
