@@ -10,6 +10,7 @@ import sys
 import types
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusedvit.config import FuseConfig
@@ -37,34 +38,40 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
         UnsupportedModel: no supported tower, or several; the message names what is supported.
     """
     tower = find_tower(model)
-    handle = tower.__dict__.get(_HANDLE)
-    if handle is not None:
-        if config is not None and config != handle.config:
-            handle.reconfigure(config)
-        return handle
-    family = family_of(type(tower).__name__)
+    known = tower.__dict__.get(_HANDLE)
+    if known is not None and known.serves(tower):
+        if config is not None and config != known.config:
+            known.reconfigure(config)
+        return known
+    original = _original_class(tower)
+    family = family_of(original.__name__)
     assert family is not None, "find_tower returns towers of known families"
     try:
         spec = family.spec_from_config(tower.config)
     except ValueError as error:
-        raise UnsupportedModel(f"{type(tower).__name__} cannot be fused: {error}") from error
-    handle = FusedEncoder(tower, family, spec, config or FuseConfig())
-    tower.__dict__[_HANDLE] = handle
-    original: Any = type(tower)
-    _set_class(tower, _fused_class(original))
+        raise UnsupportedModel(f"{original.__name__} cannot be fused: {error}") from error
+    handle = tower.__dict__[_HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig())
+    _replace_base(tower, original, _fused_class(original))
     return handle
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Gives the tower of `model` its own class back and frees what was prepared; returns `model`.
+    """Gives every tower of `model` its own class back and frees what was prepared; returns `model`.
+
+    Calls that are under way end as they began or in the original code.
 
     Raises:
-        UnsupportedModel: no supported tower, or several.
+        UnsupportedModel: no supported tower.
     """
-    tower = find_tower(model)
-    if _HANDLE in tower.__dict__:
-        tower.__dict__.pop(_HANDLE).release()
-        _set_class(tower, getattr(type(tower), _ORIGINAL))
+    towers = _towers_in(model)
+    if not towers:
+        raise UnsupportedModel(_nothing_in(model))
+    for tower in towers.values():
+        handle = tower.__dict__.pop(_HANDLE, None)
+        if handle is not None and handle.serves(tower):
+            handle.end()
+        original = _original_class(tower)
+        _replace_base(tower, _fused_class(original), original)
     return model
 
 
@@ -74,13 +81,40 @@ def find_tower(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModel: none, or several; the message names what is supported.
     """
-    found = {id(m): (name, m) for name, m in model.named_modules() if family_of(type(m).__name__) is not None}
+    found = _towers_in(model)
     if len(found) == 1:
-        return next(iter(found.values()))[1]
+        return next(iter(found.values()))
     if not found:
         raise UnsupportedModel(_nothing_in(model))
-    names = ", ".join(repr(name) for name, _ in found.values())
+    names = ", ".join(map(repr, found))
     raise UnsupportedModel(f"{type(model).__name__} holds {len(found)} vision towers ({names}): fuse each by itself")
+
+
+def _towers_in(model: nn.Module) -> dict[str, nn.Module]:
+    """Supported towers by their paths."""
+    return {name: m for name, m in model.named_modules() if family_of(_original_class(m).__name__) is not None}
+
+
+def _original_class(module: nn.Module) -> Any:
+    """The class that a module was made as: past ours, and past torch's, which wrap a class under another name
+    (`fully_shard`, parametrizations)."""
+    return next(c for c in type(module).__mro__ if _ORIGINAL not in vars(c) and not _wraps(c))
+
+
+def _wraps(cls: type) -> bool:
+    """Whether it is a class of torch's that `_original_class` looks past: one with a module class among its bases."""
+    return cls.__module__.startswith(("torch.distributed.", "torch.nn.utils."))
+
+
+@functools.cache
+def _with_base(cls: Any, old: type, new: type) -> Any:
+    """`cls` with `new` where `old` is: itself, or among its bases."""
+    if cls is old:
+        return new
+    if old not in cls.__mro__:
+        return cls
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, tuple(_with_base(base, old, new) for base in cls.__bases__), body)
 
 
 def _nothing_in(model: nn.Module) -> str:
@@ -89,6 +123,12 @@ def _nothing_in(model: nn.Module) -> str:
     held = dict.fromkeys(name for name in (type(m).__name__ for m in model.modules()) if name in UNSUPPORTED)
     why = "".join(f" {name} is not: {UNSUPPORTED[name]}." for name in held)
     return f"{type(model).__name__} holds no supported vision tower.{why} Supported: {known}"
+
+
+def _replace_base(tower: nn.Module, old: Any, new: Any) -> None:
+    """Gives `tower` the class that it has with `new` in place of `old`."""
+    cls: Any = type(tower)
+    _set_class(tower, _with_base(cls, old, new))
 
 
 def _set_class(tower: nn.Module, cls: type) -> None:
@@ -106,32 +146,43 @@ def _fused_class(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
-        handle: FusedEncoder = self.__dict__[_HANDLE]
-        found = handle(hidden_states, grid_thw, kwargs)
-        if found is None:
+        # Traced as if it were not there. And an instance that nobody fused has no handle: made by this class's
+        # `from_pretrained`, or unfused since the call began.
+        handle: FusedEncoder | None = None if torch.compiler.is_dynamo_compiling() else self.__dict__.get(_HANDLE)
+        found = None if handle is None else handle(self, hidden_states, grid_thw, kwargs)
+        if handle is None or found is None:
             return original.forward(self, hidden_states, grid_thw, **kwargs)
         outputs = _to_hugging_face(original, handle, found)
         wants_dict = kwargs.get("return_dict", getattr(self.config, "return_dict", True))
         return outputs.to_tuple() if wants_dict is False else outputs
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        if type(self) is not fused:  # somebody's subclass
+            return original.__reduce_ex__(self, protocol)
         return _rebuild, (original,), self.__dict__.copy()
+
+    def set_state(self: nn.Module, state: Any) -> None:
+        original.__setstate__(self, state)
+        handle = self.__dict__.get(_HANDLE)
+        if handle is not None and not handle.serves(self):  # a shallow copy
+            self.__dict__[_HANDLE] = handle.of_copy(self)
 
     body = {
         "forward": forward,
         "__reduce_ex__": reduce,
+        "__setstate__": set_state,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         _ORIGINAL: original,
     }
-    return type(original.__name__, (original,), body)
+    fused = type(original.__name__, (original,), body)
+    return fused
 
 
 def _rebuild(original: Any) -> nn.Module:
     """An empty fused tower, for copy and pickle to fill."""
-    cls = _fused_class(original)
-    return cls.__new__(cls)
+    return nn.Module.__new__(_fused_class(original))
 
 
 def _to_hugging_face(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> Any:

@@ -1,14 +1,17 @@
 """The handle of a fused tower: it runs calls fused where they can be, and says why where they cannot."""
 
+import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fusedvit.checks import fallback
+from fusedvit.checks import fallback, transforms
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import Reason
@@ -23,12 +26,19 @@ from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, new_graph
 from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items
 from fusedvit.runtime.runner import Runtime, budgets_of, on_device, run
 from fusedvit.runtime.speculative_replay import SpeculativeReplay
-from fusedvit.runtime.weight_cache import WeightCache
-from fusedvit.stats import Stats, compiles, describe
+from fusedvit.runtime.weight_cache import WeightCache, WeightsReleased
+from fusedvit.stats import Stats, compiles, describe, describe_ended
 
 NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
 NO_GRAPHS = "graphs off"
 CAPTURING = "inside another capture"
+MOVING = "parameters move"  # as sharding lets them: a graph for each place would cost more than it saves
+MOST_MOVES = 3  # after which no graph is captured until `release`
+OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
+MOST_RUNS = 8
+
+
+_STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
 
 
 class Attempt(NamedTuple):
@@ -49,48 +59,103 @@ class Attempt(NamedTuple):
 class FusedEncoder:
     """One fused tower: what `fusedvit.fuse` returns.
 
-    Copies and pickles keep the configuration and make their own weights, graphs and counters.
+    The tower keeps its handle, and the handle knows the tower weakly: who keeps a handle keeps no model. Copies and
+    pickles of a tower keep the configuration and make their own weights, graphs and counters.
     """
 
     def __init__(self, tower: nn.Module, family: Family, spec: VisionSpec, config: FuseConfig) -> None:
-        self.tower = tower
         self.family = family
         self.spec = spec
         self.config = config
-        self._start()
+        self._start(tower)
 
-    def _start(self) -> None:
+    def _start(self, tower: nn.Module) -> None:
+        self._name = type(tower).__name__
+        this = weakref.ref(self)  # below nothing holds the handle: it and its weights go with the last user's reference
+        self._tower = weakref.ref(tower, functools.partial(_end_of, this))
+        self._ended = False
         self._stats = Stats()
         self._lock = threading.RLock()
+        self._turn = threading.Lock()
         self._runtime: Runtime | None = None
-        self._source = CheckedTower(self.tower, self.family, self.spec)
-        self.weights = WeightCache(self._source, self.drop_graphs)
+        self.weights = WeightCache(
+            functools.partial(_source_of, self._tower, self.family, self.spec),
+            functools.partial(_told, this, FusedEncoder._weights_moved),
+            functools.partial(_told, this, FusedEncoder._release_graphs),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tower", "family", "spec", "config")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        tower = state.pop("tower")
         self.__dict__.update(state)
-        self._start()
+        self._start(tower)
+
+    def of_copy(self, tower: nn.Module) -> "FusedEncoder":
+        """A new handle with the options of this one."""
+        return FusedEncoder(tower, self.family, self.spec, self.config)
+
+    @property
+    def tower(self) -> nn.Module:
+        """The tower.
+
+        Raises:
+            RuntimeError: nobody holds it any more.
+        """
+        tower = self._tower()
+        if tower is None:
+            raise RuntimeError(f"fusedvit: {self._name} of this handle is gone: a handle does not keep its model")
+        return tower
+
+    def serves(self, tower: nn.Module) -> bool:
+        """Whether it is the handle of this very tower, and not of one that this is a copy of."""
+        return self._tower() is tower
+
+    def _live_tower(self) -> nn.Module:
+        """The tower, if this handle still serves it.
+
+        Raises:
+            RuntimeError: it is gone, or was unfused.
+        """
+        tower = self.tower
+        if self._ended:
+            raise RuntimeError(f"fusedvit: {self._name} was unfused: fuse it again and use the handle that this gives")
+        return tower
+
+    def state(self) -> str:
+        """ "fused", "unfused", or "gone" if nobody holds the tower any more."""
+        return "gone" if self._tower() is None else "unfused" if self._ended else "fused"
+
+    def end(self) -> None:
+        """Gives everything back for good: the tower was unfused, or is gone."""
+        self._ended = True
+        self.release()
+        self._runtime = None
 
     def __repr__(self) -> str:
-        state = self._source.reason()
+        state, counted = self.state(), f"{self._stats.fused} of {self._stats.calls} calls fused"
+        if state != "fused":
+            return f"<FusedEncoder of {self._name} ({self.family.name}): {_STATES[state]}; {counted}>"
+        reason = self._source().reason()
         where = self.weights.first_parameter()
-        how = "runs fused" if state is None else f"runs its original code: {state}"
-        return (
-            f"<FusedEncoder of {type(self.tower).__name__} ({self.family.name}), {where.dtype} on {where.device}: "
-            f"{how}; {self._stats.fused} of {self._stats.calls} calls fused>"
-        )
+        how = "runs fused" if reason is None else f"runs its original code: {reason}"
+        return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
+
+    def _source(self) -> CheckedTower:
+        return CheckedTower(self.tower, self.family, self.spec)
 
     # what a user calls
 
     def stats(self) -> dict[str, Any]:
         """Counters as plain values: calls, by path and reason, items, tokens, graphs, and MiB held by what.
 
-        `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU.
+        `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU; `state`
+        is that of `state()`.
         """
         more: dict[str, Any] = {
-            "refreshes": self.weights.version,
+            "state": self.state(),
+            "refreshes": self.weights.prepared,
             "compiles": compiles(),
             "weights_mib": self.weights.held_bytes() / MIB,
         }
@@ -107,7 +172,10 @@ class FusedEncoder:
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
-        return describe(self.tower, self.family.name, self.spec, self.stats(), self._source.reason())
+        stats = self.stats()
+        if stats["state"] != "fused":
+            return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
+        return describe(self.tower, self.family.name, self.spec, stats, self._source().reason())
 
     def warmup(
         self,
@@ -124,13 +192,15 @@ class FusedEncoder:
                 any other by the first call that needs it.
 
         Raises:
-            RuntimeError: the tower as it stands cannot run fused.
+            RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone.
             TypeError, ValueError: one of `calls` is no grid.
         """
+        self._live_tower()
         wanted = None if calls is None else [self._items_of(grid) for grid in calls]
         parameter = self.weights.first_parameter()
-        with self._lock, on_device(parameter.device):
-            self._raise_if(self._ensure_weights(parameter))
+        with on_device(parameter.device), self._nothing_launched():
+            if not self.weights.fits(parameter):
+                self._raise_if(self._prepare_now(self.weights.version))
             graphs = self._runtime_on(parameter).graphs
             if graphs is not None:
                 unit = self.spec.merge_unit
@@ -144,28 +214,70 @@ class FusedEncoder:
         """Prepares the weights again from the tower's parameters, at once.
 
         Raises:
-            RuntimeError: the tower as it stands cannot run fused; the message says why.
+            RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone; the message says why.
         """
-        with on_device(self.weights.first_parameter().device):
-            self._raise_if(self._prepare_weights(self.weights.version))
+        self._live_tower()
+        with on_device(self.weights.first_parameter().device), self._nothing_launched():
+            self._raise_if(self.weights.prepare())
 
     def _raise_if(self, reason: Reason | None) -> None:
         if reason is not None:
-            raise RuntimeError(fallback.message(type(self.tower).__name__, reason, "cannot run fused"))
+            raise RuntimeError(fallback.message(self._name, reason, "cannot run fused"))
 
     def reconfigure(self, config: FuseConfig) -> None:
-        """Takes new options; graphs are given back and captured again by them."""
+        """Takes new options; graphs are given back and captured again by them.
+
+        Raises:
+            RuntimeError: the tower was unfused, or is gone.
+        """
+        self._live_tower()
         with self._lock:
-            self.release()
+            self._release_graphs()
             self.config = config
             self._runtime = None
 
     def release(self) -> None:
-        """Gives back graphs and static buffers; they are captured again when next needed."""
+        """Gives back all memory: graphs, static buffers, prepared weights, and parameters of before that moved away.
+
+        What the next call needs is prepared and captured again then.
+        """
         with self._lock:
-            graphs = self._graphs()
-            if graphs is not None:
-                graphs.manager.release()
+            self._release_graphs()
+            self.weights.release()
+            runtime = self._runtime
+            if runtime is not None and runtime.no_graphs == MOVING:
+                self._runtime = None
+
+    def concatenated(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
+        """What serving engines hand to a language model: `[tokens, (1 + n) * out]`, n the deepstack features.
+
+        Of each merged token the merger's row, then that of each deepstack merger by its block: the tower's
+        `pooler_output` and `deepstack_features` side by side, by whichever code the tower runs.
+
+        Args:
+            pixel_values, grid_thw: as the tower takes them.
+
+        Raises:
+            RuntimeError: the tower was unfused, or is gone.
+            TypeError, ValueError: as a call of the tower.
+        """
+        found = self._live_tower()(pixel_values, grid_thw=grid_thw, return_dict=True)
+        rows = found.pooler_output if self.spec.merged_outputs else found.last_hidden_state
+        return torch.cat([rows, *getattr(found, "deepstack_features", ())], dim=1)
+
+    def _release_graphs(self) -> None:
+        """Gives back graphs and static buffers."""
+        graphs = self._graphs()
+        if graphs is not None:
+            graphs.manager.release()
+
+    def _weights_moved(self) -> None:
+        """Forgets graphs, which read where weights were; for good where weights move from call to call."""
+        if self.weights.moves <= MOST_MOVES:
+            self.drop_graphs()
+            return
+        self._release_graphs()
+        self._runtime = None
 
     def drop_graphs(self) -> None:
         """Forgets captured graphs and failed captures, and keeps the static buffers."""
@@ -191,10 +303,13 @@ class FusedEncoder:
 
     # a call
 
-    def __call__(self, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]) -> EncoderOutputs | None:
+    def __call__(
+        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
+    ) -> EncoderOutputs | None:
         """Runs fused, or returns None where the call must take the original code: counted, warned of once.
 
         Args:
+            tower: whose `forward` was called: the handle's own, or a copy that shares its attributes.
             pixel_values: `[patches, patch_width]` of any float dtype, on any device.
             grid_thw: `[items, 3]` integers (t, h, w) in patches: a tensor on any device, or a list.
             extra: the call's other arguments.
@@ -203,49 +318,69 @@ class FusedEncoder:
             RuntimeError: `strict`, and the call must take the original code.
             TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
-        if torch.compiler.is_compiling():  # the graph break that follows must not see what comes below
+        reason = transforms.active(pixel_values)
+        if self._tower() is not tower:
+            reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
+        if reason is not None:
             self._stats.add(calls=1)
-            return self._fall_back(Reason(fallback.COMPILING))
+            return self._fall_back(reason)
         replay = speculative_replay.begin(self._runtime, pixel_values, grid_thw)
         try:
             self._stats.add(calls=1)
-            return self._checked_call(pixel_values, grid_thw, extra, replay)
+            reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra)
+            found = reason or self._run_until_unchanged(pixel_values, grid_thw, replay)
         finally:
             if replay is not None:
                 replay.drop()
+        if isinstance(found, Reason):
+            return self._fall_back(found)
+        self._stats.add(fused=1, items=len(found.items), tokens=sum([item.tokens for item in found.items]))
+        return found.outputs
 
-    def _checked_call(
-        self, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any], replay: SpeculativeReplay | None
-    ) -> EncoderOutputs | None:
-        """Checks the call and runs it until a run began and ended with the weights that the tower has."""
-        reason = fallback.reason_of_call(self.tower, pixel_values, grid_thw, extra)
-        if reason is not None:
-            return self._fall_back(reason)
+    def _run_until_unchanged(
+        self, pixel_values: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None
+    ) -> Attempt | Reason:
+        """Runs a call until a run began and ended with the weights that the tower has, or says why it cannot.
+
+        Whoever refreshes in a loop would overtake every run: the last ones keep others out.
+        """
         parameter = self.weights.first_parameter()
         with on_device(parameter.device):
             reason = self._ensure_weights(parameter)
             if reason is not None:
-                return self._fall_back(reason)
+                return reason
             inputs = check_inputs(pixel_values, grid_thw, self.spec, parameter.device)
-            while True:
-                done = self._run(inputs, self._runtime_on(parameter), replay)
-                if done.unchanged:
-                    break
-                reason = self._prepare_weights(done.weights_version)
+            for _ in range(OVERTAKEN):
+                found = self._run(inputs, replay)
+                if found.unchanged:
+                    return found
+                replay, reason = None, self._prepare_weights(found.weights_version)
                 if reason is not None:
-                    return self._fall_back(reason)
-                parameter, replay = self.weights.first_parameter(), None
-        self._stats.add(fused=1, items=len(done.items), tokens=sum([item.tokens for item in done.items]))
-        return done.outputs
+                    return reason
+            with self._nothing_launched():
+                for _ in range(MOST_RUNS):
+                    found = self._run(inputs, None)
+                    if found.unchanged:
+                        return found
+                    reason = self._prepare_now(found.weights_version)
+                    if reason is not None:
+                        return reason
+        return Reason(fallback.CHANGING, f"other weights after each of {OVERTAKEN + MOST_RUNS} runs than before it")
 
-    def _run(self, inputs: Inputs, runtime: Runtime, replay: SpeculativeReplay | None) -> Attempt:
+    def _run(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt:
+        """One run; one that loses its weights to `release` meanwhile counts as one on changed weights."""
+        version = self.weights.version if replay is None else replay.weights_version
+        try:
+            return self._run_on(self._runtime_on(self.weights.first_parameter()), inputs, replay, version)
+        except WeightsReleased:
+            return Attempt(None, [], version, unchanged=False)
+
+    def _run_on(self, runtime: Runtime, inputs: Inputs, replay: SpeculativeReplay | None, version: int) -> Attempt:
         """One run, and one host read at most: behind the launches, or before them where the plan hangs on the grid."""
         weights, unread = self.weights, inputs.grid is not None
         check_content = self.config.watch_data and runtime.no_graphs != CAPTURING
-        if replay is not None:
-            version, mark = replay.weights_version, replay.mark
-        else:
-            version, mark = weights.version, weights.mark() if check_content or unread else None
+        mark = weights.mark() if replay is None and (check_content or unread) else None
+        mark = mark if replay is None else replay.mark
         items, outputs = inputs.items, None
         if items is not None:
             outputs = run(runtime, inputs.pixels, items, self._stats.eager)
@@ -264,8 +399,8 @@ class FusedEncoder:
             RuntimeError: `strict`.
         """
         if self.config.strict:
-            raise RuntimeError(fallback.message(type(self.tower).__name__, reason))
-        self._stats.count_original(reason, type(self.tower).__name__)
+            raise RuntimeError(fallback.message(self._name, reason))
+        self._stats.count_original(reason, self._name)
         return None
 
     # weights and graphs
@@ -277,16 +412,40 @@ class FusedEncoder:
 
     def _prepare_weights(self, version: int) -> Reason | None:
         """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
-        graphs = self._graphs()
-        with graphs.manager.exclusive() if graphs is not None else self._lock:
-            if self.weights.version != version:
-                return None
-            if graphs is not None:
+        with self._nothing_launched():
+            return self._prepare_now(version)
+
+    def _prepare_now(self, version: int) -> Reason | None:
+        """As `_prepare_weights`, where nothing is launched already."""
+        weights = self.weights
+        if self._ended:
+            return Reason(fallback.RELEASED)
+        if (weights.version != version and weights.fits(weights.first_parameter())) or weights.follow():
+            return None
+        return weights.prepare()
+
+    @contextlib.contextmanager
+    def _nothing_launched(self) -> Iterator[None]:
+        """Within, no other thread prepares weights or launches graphs, and nothing that was launched still runs.
+
+        Not to be entered again within. Who waits here holds the turn, so that a loop of refreshes lets it in.
+        """
+        with self._turn:
+            self._lock.acquire()
+        try:
+            graphs = self._graphs()
+            if graphs is None:
+                yield
+                return
+            with graphs.manager.exclusive():
                 graphs.manager.wait()
-            return self.weights.prepare()
+                yield
+        finally:
+            self._lock.release()
 
     def _graphs(self) -> TowerGraphs | None:
-        return None if self._runtime is None else self._runtime.graphs
+        runtime = self._runtime  # once: `reconfigure` may take it away meanwhile
+        return None if runtime is None else runtime.graphs
 
     def _runtime_on(self, parameter: torch.Tensor) -> Runtime:
         """What to run on: with graphs on a GPU, unless they are off or somebody else captures."""
@@ -303,10 +462,31 @@ class FusedEncoder:
             known = self._runtime
             if known is not None and known.device == device and known.dtype == dtype:
                 return known
-            self.release()
+            self._release_graphs()
             graphs, why_not = None, NO_GPU if device.type != "cuda" else NO_GRAPHS
-            if device.type == "cuda" and self.config.graphs:
+            if device.type == "cuda" and self.config.graphs and self.weights.moves > MOST_MOVES:
+                why_not = MOVING
+            elif device.type == "cuda" and self.config.graphs:
                 limits = self.limits(dtype, torch.cuda.mem_get_info(device)[0])
                 graphs, why_not = new_graphs(self.spec, limits, self.weights.get, device, dtype), ""
             self._runtime = Runtime(self.spec, self.weights, device, dtype, graphs, why_not)
             return self._runtime
+
+
+def _source_of(tower: weakref.ref[nn.Module], family: Family, spec: VisionSpec) -> CheckedTower:
+    alive = tower()
+    if alive is None:
+        raise RuntimeError("fusedvit: the tower is gone: a handle does not keep its model")
+    return CheckedTower(alive, family, spec)
+
+
+def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None]) -> None:
+    """Calls a method of a handle that something below it holds weakly."""
+    alive = handle()
+    if alive is not None:
+        what(alive)
+
+
+def _end_of(handle: weakref.ref[FusedEncoder], _: object) -> None:
+    """Called when the tower goes."""
+    _told(handle, FusedEncoder.end)

@@ -125,6 +125,15 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
     return "\n".join(lines)
 
 
+def describe_ended(first: str, stats: dict[str, Any]) -> str:
+    """What a handle did that serves no tower any more.
+
+    Args:
+        first: the line that says so.
+    """
+    return "\n".join([first, *_calls(stats)])
+
+
 def _calls(stats: dict[str, Any]) -> list[str]:
     """Calls by path, and the reasons of those that were not fused or not replayed."""
     lines = [

@@ -4,8 +4,9 @@ A `Snapshot` holds every registry entry of modules and parameters, so that a cal
 pointers in a flat loop. What it cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter, contains, is_
 from typing import Any
@@ -69,11 +70,13 @@ class _Parameters:
             [p._version for p in counted],
         )
 
+    def in_place(self) -> bool:
+        return list(map(torch.Tensor.data_ptr, self.entries.values)) == self.pointers
+
     def unchanged(self) -> bool:
         found = self.entries.values
         return (
             self.entries.unchanged()
-            and list(map(torch.Tensor.data_ptr, found)) == self.pointers
             and list(map(_dtype_of, found)) == self.dtypes
             and list(map(_version_of, self.counted)) == self.versions
         )
@@ -91,7 +94,7 @@ class Snapshot:
         classes: the class of each of `inner`, which assigning `__class__` changes.
         inner: every inner module once.
         numbers: every norm's epsilon and the like, where it is kept.
-        tower: the tower and the attributes that its forward goes by.
+        tower: the tower, held weakly, and the attributes that its forward goes by.
     """
 
     children: _Entries
@@ -101,7 +104,7 @@ class Snapshot:
     classes: list[type]
     inner: tuple[nn.Module, ...]
     numbers: tuple[tuple[dict[str, Any], str, float], ...]
-    tower: tuple[nn.Module, dict[str, object]]
+    tower: tuple[weakref.ref[nn.Module], dict[str, object]]
 
     @staticmethod
     def of(tower: nn.Module) -> "Snapshot":
@@ -115,23 +118,33 @@ class Snapshot:
             [type(m) for m in inner],
             tuple(inner),
             tuple((vars(m), name, value) for m in inner for name, value in numbers_of(m).items()),
-            (tower, attributes_of(tower)),
+            (weakref.ref(tower), attributes_of(tower)),  # weakly: the tower goes when its owner drops it
         )
 
     def first_parameter(self) -> nn.Parameter | None:
         """What is registered now where the first parameter was."""
         return next(self.parameters.entries.current())
 
+    def in_place(self) -> bool:
+        """Every parameter at the address where it was: asked before a kernel reads through addresses of then."""
+        return self.parameters.in_place()
+
+    def readdressed(self) -> "Snapshot":
+        """This snapshot, with the addresses that parameters have now."""
+        pointers = [p.data_ptr() for p in self.parameters.entries.values]
+        return replace(self, parameters=replace(self.parameters, pointers=pointers))
+
     def unchanged(self) -> bool:
         """No inner module replaced, none with a `forward` of its own, no hook that would fire; every parameter the same
-        object with the same address, dtype and version."""
-        return (
+        object with the same dtype and version. Their addresses are what `in_place` compares."""
+        tower = self.tower[0]()
+        return tower is not None and (
             self.children.unchanged()
             and not any(map(contains, self.instances, repeat("forward")))
             and not (any(self.hooks) and any(registry and fires(registry) for registry in self.hooks))
             and list(map(type, self.inner)) == self.classes
             and all(kept.get(name) == value for kept, name, value in self.numbers)
-            and attributes_of(self.tower[0]) == self.tower[1]
+            and attributes_of(tower) == self.tower[1]
             and self.parameters.unchanged()
         )
 

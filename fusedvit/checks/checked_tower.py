@@ -56,6 +56,8 @@ def reason_of_tower(tower: nn.Module, family: Family, spec: VisionSpec) -> Reaso
 def _reason_of_parameters(parameters: Sequence[torch.Tensor]) -> Reason | None:
     if any(p.device.type == "meta" for p in parameters):
         return Reason(fallback.META)
+    if any(p.numel() and not p.untyped_storage().nbytes() for p in parameters if type(p) is nn.Parameter):
+        return Reason(fallback.FREED)
     devices, dtypes = {p.device for p in parameters}, {p.dtype for p in parameters}
     if len(devices) > 1:
         return Reason(fallback.DEVICES)

@@ -20,6 +20,11 @@ MODIFIED = "modified modules"
 META = "meta parameters"
 DEVICES = "several devices"
 DTYPES = "several dtypes"
+FREED = "freed parameters"
+ANOTHER_TOWER = "another tower"
+TRANSFORM = "transform"
+CHANGING = "changing weights"
+RELEASED = "unfused during the call"
 UNSUPPORTED_DEVICE = "unsupported device"
 UNSUPPORTED_DTYPE = "unsupported dtype"
 
@@ -37,6 +42,11 @@ ADVICE = {
     META: "some parameters are offloaded",
     DEVICES: "the tower's parameters lie on several devices",
     DTYPES: "the tower's parameters have several dtypes",
+    FREED: "somebody freed their memory, as sharding and offloading do between uses",
+    ANOTHER_TOWER: "fuse it by itself; torch.nn.DataParallel makes new ones at every call",
+    TRANSFORM: "torch.func, forward-mode AD and dispatch modes see the original code",
+    CHANGING: "somebody writes the tower's parameters all the time",
+    RELEASED: "calls that are under way end in the original code",
     UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",
     UNSUPPORTED_DTYPE: "kernels take float32, float16 and bfloat16",
 }

@@ -70,20 +70,25 @@ class _Maker:
     source: TensorSource
 
     def norm(self, name: str, layer: bool | None = None) -> NormWeights:
+        """A norm's vectors, copied: see `_plain`."""
         layer = self.spec.norm == "layer" if layer is None else layer
-        bias = self.source(f"{name}.bias").detach() if layer else None
-        return NormWeights(self.source(f"{name}.weight").detach(), bias)
+        bias = self.source(f"{name}.bias").detach().clone() if layer else None
+        return NormWeights(self.source(f"{name}.weight").detach().clone(), bias, own=("weight", "bias"))
 
     def plain(self, name: str, part: str) -> LinearWeights:
         return self._plain(self.source(f"{name}.weight").detach(), name, part)
 
     def _plain(self, weight: torch.Tensor, name: str, part: str) -> LinearWeights:
-        """`weight` in rows for the copy engine; it is our own if that, or what came before, copied it."""
+        """`weight` in rows for the copy engine; it is our own if that, or what came before, copied it.
+
+        The bias is copied: before a replay the host compares the addresses of what is not our own, and vectors would
+        double that list.
+        """
         original = self.source(f"{name}.weight")
         weight = _pitched(weight)
         copied = weight.device.type != "meta" and weight.data_ptr() != original.data_ptr()
-        bias = None if part in self.spec.without_bias else self.source(f"{name}.bias").detach()
-        return LinearWeights(weight, bias, own=("weight",) if copied else ())
+        bias = None if part in self.spec.without_bias else self.source(f"{name}.bias").detach().clone()
+        return LinearWeights(weight, bias, own=("weight", "bias") if copied else ("bias",))
 
     def patch(self, name: str) -> LinearWeights:
         """The patch embedding as a product: a convolution whose kernel is its stride is one.
@@ -95,7 +100,7 @@ class _Maker:
         linear = self._plain(weight.reshape(weight.shape[0], -1), name, "patch")
         if linear.bias is not None:
             return linear
-        return replace(linear, bias=weight.new_zeros(weight.shape[0]), own=(*linear.own, "bias"))
+        return replace(linear, bias=weight.new_zeros(weight.shape[0]))
 
     def joined(self, names: tuple[str, ...], part: str) -> LinearWeights:
         """Linear layers one above the other."""
@@ -200,7 +205,7 @@ def _second(fc2: LinearWeights) -> LinearWeights:
         return _lined(replace(fc2, weight=fc2.weight.as_strided((n, pitch), (pitch, 1))))
     padded = fc2.weight.new_zeros(n, pitch)
     padded[:, :k] = fc2.weight
-    return _lined(replace(fc2, weight=padded, own=("weight",)))
+    return _lined(replace(fc2, weight=padded, own=(*fc2.own, "weight")))
 
 
 def _lined(linear: LinearWeights) -> LinearWeights:

@@ -4,7 +4,7 @@ What needs no change is a reference to the original parameter, which stays the t
 the fields of a record that are prepared copies.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -117,6 +117,27 @@ class EncoderWeights:
         """Addresses of every tensor: what captured launches hold."""
         return tuple(tensor.data_ptr() for tensor, _ in _tensors(self))
 
+    def borrowed(self) -> tuple[torch.Tensor, ...]:
+        """Tensors in the memory of the tower's parameters, which others may move or free."""
+        return tuple(tensor for tensor, own in _tensors(self) if not own)
+
+    def lent(self, addresses: Iterable[int], parameters: Mapping[int, torch.Tensor]) -> "EncoderWeights":
+        """These weights, with what is borrowed taken from `parameters` by the address that it had, one after another
+        as `borrowed` lists them: parameters have moved since."""
+        left = iter(addresses)
+
+        def taken(old: torch.Tensor) -> torch.Tensor:
+            parameter = parameters[next(left)].detach()
+            return parameter.as_strided(old.shape, old.stride(), parameter.storage_offset())
+
+        found: EncoderWeights = _with_borrowed(self, taken)
+        return found
+
+    def copies(self) -> tuple[torch.Tensor, ...]:
+        """Prepared copies, each as all of its memory, flat: rows of some lie apart."""
+        found = {t.untyped_storage().data_ptr(): t for t, own in _tensors(self) if own}
+        return tuple(t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0) for t in found.values())
+
     def held_bytes(self) -> int:
         """Bytes of prepared copies that the original parameters do not already hold."""
         return sum(tensor.untyped_storage().nbytes() for tensor, own in _tensors(self) if own)
@@ -137,6 +158,27 @@ def rewrite(old: Any, new: Any) -> Any:
         elif f.name != "own":
             kept[f.name] = rewrite(before, now)
     return replace(new, **kept)
+
+
+def _with_borrowed(record: Any, taken: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`record` with `taken(tensor)` in place of every tensor that is not a prepared copy."""
+    if isinstance(record, tuple):
+        return tuple(_with_borrowed(part, taken) for part in record)
+    if not is_dataclass(record) or isinstance(record, type):
+        return record
+    values = {f.name: getattr(record, f.name) for f in fields(record) if f.name != "own"}
+    own = getattr(record, "own", ())
+    return replace(
+        record,
+        **{
+            name: _with_borrowed(value, taken)
+            if not isinstance(value, torch.Tensor)
+            else value
+            if name in own
+            else taken(value)
+            for name, value in values.items()
+        },
+    )
 
 
 def _tensors(record: Any) -> Iterator[tuple[torch.Tensor, bool]]:

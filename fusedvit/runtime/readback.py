@@ -5,7 +5,7 @@ that is used again: allocating it takes longer than filling it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -63,10 +63,12 @@ class ReadBack(NamedTuple):
     Attributes:
         unchanged: the parameters held, when the call began, what the weights were prepared from.
         rows: (t, h, w) of each item of its grid; empty where the grid was on the host.
+        lost: prepared copies no longer hold what was written to them, though nobody wrote to them since.
     """
 
     unchanged: bool
     rows: list[list[int]]
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class PendingRead:
         slot: where it goes; back to `slots` once read.
         expected: fingerprints to compare with; None where the content is not checked.
         items: rows of the grid.
+        parameters: how many of the fingerprints are of parameters; the others are of prepared copies.
     """
 
     stream: torch.cuda.Stream | None
@@ -84,6 +87,7 @@ class PendingRead:
     expected: torch.Tensor | None
     items: int
     slots: list[Slot]
+    parameters: int | None = None
 
     def wait(self, meanwhile: Callable[[], bool]) -> ReadBack:
         """Runs `meanwhile`, another check of the weights, then makes the host wait for the read."""
@@ -92,25 +96,34 @@ class PendingRead:
         finally:
             if self.stream is not None:
                 self.stream.synchronize()  # whatever was raised: until then the slot is written to
-        if self.expected is not None:
-            unchanged = unchanged and torch.equal(self.slot.fingerprints, self.expected)
+        lost = False
+        if self.expected is not None and not torch.equal(self.slot.fingerprints, self.expected):
+            unchanged, n = False, self.parameters
+            lost = n is not None and not torch.equal(self.slot.fingerprints[n:], self.expected[n:])
         rows = self.slot.rows[: self.items].tolist() if self.items else []
         self.slots.append(self.slot)
-        return ReadBack(unchanged, rows)
+        return ReadBack(unchanged, rows, lost)
 
 
 @dataclass(frozen=True)
 class ContentCheck:
-    """Fingerprints of the parameters that the weights were prepared from.
+    """Fingerprints of the parameters that the weights were prepared from, and of the prepared copies.
+
+    Memory may lose its content and keep its address, as a serving engine's sleep mode lets it: where parameters were
+    filled again, prepared copies were not.
 
     Attributes:
-        sources: the parameters.
+        parameters: the parameters.
+        addresses: theirs, then.
+        sources: the parameters, then the copies, as aliases of their memory then.
         expected: `[P]` int32 on the host, as they were then.
         stream: where they are checked while the encoder runs; None on the CPU.
         marks: of the streams that run the encoder; None on the CPU.
         slots: those that no read is filling now.
     """
 
+    parameters: tuple[torch.Tensor, ...]
+    addresses: list[int]
     sources: FingerprintSources
     expected: torch.Tensor
     stream: torch.cuda.Stream | None
@@ -118,17 +131,30 @@ class ContentCheck:
     slots: list[Slot] = field(default_factory=list)
 
     @staticmethod
-    def of(parameters: Sequence[torch.Tensor]) -> "ContentCheck":
-        """Fingerprints `parameters` as they are; waits for the GPU."""
-        sources = FingerprintSources.of(parameters)
+    def of(parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor] = ()) -> "ContentCheck":
+        """Fingerprints `parameters` and `copies` as they are; waits for the GPU."""
+        sources = FingerprintSources.of([*parameters, *copies])
         device = sources.pointers.device
         ops = ops_for(device)
-        found = ops.fingerprint(sources, torch.empty(len(parameters), dtype=torch.int32, device=device))
+        found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))
         for dtype in GRID_DTYPES:  # so that what a call launches is compiled by now
             rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
             ops.fingerprint(sources, found[:0], rows.to(dtype), rows)
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        return ContentCheck(sources, found.cpu(), stream, StreamMarks(device) if device.type == "cuda" else None)
+        marks = StreamMarks(device) if device.type == "cuda" else None
+        addresses = [p.data_ptr() for p in parameters]
+        return ContentCheck(tuple(parameters), addresses, sources, found.cpu(), stream, marks)
+
+    def moved(self) -> "ContentCheck | None":
+        """This check at the addresses that its parameters have now, if these hold what they did; waits for the GPU."""
+        now, then = self.parameters, self.sources.tensors
+        if not all(_is_like(p, alias) for p, alias in zip(now, then, strict=False)):
+            return None
+        sources = FingerprintSources.of([*now, *then[len(now) :]])
+        found = torch.empty_like(self.expected, device=sources.pointers.device)
+        if not torch.equal(ops_for(found.device).fingerprint(sources, found).cpu(), self.expected):
+            return None
+        return replace(self, addresses=[p.data_ptr() for p in now], sources=sources, slots=[])
 
     def begin(self, mark: StreamMark | None, check_content: bool, grid: torch.Tensor | None) -> PendingRead:
         """Launches the read; see `WeightCache.read_back`."""
@@ -143,7 +169,8 @@ class ContentCheck:
         fingerprints = slot.fingerprints if check_content else slot.fingerprints[:0]
         rows = None if grid is None else slot.rows
         ops_for(self.sources.pointers.device).fingerprint(self.sources, fingerprints, grid, rows, stream)
-        return PendingRead(stream, slot, self.expected if check_content else None, items, self.slots)
+        expected = self.expected if check_content else None
+        return PendingRead(stream, slot, expected, items, self.slots, len(self.parameters))
 
     def _slot(self, items: int) -> Slot:
         """One with room for so many items, from any thread: popping a list gives it to one of them only."""
@@ -160,3 +187,9 @@ class ContentCheck:
                 torch.empty(self.expected.shape, dtype=torch.int32, pin_memory=pinned),
                 torch.empty(room, 3, dtype=torch.int64, pin_memory=pinned),
             )
+
+
+def _is_like(now: torch.Tensor, then: torch.Tensor) -> bool:
+    """Whether a parameter that has moved could hold what it did: laid out as it was, in memory that is there."""
+    alike = (now.shape, now.stride(), now.dtype, now.device) == (then.shape, then.stride(), then.dtype, then.device)
+    return alike and (not now.numel() or now.untyped_storage().nbytes() > 0)

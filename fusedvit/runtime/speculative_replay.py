@@ -73,7 +73,11 @@ def begin(runtime: Runtime | None, pixels: object, grid: object) -> SpeculativeR
     budget = None if rows % unit else sole_budget(rows // unit, grid.shape[0], graphs.limits)
     if budget is None:
         return None
-    version, mark = runtime.weights.version, runtime.weights.mark()
+    weights = runtime.weights
+    version = weights.version
+    if list(map(torch.Tensor.data_ptr, weights.borrowed)) != weights.addresses:  # the graph would read what was freed
+        return None
+    mark = weights.mark()
     found = SpeculativeReplay(runtime, graphs, budget, mark, version, None)
 
     def load(budget: int) -> None:

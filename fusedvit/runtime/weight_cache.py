@@ -16,8 +16,14 @@ class Snapshot(Protocol):
     def first_parameter(self) -> torch.Tensor | None:
         """What is now where the first parameter was."""
 
+    def in_place(self) -> bool:
+        """Whether every parameter lies where it did."""
+
     def unchanged(self) -> bool:
-        """Whether the tower has these modules and parameters still; their content is not read."""
+        """Whether the tower has these modules and parameters still; neither content nor addresses are compared."""
+
+    def readdressed(self) -> "Snapshot":
+        """The same, with the addresses that parameters have now."""
 
 
 class Source(Protocol):
@@ -36,45 +42,87 @@ class Source(Protocol):
         """The tower as it stands."""
 
 
+class WeightsReleased(Exception):
+    """Weights were given back during a run on them; the run is done again, or the tower was unfused."""
+
+
 class WeightCache:
     """Weights prepared when first needed, and again when the tower has changed.
 
     Attributes:
-        version: how often they were prepared. A run that began with an older version is not accepted.
+        version: a run that began with an older version is not accepted.
+        prepared: how often weights were prepared.
+        moves: how often parameters have moved with their content unchanged, since weights were last released.
+        borrowed: tensors of the weights in memory of the tower's parameters, which a captured graph reads.
+        addresses: of those, when they were prepared. Others may move or free such memory, so that whoever is about to
+            launch a graph compares first.
     """
 
-    def __init__(self, source: Source, on_move: Callable[[], None]) -> None:
-        """`on_move` is called when tensors that a captured graph points to are no longer the ones in use."""
-        self.version = 0
+    def __init__(self, source: Callable[[], Source], on_move: Callable[[], None], on_loss: Callable[[], None]) -> None:
+        """Nothing prepared yet.
+
+        Args:
+            source: the tower, which is asked for anew each time and not kept.
+            on_move: called when tensors that a captured graph points to are no longer the ones in use.
+            on_loss: called when memory has lost its content, and static buffers may have too.
+        """
+        self.version = self.prepared = self.moves = 0
+        self.borrowed: tuple[torch.Tensor, ...] = ()
+        self.addresses: list[int] = []
         self._source = source
         self._on_move = on_move
+        self._on_loss = on_loss
+        self._forget()
+
+    def _forget(self) -> None:
         self._snapshot: Snapshot | None = None
         self._weights: EncoderWeights | None = None
         self._content: ContentCheck | None = None
+        self._pointers: tuple[int, ...] = ()
+        self._lost = False
+        self.borrowed, self.addresses = (), []
+
+    def release(self) -> None:
+        """Gives everything back; the next use prepares weights again."""
+        self.version += 1  # a run under way is not accepted
+        self.moves = 0
+        self._forget()
 
     def get(self) -> EncoderWeights:
-        """The prepared weights; `prepare` comes first."""
-        assert self._weights is not None, "weights are prepared before a run"
+        """The prepared weights; `prepare` comes first.
+
+        Raises:
+            WeightsReleased: they were given back since.
+        """
+        if self._weights is None:
+            raise WeightsReleased
         return self._weights
 
     def held_bytes(self) -> int:
         """Bytes of prepared copies."""
-        return 0 if self._weights is None else self._weights.held_bytes()
+        weights = self._weights
+        return 0 if weights is None else weights.held_bytes()
 
     def first_parameter(self) -> torch.Tensor:
         """A parameter, for its device and dtype: without a walk of the tower where weights are prepared.
 
         In a tower that has changed since it may be an old one; `read_back` notices that.
         """
-        found = None if self._snapshot is None else self._snapshot.first_parameter()
-        return next(iter(self._source.parameters().values())) if found is None else found
+        snapshot = self._snapshot
+        found = None if snapshot is None else snapshot.first_parameter()
+        return next(iter(self._source().parameters().values())) if found is None else found
 
     def fits(self, parameter: torch.Tensor) -> bool:
-        """Whether weights are prepared, on the device and in the dtype of `parameter`."""
-        if self._snapshot is None or self._weights is None:
+        """Whether weights are prepared, on the device and in the dtype of `parameter`, and lie where they did."""
+        weights = self._weights
+        if self._snapshot is None or weights is None or not self.in_place():
             return False
-        weight = self._weights.patch.weight
+        weight = weights.patch.weight
         return weight.device == parameter.device and weight.dtype == parameter.dtype
+
+    def in_place(self) -> bool:
+        """Whether what the weights borrow lies where it did."""
+        return list(map(torch.Tensor.data_ptr, self.borrowed)) == self.addresses
 
     def mark(self) -> StreamMark | None:
         """Where the current stream of the weights' GPU is, for `read_back`; None on a CPU."""
@@ -85,41 +133,82 @@ class WeightCache:
         """Whether the weights are still those of the tower, and the rows of `grid`: one host read at most.
 
         The read runs on a stream of its own, overlapped with whatever was launched since `mark`; modules and parameters
-        are compared on the host meanwhile.
+        are compared on the host meanwhile. Addresses of parameters are compared before it, as it reads through them.
 
         Args:
             mark: the point in the caller's stream that the read waits for; None on a CPU, or where nothing is read.
             check_content: compare fingerprints of the parameters' content.
             grid: `[n, 3]` on the weights' device; None if there is none to read.
+
+        Raises:
+            WeightsReleased: they were given back since.
         """
-        assert self._content is not None, "weights are prepared before a run"
+        content, snapshot = self._content, self._snapshot
+        if content is None:
+            raise WeightsReleased
+        in_place = snapshot is not None and snapshot.in_place()
+        check_content = check_content and in_place
         if not check_content and grid is None:
-            return ReadBack(self._unchanged(), [])
-        return self._content.begin(mark, check_content, grid).wait(self._unchanged)
+            return ReadBack(in_place and self._unchanged(), [])
+        found = content.begin(mark, check_content, grid).wait(self._unchanged)
+        if found.lost:
+            self._lost = True
+        return found if in_place else found._replace(unchanged=False)
 
     def _unchanged(self) -> bool:
-        return self._snapshot is not None and self._snapshot.unchanged()
+        snapshot = self._snapshot
+        return snapshot is not None and snapshot.unchanged()
+
+    def follow(self) -> bool:
+        """Takes the parameters where they are now, if nothing has changed but their addresses; waits for the GPU.
+
+        Sharding and offloading free a parameter's memory after each use, and take other memory for the next. Prepared
+        copies stay as they are; what is borrowed lies elsewhere.
+        """
+        snapshot, content, weights = self._snapshot, self._content, self._weights
+        if snapshot is None or content is None or weights is None or self._lost:
+            return False
+        if snapshot.in_place() or not snapshot.unchanged():
+            return False
+        moved = content.moved()
+        if moved is None:
+            return False
+        self.version += 1
+        self.moves += 1
+        by_address = dict(zip(content.addresses, content.parameters, strict=True))
+        self._take(weights.lent(self.addresses, by_address), moved, snapshot.readdressed())
+        return True
 
     def prepare(self) -> Reason | None:
         """Prepares weights from the tower as it stands, or says why it cannot run fused; waits for the GPU.
 
         Every way to prepared weights leads through here: the tower is checked first.
         """
-        reason = self._source.reason()
+        source = self._source()
+        reason = source.reason()
         if reason is not None:
             self._snapshot = None  # whatever comes back is prepared anew
             return reason
-        parameters = self._source.parameters()
-        old = self._weights
+        if self._lost:
+            self._lost = False
+            self._on_loss()
+        parameters = source.parameters()
         with torch.inference_mode(False), torch.no_grad():
-            weights = self._source.prepare(parameters, old)
-            snapshot = self._source.snapshot()
-            content = ContentCheck.of(list(parameters.values()))
+            weights = source.prepare(parameters, self._weights)
+            snapshot = source.snapshot()
+            content = ContentCheck.of(list(parameters.values()), weights.copies())
         device = weights.patch.weight.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.version += 1  # before the rest: a run that began earlier is not accepted
-        self._weights, self._content, self._snapshot = weights, content, snapshot
-        if old is not None and old.pointers() != weights.pointers():
-            self._on_move()
+        self.prepared += 1
+        self._take(weights, content, snapshot)
         return None
+
+    def _take(self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot) -> None:
+        pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved
+        self._weights, self._content, self._snapshot = weights, content, snapshot
+        self.borrowed, self._pointers = weights.borrowed(), pointers
+        self.addresses = [t.data_ptr() for t in self.borrowed]
+        if before and before != pointers:
+            self._on_move()

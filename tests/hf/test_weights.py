@@ -305,7 +305,7 @@ def test_moved_weights_are_let_go() -> None:
 
 
 def test_memory_is_reported() -> None:
-    """Folded copies: qkv, fc1 and the deepstack mergers' fc1; what needed a wider pitch is held as well.
+    """Folded copies: qkv, fc1 and the deepstack mergers' fc1; what needed a wider pitch, and vectors, are held as well.
 
     The MLP's 70 channels are held as 72, which fill 16 bytes.
     """
@@ -316,5 +316,7 @@ def test_memory_is_reported() -> None:
     folded = depth * (3 * c * c + inner * c) + deepstack * merged * merged
     vectors = 2 * (depth * (3 * c + inner) + deepstack * merged)
     padded = depth * c * inner  # fc2
-    held = 4 * (folded + vectors + padded + c // 2 // 4)
+    out = 40
+    biases = c + depth * 2 * c + (2 * c + merged + out) + deepstack * out  # patch, proj and fc2, merger, deepstack fc2
+    held = 4 * (folded + vectors + padded + biases + c // 2 // 4)
     assert handle.stats()["weights_mib"] == pytest.approx(held / 2**20, rel=1e-3)

@@ -214,7 +214,7 @@ def test_a_call_that_cannot_run_fused_drops_its_replay(case: Case, argument: str
     tower, handle, graphs = case
     pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
     want = answer(tower, pixels, GRID)
-    with pytest.raises(RuntimeError, match="strict"):
+    with pytest.raises(RuntimeError, match="fusedvit: .* runs its original code"):
         tower(pixels, grid_thw=grid, **{argument: True})
     assert graphs.manager.stats.mispredictions == 1 and graphs.manager.stats.replays == {16: 1}
     assert same(answer(tower, pixels, GRID), want) and handle.stats()["fused"] == 2
@@ -276,7 +276,7 @@ def test_compiled_calls_among_fused_ones_replay_nothing_and_compile_once(case: C
         notes = speculated(case)
         answer(tower, pixels, GRID)
         want = compiled(pixels.clone())
-        assert handle.stats()["original"] == {"compiling": 1}
+        assert handle.stats()["original"] == {} and handle.stats()["calls"] == 1, "traced as if it were not there"
         with torch.compiler.set_stance("fail_on_recompile"):
             for _ in range(3):
                 answer(tower, pixels, GRID)

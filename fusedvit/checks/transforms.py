@@ -1,0 +1,31 @@
+"""Whether somebody looks at a call's operations themselves: they see Hugging Face's, not a launch.
+
+`torch.func` wraps values in tensors of plain type, forward-mode AD adds tangents to them, and a dispatch mode gets to
+see every operation. None of that reaches a kernel.
+"""
+
+import torch
+from torch.autograd import forward_ad
+
+from fusedvit.checks.fallback import TRANSFORM
+from fusedvit.errors import Reason
+
+_plain = torch.Tensor.__torch_dispatch__
+
+
+def active(pixels: object) -> Reason | None:
+    """The transform that a call with `pixels` runs under, or None; three questions of torch's own, 0.1 us."""
+    if torch._C._are_functorch_transforms_active():
+        return Reason(TRANSFORM, "torch.func (vmap, grad, jvp, …)")
+    if forward_ad._current_level >= 0:
+        return Reason(TRANSFORM, "forward-mode AD")
+    if torch._C._len_torch_dispatch_stack():
+        mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
+        return Reason(TRANSFORM, f"the dispatch mode {type(mode).__name__}")
+    if type(pixels) is not torch.Tensor and isinstance(pixels, torch.Tensor) and _dispatches(type(pixels)):
+        return Reason(TRANSFORM, f"pixel_values is a {type(pixels).__name__}, which has a dispatch of its own")
+    return None
+
+
+def _dispatches(cls: type[torch.Tensor]) -> bool:
+    return cls.__torch_dispatch__ is not _plain
