@@ -1,10 +1,21 @@
-"""What a tower's modules and parameters must be for the fused encoder to stand for them."""
+"""What a tower's modules and parameters must be for the fused encoder to stand for them.
 
-from collections.abc import Callable
+Parameters are as the spec says. Modules, their classes and their plain attributes (numbers, strings, flags) are as in a
+tower that transformers builds from the same config, without memory, to compare with.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from math import prod
+from types import MethodType
+from typing import Any
 
+import torch
 from torch import nn
 
+from fusedvit.checks.own_code import own_class
 from fusedvit.families.base import Family
 from fusedvit.model.param_names import DownsampleNames, LastNormNames, parameter_shapes
 from fusedvit.model.spec import VisionSpec
@@ -16,64 +27,120 @@ _ACTIVATIONS = {
     "quick_gelu": "QuickGELUActivation",
     "swiglu": "SiLUActivation",
 }
-_LEAVES = (nn.Linear, nn.LayerNorm, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
-_ATTRIBUTES = ("deepstack_visual_indexes", "spatial_merge_size", "num_grid_per_side", "window_size")
+# Attributes of the tower that the spec gives too, by what the spec says of them.
+_OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
+    "deepstack_visual_indexes": lambda spec: list(spec.deepstack),
+    "spatial_merge_size": lambda spec: spec.merge_size,
+    "num_grid_per_side": lambda spec: spec.position_side,
+    "window_size": lambda spec: spec.window * spec.merge_size * spec.patch_size,
+}
 _FULL_ATTENTION = "fullatt_block_indexes"
 _NUMBERS = ("eps", "variance_epsilon", "swiglu_limit")
+DROPOUT = "attention_dropout"  # only in training mode
+_PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
+_ROTARY = "inv_freq"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its frequencies, for good
+_NOT_READ = {*vars(nn.Module()), "config"}  # compared by themselves
 
 
-def is_as_built(tower: nn.Module, family: Family, spec: VisionSpec) -> bool:
-    """Whether `tower` is, module by module and parameter by parameter, what `spec` says of it."""
-    found = {family.aliases.get(n, n): tuple(p.shape) for n, p in tower.named_parameters(remove_duplicate=False)}
-    if {n: _flat(shape) for n, shape in found.items()} != dict(parameter_shapes(family.names, spec)):
-        return False
-    if attributes_of(tower) != _attributes(tower, spec):
-        return False
-    acts, numbers = _activation_paths(family, spec), _numbers(family, spec)
-    inner = [(name, module) for name, module in tower.named_modules(remove_duplicate=False) if name]
-    return all(
-        _is_plain(module, tower, acts.get(name)) and numbers_of(module).items() <= numbers(name).items()
-        for name, module in inner
+@dataclass(frozen=True)
+class Built:
+    """A tower as transformers builds it: classes, plain attributes and contents of containers by module path."""
+
+    classes: Mapping[str, type]
+    attributes: Mapping[str, Mapping[str, Any]]
+    children: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def like(tower: nn.Module) -> "Built":
+        """Builds a tower of the class and config of `tower`, on the meta device; a config that is known, once."""
+        return _built(own_class(type(tower)), _Config(repr(vars(tower.config)), tower.config))
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A config and its text, which it is known by."""
+
+    text: str
+    config: Any = field(compare=False)
+
+
+@functools.lru_cache(maxsize=32)
+def _built(cls: Callable[[Any], nn.Module], key: _Config) -> Built:
+    config = copy.deepcopy(key.config)
+    config._attn_implementation_internal = "eager"  # any other may be refused by the constructor
+    with torch.device("meta"):
+        modules = dict(cls(config).named_modules())
+    return Built(
+        {path: type(m) for path, m in modules.items()},
+        {
+            path: {n: v for n, v in vars(m).items() if n not in _NOT_READ and _is_plain_value(v)}
+            for path, m in modules.items()
+        },
+        {path: tuple(m._modules) for path, m in modules.items()},
     )
 
 
-def numbers_of(module: nn.Module) -> dict[str, float]:
-    """Numbers that a module's forward goes by: a norm's epsilon, a gated MLP's limit."""
-    return {name: vars(module)[name] for name in _NUMBERS if name in vars(module)}
+def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
+    """What the tower's config gives by now, other than `spec`; "" for nothing."""
+    try:
+        now = family.spec_from_config(tower.config)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        return f"its config: {error}"
+    other = [f.name for f in fields(spec) if getattr(now, f.name) != getattr(spec, f.name)]
+    return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) if other else ""
 
 
-def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, float]]:
-    """What these numbers must be, by a module's name."""
-    merger = family.names.merger
-    everywhere = {"eps": spec.norm_eps, "variance_epsilon": spec.norm_eps, "swiglu_limit": spec.glu_limit}
-    odd = {merger.proj_norm: {"eps": spec.merger_eps}} if isinstance(merger, DownsampleNames) else {}
-    return lambda name: odd.get(name, everywhere)
+def wrong_parameters(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
+    """The first parameter of `tower` that is missing, left over or of another shape or class; "" for none."""
+    found = {family.aliases.get(n, n): p for n, p in tower.named_parameters(remove_duplicate=False)}
+    expected = dict(parameter_shapes(family.names, spec))
+    for name, shape in expected.items():
+        if name not in found:
+            return f"parameter {name} is missing"
+        if _flat(tuple(found[name].shape)) != shape:
+            return _differs(f"the shape of {name}", tuple(found[name].shape), shape)
+        if type(found[name]) is not nn.Parameter:
+            return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
+    left = found.keys() - expected.keys()
+    return f"parameter {min(left)} is not expected" if left else ""
 
 
-def attributes_of(tower: nn.Module) -> dict[str, object]:
-    """What a tower's forward goes by beside its modules, copied."""
-    kept = {name: getattr(tower, name) for name in _ATTRIBUTES if hasattr(tower, name)}
-    if hasattr(tower, _FULL_ATTENTION):
-        depth = sum(1 for _ in tower.get_submodule("blocks").children())
-        kept[_FULL_ATTENTION] = sorted(set(getattr(tower, _FULL_ATTENTION)) & set(range(depth)))
-    return {name: list(value) if isinstance(value, list | tuple) else value for name, value in kept.items()}
+def wrong_modules(tower: nn.Module, built: Built, family: Family, spec: VisionSpec) -> str:
+    """The first module of `tower` that is missing, left over, of another class, or has methods of its own."""
+    found = dict(tower.named_modules(remove_duplicate=False))
+    skipped = _fused_patch_embed(found)
+    for path, cls in built.classes.items():
+        if path.startswith(skipped) and path:
+            continue
+        if path not in found:
+            return f"module {path} is missing"
+        module = found[path]
+        if path and (type(module) is not cls or "forward" in vars(module)):
+            own = "a forward of its own" if "forward" in vars(module) else _name_of(type(module))
+            return _differs(path, own, _name_of(cls))
+        if tuple(module._modules) != built.children[path] and isinstance(module, nn.ModuleList | nn.Sequential):
+            return _differs(f"what {path} holds", list(module._modules), list(built.children[path]))
+    left = {path for path in found.keys() - built.classes.keys() if not path.startswith(skipped)}
+    return f"module {min(left)} is not expected" if left else _wrong_activations(found, family, spec)
 
 
-def _attributes(tower: nn.Module, spec: VisionSpec) -> dict[str, object]:
-    values = {
-        "deepstack_visual_indexes": list(spec.deepstack),
-        "spatial_merge_size": spec.merge_size,
-        "num_grid_per_side": spec.position_side,
-        "window_size": spec.window * spec.merge_size * spec.patch_size,
-        _FULL_ATTENTION: list(spec.full_attention),
-    }
-    return {name: value for name, value in values.items() if hasattr(tower, name)}
+def _fused_patch_embed(found: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The path of a patch embedding that transformers has replaced by a linear layer."""
+    for path, module in found.items():
+        plain = all(type(m) is nn.Linear and "forward" not in vars(m) for m in module.children())
+        if plain and type(module).__module__ == _FUSED_PATCH_EMBED and "forward" not in vars(module):
+            return (path,)
+    return ()
 
 
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The patch embedding's convolution as the product that it is."""
-    return shape if len(shape) != 5 else (shape[0], prod(shape[1:]))
+def _wrong_activations(found: Mapping[str, nn.Module], family: Family, spec: VisionSpec) -> str:
+    for path, name in _activation_paths(family, spec).items():
+        cls = type(found[path])
+        if cls.__name__ != name or not cls.__module__.startswith(("torch.nn.", "transformers.activations")):
+            return _differs(path, _name_of(cls), name)
+    return ""
 
 
 def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, str]:
@@ -88,17 +155,114 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, str]:
     return paths | dict.fromkeys([names.merger.act, *deepstack], "GELU")
 
 
-def _is_plain(module: nn.Module, tower: nn.Module, activation: str | None) -> bool:
-    own = [p for p in module._parameters.values() if p is not None]
-    if "forward" in module.__dict__ or any(type(p) is not nn.Parameter for p in own):
-        return False
-    cls = type(module)
-    if activation is not None:
-        exact = cls.__name__ == activation and cls.__module__.startswith(("torch.nn.", "transformers.activations"))
-        return exact and getattr(module, "approximate", "none") == "none"
-    if cls in _LEAVES:
+def wrong_attributes(tower: nn.Module, built: Built, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
+    """The first attribute that a forward reads and that is not as built; `names` are all that code mentions."""
+    numbers = _numbers(family, spec)
+    for path, module in tower.named_modules(remove_duplicate=False):
+        expected, own = built.attributes.get(path, {}), vars(module)
+        for name in own.keys() - expected.keys() - _NOT_READ:
+            if path and name in names and callable(getattr(type(module), name, None)):
+                return _differs(_dotted(path, name), "an attribute of the instance", "the method of its class")
+        for name, value in expected.items():
+            if name in names and (name not in own or not _is_same(own[name], value)):
+                return _differs(_dotted(path, name), own.get(name, "missing"), value)
+        for name, number in numbers(path).items():
+            if own.get(name, number) != number:
+                return _differs(_dotted(path, name), own[name], number)
+        if module.training and own.get(DROPOUT):
+            return _differs(_dotted(path, DROPOUT), own[DROPOUT], "0 in training mode")
+    return _wrong_tower(tower, spec) or _wrong_configs(tower, names)
+
+
+def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, float]]:
+    """What numbers the spec gives must be, by a module's path: a norm's epsilon, a gated MLP's limit."""
+    merger = family.names.merger
+    everywhere = {"eps": spec.norm_eps, "variance_epsilon": spec.norm_eps, "swiglu_limit": spec.glu_limit}
+    odd = {merger.proj_norm: {"eps": spec.merger_eps}} if isinstance(merger, DownsampleNames) else {}
+    return lambda path: odd.get(path, everywhere)
+
+
+def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
+    """An attribute of the tower itself that the spec contradicts."""
+    for name, of in _OF_SPEC.items():
+        got = getattr(tower, name, None)
+        got = list(got) if isinstance(got, list | tuple) else got
+        if got is not None and got != of(spec):
+            return _differs(name, got, of(spec))
+    full = getattr(tower, _FULL_ATTENTION, None)
+    if full is not None and sorted(set(full) & set(range(spec.depth))) != list(spec.full_attention):
+        return _differs(_FULL_ATTENTION, full, list(spec.full_attention))
+    return ""
+
+
+def _wrong_configs(tower: nn.Module, names: Collection[str]) -> str:
+    """A module whose config says other things than the tower's."""
+    expected = vars(tower.config)
+    for path, module in tower.named_modules():
+        config = vars(module).get("config", tower.config)
+        if config is tower.config:
+            continue
+        for name in expected.keys() & names:
+            if not _is_same(vars(config).get(name), expected[name]):
+                return _differs(_dotted(path, f"config.{name}"), vars(config).get(name), expected[name])
+    return ""
+
+
+def wrong_buffers(tower: nn.Module, spec: VisionSpec, names: Collection[str]) -> str:
+    """The first buffer that a forward reads and that does not hold what it was built with; waits for the GPU."""
+    for path, buffer in tower.named_buffers(remove_duplicate=False):
+        name = path.rpartition(".")[2]
+        if name not in names or buffer.device.type == "meta":
+            continue
+        if name != _ROTARY:
+            return f"buffer {path} is not expected"
+        steps = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32) / (spec.head_dim // 2)
+        expected = 1.0 / spec.rope_theta**steps
+        found = buffer.detach().float().cpu()
+        if not any(_is_close(found, expected.to(dtype).float()) for dtype in _DTYPES):
+            return f"buffer {path} does not hold the rotary frequencies of base {spec.rope_theta:g}"
+    return ""
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=0.0)
+
+
+def dropouts(tower: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose training mode matters."""
+    return (module for module in tower.modules() if vars(module).get(DROPOUT))
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The patch embedding's convolution as the product that it is."""
+    return shape if len(shape) != 5 else (shape[0], prod(shape[1:]))
+
+
+def _is_plain_value(value: object) -> bool:
+    return isinstance(value, _PLAIN) or callable(value) and not isinstance(value, type | nn.Module)
+
+
+def _is_same(got: Any, expected: Any) -> bool:
+    """Equal plain values; functions, methods and partial functions that do the same."""
+    if got is expected:
         return True
-    if cls in (nn.ModuleList, nn.Sequential):
-        return not module._parameters
-    theirs = cls.__module__ == type(tower).__module__ and cls.__name__.endswith("RMSNorm")
-    return theirs or (not own and cls.__module__ in (type(tower).__module__, _FUSED_PATCH_EMBED))
+    if isinstance(expected, functools.partial) and isinstance(got, functools.partial):
+        return (got.func, got.args, got.keywords) == (expected.func, expected.args, expected.keywords)
+    if isinstance(expected, MethodType) and isinstance(got, MethodType):
+        return got.__func__ is expected.__func__
+    if not isinstance(expected, _PLAIN) or not isinstance(got, _PLAIN):
+        return False
+    pair = (list(got), list(expected)) if isinstance(got, list | tuple) and isinstance(expected, list | tuple) else ()
+    return bool(pair[0] == pair[1]) if pair else bool(got == expected)
+
+
+def _dotted(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _differs(what: str, got: object, expected: object) -> str:
+    return f"{what} is {got if isinstance(got, str) else repr(got)}, expected {expected}"

@@ -1,38 +1,46 @@
 """Notices when a tower is no longer what its weights were prepared from.
 
-A `Snapshot` holds every registry entry of modules and parameters, so that a call compares identities, versions and
-pointers in a flat loop. What it cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
+A `Snapshot` holds every registry entry of modules and parameters, every plain attribute that a forward reads, and where
+the code is kept that would run, so that a call compares identities, versions and pointers in a flat loop. What it
+cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter, contains, is_
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedvit.checks.as_built import attributes_of, numbers_of
+from fusedvit.checks.as_built import dropouts
+from fusedvit.checks.own_code import OwnCode, own_class
 
 _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
-HOOK_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Looked up at each call, as a registry may be replaced. Backward hooks never fire: a call with gradients falls back.
+_HOOKS = (attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks"))
 _dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
+_body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """Entries of registries (a module's `_modules`, `_parameters`): each value, its registry and its name there."""
+    """Entries of dictionaries (a module's `_modules`, `_parameters`, `__dict__`): each value, and where it is kept."""
 
     registries: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
     @staticmethod
-    def of(found: Iterable[tuple[dict[str, Any], str, Any]]) -> "_Entries":
-        registries, names, values = zip(*found, strict=True)
-        return _Entries(registries, names, values)
+    def of(found: Iterable[tuple[dict[str, Any], str]]) -> "_Entries":
+        slots = list(found)
+        registries, names = zip(*slots, strict=True) if slots else ((), ())
+        return _Entries(registries, names, tuple(map(dict.get, registries, names)))
 
     def current(self) -> Iterator[Any]:
         """What is registered there now; None for nothing."""
@@ -43,87 +51,133 @@ class _Entries:
 
 
 @dataclass(frozen=True)
-class _Parameters:
-    """Every parameter, and its address, dtype and version.
+class _Tensors:
+    """Parameters or buffers, and the address, dtype and version of each.
 
     `versions` are of `counted`: those that are no inference tensors, and keep their counter whatever `p.data` becomes.
     """
 
     entries: _Entries
+    present: tuple[torch.Tensor, ...]
     pointers: list[int]
     dtypes: list[torch.dtype]
     counted: list[torch.Tensor]
     versions: list[int]
 
     @staticmethod
-    def of(modules: Iterable[nn.Module]) -> "_Parameters":
-        entries = _Entries.of(
-            (m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None
-        )
-        found = entries.values
-        counted = [p for p in found if not p.is_inference()]
-        return _Parameters(
+    def of(registries: Iterable[dict[str, Any]]) -> "_Tensors":
+        entries = _Entries.of((registry, name) for registry in registries for name in registry)
+        present = tuple(t for t in entries.values if t is not None)
+        counted = [t for t in present if not t.is_inference()]
+        return _Tensors(
             entries,
-            [p.data_ptr() for p in found],
-            [p.dtype for p in found],
+            present,
+            [t.data_ptr() for t in present],
+            [t.dtype for t in present],
             counted,
-            [p._version for p in counted],
+            [t._version for t in counted],
         )
 
     def in_place(self) -> bool:
-        return list(map(torch.Tensor.data_ptr, self.entries.values)) == self.pointers
+        return list(map(torch.Tensor.data_ptr, self.present)) == self.pointers
 
     def unchanged(self) -> bool:
-        found = self.entries.values
+        """Their addresses are left to `in_place`."""
         return (
             self.entries.unchanged()
-            and list(map(_dtype_of, found)) == self.dtypes
+            and list(map(_dtype_of, self.present)) == self.dtypes
             and list(map(_version_of, self.counted)) == self.versions
         )
 
 
 @dataclass(frozen=True)
+class _Code:
+    """Where the code is kept that would run, what is there, and the bodies of its functions."""
+
+    owners: tuple[Any, ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    registries: _Entries
+    functions: tuple[FunctionType, ...]
+    bodies: list[Any]
+
+    @staticmethod
+    def of(own: OwnCode) -> "_Code":
+        owners, names = zip(*own.slots, strict=True) if own.slots else ((), ())
+        values = tuple(map(getattr, owners, names, repeat(None)))
+        bodies = list(map(_body_of, own.functions))
+        return _Code(owners, names, values, _Entries.of(own.registries), own.functions, bodies)
+
+    def unchanged(self) -> bool:
+        return (
+            all(map(is_, map(getattr, self.owners, self.names, repeat(None)), self.values))
+            and self.registries.unchanged()
+            and list(map(_body_of, self.functions)) == self.bodies
+        )
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """A tower's modules and parameters at one moment. Compared by each call: its loops are C's, not Python's.
+    """A tower's modules, parameters and code at one moment. Compared by each call: its loops are C's, not Python's.
 
     Attributes:
         children: every inner module.
+        registries: registries of modules and parameters, and their lengths.
         instances: `__dict__` of every inner module, where a `forward` would shadow the class's.
-        hooks: hook registries of every inner module.
+        called: inner modules whose hooks would fire.
         parameters: every parameter.
+        buffers: every buffer.
         classes: the class of each of `inner`, which assigning `__class__` changes.
         inner: every inner module once.
-        numbers: every norm's epsilon and the like, where it is kept.
-        tower: the tower, held weakly, and the attributes that its forward goes by.
+        attributes: what a forward reads of modules and of the config, compared by identity.
+        contents: lists and dictionaries among these, and copies of what they held.
+        code: what would run.
     """
 
     children: _Entries
+    registries: tuple[dict[str, Any], ...]
+    lengths: list[int]
     instances: tuple[dict[str, Any], ...]
-    hooks: tuple[dict[int, Any], ...]
-    parameters: _Parameters
+    called: tuple[nn.Module, ...]
+    parameters: _Tensors
+    buffers: _Tensors
     classes: list[type]
     inner: tuple[nn.Module, ...]
-    numbers: tuple[tuple[dict[str, Any], str, float], ...]
-    tower: tuple[weakref.ref[nn.Module], dict[str, object]]
+    attributes: _Entries
+    contents: tuple[tuple[Any, ...], tuple[Any, ...]]
+    code: _Code
 
     @staticmethod
-    def of(tower: nn.Module) -> "Snapshot":
+    def of(tower: nn.Module, own: OwnCode) -> "Snapshot":
+        """The tower as it stands; `own` is the code that it would run."""
         modules = list(tower.modules())
         inner = modules[1:]
+        holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
+        registries = (*holding, *(m._parameters for m in modules))
+        attributes = _Entries.of(_slots_read(tower, modules, own))
+        mutable = tuple(
+            value
+            for name, value in zip(attributes.names, attributes.values, strict=True)
+            if isinstance(value, list | dict) and name not in _REGISTRIES
+        )
         return Snapshot(
-            _Entries.of((m._modules, name, c) for m in modules for name, c in m._modules.items() if c is not None),
-            tuple(m.__dict__ for m in inner),
-            tuple(getattr(m, name) for m in inner for name in HOOK_REGISTRIES),
-            _Parameters.of(modules),
+            _Entries.of((m._modules, name) for m in modules for name in m._modules),
+            registries,
+            list(map(len, registries)),
+            tuple(vars(m) for m in inner),
+            tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
+            _Tensors.of(m._parameters for m in modules),
+            _Tensors.of(m._buffers for m in modules),
             [type(m) for m in inner],
             tuple(inner),
-            tuple((vars(m), name, value) for m in inner for name, value in numbers_of(m).items()),
-            (weakref.ref(tower), attributes_of(tower)),  # weakly: the tower goes when its owner drops it
+            attributes,
+            (mutable, tuple(value.copy() for value in mutable)),
+            _Code.of(own),
         )
 
     def first_parameter(self) -> nn.Parameter | None:
         """What is registered now where the first parameter was."""
-        return next(self.parameters.entries.current())
+        return next((t for t in self.parameters.entries.current() if t is not None), None)
 
     def in_place(self) -> bool:
         """Every parameter at the address where it was: asked before a kernel reads through addresses of then."""
@@ -131,22 +185,55 @@ class Snapshot:
 
     def readdressed(self) -> "Snapshot":
         """This snapshot, with the addresses that parameters have now."""
-        pointers = [p.data_ptr() for p in self.parameters.entries.values]
+        pointers = [p.data_ptr() for p in self.parameters.present]
         return replace(self, parameters=replace(self.parameters, pointers=pointers))
 
     def unchanged(self) -> bool:
-        """No inner module replaced, none with a `forward` of its own, no hook that would fire; every parameter the same
-        object with the same dtype and version. Their addresses are what `in_place` compares."""
-        tower = self.tower[0]()
-        return tower is not None and (
+        """No module added, replaced or removed, none with a `forward` of its own, no hook that would fire, no attribute
+        that a forward reads changed; every tensor the same object with the same dtype and version; the code the same.
+        Addresses of parameters are what `in_place` compares."""
+        return (
             self.children.unchanged()
+            and list(map(len, self.registries)) == self.lengths
             and not any(map(contains, self.instances, repeat("forward")))
-            and not (any(self.hooks) and any(registry and fires(registry) for registry in self.hooks))
+            and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)
             and list(map(type, self.inner)) == self.classes
-            and all(kept.get(name) == value for kept, name, value in self.numbers)
-            and attributes_of(tower) == self.tower[1]
+            and self.attributes.unchanged()
+            and self.contents[0] == self.contents[1]
             and self.parameters.unchanged()
+            and self.buffers.unchanged()
+            and self.buffers.in_place()
+            and self.code.unchanged()
         )
+
+
+def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) -> Iterator[tuple[dict[str, Any], str]]:
+    """Attributes of modules and of their configs that the code mentions, and where one would shadow a method; training
+    mode where it matters."""
+    configs: dict[int, dict[str, Any]] = {}
+    for module in modules:
+        attributes = vars(module)
+        yield from ((attributes, name) for name in attributes.keys() & own.names if name != "training")
+        yield from ((attributes, name) for name in own.methods.get(own_class(type(module)), ()))
+        yield from ((attributes, name) for name in _REGISTRIES if attributes[name])
+        if "config" in attributes:
+            configs.setdefault(id(attributes["config"]), vars(attributes["config"]))
+    for attributes in configs.values():
+        yield from ((attributes, name) for name in attributes.keys() & own.names)
+        yield attributes, "_attn_implementation_internal"
+    yield from ((vars(module), "training") for module in dropouts(tower))
+
+
+def _fire(registries: Iterator[dict[int, Callable[..., Any]]]) -> bool:
+    return any(map(fires, filter(None, registries)))
+
+
+def hooked(tower: nn.Module) -> str:
+    """The path of an inner module with a hook that would fire; "" if there is none."""
+    for path, module in tower.named_modules():
+        if path and not isinstance(module, _NEVER_CALLED) and any(fires(hooks(module)) for hooks in _HOOKS):
+            return path
+    return ""
 
 
 def fires(hooks: dict[int, Callable[..., Any]]) -> bool:

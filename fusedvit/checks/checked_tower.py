@@ -1,14 +1,22 @@
 """A tower that its weights are prepared from: whether it may run fused as it stands, and what it is made of."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from fusedvit.checks import fallback
-from fusedvit.checks.as_built import is_as_built
-from fusedvit.checks.change_detection import HOOK_REGISTRIES, Snapshot, fires
+from fusedvit.checks.as_built import (
+    Built,
+    wrong_attributes,
+    wrong_buffers,
+    wrong_modules,
+    wrong_parameters,
+    wrong_spec,
+)
+from fusedvit.checks.change_detection import Snapshot, hooked
+from fusedvit.checks.own_code import OwnCode, foreign_class, own_code
 from fusedvit.errors import Reason
 from fusedvit.families.base import Family
 from fusedvit.model.prepare_weights import prepare
@@ -18,17 +26,40 @@ from fusedvit.model.weights import EncoderWeights
 FINGERPRINTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckedTower:
     """Implements `runtime.weight_cache.Source` for a Hugging Face tower."""
 
     tower: nn.Module
     family: Family
     spec: VisionSpec
+    _code: OwnCode | None = field(default=None, init=False)
 
     def reason(self) -> Reason | None:
         """Why the tower as it stands cannot run fused, or None."""
-        return reason_of_tower(self.tower, self.family, self.spec)
+        path = hooked(self.tower)
+        if path:
+            return Reason(fallback.HOOKS, f"on {path}")
+        foreign = foreign_class(self.tower)
+        if foreign:
+            return Reason(fallback.FOREIGN_CODE, foreign)
+        tower, family, spec = self.tower, self.family, self.spec
+        wrong = wrong_parameters(tower, family, spec) or wrong_spec(tower, family, spec)
+        if wrong:
+            return Reason(fallback.MODIFIED, wrong)
+        built = Built.like(tower)
+        wrong = wrong_modules(tower, built, family, spec)
+        if wrong:
+            return Reason(fallback.MODIFIED, wrong)
+        self._code = own_code(self.tower)
+        if self._code.foreign:
+            return Reason(fallback.FOREIGN_CODE, self._code.foreign)
+        reason = _reason_of_parameters(dict(self.tower.named_parameters()))
+        if reason is not None:
+            return reason
+        names = self._code.names
+        wrong = wrong_attributes(tower, built, family, spec, names) or wrong_buffers(tower, spec, names)
+        return Reason(fallback.MODIFIED, wrong) if wrong else None
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name, shared ones under each of theirs."""
@@ -40,36 +71,38 @@ class CheckedTower:
 
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""
-        return Snapshot.of(self.tower)
+        return Snapshot.of(self.tower, self._code or own_code(self.tower))
 
 
-def reason_of_tower(tower: nn.Module, family: Family, spec: VisionSpec) -> Reason | None:
-    """Why `tower` as it stands cannot run fused, or None."""
-    for name, module in tower.named_modules():
-        if name and any(fires(getattr(module, registry)) for registry in HOOK_REGISTRIES):
-            return Reason(fallback.HOOKS)
-    if not is_as_built(tower, family, spec):
-        return Reason(fallback.MODIFIED)
-    return _reason_of_parameters(list(tower.parameters()))
-
-
-def _reason_of_parameters(parameters: Sequence[torch.Tensor]) -> Reason | None:
-    if any(p.device.type == "meta" for p in parameters):
-        return Reason(fallback.META)
-    if any(p.numel() and not p.untyped_storage().nbytes() for p in parameters if type(p) is nn.Parameter):
-        return Reason(fallback.FREED)
-    devices, dtypes = {p.device for p in parameters}, {p.dtype for p in parameters}
-    if len(devices) > 1:
-        return Reason(fallback.DEVICES)
-    if len(dtypes) > 1:
-        return Reason(fallback.DTYPES)
-    device, dtype = next(iter(devices)), next(iter(dtypes))
+def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | None:
+    meta = _first(parameters, lambda p: p.device.type == "meta")
+    if meta:
+        return Reason(fallback.META, meta)
+    freed = _first(parameters, lambda p: type(p) is nn.Parameter and _is_freed(p))
+    if freed:
+        return Reason(fallback.FREED, freed)
+    first, parameter = next(iter(parameters.items()))
+    device, dtype = parameter.device, parameter.dtype
+    other = _first(parameters, lambda p: p.device != device)
+    if other:
+        return Reason(fallback.DEVICES, f"{other} is on {parameters[other].device}, {first} on {device}")
+    other = _first(parameters, lambda p: p.dtype != dtype)
+    if other:
+        return Reason(fallback.DTYPES, f"{other} is {parameters[other].dtype}, {first} {dtype}")
     if not _device_runs(device):
-        return Reason(fallback.UNSUPPORTED_DEVICE)
-    supported = FINGERPRINTED if device.type == "cpu" else FINGERPRINTED[:3]
-    if dtype not in supported:
-        return Reason(fallback.UNSUPPORTED_DTYPE)
-    return None if all(_is_dense(p) for p in parameters) else Reason(fallback.MODIFIED)
+        return Reason(fallback.UNSUPPORTED_DEVICE, str(device))
+    if dtype not in (FINGERPRINTED if device.type == "cpu" else FINGERPRINTED[:3]):
+        return Reason(fallback.UNSUPPORTED_DTYPE, str(dtype))
+    sparse = _first(parameters, lambda p: not _is_dense(p))
+    return Reason(fallback.MODIFIED, f"{sparse} is not contiguous") if sparse else None
+
+
+def _is_freed(p: torch.Tensor) -> bool:
+    return p.numel() > 0 and p.untyped_storage().nbytes() == 0
+
+
+def _first(parameters: Mapping[str, torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> str:
+    return next((name for name, parameter in parameters.items() if wanted(parameter)), "")
 
 
 def _device_runs(device: torch.device) -> bool:

@@ -17,6 +17,7 @@ CAPTURING = "capturing"
 AUTOCAST = "autocast"
 HOOKS = "hooks"
 MODIFIED = "modified modules"
+FOREIGN_CODE = "replaced code"
 META = "meta parameters"
 DEVICES = "several devices"
 DTYPES = "several dtypes"
@@ -39,6 +40,7 @@ ADVICE = {
     AUTOCAST: "load the tower in the dtype it should run in",
     HOOKS: "a hook on an inner module would not fire in the fused encoder",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
+    FOREIGN_CODE: "what would run is not the code that transformers defines",
     META: "some parameters are offloaded",
     DEVICES: "the tower's parameters lie on several devices",
     DTYPES: "the tower's parameters have several dtypes",

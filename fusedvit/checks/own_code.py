@@ -1,0 +1,274 @@
+"""Whether what a tower would run is the code that transformers defines.
+
+The walk begins with `forward` of every class in the tower and follows the names that its code mentions: methods of the
+class, functions of its module and of transformers' helpers, functions of torch, and the attention function that would
+be looked up. Each must be the one that its module's source defines. The walk also lists where these things are kept,
+so that change detection can compare them by identity.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from fusedvit.checks.source_code import Definition, defines, definition_of, names_in, wrapped_by
+
+ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_EAGER = "eager_attention_forward"
+_FLASH = Definition("transformers.integrations.flash_attention", "flash_attention_forward")
+# What transformers registers, by the name in a config; "eager" is a function of the modeling module.
+_ATTENTION = {
+    "sdpa": Definition("transformers.integrations.sdpa_attention", "sdpa_attention_forward"),
+    "flash_attention_2": _FLASH,
+    "flash_attention_3": _FLASH,
+    "flash_attention_4": _FLASH,
+    "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
+}
+_FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
+_DECORATORS = ("transformers.", "torch.utils._contextlib")  # modules whose decorators leave the result as it is
+_CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+_ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
+_GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What a tower's original code consists of.
+
+    Attributes:
+        foreign: what is not transformers' or torch's own, and where; "" if nothing is.
+        slots: (class or module, name) of everything that was followed.
+        registries: (registry of attention functions, name) of what would be looked up.
+        functions: every function that was followed.
+        names: every name that the code mentions, attributes among them.
+        methods: names of the methods, beside `forward`, that a class's code calls.
+    """
+
+    foreign: str
+    slots: tuple[tuple[Any, str], ...]
+    registries: tuple[tuple[dict[str, Any], str], ...]
+    functions: tuple[FunctionType, ...]
+    names: frozenset[str]
+    methods: Mapping[type, tuple[str, ...]]
+
+
+def own_class(cls: type) -> type:
+    """The class of a tower without the subclasses that `fuse` and `fully_shard` put before it."""
+    return next((c for c in cls.__mro__ if ORIGINAL not in vars(c) and not _is_sharded(c)), cls)
+
+
+def _is_sharded(cls: type) -> bool:
+    return any(c.__module__.startswith("torch.distributed.") for c in (cls, *cls.__bases__))
+
+
+def foreign_class(tower: nn.Module) -> str:
+    """The class of `tower`, if it is not one of transformers' own."""
+    cls = own_class(type(tower))
+    own = cls.__module__.startswith("transformers.models.") and defines(cls.__module__, cls.__qualname__)
+    return "" if own else f"the tower's class is {cls.__module__}.{cls.__qualname__}"
+
+
+def own_code(tower: nn.Module) -> OwnCode:
+    """Follows what `tower` would run."""
+    walk = _Walk()
+    for cls in dict.fromkeys([own_class(type(tower)), *map(type, tower.modules())]):
+        if ORIGINAL not in vars(cls):
+            walk.follow_class(cls)
+    for module in _distinct_configs(tower):
+        walk.follow_attention(module)
+    return OwnCode(
+        walk.foreign,
+        tuple(walk.slots.values()),
+        tuple(walk.registries),
+        tuple(walk.functions.values()),
+        frozenset(walk.names),
+        walk.methods(),
+    )
+
+
+def _distinct_configs(tower: nn.Module) -> Iterable[nn.Module]:
+    """A module for each config and class whose code looks up an attention function."""
+    found = {
+        (id(vars(m)["config"]), type(m)): m
+        for m in tower.modules()
+        if "config" in vars(m) and _INTERFACE in _forward_names(type(m))
+    }
+    return found.values()
+
+
+def _forward_names(cls: type) -> set[str]:
+    forward: object = getattr(cls, "forward", None)
+    while isinstance(forward, FunctionType) and (inner := wrapped_by(forward)) is not None:
+        forward = inner
+    return names_in(forward.__code__) if isinstance(forward, FunctionType) else set()
+
+
+@dataclass
+class _Walk:
+    """The walk of `own_code`: what was found so far."""
+
+    foreign: str = ""
+    slots: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
+    registries: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    functions: dict[int, FunctionType] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+    def follow_class(self, cls: type) -> None:
+        if not _is_own(cls):
+            self._found_foreign(f"class {cls.__module__}.{cls.__qualname__}")
+        for name in _CALL:
+            self._follow_method(cls, name)
+
+    def follow_attention(self, module: nn.Module) -> None:
+        """What `module` would call for attention, by its config."""
+        scope = vars(sys.modules[type(module).__module__])
+        interface, name = scope.get(_INTERFACE), getattr(vars(module)["config"], "_attn_implementation", None)
+        if interface is None:
+            return
+        for owner in (interface, type(interface)):
+            for mapping in ("_local_mapping", "_global_mapping"):
+                if mapping in vars(owner):
+                    self.slots.setdefault((id(owner), mapping), (owner, mapping))
+                    self.registries.append((vars(owner)[mapping], str(name)))
+        self._follow_method(type(interface), "get_interface")
+        found = interface.get(name, scope.get(_EAGER)) if name is not None else scope.get(_EAGER)
+        eager = Definition(type(module).__module__, _EAGER)
+        expected = eager if name in (None, "eager") else _ATTENTION.get(name)
+        if expected is None or definition_of(found) != expected:
+            self._found_foreign(f"the attention function {name!r} is {_describe(found)}")
+        elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
+            self._follow(found, expected, f"the attention function {name!r}")
+
+    def methods(self) -> dict[type, tuple[str, ...]]:
+        """Methods that were followed, by their class."""
+        found: dict[type, tuple[str, ...]] = {}
+        for owner, name in self.slots.values():
+            if isinstance(owner, type) and name not in _CALL:
+                found[owner] = (*found.get(owner, ()), name)
+        return found
+
+    def _found_foreign(self, what: str) -> None:
+        self.foreign = self.foreign or what
+
+    def _follow_method(self, cls: type, name: str) -> None:
+        home = next((c for c in cls.__mro__ if name in vars(c)), None)
+        if home is None or home is object or (id(cls), name) in self.slots:
+            return
+        self.slots[id(cls), name] = cls, name
+        value = vars(home)[name]
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif not callable(value):
+            return
+        path = _ALIASES.get(name, f"{home.__qualname__}.{name}") if home is nn.Module else f"{home.__qualname__}.{name}"
+        found = self._follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
+        if found is None or home.__module__ in _GENERAL:
+            return
+        for other in names_in(found.__code__):
+            if hasattr(cls, other) and not any(hasattr(general, other) for general in (nn.Module, object)):
+                self._follow_method(cls, other)
+
+    def _follow(self, value: object, expected: Definition, where: str) -> FunctionType | None:
+        """Follows the function at `where`, through decorators; returns the one that `expected` names, if that is it."""
+        found, function = definition_of(value), value
+        while found is not None and found != expected and found.module.startswith(_DECORATORS):
+            assert isinstance(function, FunctionType)
+            self.functions[id(function)] = function
+            function = wrapped_by(function)
+            found = definition_of(function)
+        if found != expected or not isinstance(function, FunctionType):
+            self._found_foreign(f"{where} is {_describe(value)}")
+            return None
+        if id(function) not in self.functions:
+            self.functions[id(function)] = function
+            if not found.module.startswith("torch.nn.modules.module"):
+                self._follow_names(function)
+        return function
+
+    def _follow_names(self, function: FunctionType) -> None:
+        """Follows the globals that a function mentions, and what it mentions of torch's modules."""
+        mentioned, scope = names_in(function.__code__), function.__globals__
+        self.names |= mentioned
+        for name in mentioned & scope.keys():
+            self._follow_global(sys.modules[scope["__name__"]], name, mentioned)
+
+    def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
+        value = vars(module)[name]
+        if isinstance(value, ModuleType):
+            self._follow_torch(value, mentioned)
+        if (id(module), name) in self.slots:
+            return
+        self.slots[id(module), name] = module, name
+        where = f"{module.__name__}.{name}"
+        if isinstance(value, type):
+            if defines(module.__name__, name) and (value.__module__, value.__qualname__) != (module.__name__, name):
+                self._found_foreign(f"{where} is {_describe(value)}")
+        elif isinstance(value, FunctionType):
+            self._follow_function(value, module, name)
+        elif _is_foreign_object(value):
+            self._found_foreign(f"{where} is {_describe(value)}")
+
+    def _follow_function(self, value: FunctionType, module: ModuleType, name: str) -> None:
+        where = f"{module.__name__}.{name}"
+        if defines(module.__name__, name):
+            self._follow(value, Definition(module.__name__, name), where)
+            return
+        origin = self._undecorated(value)
+        if origin is not None and origin.path == name and origin.module.startswith("transformers."):
+            self._follow(value, origin, where)
+        elif not _is_torchs(value):
+            self._found_foreign(f"{where} is {_describe(value)}")
+
+    @staticmethod
+    def _undecorated(value: FunctionType) -> Definition | None:
+        function: FunctionType | None = value
+        while function is not None and (inner := wrapped_by(function)) is not None and definition_of(function):
+            function = inner
+        return definition_of(function)
+
+    def _follow_torch(self, module: ModuleType, mentioned: set[str]) -> None:
+        """Names of a module of torch that a function mentions: they must be torch's own."""
+        if not f"{module.__name__}.".startswith("torch."):
+            return
+        for name in mentioned & vars(module).keys():
+            value = vars(module)[name]
+            if (id(module), name) in self.slots:
+                continue
+            self.slots[id(module), name] = module, name
+            if isinstance(value, ModuleType):
+                self._follow_torch(value, mentioned)
+            elif _is_foreign_object(value) or isinstance(value, FunctionType) and not _is_torchs(value):
+                self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
+
+
+def _is_own(cls: type) -> bool:
+    """Whether torch or transformers define `cls`, or join it of classes of theirs without adding to them."""
+    if not cls.__module__.startswith(("torch.", "transformers.")):
+        return False
+    adds = any(isinstance(value, FunctionType) for value in vars(cls).values())
+    return defines(cls.__module__, cls.__qualname__) or (not adds and all(map(_is_own, cls.__bases__)))
+
+
+def _is_torchs(value: FunctionType) -> bool:
+    found = definition_of(value)
+    return found is not None and found.module.startswith("torch.") and not found.module.startswith("torch._dynamo")
+
+
+def _is_foreign_object(value: object) -> bool:
+    """Whether `value` is something to call, neither function nor class, that torch and transformers do not make."""
+    if not callable(value) or isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return False
+    return not f"{type(value).__module__}.".startswith(("torch.", "transformers.", "typing.", "builtins."))
+
+
+def _describe(value: object) -> str:
+    """A function by where it was defined, anything else by its type."""
+    if isinstance(value, FunctionType | type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return "missing" if value is None else f"an object of {type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,97 @@
+"""What the source file of a module defines: the code objects that its functions had when they were defined.
+
+A function that was replaced since has other code, or code of another module, whatever names it bears. Sources are read
+from the byte code that Python keeps beside them, once per module.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+_NEWLOCALS = 0x2  # `CO_NEWLOCALS`: set on functions, not on class bodies or modules
+
+
+class Definition(NamedTuple):
+    """Where a function was defined: its module, and its path in that module ("Class.forward", "f.<locals>.g")."""
+
+    module: str
+    path: str
+
+
+def definition_of(value: object) -> Definition | None:
+    """Where the source of its module defines the function `value`; None if no source does, or it is no function."""
+    if not isinstance(value, FunctionType):
+        return None
+    name = value.__globals__.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or vars(module) is not value.__globals__:
+        return None
+    code = value.__code__
+    found = _functions(module.__name__).get((code.co_name, code.co_firstlineno), ())
+    return next((Definition(module.__name__, path) for path, defined in found if defined == code), None)
+
+
+def defines(module: str, path: str) -> bool:
+    """Whether the source of `module` defines a function or class at `path`."""
+    return path in _paths(module)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Every name that `code` and the functions within it mention: globals and attributes."""
+    return {name for part in _parts(code) for name in part.co_names}
+
+
+def wrapped_by(function: FunctionType) -> FunctionType | None:
+    """The function that a decorator's wrapper calls: what it says it wraps, if it holds that indeed."""
+    inner = getattr(function, "__wrapped__", None)
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    return inner if isinstance(inner, FunctionType) and any(value is inner for value in held) else None
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _parts(constant)
+
+
+@lru_cache(maxsize=256)
+def _functions(module: str) -> Mapping[tuple[str, int], list[tuple[str, CodeType]]]:
+    """Functions and class bodies that the source of `module` defines, by name and first line."""
+    found: dict[tuple[str, int], list[tuple[str, CodeType]]] = defaultdict(list)
+    root = _code_of(sys.modules[module])
+    for path, code in _defined(root, "") if root is not None else ():
+        found[code.co_name, code.co_firstlineno].append((path, code))
+    return dict(found)
+
+
+@lru_cache(maxsize=256)
+def _paths(module: str) -> frozenset[str]:
+    return frozenset(path for found in _functions(module).values() for path, _ in found)
+
+
+def _code_of(module: ModuleType) -> CodeType | None:
+    loader: Any = getattr(module, "__loader__", None)
+    try:
+        code = loader.get_code(module.__name__)
+    except (AttributeError, ImportError, OSError, SyntaxError):  # no source: built in, frozen, or gone from the disk
+        return None
+    return code if isinstance(code, CodeType) else None
+
+
+def _defined(code: CodeType, prefix: str) -> Iterator[tuple[str, CodeType]]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            path = prefix + constant.co_name
+            yield path, constant
+            yield from _defined(constant, f"{path}.<locals>." if constant.co_flags & _NEWLOCALS else f"{path}.")
