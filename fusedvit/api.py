@@ -5,7 +5,6 @@ same name, whose `forward` runs fused or falls back to the original.
 """
 
 import functools
-import operator
 import sys
 import types
 from typing import Any
@@ -18,7 +17,7 @@ from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.families.unsupported import UNSUPPORTED
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.model.encoder import EncoderOutputs
+from fusedvit.outputs import to_hugging_face
 
 _HANDLE = "_fusedvit"  # in a fused tower's __dict__
 _ORIGINAL = "_fusedvit_original"  # on its class
@@ -146,15 +145,19 @@ def _fused_class(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
-        # Traced as if it were not there. And an instance that nobody fused has no handle: made by this class's
-        # `from_pretrained`, or unfused since the call began.
-        handle: FusedEncoder | None = None if torch.compiler.is_dynamo_compiling() else self.__dict__.get(_HANDLE)
+        if torch.compiler.is_compiling():
+            chosen = uncompiled if may_break() else original.forward
+            return chosen(self, hidden_states, grid_thw, **kwargs)
+        # An instance that nobody fused has no handle: made by this class's `from_pretrained`, or unfused since the call
+        # began.
+        handle: FusedEncoder | None = self.__dict__.get(_HANDLE)
         found = None if handle is None else handle(self, hidden_states, grid_thw, kwargs)
         if handle is None or found is None:
             return original.forward(self, hidden_states, grid_thw, **kwargs)
-        outputs = _to_hugging_face(original, handle, found)
-        wants_dict = kwargs.get("return_dict", getattr(self.config, "return_dict", True))
-        return outputs.to_tuple() if wants_dict is False else outputs
+        return to_hugging_face(original, self, handle, found, (hidden_states, grid_thw, kwargs))
+
+    uncompiled = torch.compiler.disable(forward)  # the graph breaks: the tower runs fused between two graphs
+    may_break = torch.compiler.assume_constant_result(_graph_may_break)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         if type(self) is not fused:  # somebody's subclass
@@ -185,14 +188,14 @@ def _rebuild(original: Any) -> nn.Module:
     return nn.Module.__new__(_fused_class(original))
 
 
-def _to_hugging_face(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> Any:
-    """The output record that the tower's own forward returns, from its own module."""
-    record = getattr(sys.modules[original.__module__], handle.family.output_class)
-    last = outputs.last_hidden_state(handle.spec)
-    fields: dict[str, Any] = {"last_hidden_state": last}
-    if handle.spec.merged_outputs:
-        fields["pooler_output"] = outputs.pooled
-    if handle.family.has_deepstack:
-        pairs = sorted(zip(handle.spec.deepstack, outputs.deepstack, strict=True), key=operator.itemgetter(0))
-        fields["deepstack_features"] = [features for _, features in pairs]  # Hugging Face lists them by block
-    return record(**fields)
+def _graph_may_break() -> bool:
+    """Whether what is being compiled may have graph breaks: not with `fullgraph=True`, and not in an export.
+
+    Runs while `torch.compile` traces: its answer is a constant of the compiled code.
+    """
+    translator = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
+    try:
+        tracing = translator.current_tx()
+    except AttributeError:  # not traced by TorchDynamo: an export that runs the Python code itself
+        return False
+    return not (tracing.one_graph or getattr(tracing, "error_on_graph_break", False))

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from fusedvit.checks.arguments import asked_for, rules_of
 from fusedvit.errors import Reason
+from fusedvit.families.registry import family_of
+from fusedvit.model.param_names import LastNormNames
 
 GRADIENTS = "gradients"
 HIDDEN_STATES = "output_hidden_states"
@@ -31,13 +34,13 @@ UNSUPPORTED_DTYPE = "unsupported dtype"
 
 ADVICE = {
     GRADIENTS: "call it under torch.no_grad() or torch.inference_mode(), or freeze the tower's parameters",
-    HIDDEN_STATES: "the fused encoder keeps only the last hidden state",
+    HIDDEN_STATES: "with return_dict=False they cannot be left to be computed when they are first read",
     ATTENTIONS: "the fused encoder never holds attention weights",
     PRECOMPUTED: "the fused encoder builds its metadata from grid_thw",
-    UNKNOWN_ARGUMENTS: "the fused encoder takes pixel values and grid_thw",
+    UNKNOWN_ARGUMENTS: "the original code reads them; the fused encoder takes pixel values and grid_thw",
     COMPILING: "torch.compile and tracing see the original code",
     CAPTURING: "pass grid_thw as a CPU tensor or a list inside a CUDA graph capture",
-    AUTOCAST: "load the tower in the dtype it should run in",
+    AUTOCAST: "load the tower in the dtype that autocast computes in",
     HOOKS: "a hook on an inner module would not fire in the fused encoder",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
     FOREIGN_CODE: "what would run is not the code that transformers defines",
@@ -53,17 +56,8 @@ ADVICE = {
     UNSUPPORTED_DTYPE: "kernels take float32, float16 and bfloat16",
 }
 
-_PRECOMPUTED_NAMES = {
-    "cu_seqlens",
-    "cu_window_seqlens",
-    "interp_indices",
-    "interp_weights",
-    "max_seqlen",
-    "position_ids",
-    "window_index",
-}
 _global = vars(torch.nn.modules.module)  # where hooks for every module of the process are registered
-_HARMLESS_NAMES = {"return_dict", "use_cache"}
+_AUTOCASTING = ("cuda", "cpu")
 
 
 def message(tower: str, reason: Reason, state: str = "runs its original code") -> str:
@@ -85,44 +79,56 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
     """The first reason in the call itself, or None."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return Reason(COMPILING)
-    reason = _reason_of_arguments(getattr(module, "config", None), extra)
+    reason = _reason_of_arguments(module, extra)
     if reason is not None:
         return reason
     if _global.get("_global_forward_hooks") or _global.get("_global_forward_pre_hooks"):
         return Reason(HOOKS)
     if torch.is_grad_enabled() and _wants_grad(module, pixels):
         return Reason(GRADIENTS)
-    if isinstance(pixels, torch.Tensor) and _autocasts(pixels.device.type):
-        return Reason(AUTOCAST)
+    if any(map(torch.is_autocast_enabled, _AUTOCASTING)):
+        reason = _reason_of_autocast(module)
+        if reason is not None:
+            return reason
     on_gpu = isinstance(grid, torch.Tensor) and grid.is_cuda
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return Reason(CAPTURING)
     return None
 
 
-def _reason_of_arguments(config: object, extra: Mapping[str, Any]) -> Reason | None:
-    for name in (HIDDEN_STATES, ATTENTIONS):
-        if extra[name] if name in extra else _configured(config, name):
-            return Reason(name)
-    if not extra:
+def _reason_of_arguments(module: torch.nn.Module, extra: Mapping[str, Any]) -> Reason | None:
+    rules = rules_of(module)
+    for name, given in asked_for(module, rules, extra):
+        if name == "hidden_states":
+            wants_dict = extra.get("return_dict", getattr(module.__dict__.get("config"), "return_dict", True))
+            if wants_dict is False:
+                return Reason(HIDDEN_STATES, "return_dict=False")
+        elif given:
+            return Reason(ATTENTIONS) if name == "attentions" else Reason(UNKNOWN_ARGUMENTS, f"output_{name}")
+    if not extra or rules.read.isdisjoint(extra):
         return None
-    given = {name for name, value in extra.items() if value is not None} - _HARMLESS_NAMES - {HIDDEN_STATES, ATTENTIONS}
-    precomputed = given & _PRECOMPUTED_NAMES
-    if precomputed:
-        return Reason(PRECOMPUTED, ", ".join(sorted(precomputed)))
-    return Reason(UNKNOWN_ARGUMENTS, ", ".join(sorted(given))) if given else None
+    read = rules.read.intersection(extra)
+    precomputed = read & rules.precomputed
+    instead = sorted(name for name in precomputed if extra[name] is not None)
+    if instead:
+        return Reason(PRECOMPUTED, ", ".join(instead))
+    others = sorted(read - precomputed)
+    return Reason(UNKNOWN_ARGUMENTS, ", ".join(others)) if others else None
 
 
-def _configured(config: object, name: str) -> object:
-    """An option of Hugging Face's config, past its own `__getattribute__`, which takes 3 us."""
-    if config is None:
-        return False
-    kept = object.__getattribute__(config, "__dict__")
-    return kept[name] if name in kept else kept[f"_{name}"] if f"_{name}" in kept else getattr(config, name, False)
-
-
-def _autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+def _reason_of_autocast(module: torch.nn.Module) -> Reason | None:
+    """Under autocast in the tower's own dtype Hugging Face's tower computes what it does without, norms in fp32."""
+    parameter = next(module.parameters())
+    device = parameter.device.type
+    if device not in _AUTOCASTING or not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    if dtype != parameter.dtype:
+        return Reason(AUTOCAST, f"to {dtype}, the tower is in {parameter.dtype}")
+    family = family_of(type(module).__name__)
+    if device == "cuda" and family is not None and isinstance(family.names.merger, LastNormNames):
+        return Reason(AUTOCAST, f"gives the output of {family.names.merger.norm} in torch.float32")
+    return None
 
 
 def _wants_grad(module: torch.nn.Module, pixels: object) -> bool:

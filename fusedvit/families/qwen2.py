@@ -70,6 +70,7 @@ def ernie_spec(config: Any) -> VisionSpec:
         rope_theta=rope_theta_of(config),
         tail="norm",
         without_bias=("patch",),
+        rows_only=True,
     )
 
 

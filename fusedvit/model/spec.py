@@ -43,6 +43,7 @@ class VisionSpec:
             hidden state is the convolution's) or "norm" alone, without merged tokens.
         merger_size: channels of a downsampling merger's MLP.
         without_bias: which of `LINEARS` have none.
+        rows_only: pixels come as `[patches, patch_width]`; other towers view them as patches, whatever their shape.
     """
 
     depth: int
@@ -72,6 +73,7 @@ class VisionSpec:
     tail: str = "merger"
     merger_size: int = 0
     without_bias: tuple[str, ...] = ()
+    rows_only: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads * self.head_dim != self.hidden_size:

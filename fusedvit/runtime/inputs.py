@@ -34,11 +34,11 @@ def check_inputs(pixel_values: torch.Tensor, grid_thw: Grid, spec: VisionSpec, d
     Raises:
         TypeError, ValueError: see `check_pixels`, `check_grid` and `check_items`.
     """
-    check_pixels(pixel_values, spec)
+    pixels = check_pixels(pixel_values, spec)
     grid = check_grid(grid_thw)
     if is_on_gpu(grid):
-        return Inputs(pixel_values, grid.to(device), None)
-    return Inputs(pixel_values, None, check_items(grid.tolist(), pixel_values.shape[0], spec.merge_size))
+        return Inputs(pixels, grid.to(device), None)
+    return Inputs(pixels, None, check_items(grid.tolist(), pixels.shape[0], spec.merge_size))
 
 
 def is_on_gpu(grid: torch.Tensor) -> bool:
@@ -76,12 +76,15 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
 
 
-def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> None:
-    """Raises where `pixel_values` cannot be `[patches, spec.patch_width]` of floats.
+def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
+    """`pixel_values` as `[patches, spec.patch_width]`, floats.
+
+    Hugging Face's towers view whatever they are given as `[patches, channels, frames, rows, columns]`: a batch of one
+    `[1, patches, width]`, flat pixels, pixels that are such patches already. These are taken as they take them.
 
     Raises:
         TypeError: not a tensor, or not of a float dtype (integer pixels are nearly always unnormalised 0-255).
-        ValueError: not two-dimensional, or rows of another width.
+        ValueError: two-dimensional with rows of another width, or of a shape that is no such view.
     """
     if not isinstance(pixel_values, torch.Tensor):
         raise TypeError(f"pixel_values must be a tensor, got {type(pixel_values).__name__}")
@@ -90,13 +93,25 @@ def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> None:
             f"pixel_values must be normalised floats, got {pixel_values.dtype}: run the image processor first"
         )
     if pixel_values.ndim != 2:
-        raise ValueError(f"pixel_values must have shape (patches, {spec.patch_width}), got {tuple(pixel_values.shape)}")
+        return _as_rows(pixel_values, spec)
     if pixel_values.shape[1] != spec.patch_width:
         raise ValueError(
             f"pixel_values rows must be {spec.patch_width} wide "
             f"({spec.in_channels} x {spec.temporal_patch_size} x {spec.patch_size} x {spec.patch_size}), "
             f"got {pixel_values.shape[1]}"
         )
+    return pixel_values
+
+
+def _as_rows(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
+    patch = (spec.in_channels, spec.temporal_patch_size, spec.patch_size, spec.patch_size)
+    if not spec.rows_only and pixel_values.numel():
+        try:
+            return pixel_values.view(-1, *patch).reshape(-1, spec.patch_width)
+        except RuntimeError:  # no view of this shape and these strides, for Hugging Face neither
+            pass
+    shape = f"(patches, {spec.patch_width})" + ("" if spec.rows_only else f", or be a view of (patches, {patch})")
+    raise ValueError(f"pixel_values must have shape {shape}, got {tuple(pixel_values.shape)}")
 
 
 def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[Item]:

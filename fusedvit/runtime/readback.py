@@ -156,6 +156,19 @@ class ContentCheck:
             return None
         return replace(self, addresses=[p.data_ptr() for p in now], sources=sources, slots=[])
 
+    def parameters_hold(self) -> Callable[[], bool]:
+        """Whether parameters hold what they did, wherever they lie now; it keeps no prepared copies."""
+        parameters, expected = self.parameters, self.expected[: len(self.parameters)]
+
+        def hold() -> bool:
+            if not all(p.untyped_storage().nbytes() for p in parameters if p.numel()):
+                return False
+            sources = FingerprintSources.of(parameters)
+            found = torch.empty_like(expected, device=sources.pointers.device)
+            return torch.equal(ops_for(found.device).fingerprint(sources, found).cpu(), expected)
+
+        return hold
+
     def begin(self, mark: StreamMark | None, check_content: bool, grid: torch.Tensor | None) -> PendingRead:
         """Launches the read; see `WeightCache.read_back`."""
         items, stream = 0 if grid is None else grid.shape[0], self.stream

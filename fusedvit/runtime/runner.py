@@ -29,7 +29,13 @@ LAYOUTS_KEPT = 512
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` current, if it is a GPU and is not."""
+    """Makes `device` current, if it is a GPU and is not; within it nothing autocasts what the torch operations do."""
+    if device.type in ("cuda", "cpu") and torch.is_autocast_enabled(device.type):
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        return stack
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

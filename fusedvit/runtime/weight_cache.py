@@ -155,6 +155,17 @@ class WeightCache:
             self._lost = True
         return found if in_place else found._replace(unchanged=False)
 
+    def unchanged_since_now(self) -> Callable[[], bool]:
+        """A question to ask later: whether the tower still is what these weights were prepared from.
+
+        It can be asked when they have been prepared again or given back, and waits for the GPU then.
+        """
+        snapshot, content = self._snapshot, self._content
+        if snapshot is None or content is None:  # given back since the call that asks
+            return lambda: False
+        holds = content.parameters_hold()
+        return lambda: snapshot.unchanged() and holds()
+
     def _unchanged(self) -> bool:
         snapshot = self._snapshot
         return snapshot is not None and snapshot.unchanged()

@@ -18,7 +18,6 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
-    outputs_of,
     prompt,
     ran_fused,
     ran_original,
@@ -198,9 +197,10 @@ def hook_with_named_arguments(tower: Tower) -> None:
 
 
 CASES = [
-    Case("output_hidden_states", fallback.HIDDEN_STATES, arguments=lambda t, c: {"output_hidden_states": True}),
     Case("output_attentions", fallback.ATTENTIONS, arguments=lambda t, c: {"output_attentions": True}),
-    Case("an argument nobody knows", fallback.UNKNOWN_ARGUMENTS, arguments=lambda t, c: {"colour": 1}),
+    Case(
+        "an argument that attention reads", fallback.UNKNOWN_ARGUMENTS, arguments=lambda t, c: {"position_bias": None}
+    ),
     *(
         Case(name, fallback.PRECOMPUTED, arguments=_precomputed(name))
         for name in ("cu_seqlens", "max_seqlen", "position_ids")
@@ -392,30 +392,17 @@ def test_hooks_on_the_tower_itself_are_compatible() -> None:
     ran_fused(handle, calls=1)
 
 
-def test_hidden_states_are_hugging_faces() -> None:
-    tower = tiny_tower()
-    original = copy_of(tower)
-    fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["mix"])
-    with torch.no_grad():
-        ours = tower(call.pixels, grid_thw=call.grid, output_hidden_states=True)
-        ref = original(call.pixels, grid_thw=call.grid, output_hidden_states=True)
-    assert len(ours.hidden_states) == len(ref.hidden_states) == tower.config.depth + 1
-    assert_bitwise(outputs_of(ours), outputs_of(ref))
-
-
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_options_of_the_config(name: str) -> None:
+def test_option_of_the_config() -> None:
     tower = tiny_tower()
     original = copy_of(tower)
     for module in (tower, original):
         module.set_attn_implementation("eager")
-        setattr(module.config, name, True)
+        module.config.output_attentions = True
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["mix"])
     assert_bitwise(call.run(tower), call.run(original))
-    ran_original(handle, name)
-    assert_same(call.run(tower, **{name: False}), call.run(original, **{name: False}))
+    ran_original(handle, fallback.ATTENTIONS)
+    assert_same(call.run(tower, output_attentions=False), call.run(original, output_attentions=False))
     assert handle.stats()["fused"] == 1
 
 
@@ -545,6 +532,6 @@ def test_warnings_are_per_tower(caplog: pytest.LogCaptureFixture) -> None:
     for tower in (tiny_tower(), tiny_tower("qwen3_5")):
         fusedvit.fuse(tower)
         call = Call.of(tower, GRIDS["smallest"])
-        for arguments in ({"output_attentions": True}, {"colour": 1}, {"output_attentions": True}):
+        for arguments in ({"output_attentions": True}, {"position_bias": None}, {"output_attentions": True}):
             call.run(tower, **arguments)
     assert len(warnings_of(caplog)) == 4

@@ -27,7 +27,9 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "pixels": ("model", "kernels", "errors"),
     "stats": (*CORE, "pixels"),
     "fused_encoder": (*CORE, "pixels", "stats"),
-    "api": (*CORE, "pixels", "stats", "fused_encoder"),
+    "lazy_outputs": (),
+    "outputs": (*CORE, "fused_encoder", "lazy_outputs"),
+    "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}

@@ -143,10 +143,26 @@ def test_pixels_that_are_no_tensor(pixels: Any) -> None:
         check_pixels(pixels, SPEC)
 
 
-@pytest.mark.parametrize("shape", [(), (96,), (4, 3, 32), (2, 2, 96)], ids=str)
-def test_pixels_of_another_rank(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(1, 4, 96), (384,), (4, 3, 2, 4, 4), (2, 2, 96), (4, 3, 32)], ids=str)
+def test_pixels_of_another_rank_are_views_of_patches(shape: tuple[int, ...]) -> None:
+    """As for Hugging Face, whose patch embedding views them so."""
+    pixels = torch.randn(shape)
+    assert torch.equal(check_pixels(pixels, SPEC), pixels.reshape(4, 96))
     with pytest.raises(ValueError, match=r"pixel_values must have shape \(patches, 96\), got \("):
+        check_pixels(pixels, dataclasses.replace(SPEC, rows_only=True))
+
+
+@pytest.mark.parametrize("shape", [(), (95,), (4, 3, 31), (0,), (1, 0, 96), (2, 3, 4, 5)], ids=str)
+def test_pixels_of_another_rank_that_are_not(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"pixel_values must have shape \(patches, 96\), or be a view of .*, got \("):
         check_pixels(torch.zeros(shape), SPEC)
+
+
+def test_strided_pixels_are_viewed_or_refused_as_by_hugging_face() -> None:
+    viewable, not_viewable = torch.randn(2, 4, 4, 3, 96)[:, 0, 0], torch.randn(2, 3, 96).transpose(0, 1)
+    assert torch.equal(check_pixels(viewable[:, 0][None], SPEC), viewable[:, 0])
+    with pytest.raises(ValueError, match="be a view of"):
+        check_pixels(not_viewable, SPEC)
 
 
 @pytest.mark.parametrize("width", [0, 95, 97, 192])
@@ -192,7 +208,7 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "no grid": (GOOD.pixels, None, TypeError, "got NoneType"),
     "integer pixels": (GOOD.pixels.to(torch.uint8), GOOD.grid, TypeError, "got torch.uint8"),
     "another width": (torch.zeros(72, 48), GOOD.grid, ValueError, "96 wide .* got 48"),
-    "an image": (torch.zeros(1, 3, 24, 16), GOOD.grid, ValueError, r"shape \(patches, 96\)"),
+    "an image": (torch.zeros(1, 3, 24, 16), GOOD.grid, ValueError, "needs 36 patch rows, pixel_values has 12"),
     "no pixels": (None, GOOD.grid, TypeError, "got NoneType"),
     "nothing but a grid": (GOOD.pixels[:0], GOOD.grid, ValueError, "needs 36 patch rows, pixel_values has 0"),
     "nothing but pixels": (GOOD.pixels, [], ValueError, "needs 0 patch rows, pixel_values has 36"),

@@ -1,0 +1,161 @@
+"""What Hugging Face's tower does with a call's keyword arguments, found in its code and not in a list of ours.
+
+A tower hands `**kwargs` on: its decorators read some, helpers of `transformers.vision_utils` take precomputed tensors
+out of them, blocks and their attention pass the rest to the attention function. An argument that none of these
+functions names changes nothing, whatever it is called, so the call runs fused.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+_OURS = __name__.partition(".")[0]
+_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+_HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`api` sees to `return_dict`)
+_REGISTRY = "transformers.modeling_utils"  # where attention functions are registered
+
+
+@dataclass(frozen=True)
+class ArgumentRules:
+    """What a tower does with keyword arguments.
+
+    Attributes:
+        read: names that some function on their way reads; any other name is ignored.
+        precomputed: those of `read` that stand for what `grid_thw` gives; None is as good as not given.
+        recorded: what the output record gets if `output_<name>` is true, in the record's order, and whether any module
+            of the tower gives it; where none does, Hugging Face's record holds an empty tuple.
+    """
+
+    read: frozenset[str]
+    precomputed: frozenset[str]
+    recorded: tuple[tuple[str, bool], ...]
+
+
+_known: dict[tuple[type, Any], ArgumentRules] = {}
+
+
+def rules_of(tower: nn.Module) -> ArgumentRules:
+    """The rules of `tower`, by its class and its attention implementation."""
+    key = type(tower), configured(tower.__dict__.get("config"), "_attn_implementation")
+    rules = _known.get(key)
+    if rules is None:
+        rules = _known[key] = _find_rules(key[0], frozenset(map(type, tower.modules())), key[1])
+    return rules
+
+
+def asked_for(tower: nn.Module, rules: ArgumentRules, given: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """The entries of `rules.recorded` that the call or the tower's config asks for."""
+    config = tower.__dict__.get("config")
+    found = []
+    for entry in rules.recorded:
+        name = f"output_{entry[0]}"
+        if given[name] if name in given else configured(config, name):
+            found.append(entry)
+    return found
+
+
+def configured(config: object, name: str) -> Any:
+    """An option of Hugging Face's config, past its own `__getattribute__`, which takes 3 us; False if there is none."""
+    if config is None:
+        return False
+    kept = object.__getattribute__(config, "__dict__")
+    for key in (name, f"_{name}"):
+        if key in kept:
+            return kept[key]
+    return getattr(config, name, False) if hasattr(type(config), name) else False
+
+
+def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> ArgumentRules:
+    roots = [*_chain(cls.__dict__.get("forward", cls.forward))]  # type: ignore[attr-defined]
+    for module in inner:
+        if module is not cls:
+            roots += _chain(getattr(module, "forward", None))
+    roots += _chain(_attention_function(attention))
+    read: set[str] = set()
+    precomputed: set[str] = set()
+    for function in _reached(roots):
+        names = _names_in(function)
+        if _takes_a_mapping(function):
+            precomputed |= names
+        read |= names
+    recorded = getattr(cls, "_can_record_outputs", None) or {}
+    entries = tuple((name, _gives(specs, inner)) for name, specs in recorded.items())
+    read -= _HARMLESS | {f"output_{name}" for name, _ in entries}
+    return ArgumentRules(frozenset(read), frozenset(precomputed), entries)
+
+
+def _attention_function(implementation: str | None) -> Any:
+    registry = getattr(sys.modules.get(_REGISTRY), "ALL_ATTENTION_FUNCTIONS", {})
+    return registry.get(implementation) if implementation in registry else None
+
+
+def _gives(specs: Any, inner: frozenset[type]) -> bool:
+    """Whether a module of the classes `inner` is one that these specs of `_can_record_outputs` record."""
+    for spec in specs if isinstance(specs, list) else [specs]:
+        target = getattr(spec, "target_class", spec)
+        if not isinstance(target, type) or any(issubclass(cls, target) for cls in inner):
+            return True
+    return False
+
+
+def _chain(function: Any) -> Iterator[FunctionType]:
+    """A function and those that it wraps, without ours."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType) and not function.__globals__["__name__"].startswith(_OURS):
+            yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _reached(roots: list[FunctionType]) -> Iterator[FunctionType]:
+    """Those of `roots`, and of what they call by name, that keyword arguments reach."""
+    seen: set[CodeType] = set()
+    left = list(roots)
+    while left:
+        function = left.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        if not (_takes_keywords(function) or _takes_a_mapping(function)):
+            continue
+        yield function
+        for name in _names_called(function.__code__):
+            left += _chain(function.__globals__.get(name))
+
+
+def _takes_keywords(function: FunctionType) -> bool:
+    return bool(function.__code__.co_flags & inspect.CO_VARKEYWORDS)
+
+
+def _takes_a_mapping(function: FunctionType) -> bool:
+    """A parameter `kwargs`, out of which a helper pops what it need not compute."""
+    code = function.__code__
+    return "kwargs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _names_called(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_called(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def _names_in(function: FunctionType) -> set[str]:
+    """Parameters and string constants that could name an argument."""
+    code = function.__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return set(parameters) | _strings_in(code.co_consts) | _strings_in(function.__defaults__ or ())
+
+
+def _strings_in(constants: tuple[Any, ...]) -> set[str]:
+    found: set[str] = set()
+    for value in constants:
+        if isinstance(value, str) and value.isidentifier():
+            found.add(value)
+        elif isinstance(value, tuple):
+            found |= _strings_in(value)
+        elif isinstance(value, CodeType):
+            found |= _strings_in(value.co_consts)
+    return found

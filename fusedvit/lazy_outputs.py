@@ -1,0 +1,219 @@
+"""Output records whose hidden states are computed when they are first read.
+
+Embedding models ask for `output_hidden_states` of every tower that they hold and read those of the language model. The
+fused encoder keeps no hidden states, so the record that it returns runs the tower's original code if somebody reads
+them. The record is an instance of Hugging Face's class, and becomes a plain one of it when they are read or replaced.
+"""
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+HIDDEN_STATES = "hidden_states"
+_PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative error in the 2-norm; of other dtypes:
+_CLOSE_OF_HALF = 0.1
+_CHANGED = "fusedvit: hidden_states of {} cannot be computed any more: {} since the call that asked for them ({})"
+_ADVICE = "read them before that, or ask for them in a call of their own"
+
+
+@dataclass(frozen=True)
+class TensorState:
+    """A tensor as it is at one moment.
+
+    Attributes:
+        tensor: itself.
+        layout: its address, shape, strides and dtype.
+        version: of its content; None for an inference tensor, which has none.
+        checksums: of its rows' bits, on its device, or a copy of few integers: they find writes past the version.
+            Nothing waits for them until they are compared.
+    """
+
+    tensor: torch.Tensor
+    layout: tuple[Any, ...]
+    version: int | None
+    checksums: torch.Tensor
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "TensorState":
+        return TensorState(tensor, _layout(tensor), _version(tensor), _checksums(tensor))
+
+    def unchanged(self) -> bool:
+        """Whether the tensor is still as it was; waits for its device."""
+        t = self.tensor
+        if _layout(t) != self.layout or _version(t) != self.version:
+            return False
+        return bool(torch.equal(_checksums(t), self.checksums))
+
+
+def _layout(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+def _version(t: torch.Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+def _checksums(t: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        if not t.is_floating_point():
+            return t.detach().clone()
+        return t.detach().view(_INTEGERS[t.element_size()]).sum(-1)
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """How to compute the hidden states of one call.
+
+    Attributes:
+        tower: name of the tower's class, for messages.
+        run: the original code on the call's input: gives Hugging Face's record.
+        inputs: pixels and grid as they were.
+        weights_unchanged: whether the tower's weights are still those of the call.
+        last: the call's last hidden state and its version: what `run` must give again.
+        lock: two readers compute them once.
+    """
+
+    tower: str
+    run: Callable[[], Any]
+    inputs: tuple[TensorState, ...]
+    weights_unchanged: Callable[[], bool]
+    last: tuple[torch.Tensor, int | None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def compute(self) -> tuple[torch.Tensor | None, ...]:
+        """The hidden states.
+
+        Raises:
+            RuntimeError: the input or the weights have changed since the call.
+        """
+        if not all(state.unchanged() for state in self.inputs):
+            raise self._changed("pixel_values or grid_thw have changed")
+        if not self.weights_unchanged():
+            raise self._changed("the tower's weights have changed")
+        found = self.run()
+        last, version = self.last
+        hidden: tuple[torch.Tensor | None, ...] = found.hidden_states
+        if version is None or _version(last) != version:  # written to by the caller, or no telling
+            return hidden
+        if not _close(last, found.last_hidden_state):
+            raise self._changed("its input or its weights have changed")
+        if hidden and hidden[-1] is found.last_hidden_state:
+            hidden = (*hidden[:-1], last)  # one tensor, as in Hugging Face's record
+        return hidden
+
+    def _changed(self, what: str) -> RuntimeError:
+        return RuntimeError(_CHANGED.format(self.tower, what, _ADVICE))
+
+
+def _close(ours: torch.Tensor, ref: torch.Tensor) -> bool:
+    if ours.shape != ref.shape:
+        return False
+    limit = _CLOSE.get(ours.dtype, _CLOSE_OF_HALF)
+    error, norm = (ours.float() - ref.float()).norm(), ref.float().norm()
+    return not bool(error > limit * norm)  # NaN is no difference
+
+
+def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
+    """`record`, a fresh output record of Hugging Face's, with hidden states that are yet to be computed."""
+    record.__dict__.pop(HIDDEN_STATES, None)
+    OrderedDict.__setitem__(record, HIDDEN_STATES, None)  # its position among the keys
+    record.__dict__[_PENDING] = hidden
+    plain: Any = type(record)
+    object.__setattr__(record, "__class__", _lazy_class(plain))
+    return record
+
+
+class _Incomplete:
+    """What a record does until its hidden states are there; it comes before Hugging Face's class among the bases.
+
+    Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed.
+    """
+
+    __slots__ = ()
+    _fusedvit_plain: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Of a record built anew from its class, as `torch.utils._pytree` does: it is complete."""
+        _become_plain(self).__init__(*args, **kwargs)
+
+    @property
+    def hidden_states(self) -> Any:
+        return _complete(self).hidden_states
+
+    def __getitem__(self, key: Any) -> Any:
+        names = list(self.keys())  # type: ignore[attr-defined]
+        wanted = [key] if isinstance(key, str) else names[key] if isinstance(key, slice) else [names[key]]
+        if HIDDEN_STATES in wanted:
+            return _complete(self)[key]
+        record: Any = self
+        values = tuple(dict.__getitem__(record, name) for name in wanted)
+        return values if isinstance(key, slice) else values[0]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key == HIDDEN_STATES:
+            _become_plain(self)[key] = value
+        else:
+            super().__setitem__(key, value)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == HIDDEN_STATES:
+            setattr(_become_plain(self), name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        known = [f.name for f in fields(self) if f.name != HIDDEN_STATES]  # type: ignore[arg-type]
+        shown = [f"{name}={getattr(self, name)!r}" for name in known]
+        return f"{type(self).__qualname__}({', '.join(shown)}, {HIDDEN_STATES}=<computed when first read>)"
+
+    __hash__ = None  # type: ignore[assignment]  # as any dictionary
+
+
+def _completing(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(_complete(self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("items", "values", "to_tuple", "copy", "popitem", "__reduce__", "__reduce_ex__", "__eq__", "__ne__"):
+    setattr(_Incomplete, _name, _completing(_name))
+for _name in ("__or__", "__ror__"):
+    setattr(_Incomplete, _name, _completing(_name))
+
+
+def _complete(record: Any) -> Any:
+    """`record` with its hidden states, a plain one from now on."""
+    pending: HiddenStates | None = record.__dict__.get(_PENDING)
+    if pending is not None:
+        with pending.lock:
+            if _PENDING in record.__dict__:
+                record[HIDDEN_STATES] = pending.compute()
+    return record
+
+
+def _become_plain(record: Any) -> Any:
+    object.__setattr__(record, "__class__", record._fusedvit_plain)
+    record.__dict__.pop(_PENDING, None)
+    return record
+
+
+@functools.cache
+def _lazy_class(plain: Any) -> Any:
+    """The subclass of an output class `plain` that its incomplete records have, under the same name."""
+    body = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(plain.__name__, (_Incomplete, plain), body | {"_fusedvit_plain": plain})

@@ -1,0 +1,71 @@
+"""A fused call's outputs in the record that the original `forward` returns."""
+
+import operator
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.checks.arguments import asked_for, rules_of
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.lazy_outputs import HIDDEN_STATES, HiddenStates, TensorState, with_lazy_hidden_states
+from fusedvit.model.encoder import EncoderOutputs
+
+
+def to_hugging_face(
+    original: Any,
+    tower: nn.Module,
+    handle: FusedEncoder,
+    outputs: EncoderOutputs,
+    call: tuple[Any, Any, dict[str, Any]],
+) -> Any:
+    """What `original.forward` returns, from its own module, or a tuple for `return_dict=False`.
+
+    Args:
+        original: the tower's class in transformers.
+        call: the pixels, the grid and the keyword arguments of the call.
+    """
+    arguments = call[2]
+    record = _record(original, handle, outputs)
+    for name, given in asked_for(tower, rules_of(tower), arguments):
+        if name != HIDDEN_STATES:
+            record[name] = ()  # what Hugging Face records where no module gives any; any other call fell back
+        elif given:
+            record = with_lazy_hidden_states(record, _hidden_states(original, tower, handle, call, record))
+    wants_dict = arguments.get("return_dict", getattr(tower.config, "return_dict", True))
+    return record.to_tuple() if wants_dict is False else record
+
+
+def _record(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> Any:
+    record = getattr(sys.modules[original.__module__], handle.family.output_class)
+    fields: dict[str, Any] = {"last_hidden_state": outputs.last_hidden_state(handle.spec)}
+    if handle.spec.merged_outputs:
+        fields["pooler_output"] = outputs.pooled
+    if handle.family.has_deepstack:
+        pairs = sorted(zip(handle.spec.deepstack, outputs.deepstack, strict=True), key=operator.itemgetter(0))
+        fields["deepstack_features"] = [features for _, features in pairs]  # Hugging Face lists them by block
+    return record(**fields)
+
+
+def _hidden_states(
+    original: Any, tower: nn.Module, handle: FusedEncoder, call: tuple[Any, Any, dict[str, Any]], record: Any
+) -> HiddenStates:
+    """How to compute what the call that gave `record` asked for, in the dtypes that it would have had."""
+    pixels, grid, arguments = call
+    device = handle.weights.first_parameter().device
+    inputs = (TensorState.of(pixels), *([TensorState.of(grid)] if isinstance(grid, torch.Tensor) else []))
+    rows = grid if isinstance(grid, torch.Tensor) else torch.tensor(grid)
+    selection = arguments.get(f"output_{HIDDEN_STATES}", getattr(tower.config, f"output_{HIDDEN_STATES}", True))
+    asked = dict(arguments) | {f"output_{HIDDEN_STATES}": selection, "return_dict": True}
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else None
+
+    def run() -> Any:
+        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=autocast):
+            return original.forward(tower, pixels.to(device), rows.to(device), **asked)
+
+    last = record.last_hidden_state
+    version = None if last.is_inference() else last._version
+    unchanged = handle.weights.unchanged_since_now()
+    return HiddenStates(original.__name__, run, inputs, unchanged, (last, version))

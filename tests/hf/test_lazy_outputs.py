@@ -1,0 +1,240 @@
+"""Hidden states that were asked for: the call runs fused, and the original code computes them when they are read."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from tests.support.families import INSTALLED, family_tower
+from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, ran_fused, tiny_tower
+
+STRICT = fusedvit.FuseConfig(strict=True)
+HIDDEN = "hidden_states"
+
+
+def asked(grid: Any = None, **arguments: Any) -> tuple[Any, Any, Any, Call]:
+    """Our record, Hugging Face's, the fused tower and the call."""
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, grid or GRIDS["mix"])
+    fusedvit.fuse(tower, STRICT)
+    arguments = {"output_hidden_states": True} | arguments
+    with torch.no_grad():
+        ref = original(call.pixels, grid_thw=call.grid, **arguments)
+        ours = tower(call.pixels, grid_thw=call.grid, **arguments)
+    return ours, ref, tower, call
+
+
+def assert_record(ours: Any, ref: Any) -> None:
+    assert_same(outputs_of(ours), outputs_of(ref))
+    assert type(ours) is type(ref) and list(ours.keys()) == list(ref.keys())
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda r: r.hidden_states,
+    "key": lambda r: r[HIDDEN],
+    "get": lambda r: r.get(HIDDEN),
+    "last index": lambda r: r[-1],
+    "index": lambda r: r[len(r) - 1],
+    "slice": lambda r: r[1:][-1],
+    "to_tuple": lambda r: r.to_tuple()[-1],
+    "values": lambda r: list(r.values())[-1],
+    "items": lambda r: dict(r.items())[HIDDEN],
+    "dict": lambda r: dict(r)[HIDDEN],
+    "keywords": lambda r: (lambda **kw: kw[HIDDEN])(**r),
+    "merged": lambda r: {**r}[HIDDEN],
+    "copy": lambda r: copy.copy(r).hidden_states,
+    "copy method": lambda r: r.copy()[HIDDEN],
+    "deepcopy": lambda r: copy.deepcopy(r).hidden_states,
+    "pickle": lambda r: pickle.loads(pickle.dumps(r)).hidden_states,
+    "getattr": lambda r: getattr(r, HIDDEN, None),
+    "pytree": lambda r: torch.utils._pytree.tree_map(lambda x: x, r).hidden_states,
+    "leaves": lambda r: torch.utils._pytree.tree_leaves(r)[-4:],
+    "rebuilt": lambda r: type(r)(**r).hidden_states,
+    "rebuilt from a dictionary": lambda r: type(r)(dict(r.items())).hidden_states,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_ways_to_read(name: str) -> None:
+    ours, ref, _, _ = asked()
+    assert isinstance(ours, type(ref)) and HIDDEN in ours and len(ours) == len(ref)
+    found, expected = READ[name](ours), READ[name](ref)
+    assert len(found) == len(expected) > 1
+    for a, b in zip(found, expected, strict=True):
+        assert error_of(a, b) < 1e-5
+    assert_record(ours, ref)
+
+
+UNREAD: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda r: r.pooler_output,
+    "key": lambda r: r["pooler_output"],
+    "get": lambda r: r.get("last_hidden_state"),
+    "get nothing": lambda r: r.get("nothing", 3),
+    "index": lambda r: r[0],
+    "slice": lambda r: r[:2],
+    "keys": lambda r: list(r),
+    "length": len,
+    "in": lambda r: HIDDEN in r,
+    "repr": repr,
+    "other field assigned": lambda r: setattr(r, "pooler_output", (r.pooler_output,)),
+    "other key assigned": lambda r: r.__setitem__("pooler_output", (r.pooler_output,)),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_other_fields_compute_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, ref, tower, _ = asked()
+    runs: list[int] = []
+    block = type(tower.blocks[0])
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda *a, **k: runs.append(1) or forward(*a, **k))
+    UNREAD[name](ours)
+    assert not runs
+    monkeypatch.undo()
+    UNREAD[name](ref)
+    assert [type(v) for v in ours.to_tuple()] == [type(v) for v in ref.to_tuple()]
+
+
+def test_nothing_is_computed_twice() -> None:
+    ours, _, _, _ = asked()
+    assert ours.hidden_states is ours[HIDDEN] is ours[-1]
+    assert ours.hidden_states[-1] is ours.last_hidden_state
+
+
+def test_assigned_hidden_states_are_kept() -> None:
+    for assign in (lambda r: setattr(r, HIDDEN, (1, 2)), lambda r: r.__setitem__(HIDDEN, (1, 2))):
+        ours, ref, _, _ = asked()
+        assign(ours)
+        assert ours.hidden_states == ours[HIDDEN] == ours[-1] == (1, 2) and type(ours) is type(ref)
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_family(name: str) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, [(1, 4, 6), (1, 2, 2)])
+    handle = fusedvit.fuse(tower, STRICT)
+    arguments: list[dict[str, Any]] = [{}, {"output_hidden_states": True}]
+    if "router_logits" in tower._can_record_outputs:
+        arguments.append({"output_router_logits": True, "output_hidden_states": True})
+    for given in arguments:
+        with torch.no_grad():
+            ours, ref = (m(call.pixels, grid_thw=call.grid, **given) for m in (tower, original))
+        assert list(ours.keys()) == list(ref.keys())
+        assert_record(ours, ref)
+    ran_fused(handle, len(arguments))
+
+
+@pytest.mark.parametrize("selection", [-1, 1, [0, 2], [-1, 1]])
+def test_selected_hidden_states(selection: Any) -> None:
+    tower = tiny_tower()
+    tower.config.num_hidden_layers = tower.config.depth  # what Hugging Face resolves negative indices with
+    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
+    fusedvit.fuse(tower, STRICT)
+    with torch.no_grad():
+        ours, ref = (m(call.pixels, grid_thw=call.grid, output_hidden_states=selection) for m in (tower, original))
+    assert [h is None for h in ours.hidden_states] == [h is None for h in ref.hidden_states]
+
+
+def test_option_of_the_config() -> None:
+    tower = tiny_tower()
+    tower.config.output_hidden_states = True
+    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
+    handle = fusedvit.fuse(tower, STRICT)
+    with torch.no_grad():
+        ours, ref = (m(call.pixels, grid_thw=call.grid) for m in (tower, original))
+        tower.config.output_hidden_states = False  # what counts is when they were asked for
+        assert_record(ours, ref)
+        assert tower(call.pixels, grid_thw=call.grid).hidden_states is None
+    ran_fused(handle, calls=2)
+
+
+CHANGES: dict[str, Callable[[Any, Call], Any]] = {
+    "pixels": lambda t, c: c.pixels.add_(1),
+    "pixels past their version": lambda t, c: c.pixels.data.mul_(1.1),
+    "pixels through numpy": lambda t, c: c.pixels.numpy().__imul__(1.1),
+    "one pixel": lambda t, c: c.pixels.data[3].add_(1e-3),
+    "pixels permuted": lambda t, c: c.pixels.data.copy_(c.pixels.flip(0)),
+    "grid": lambda t, c: c.grid.data[0].copy_(torch.tensor([1, 4, 8])),
+    "weight": lambda t, c: t.blocks[1].attn.qkv.weight.mul_(1.01),
+    "weight past its version": lambda t, c: t.blocks[1].mlp.linear_fc1.weight.data.mul_(1.01),
+    "weight replaced": lambda t, c: setattr(t.merger.linear_fc2, "weight", torch.nn.Parameter(torch.zeros(40, 192))),
+    "block replaced": lambda t, c: t.blocks.__setitem__(0, copy.deepcopy(t.blocks[0])),
+    "weight, and a call since": lambda t, c: (t.blocks[0].norm1.weight.mul_(1.01), t(c.pixels, grid_thw=c.grid)),
+    "weight, after unfuse": lambda t, c: (fusedvit.unfuse(t), t.blocks[0].norm1.weight.mul_(1.01)),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_reading_after_a_change_raises(name: str, inference: bool) -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    with torch.inference_mode(inference), torch.no_grad():
+        call = Call.of(tower, GRIDS["mix"])
+        ours = tower(call.pixels, grid_thw=call.grid, output_hidden_states=True)
+    with torch.inference_mode(inference), torch.no_grad():
+        CHANGES[name](tower, call)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="fusedvit: hidden_states of Qwen3VLVisionModel .*changed since"):
+                _ = ours.hidden_states
+        assert ours.pooler_output.isfinite().all() and len(ours) == 4
+
+
+def test_reading_later_needs_neither_the_handle_nor_the_caller_s_tower() -> None:
+    ours, ref, tower, _ = asked()
+    tower(torch.randn(4, 96), grid_thw=torch.tensor([[1, 2, 2]]))  # another call
+    fusedvit.unfuse(tower)
+    del tower
+    gc.collect()
+    assert_record(ours, ref)
+
+
+def test_an_unread_record_keeps_no_tower_once_it_is_gone() -> None:
+    ours, _, tower, _ = asked()
+    gone = weakref.ref(tower)
+    del ours, tower
+    gc.collect()
+    assert gone() is None
+
+
+def test_last_hidden_state_written_to_by_the_caller() -> None:
+    ours, ref, _, _ = asked()
+    ours.last_hidden_state.zero_()
+    assert error_of(ours.hidden_states[1], ref.hidden_states[1]) < 1e-5
+
+
+def test_under_autocast_they_have_its_dtypes() -> None:
+    tower = tiny_tower().to(torch.bfloat16)
+    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
+    handle = fusedvit.fuse(tower, STRICT)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours, ref = (m(call.pixels, grid_thw=call.grid, output_hidden_states=True) for m in (tower, original))
+    for a, b in zip(ours.hidden_states[:-1], ref.hidden_states[:-1], strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+    ran_fused(handle, calls=1)
+
+
+def test_a_list_as_grid() -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["video"])
+    with torch.no_grad():
+        ours = tower(call.pixels, grid_thw=call.grid.tolist(), output_hidden_states=True)
+    assert len(ours.hidden_states) == tower.config.depth + 1
+
+
+def test_a_tuple_needs_them_at_once() -> None:
+    ours, ref, tower, call = asked()
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig())
+    for given in ({"return_dict": False}, {}):
+        tower.config.return_dict = bool(given)
+        with torch.no_grad():
+            found = tower(call.pixels, grid_thw=call.grid, output_hidden_states=True, **given)
+        assert type(found) is tuple and len(found[-1]) == len(ref.hidden_states)
+    assert handle.stats()["original"] == {"output_hidden_states": 2}

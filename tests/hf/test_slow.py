@@ -1,0 +1,239 @@
+"""Common set-ups of training and embedding run fused: autocast, parents' keywords, shapes of pixels, torch.compile."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.checks.arguments import rules_of
+from fusedvit.cli.towers import cast_parameters_
+from tests.support.families import INSTALLED, family_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    Grid,
+    assert_bitwise,
+    assert_rule,
+    assert_same,
+    copy_of,
+    outputs_of,
+    prompt,
+    ran_fused,
+    ran_original,
+    tiny_model,
+    tiny_tower,
+)
+
+STRICT = fusedvit.FuseConfig(strict=True)
+MIX: Grid = [(1, 4, 6), (1, 2, 2)]
+
+# autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", INSTALLED)
+def test_autocast_in_the_towers_dtype(name: str, dtype: torch.dtype) -> None:
+    tower = family_tower(name)
+    ref = outputs_of(copy_of(tower, torch.float64)(Call.of(tower, MIX).pixels.double(), Call.of(tower, MIX).grid))
+    cast_parameters_(tower, dtype)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    handle = fusedvit.fuse(tower, STRICT)
+    plain = call.run(tower)
+    with torch.autocast("cpu", dtype):
+        ours, pt = call.run(tower), call.run(original)
+    assert_bitwise(ours, plain)
+    assert {k: v.dtype for k, v in ours.items()} == {k: v.dtype for k, v in pt.items()}
+    assert_rule(ours, ref, pt)
+    ran_fused(handle, calls=2)
+
+
+def test_weights_prepared_under_autocast_are_the_same() -> None:
+    towers = [family_tower("Glm4vVisionModel") for _ in range(2)]
+    for tower in towers:
+        cast_parameters_(tower, torch.bfloat16)
+        fusedvit.fuse(tower, STRICT)
+    call = Call.of(towers[0], MIX)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = call.run(towers[0])
+    assert_bitwise(ours, call.run(towers[1]))
+
+
+@pytest.mark.parametrize("tower_dtype, dtype", [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)])
+def test_autocast_to_another_dtype_is_the_original(tower_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    tower = tiny_tower()
+    cast_parameters_(tower, tower_dtype)
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    with torch.autocast("cpu", dtype):
+        assert_bitwise(call.run(tower), call.run(original))
+    ran_original(handle, fallback.AUTOCAST)
+
+
+def test_autocast_of_another_device_or_off_is_no_autocast() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, GRIDS["video"])
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        call.run(tower)
+    with torch.autocast("cuda", torch.bfloat16):
+        call.run(tower)
+    ran_fused(handle, calls=2)
+
+
+def test_trainer_in_bf16(tmp_path: Any) -> None:
+    """Hugging Face's Trainer with a frozen bf16 tower: every call is fused."""
+    transformers = pytest.importorskip("transformers")
+    model = tiny_model()
+    cast_parameters_(model, torch.bfloat16)
+    model.requires_grad_(True)
+    model.model.visual.requires_grad_(False)
+    handle = fusedvit.fuse(model, STRICT)
+    inputs = prompt(model.model.visual, GRIDS["images"], GRIDS["video"])
+    sample = inputs | {"labels": inputs["input_ids"]}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), bf16=True, use_cpu=True, max_steps=3, report_to=[], save_strategy="no",
+        per_device_train_batch_size=1, disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=[sample] * 3, data_collator=lambda batch: batch[0]
+    )
+    trainer.train()
+    ran_fused(handle, calls=6)
+
+
+# keywords
+
+PARENTS: list[dict[str, Any]] = [
+    {"num_items_in_batch": torch.tensor(3)},
+    {"cache_position": torch.arange(3)},
+    {"output_router_logits": False},
+    {"logits_to_keep": 1},
+    {"labels": torch.zeros(1, 3)},
+    {"use_cache": True, "return_dict": True},
+    {"colour": 1, "second_per_grid_ts": None},
+    {"cu_seqlens": None, "position_ids": None},
+    {"output_attentions": False, "output_hidden_states": None},
+    {"mm_token_type_ids": torch.zeros(3), "return_loss": True, "seq_idx": 4},
+]
+
+
+@pytest.mark.parametrize("given", PARENTS, ids=lambda given: ", ".join(given))
+@pytest.mark.parametrize("name", INSTALLED)
+def test_keywords_that_hugging_face_ignores(name: str, given: dict[str, Any]) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    handle = fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower, **given), call.run(original, **given))
+    ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", INSTALLED)
+def test_keywords_that_hugging_face_reads(name: str, implementation: str) -> None:
+    """Each name that the code on the way reads, with a value that it may act on: the same answer, or the same error."""
+    tower = family_tower(name)
+    tower.set_attn_implementation(implementation)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    fusedvit.fuse(tower)
+    for argument in sorted(rules_of(tower).read - {"self", "hidden_states", "grid_thw", "kwargs", "debug_io"}):
+        for value in (2.0, torch.ones(1)):
+            expected, found = (
+                attempt(call.run, original, **{argument: value}),
+                attempt(call.run, tower, **{argument: value}),
+            )
+            assert type(expected) is type(found), f"{argument}={value}: Hugging Face {expected!r}, fused {found!r}"
+            if isinstance(expected, dict):
+                assert_same(found, expected)
+
+
+def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:  # whatever Hugging Face raises
+        return error
+
+
+def test_an_attention_function_of_one_s_own_reads_its_own_keywords() -> None:
+    """What is read hangs on the attention function: one that reads `colour` must be given it."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def coloured(*args: Any, colour: float = 1.0, **kwargs: Any) -> Any:
+        out, weights = sdpa_attention_forward(*args, **kwargs)
+        return colour * out, weights
+
+    AttentionInterface.register("coloured", coloured)
+    tower = tiny_tower()
+    tower.set_attn_implementation("coloured")
+    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
+    fusedvit.fuse(tower)
+    assert "colour" in rules_of(tower).read
+    assert_same(call.run(tower, colour=2.0), call.run(original, colour=2.0))
+
+
+# shapes of pixels
+
+SHAPES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "batch of one": lambda x, p: x[None],
+    "flat": lambda x, p: x.flatten(),
+    "patches": lambda x, p: x.reshape(len(x), 3, -1, p, p),
+    "batch of two": lambda x, p: x.reshape(2, -1, x.shape[1]),
+    "one pixel a row": lambda x, p: x.reshape(*x.shape, 1),
+    "frames first": lambda x, p: x.reshape(len(x), 3, -1, p, p).transpose(1, 2),
+    "short": lambda x, p: x.flatten()[:-1],
+    "scalar": lambda x, p: x.sum(),
+    "an image": lambda x, p: torch.randn(1, 3, 4 * p, 4 * p),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", INSTALLED)
+def test_shapes_of_pixels(name: str, shape: str) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    fusedvit.fuse(tower, STRICT)
+    given = Call(SHAPES[shape](call.pixels, tower.config.patch_size), call.grid)
+    expected, found = attempt(given.run, original), attempt(given.run, tower)
+    if isinstance(expected, dict):
+        assert_same(found, expected)
+    else:
+        assert isinstance(found, ValueError) and "pixel" in str(found), found
+
+
+# torch.compile
+
+
+def test_a_compiled_tower_runs_fused_between_two_graphs() -> None:
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower, STRICT)
+    torch._dynamo.reset()
+
+    def model(pixels: torch.Tensor, tower: Any) -> torch.Tensor:
+        return 2 * tower(pixels + 1, grid_thw=call.grid).pooler_output
+
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        with torch.no_grad():
+            assert_same({"p": compiled(call.pixels, tower)}, {"p": model(call.pixels, original)})
+    ran_fused(handle, calls=3)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("given", [{}, {"output_hidden_states": True}], ids=["plain", "hidden states"])
+def test_a_compiled_model(given: dict[str, Any]) -> None:
+    model = tiny_model().requires_grad_(False)
+    original, inputs = copy_of(model), prompt(model.model.visual, GRIDS["images"])
+    handle = fusedvit.fuse(model, STRICT)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for _ in range(2):
+            ours, ref = compiled(**inputs, **given), original(**inputs, **given)
+            assert torch.allclose(ours.logits, ref.logits, atol=1e-4)
+    ran_fused(handle, calls=2)
+    torch._dynamo.reset()
+    gc.collect()
