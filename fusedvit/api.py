@@ -145,7 +145,7 @@ def _fused_class(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             chosen = uncompiled if may_break() else original.forward
             return chosen(self, hidden_states, grid_thw, **kwargs)
         # An instance that nobody fused has no handle: made by this class's `from_pretrained`, or unfused since the call
@@ -194,8 +194,5 @@ def _graph_may_break() -> bool:
     Runs while `torch.compile` traces: its answer is a constant of the compiled code.
     """
     translator = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
-    try:
-        tracing = translator.current_tx()
-    except AttributeError:  # not traced by TorchDynamo: an export that runs the Python code itself
-        return False
+    tracing = translator.current_tx()
     return not (tracing.one_graph or getattr(tracing, "error_on_graph_break", False))
