@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.checks.own_code import ORIGINAL, own_class
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
@@ -20,7 +21,6 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import to_hugging_face
 
 _HANDLE = "_fusedvit"  # in a fused tower's __dict__
-_ORIGINAL = "_fusedvit_original"  # on its class
 
 
 def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
@@ -35,14 +35,17 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
 
     Raises:
         UnsupportedModel: no supported tower, or several; the message names what is supported.
+        TypeError: `model` is no module, or `config` no `FuseConfig`.
     """
+    if config is not None and not isinstance(config, FuseConfig):
+        raise TypeError(f"config must be a FuseConfig, got {type(config).__name__}")
     tower = find_tower(model)
     known = tower.__dict__.get(_HANDLE)
     if known is not None and known.serves(tower):
         if config is not None and config != known.config:
             known.reconfigure(config)
         return known
-    original = _original_class(tower)
+    original = own_class(type(tower))
     family = family_of(original.__name__)
     assert family is not None, "find_tower returns towers of known families"
     try:
@@ -61,6 +64,7 @@ def unfuse(model: nn.Module) -> nn.Module:
 
     Raises:
         UnsupportedModel: no supported tower.
+        TypeError: `model` is no module.
     """
     towers = _towers_in(model)
     if not towers:
@@ -69,7 +73,7 @@ def unfuse(model: nn.Module) -> nn.Module:
         handle = tower.__dict__.pop(_HANDLE, None)
         if handle is not None and handle.serves(tower):
             handle.end()
-        original = _original_class(tower)
+        original = own_class(type(tower))
         _replace_base(tower, _fused_class(original), original)
     return model
 
@@ -90,19 +94,10 @@ def find_tower(model: nn.Module) -> nn.Module:
 
 
 def _towers_in(model: nn.Module) -> dict[str, nn.Module]:
-    """Supported towers by their paths."""
-    return {name: m for name, m in model.named_modules() if family_of(_original_class(m).__name__) is not None}
-
-
-def _original_class(module: nn.Module) -> Any:
-    """The class that a module was made as: past ours, and past torch's, which wrap a class under another name
-    (`fully_shard`, parametrizations)."""
-    return next(c for c in type(module).__mro__ if _ORIGINAL not in vars(c) and not _wraps(c))
-
-
-def _wraps(cls: type) -> bool:
-    """Whether it is a class of torch's that `_original_class` looks past: one with a module class among its bases."""
-    return cls.__module__.startswith(("torch.distributed.", "torch.nn.utils."))
+    """Supported towers by their paths. Raises TypeError where `model` is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return {name: m for name, m in model.named_modules() if family_of(own_class(type(m)).__name__) is not None}
 
 
 @functools.cache
@@ -177,7 +172,7 @@ def _fused_class(original: Any) -> Any:
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        _ORIGINAL: original,
+        ORIGINAL: original,
     }
     fused = type(original.__name__, (original,), body)
     return fused

@@ -36,6 +36,9 @@ class FuseConfig:
     watch_data: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("graphs", "strict", "watch_data"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         items = 1 if self.max_items is None else self.max_items
         frames = items if self.max_frames is None else self.max_frames
         check_limits((ANY_BUDGET,) if self.token_budgets is None else self.token_budgets, items, frames)

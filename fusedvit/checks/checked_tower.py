@@ -65,13 +65,25 @@ class CheckedTower:
         """Every parameter by its name, shared ones under each of theirs."""
         return dict(self.tower.named_parameters(remove_duplicate=False))
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Buffers that the tower computes with, on the parameters' device."""
+        device = next(self.tower.parameters()).device
+        names = self._own_code().names
+        found = self.tower.named_buffers()
+        return [b for path, b in found if path.rpartition(".")[2] in names and b.device == device and b.numel()]
+
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
         return prepare(self.spec, self.family.names, self.family.source(parameters), reuse=reuse)
 
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""
-        return Snapshot.of(self.tower, self._code or own_code(self.tower))
+        return Snapshot.of(self.tower, self._own_code())
+
+    def _own_code(self) -> OwnCode:
+        if self._code is None:
+            self._code = own_code(self.tower)
+        return self._code
 
 
 def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | None:

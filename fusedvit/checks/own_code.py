@@ -17,6 +17,7 @@ from torch import nn
 from fusedvit.checks.source_code import Definition, defines, definition_of, names_in, wrapped_by
 
 ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
+_WRAPPING = ("torch.distributed.", "torch.nn.utils.")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = "eager_attention_forward"
 _FLASH = Definition("transformers.integrations.flash_attention", "flash_attention_forward")
@@ -56,13 +57,10 @@ class OwnCode:
     methods: Mapping[type, tuple[str, ...]]
 
 
-def own_class(cls: type) -> type:
-    """The class of a tower without the subclasses that `fuse` and `fully_shard` put before it."""
-    return next((c for c in cls.__mro__ if ORIGINAL not in vars(c) and not _is_sharded(c)), cls)
-
-
-def _is_sharded(cls: type) -> bool:
-    return any(c.__module__.startswith("torch.distributed.") for c in (cls, *cls.__bases__))
+def own_class(cls: Any) -> Any:
+    """The class that a module was made as: past ours, and past torch's, which wrap a class under another name
+    (`fully_shard`, parametrizations)."""
+    return next(c for c in cls.__mro__ if ORIGINAL not in vars(c) and not c.__module__.startswith(_WRAPPING))
 
 
 def foreign_class(tower: nn.Module) -> str:

@@ -1,6 +1,6 @@
 """Prepared weights, kept in step with a tower's parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,6 +34,9 @@ class Source(Protocol):
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name."""
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Buffers that the tower computes with, on the parameters' device."""
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
@@ -207,7 +210,7 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             weights = source.prepare(parameters, self._weights)
             snapshot = source.snapshot()
-            content = ContentCheck.of(list(parameters.values()), weights.copies())
+            content = ContentCheck.of([*parameters.values(), *source.buffers()], weights.copies())
         device = weights.patch.weight.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
