@@ -98,8 +98,8 @@ class EncoderBuffers:
         wide: flat; in window order the pixels first; then q | k | v, the MLP's hidden layer, a merger's.
         context: `[tokens, hidden]`, attention's output; the merger's normalised rows at the end.
         stats: flat fp32, partial row moments.
-        merged: `[spec.merged_outputs, tokens / merge_unit, out]`, output: the merger's rows, then each deepstack
-            merger's, or the downsampling convolution's.
+        merged: `[tokens / merge_unit, out]` each, output: the merger's rows, then each deepstack merger's, or the
+            downsampling convolution's.
         scratch: where the parts of split products meet; no room where no form splits any.
         overlap: for mergers that are overlapped with blocks; without it they run in line.
     """
@@ -111,7 +111,7 @@ class EncoderBuffers:
     wide: torch.Tensor
     context: torch.Tensor
     stats: torch.Tensor
-    merged: torch.Tensor
+    merged: tuple[torch.Tensor, ...]
     scratch: Scratch
     overlap: OverlapBuffers | None = None
 
@@ -142,16 +142,17 @@ class EncoderBuffers:
             wide=self.wide,
             context=self.context[:tokens],
             stats=self.stats,
-            merged=self.merged[:, : tokens // merge_unit],
+            merged=tuple(plane[: tokens // merge_unit] for plane in self.merged),
             scratch=self.scratch,
             overlap=self.overlap.part(tokens) if overlap and self.overlap is not None else None,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its name, those of the records within as "meta.tiles", "overlap.stats"."""
+        """Every tensor by its name, those within as "meta.tiles", "overlap.stats", "merged.0"."""
         records = {"meta": self.meta, "scratch": self.scratch, "overlap": self.overlap}
         within = {f"{r}.{n}": t for r, record in records.items() if record is not None for n, t in vars(record).items()}
-        return {n: t for n, t in vars(self).items() if n not in records} | within
+        within |= {f"merged.{i}": plane for i, plane in enumerate(self.merged)}
+        return {n: t for n, t in vars(self).items() if n not in records and n != "merged"} | within
 
     def held_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -180,7 +181,8 @@ def allocate(
         return torch.empty(shape, dtype=dtype, device=device)
 
     def aligned(rows: int, cols: int) -> torch.Tensor:
-        return empty(rows, row_pitch(cols, dtype))[:, :cols]
+        pitch = row_pitch(cols, dtype)
+        return empty(rows, cols) if pitch == cols else empty(rows, pitch)[:, :cols]
 
     merger = (spec.out_size, spec.merger_size) if spec.tail == "downsample" else (spec.merged_size,)
     widest = max(
@@ -197,7 +199,7 @@ def allocate(
         wide=empty(widest),
         context=empty(tokens, spec.hidden_size),
         stats=torch.empty(_stats_size(spec, tokens), dtype=torch.float32, device=device),
-        merged=empty(spec.merged_outputs, merged, row_pitch(spec.out_size, dtype))[..., : spec.out_size],
+        merged=tuple(aligned(merged, spec.out_size) for _ in range(spec.merged_outputs)),
         scratch=Scratch.zeros(halves * MAX_SUMS, halves * MAX_COUNTERS, device),
         overlap=_allocate_overlap(spec, *overlap, dtype, device) if all(overlap) else None,
     )

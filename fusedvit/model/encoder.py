@@ -35,11 +35,11 @@ class EncoderOutputs:
     Attributes:
         hidden: `[tokens, hidden]`, after the last block and a last norm if there is one; in towers with windows in
             window order, item by item.
-        merged: `[spec.merged_outputs, tokens / merge_unit, out]`.
+        merged: `[tokens / merge_unit, out]`, `spec.merged_outputs` of them, each a tensor of its own.
     """
 
     hidden: torch.Tensor
-    merged: torch.Tensor
+    merged: tuple[torch.Tensor, ...]
 
     @property
     def pooled(self) -> torch.Tensor:
@@ -49,7 +49,7 @@ class EncoderOutputs:
     @property
     def deepstack(self) -> tuple[torch.Tensor, ...]:
         """One `[tokens / merge_unit, out]` per deepstack merger."""
-        return self.merged[1:].unbind(0)
+        return self.merged[1:]
 
     def last_hidden_state(self, spec: VisionSpec) -> torch.Tensor:
         """What Hugging Face calls so: `hidden`, or `[tokens / merge_unit, out]` after a downsampling convolution."""
@@ -270,8 +270,8 @@ def _merger_mlp(
 def _downsample(run: _Run, w: DownsampleWeights) -> None:
     """fc2(swiglu(fc1(gelu(norm(proj(x)))))) of x, the convolution over normalised tokens side by side."""
     b, spec, plan, linear = run.buffers, run.spec, run.plan, run.ops.linear
-    merged, rows = b.meta.count(MERGED), b.merged.shape[1]
-    pooled, last = b.merged[0], b.merged[1]
+    merged, (pooled, last) = b.meta.count(MERGED), b.merged
+    rows = last.shape[0]
     epilogue = Epilogue(w.downsample.bias, scratch=b.scratch)
     linear(_normalised(run, w.norm), w.downsample.weight, merged, last, epilogue, plan.downsample)
     projected = b.rows_of_wide(rows, spec.out_size)

@@ -19,6 +19,7 @@ import triton
 from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, compile_launch, record
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
+from fusedvit.kernels.store_outputs import PLANES
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
@@ -133,8 +134,9 @@ def _launches_around_encoder() -> list[Launch]:
             for given, kept in itertools.product(pixels, pixels):
                 TRITON.load_inputs(grid, 4, 256, 2, table, given, kept)
         for like in pixels:
-            hidden, merged = like.new_empty(4, 1152), like.new_empty(4, 1, 4096)
-            TRITON.store_outputs(hidden, merged, hidden, merged)
+            hidden, merged = like.new_empty(4, 1152), like.new_empty(1, 4096)
+            for planes in range(PLANES + 1):
+                TRITON.store_outputs(hidden, [merged] * planes, hidden, [merged] * planes)
 
     return record(launches)
 

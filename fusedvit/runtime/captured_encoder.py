@@ -135,8 +135,8 @@ class CapturedEncoder:
         side *= self._spec.merge_size
         self._rehearse_loads(budget, [[frames, side, side]], rows)
         unit = self._spec.merge_unit
-        hidden, merged = (t.new_empty(t.shape) for t in (part.hidden[:unit], part.merged[:, :1]))
-        self.store(budget, EncoderOutputs(hidden, merged))
+        hidden, *merged = [t.new_empty(t.shape) for t in (part.hidden[:unit], *(plane[:1] for plane in part.merged))]
+        self.store(budget, EncoderOutputs(hidden, tuple(merged)))
         return rows // unit
 
     def _rehearse_loads(self, budget: int, grid: list[list[int]], rows: int) -> None:

@@ -68,12 +68,11 @@ class Runtime:
         return budget(tokens) if merged is None else merged * unit
 
     def new_outputs(self, tokens: int) -> EncoderOutputs:
-        """Memory for the outputs of `tokens` patch tokens; nothing in it yet."""
-        shape = (self.spec.merged_outputs, tokens // self.spec.merge_unit, self.spec.out_size)
-        return EncoderOutputs(
-            torch.empty(tokens, self.spec.hidden_size, device=self.device, dtype=self.dtype),
-            torch.empty(shape, device=self.device, dtype=self.dtype),
-        )
+        """Memory for the outputs of `tokens` patch tokens; nothing in it yet. The caller owns each tensor by itself."""
+        spec, kind = self.spec, {"device": self.device, "dtype": self.dtype}
+        rows = tokens // spec.merge_unit
+        merged = [torch.empty(rows, spec.out_size, **kind) for _ in range(spec.merged_outputs)]
+        return EncoderOutputs(torch.empty(tokens, spec.hidden_size, **kind), tuple(merged))
 
 
 class Span(NamedTuple):
@@ -206,8 +205,9 @@ class _Answer:
         outputs, unit = self.outputs(), self._runtime.spec.merge_unit
         for source, target, length in spans:
             outputs.hidden[source : source + length].copy_(got.hidden[target : target + length])
-            merged = outputs.merged[:, source // unit : (source + length) // unit]
-            merged.copy_(got.merged[:, target // unit : (target + length) // unit])
+            for mine, theirs in zip(outputs.merged, got.merged, strict=True):
+                rows = theirs[target // unit : (target + length) // unit]
+                mine[source // unit : (source + length) // unit].copy_(rows)
 
 
 def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
@@ -230,7 +230,7 @@ def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> En
     _fill_grid(buffers.grid, items)
     with torch.no_grad():
         outputs = encode(spec, runtime.weights.get(), buffers, ops_for(device), plan)
-    return EncoderOutputs(outputs.hidden, outputs.merged.contiguous())
+    return EncoderOutputs(outputs.hidden, tuple(plane.contiguous() for plane in outputs.merged))
 
 
 def _tokens(items: Sequence[Item]) -> int:

@@ -54,7 +54,7 @@ class Overlapped:
             self.manager.graph(self.budget).replay()
         else:
             encoder.run(self.budget)
-        return [part.hidden[: self.rows].clone(), part.merged[:, : self.budget].clone()]
+        return [part.hidden[: self.rows].clone(), *(plane[: self.budget].clone() for plane in part.merged)]
 
 
 @pytest.mark.parametrize("size", ["1 x 224 px", "video, 8 frames 224 px"])

@@ -21,6 +21,7 @@ OPS = {"kernel": store_outputs, "reference": store_outputs_ref}
         (100, 256, 48, 3, 42, 48),  # padded rows
         (8, 16, 7, 2, 5, 5),  # neither a multiple of 16 bytes
         (20, 32, 16, 0, 16, 16),  # a tower without a merger
+        (12, 16, 32, 9, 48, 64),  # more planes than a launch takes
     ],
 )
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -36,12 +37,13 @@ def test_rows_of_every_plane(
     device: torch.device,
 ) -> None:
     hidden = random(room, width, device=device).to(dtype)
-    merged = random(planes, room // 4, pitch, seed=1, device=device).to(dtype)[..., :out]
+    merged = [random(room // 4, pitch, seed=p, device=device).to(dtype)[:, :out] for p in range(planes)]
     hidden[rows:] = NAN
-    merged[:, rows // 4 :] = NAN
+    for plane in merged:
+        plane[rows // 4 :] = NAN
     room_of_hidden = torch.full((rows + 1, width), 7.0, dtype=dtype, device=device)
-    room_of_merged = torch.full((planes * (rows // 4) * out + 1,), 7.0, dtype=dtype, device=device)
-    to_hidden, to_merged = room_of_hidden[:rows], room_of_merged[:-1].view(planes, rows // 4, out)
-    op(hidden, merged, to_hidden, to_merged)
-    assert torch.equal(to_hidden, hidden[:rows]) and torch.equal(to_merged, merged[:, : rows // 4])
-    assert (room_of_hidden[rows:] == 7).all() and room_of_merged[-1] == 7
+    room_of_merged = [torch.full((rows // 4 + 1, out), 7.0, dtype=dtype, device=device) for _ in merged]
+    op(hidden, merged, room_of_hidden[:rows], [plane[:-1] for plane in room_of_merged])
+    assert torch.equal(room_of_hidden[:rows], hidden[:rows]) and (room_of_hidden[rows:] == 7).all()
+    for got, plane in zip(room_of_merged, merged, strict=True):
+        assert torch.equal(got[:-1], plane[: rows // 4]) and (got[-1] == 7).all()

@@ -70,7 +70,7 @@ def outputs(
 ) -> Outputs:
     with torch.no_grad():
         made = encode(encoder.spec, encoder.weights, buffers, ops, plan, side)
-    return {"hidden": made.hidden.clone(), "merged": made.merged.clone()}
+    return {"hidden": made.hidden.clone(), "merged": torch.stack(made.merged)}
 
 
 def span(t: torch.Tensor) -> Span:

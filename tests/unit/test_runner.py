@@ -29,7 +29,8 @@ def test_the_budgets_that_calls_replay(calls: list[list[Item]], budgets: set[int
 
 
 def test_a_warmup_for_calls_refuses_what_is_no_grid() -> None:
-    handle = fuse(tiny_tower(), FuseConfig())
+    tower = tiny_tower()
+    handle = fuse(tower, FuseConfig())
     handle.warmup(calls=[[[1, 4, 4]], torch.tensor([[2, 4, 4]])])  # without a GPU there is nothing to capture
     with pytest.raises(ValueError, match="multiple of the merge size 2, got 3"):
         handle.warmup(calls=[[[1, 3, 4]]])
