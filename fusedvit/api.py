@@ -105,7 +105,7 @@ def _with_base(cls: Any, old: type, new: type) -> Any:
     """`cls` with `new` where `old` is: itself, or among its bases."""
     if cls is old:
         return new
-    if old not in cls.__mro__:
+    if old not in cls.__mro__ or new in cls.__mro__[: cls.__mro__.index(old)]:
         return cls
     body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(_with_base(base, old, new) for base in cls.__bases__), body)

@@ -73,9 +73,9 @@ def foreign_class(tower: nn.Module) -> str:
 def own_code(tower: nn.Module) -> OwnCode:
     """Follows what `tower` would run."""
     walk = _Walk()
-    for cls in dict.fromkeys([own_class(type(tower)), *map(type, tower.modules())]):
-        if ORIGINAL not in vars(cls):
-            walk.follow_class(cls)
+    inner = list(tower.modules())[1:]
+    for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
+        walk.follow_class(cls)
     for module in _distinct_configs(tower):
         walk.follow_attention(module)
     return OwnCode(

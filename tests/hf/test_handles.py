@@ -1,0 +1,365 @@
+"""Whose handle: copies, replicas, other instances of the fused class, wrapped classes, and calls that race with us."""
+
+import copy
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.fused_encoder import MOST_MOVES
+from fusedvit.graphs.limits import check_limits
+from tests.support.families import TINY, family_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_model, tiny_tower
+from tests.unit.graphs.stand_in import graphs_on_cpu
+
+STRICT = fusedvit.FuseConfig(strict=True)
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def replica_of(network: nn.Module, change: Change) -> Any:
+    """What `torch.nn.parallel.replicate` makes; `change` stands for the copy to another device."""
+    modules = list(network.modules())
+    copies = {m: m._replicate_for_data_parallel() for m in modules}
+    for module, other in copies.items():
+        for name, child in module._modules.items():
+            if child is not None:
+                setattr(other, name, copies[child])
+        for name, p in module._parameters.items():
+            if p is None:
+                other._parameters[name] = None
+            else:
+                setattr(other, name, change(p.detach()))
+        for name, buffer in module._buffers.items():
+            setattr(other, name, None if buffer is None else buffer.clone())
+    return copies[network]
+
+
+def same_attributes(tower: nn.Module, change: Change) -> Any:
+    """A bare shallow copy, on weights of its own."""
+    other = object.__new__(type(tower))
+    other.__dict__.update(tower.__dict__)
+    other.__dict__["_modules"] = {name: changed_copy(child, change) for name, child in tower._modules.items()}
+    return other
+
+
+def changed_copy(module: Any, change: Change) -> Any:
+    other = copy.deepcopy(module)
+    for p in other.parameters():
+        p.data = change(p.data)
+    return other
+
+
+def deep(tower: nn.Module, change: Change) -> Any:
+    return changed_copy(tower, change)
+
+
+def shallow(tower: nn.Module, change: Change) -> Any:
+    other = copy.copy(tower)
+    other.__dict__["_modules"] = {name: changed_copy(child, change) for name, child in tower._modules.items()}
+    return other
+
+
+def pickled(tower: nn.Module, change: Change) -> Any:
+    return changed_copy(pickle.loads(pickle.dumps(tower)), change)
+
+
+OTHERS = [replica_of, same_attributes, shallow, deep, pickled]
+CHANGES: dict[str, Change] = {"same": torch.clone, "other": lambda p: p * 1.1, "wider": torch.Tensor.double}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("other", OTHERS, ids=lambda f: f.__name__)
+def test_a_copy_runs_on_its_own_weights(other: Callable[[nn.Module, Change], Any], change: Change, used: bool) -> None:
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    made, reference = other(tower, change), other(original, change)
+    assert_same(call.run(made), call.run(reference))
+    assert_same(call.run(tower), expected)
+    known = made.__dict__["_fusedvit"]
+    if other in (replica_of, same_attributes):
+        assert handle.stats()["original"] == {fallback.ANOTHER_TOWER: 1}
+    else:
+        assert known is not handle and known.tower is made
+        ran_fused(known, calls=1)
+        ran_fused(handle, calls=1 + used)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_replicas_of_every_family(name: str) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, [(1, 4, 4), (1, 8, 4)])
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+    assert_same(call.run(replica_of(tower, torch.Tensor.double)), call.run(replica_of(original, torch.Tensor.double)))
+    ran_originals = handle.stats()["original"]
+    assert ran_originals == {fallback.ANOTHER_TOWER: 1}
+
+
+def test_a_replica_is_refused_where_the_user_is_strict() -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    with pytest.raises(RuntimeError, match="fusedvit: Qwen3VLVisionModel .*another tower: .* is a copy"):
+        Call.of(tower, GRIDS["smallest"]).run(replica_of(tower, torch.clone))
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda f: f.__name__)
+def test_a_copy_can_be_fused_and_unfused_by_itself(other: Callable[[nn.Module, Change], Any]) -> None:
+    if other is replica_of:
+        pytest.skip("it lives for one call, and has no parameters")
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, GRIDS["mix"])
+    call.run(tower)
+    made = other(tower, torch.clone)
+    own = fusedvit.fuse(made, STRICT)
+    assert own is not handle and own.tower is made and fusedvit.fuse(tower) is handle
+    assert_bitwise(call.run(made), call.run(tower))
+    ran_fused(own, calls=1)
+    fusedvit.unfuse(made)
+    assert own.state() == "unfused" and handle.state() == "fused"
+    call.run(made)
+    call.run(tower)
+    ran_fused(handle, calls=3)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_other_instances_of_the_fused_class(name: str, tmp_path: Path) -> None:
+    """Made by the fused class's own constructors, or loaded by it: nobody has fused them."""
+    tower = family_tower(name)
+    call = Call.of(tower, [(1, 4, 4), (1, 8, 4)])
+    plain = type(tower)
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+    fused = type(tower)
+    tower.save_pretrained(tmp_path)
+    for made in (fused(tower.config), fused._from_config(tower.config), fused.from_pretrained(tmp_path)):
+        made.eval().requires_grad_(False).load_state_dict(tower.state_dict())
+        for p in made.parameters():
+            p.mul_(1.1)
+        reference = copy_of(tower)
+        fusedvit.unfuse(reference)
+        with torch.no_grad():
+            for p in reference.parameters():
+                p.mul_(1.1)
+        want = call.run(reference)
+        assert_bitwise(call.run(made), want)
+        own = fusedvit.fuse(made, STRICT)
+        assert own is not handle
+        assert_same(call.run(made), want)
+        ran_fused(own, calls=1)
+        fusedvit.unfuse(made)
+        assert type(made) is plain
+    fusedvit.unfuse(fused(tower.config))  # has no handle: only its class goes back
+    assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=2)
+
+
+def test_peft_modules_to_save() -> None:
+    """The tower and a trainable copy of it under one wrapper: each serves itself."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model().requires_grad_(False)
+    tower = model.model.visual
+    original, call = copy_of(model), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(model)
+    call.run(tower)
+    options = LoraConfig(r=2, target_modules=r".*language_model.*q_proj", modules_to_save=["visual"])
+    wrapped, reference = get_peft_model(model, options), get_peft_model(original, options)
+    for m in (wrapped, reference):
+        with torch.no_grad():
+            for name, p in m.named_parameters():
+                if "modules_to_save" in name:
+                    p.mul_(1.1)
+    ours, theirs = (m.base_model.model.model.visual for m in (wrapped, reference))
+    assert_same(call.run(ours), call.run(theirs))
+    with wrapped.disable_adapter(), reference.disable_adapter():
+        assert_same(call.run(ours), call.run(theirs))
+    ran_fused(handle, calls=2)
+    inner = ours.modules_to_save["default"]
+    assert inner.__dict__["_fusedvit"].tower is inner
+    ran_fused(inner.__dict__["_fusedvit"], calls=1)
+    fusedvit.unfuse(wrapped)
+    assert type(inner) is type(tower) and "_fusedvit" not in inner.__dict__
+    assert_same(call.run(ours), call.run(theirs))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """One process, on the CPU."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dist.is_initialized():
+        pytest.skip("somebody else's process group")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("first", ["fuse", "shard"])
+def test_a_sharded_tower(first: str, name: str, mesh: Any) -> None:
+    """`fully_shard` gives the tower a class under another name, and its parameters other memory at each call."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    tower = family_tower(name)
+    original, plain, call = copy_of(tower), type(tower), Call.of(tower, [(1, 4, 4), (1, 8, 4)])
+    expected = call.run(original)
+    handle = fusedvit.fuse(tower) if first == "fuse" else None
+    fully_shard(tower, mesh=mesh, reshard_after_forward=True)
+    handle = handle or fusedvit.fuse(tower)
+    assert fusedvit.fuse(tower) is handle
+    assert type(tower).__name__ == f"FSDP{plain.__name__}" and isinstance(tower, plain)
+    taken = []
+    for _ in range(MOST_MOVES + 2):
+        assert_same(call.run(tower), expected)
+        taken.append([torch.empty_like(p) for p in original.parameters() for _ in range(2)])
+    ran_fused(handle, calls=MOST_MOVES + 2)
+    assert handle.stats()["refreshes"] == 1, "nothing changed but addresses"
+    fusedvit.unfuse(tower)
+    assert type(tower).__mro__[1:3] == (FSDPModule, plain) and type(tower).__name__ == f"FSDP{plain.__name__}"
+    assert_bitwise(call.run(tower), expected)
+
+
+# races
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def calling(tower: Any, call: Call, expected: dict[str, torch.Tensor], until: threading.Event) -> tuple[Any, list[Any]]:
+    """A thread that calls and compares until told to stop, and what went wrong."""
+    wrong: list[Any] = []
+    done = [0]
+
+    def loop() -> None:
+        while not until.is_set():
+            try:
+                assert_same(call.run(tower), expected)
+                done[0] += 1
+            except BaseException as error:  # whatever it is, the test is to see it
+                wrong.append(error)
+                return
+
+    thread = threading.Thread(target=loop)
+    thread.done = done  # type: ignore[attr-defined]
+    return thread, wrong
+
+
+def raced(tower: Any, call: Call, act: Callable[[], None], seconds: float, threads: int = 2) -> list[int]:
+    """Calls of each thread while `act` runs again and again; every one of them right."""
+    expected = {name: t.clone() for name, t in call.run(copy_of(tower)).items()}
+    stop = threading.Event()
+    with switching_often():
+        started = [calling(tower, call, expected, stop) for _ in range(threads)]
+        for thread, _ in started:
+            thread.start()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            act()
+        stop.set()
+        for thread, _ in started:
+            thread.join()
+    assert [wrong for _, wrong in started] == [[]] * threads
+    return [thread.done[0] for thread, _ in started]
+
+
+def test_calls_beside_fuse_and_unfuse() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+
+    def turn() -> None:
+        fusedvit.fuse(tower)
+        time.sleep(0.005)
+        fusedvit.unfuse(tower)
+
+    assert min(raced(tower, call, turn, seconds=1.5)) > 0
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_calls_beside_refreshes_are_not_starved(graphs: bool) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower, STRICT)
+    handle.refresh()
+    if graphs:
+        with graphs_on_cpu(handle, check_limits((4, 16, 64), 4, 8)):
+            counts = raced(tower, call, handle.refresh, seconds=2.0)
+    else:
+        counts = raced(tower, call, handle.refresh, seconds=2.0)
+    assert min(counts) >= 5, counts
+    assert handle.stats()["original"] == {}
+
+
+@pytest.mark.parametrize("act", ["release", "reconfigure", "drop_graphs"])
+def test_calls_beside_release_and_reconfigure(act: str) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    acts: dict[str, Callable[[], None]] = {
+        "release": handle.release,
+        "reconfigure": lambda: handle.reconfigure(fusedvit.FuseConfig(watch_data=not handle.config.watch_data)),
+        "drop_graphs": handle.drop_graphs,
+    }
+
+    def turn() -> None:
+        acts[act]()
+        time.sleep(0.002)
+
+    assert min(raced(tower, call, turn, seconds=1.5)) > 0
+    stats = handle.stats()
+    assert set(stats["eager"]) == {"no GPU"} and stats["original"].keys() <= {fallback.CHANGING}
+
+
+def test_reconfigure_beside_calls_on_graphs_leaves_no_empty_reason() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    handle.refresh()
+
+    def turn() -> None:
+        with graphs_on_cpu(handle, check_limits((4, 16), 4, 8)):
+            time.sleep(0.003)
+            handle.reconfigure(fusedvit.FuseConfig())
+            time.sleep(0.001)
+
+    assert min(raced(tower, call, turn, seconds=1.5)) > 0
+    stats = handle.stats()
+    assert "" not in stats["eager"] and "" not in stats["original"], stats
+
+
+def test_weights_that_somebody_writes_all_the_time_end_in_the_original_code() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    real = handle.weights.read_back
+
+    def overtaken(*arguments: Any) -> Any:
+        found = real(*arguments)
+        return found._replace(unchanged=False)
+
+    handle.weights.read_back = overtaken  # type: ignore[method-assign]
+    assert_bitwise(call.run(tower), call.run(fusedvit.unfuse(copy_of(tower))))
+    assert handle.stats()["original"] == {fallback.CHANGING: 1}
