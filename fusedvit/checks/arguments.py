@@ -29,11 +29,13 @@ class ArgumentRules:
         precomputed: those of `read` that stand for what `grid_thw` gives; None is as good as not given.
         recorded: what the output record gets if `output_<name>` is true, in the record's order, and whether any module
             of the tower gives it; where none does, Hugging Face's record holds an empty tuple.
+        options: `output_<name>` of each.
     """
 
     read: frozenset[str]
     precomputed: frozenset[str]
     recorded: tuple[tuple[str, bool], ...]
+    options: tuple[str, ...]
 
 
 _known: dict[tuple[type, Any], ArgumentRules] = {}
@@ -51,12 +53,8 @@ def rules_of(tower: nn.Module) -> ArgumentRules:
 def asked_for(tower: nn.Module, rules: ArgumentRules, given: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """The entries of `rules.recorded` that the call or the tower's config asks for."""
     config = tower.__dict__.get("config")
-    found = []
-    for entry in rules.recorded:
-        name = f"output_{entry[0]}"
-        if given[name] if name in given else configured(config, name):
-            found.append(entry)
-    return found
+    options = zip(rules.recorded, rules.options, strict=True)
+    return [entry for entry, name in options if (given[name] if name in given else configured(config, name))]
 
 
 def configured(config: object, name: str) -> Any:
@@ -64,9 +62,10 @@ def configured(config: object, name: str) -> Any:
     if config is None:
         return False
     kept = object.__getattribute__(config, "__dict__")
-    for key in (name, f"_{name}"):
-        if key in kept:
-            return kept[key]
+    if name in kept:
+        return kept[name]
+    if f"_{name}" in kept:
+        return kept[f"_{name}"]
     return getattr(config, name, False) if hasattr(type(config), name) else False
 
 
@@ -85,8 +84,8 @@ def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> Arg
         read |= names
     recorded = getattr(cls, "_can_record_outputs", None) or {}
     entries = tuple((name, _gives(specs, inner)) for name, specs in recorded.items())
-    read -= _HARMLESS | {f"output_{name}" for name, _ in entries}
-    return ArgumentRules(frozenset(read), frozenset(precomputed), entries)
+    options = tuple(f"output_{name}" for name, _ in entries)
+    return ArgumentRules(frozenset(read - _HARMLESS - {*options}), frozenset(precomputed), entries, options)
 
 
 def _attention_function(implementation: str | None) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.checks.accelerate_hooks import own_forwards
+from fusedvit.checks.adapters import plain_modules, plain_parameters
 from fusedvit.checks.own_code import own_class
 from fusedvit.families.base import Family
 from fusedvit.model.param_names import DownsampleNames, LastNormNames, parameter_shapes
@@ -94,7 +96,7 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
 
 def wrong_parameters(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     """The first parameter of `tower` that is missing, left over or of another shape or class; "" for none."""
-    found = {family.aliases.get(n, n): p for n, p in tower.named_parameters(remove_duplicate=False)}
+    found = {family.aliases.get(n, n): p for n, p in plain_parameters(tower).items()}
     expected = dict(parameter_shapes(family.names, spec))
     for name, shape in expected.items():
         if name not in found:
@@ -109,7 +111,7 @@ def wrong_parameters(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
 
 def wrong_modules(tower: nn.Module, built: Built, family: Family, spec: VisionSpec) -> str:
     """The first module of `tower` that is missing, left over, of another class, or has methods of its own."""
-    found = dict(tower.named_modules(remove_duplicate=False))
+    found, own_forward = plain_modules(tower), own_forwards(tower)
     skipped = _fused_patch_embed(found)
     for path, cls in built.classes.items():
         if path.startswith(skipped) and path:
@@ -117,8 +119,8 @@ def wrong_modules(tower: nn.Module, built: Built, family: Family, spec: VisionSp
         if path not in found:
             return f"module {path} is missing"
         module = found[path]
-        if path and (type(module) is not cls or "forward" in vars(module)):
-            own = "a forward of its own" if "forward" in vars(module) else _name_of(type(module))
+        if path and (type(module) is not cls or path in own_forward):
+            own = "a forward of its own" if path in own_forward else _name_of(type(module))
             return _differs(path, own, _name_of(cls))
         if tuple(module._modules) != built.children[path] and isinstance(module, nn.ModuleList | nn.Sequential):
             return _differs(f"what {path} holds", list(module._modules), list(built.children[path]))
@@ -158,9 +160,9 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, str]:
 def wrong_attributes(tower: nn.Module, built: Built, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
     """The first attribute that a forward reads and that is not as built; `names` are all that code mentions."""
     numbers = _numbers(family, spec)
-    for path, module in tower.named_modules(remove_duplicate=False):
+    for path, module in plain_modules(tower).items():
         expected, own = built.attributes.get(path, {}), vars(module)
-        for name in own.keys() - expected.keys() - _NOT_READ:
+        for name in own.keys() - expected.keys() - _NOT_READ - {"forward"}:
             if path and name in names and callable(getattr(type(module), name, None)):
                 return _differs(_dotted(path, name), "an attribute of the instance", "the method of its class")
         for name, value in expected.items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.checks import accelerate_hooks, adapters
 from fusedvit.checks.as_built import dropouts
 from fusedvit.checks.own_code import OwnCode, own_class
 
@@ -123,7 +124,8 @@ class Snapshot:
     Attributes:
         children: every inner module.
         registries: registries of modules and parameters, and their lengths.
-        instances: `__dict__` of every inner module, where a `forward` would shadow the class's.
+        instances: `__dict__` of every inner module, where a `forward` would shadow the class's; one that accelerate has
+            put there is among `attributes`.
         called: inner modules whose hooks would fire.
         parameters: every parameter.
         buffers: every buffer.
@@ -164,7 +166,7 @@ class Snapshot:
             _Entries.of((m._modules, name) for m in modules for name in m._modules),
             registries,
             list(map(len, registries)),
-            tuple(vars(m) for m in inner),
+            tuple(vars(m) for m in inner if "forward" not in vars(m)),
             tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
             _Tensors.of(m._parameters for m in modules),
             _Tensors.of(m._buffers for m in modules),
@@ -216,6 +218,8 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
         yield from ((attributes, name) for name in attributes.keys() & own.names if name != "training")
         yield from ((attributes, name) for name in own.methods.get(own_class(type(module)), ()))
         yield from ((attributes, name) for name in _REGISTRIES if attributes[name])
+        yield from adapters.slots_read(module)
+        yield from (accelerate_hooks.slots_read(module) if module is not tower else ())
         if "config" in attributes:
             configs.setdefault(id(attributes["config"]), vars(attributes["config"]))
     for attributes in configs.values():

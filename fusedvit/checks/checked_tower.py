@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import fallback
+from fusedvit.checks.adapters import cannot_fold, folded, lora_layers, plain_parameters
 from fusedvit.checks.as_built import (
     Built,
     wrong_attributes,
@@ -44,6 +45,9 @@ class CheckedTower:
         if foreign:
             return Reason(fallback.FOREIGN_CODE, foreign)
         tower, family, spec = self.tower, self.family, self.spec
+        adapter = cannot_fold(tower)
+        if adapter:
+            return Reason(fallback.ADAPTER, adapter)
         wrong = wrong_parameters(tower, family, spec) or wrong_spec(tower, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
@@ -54,7 +58,7 @@ class CheckedTower:
         self._code = own_code(self.tower)
         if self._code.foreign:
             return Reason(fallback.FOREIGN_CODE, self._code.foreign)
-        reason = _reason_of_parameters(dict(self.tower.named_parameters()))
+        reason = _reason_of_parameters(plain_parameters(self.tower))
         if reason is not None:
             return reason
         names = self._code.names
@@ -74,7 +78,12 @@ class CheckedTower:
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
-        return prepare(self.spec, self.family.names, self.family.source(parameters), reuse=reuse)
+        if lora_layers(self.tower):
+            parameters, new = folded(self.tower)
+            own = frozenset(self.family.aliases.get(name, name) for name in new)
+        else:
+            own = frozenset()
+        return prepare(self.spec, self.family.names, self.family.source(parameters), reuse=reuse, own=own)
 
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""

@@ -20,6 +20,7 @@ CAPTURING = "capturing"
 AUTOCAST = "autocast"
 HOOKS = "hooks"
 MODIFIED = "modified modules"
+ADAPTER = "adapter"
 FOREIGN_CODE = "replaced code"
 META = "meta parameters"
 DEVICES = "several devices"
@@ -44,6 +45,7 @@ ADVICE = {
     HOOKS: "a hook on an inner module would not fire in the fused encoder",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
     FOREIGN_CODE: "what would run is not the code that transformers defines",
+    ADAPTER: "LoRA without dropout is folded into the weights; merge any other adapter to run fused",
     META: "some parameters are offloaded",
     DEVICES: "the tower's parameters lie on several devices",
     DTYPES: "the tower's parameters have several dtypes",
@@ -86,7 +88,7 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
         return Reason(HOOKS)
     if torch.is_grad_enabled() and _wants_grad(module, pixels):
         return Reason(GRADIENTS)
-    if any(map(torch.is_autocast_enabled, _AUTOCASTING)):
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         reason = _reason_of_autocast(module)
         if reason is not None:
             return reason

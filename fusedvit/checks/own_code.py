@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from fusedvit.checks.adapters import lora_layers, plain_modules
 from fusedvit.checks.source_code import Definition, defines, definition_of, names_in, wrapped_by
 
 ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
@@ -73,9 +74,11 @@ def foreign_class(tower: nn.Module) -> str:
 def own_code(tower: nn.Module) -> OwnCode:
     """Follows what `tower` would run."""
     walk = _Walk()
-    inner = list(tower.modules())[1:]
+    inner = list(plain_modules(tower).values())[1:]
     for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
         walk.follow_class(cls)
+    for layer in lora_layers(tower).values():
+        walk.slots[id(type(layer)), "forward"] = type(layer), "forward"
     for module in _distinct_configs(tower):
         walk.follow_attention(module)
     return OwnCode(

@@ -36,15 +36,20 @@ from fusedvit.model.weights import (
 
 
 def prepare(
-    spec: VisionSpec, names: WeightNames, source: TensorSource, reuse: EncoderWeights | None = None
+    spec: VisionSpec,
+    names: WeightNames,
+    source: TensorSource,
+    reuse: EncoderWeights | None = None,
+    own: frozenset[str] = frozenset(),
 ) -> EncoderWeights:
     """Prepared weights from `source(name) -> tensor`.
 
     Args:
+        own: names whose tensors are nobody else's: adapters were folded into them.
         reuse: earlier weights of the same tower: prepared copies are rewritten in place where shape, dtype and
             device agree, so that captured graphs stay valid.
     """
-    maker = _Maker(spec, source)
+    maker = _Maker(spec, source, own)
     with torch.no_grad():
         prepared = EncoderWeights(
             patch=maker.patch(names.patch),
@@ -68,6 +73,7 @@ def rope_frequencies(spec: VisionSpec) -> torch.Tensor:
 class _Maker:
     spec: VisionSpec
     source: TensorSource
+    given: frozenset[str] = frozenset()
 
     def norm(self, name: str, layer: bool | None = None) -> NormWeights:
         """A norm's vectors, copied: see `_plain`."""
@@ -87,6 +93,7 @@ class _Maker:
         original = self.source(f"{name}.weight")
         weight = _pitched(weight)
         copied = weight.device.type != "meta" and weight.data_ptr() != original.data_ptr()
+        copied = copied or f"{name}.weight" in self.given
         bias = None if part in self.spec.without_bias else self.source(f"{name}.bias").detach().clone()
         return LinearWeights(weight, bias, own=("weight", "bias") if copied else ("bias",))
 

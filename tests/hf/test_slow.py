@@ -237,3 +237,96 @@ def test_a_compiled_model(given: dict[str, Any]) -> None:
     ran_fused(handle, calls=2)
     torch._dynamo.reset()
     gc.collect()
+
+
+# accelerate
+
+
+def dispatched(model: Any, **options: Any) -> Any:
+    """As `device_map="auto"` leaves a model that it spreads, its tower whole on one device."""
+    accelerate = pytest.importorskip("accelerate")
+    devices = {"model.visual": "cpu", "model.language_model": "cpu", "lm_head": "cpu"}
+    return accelerate.dispatch_model(model, devices, force_hooks=True, main_device="cpu", **options)
+
+
+@pytest.mark.parametrize("when", ["before fuse", "after fuse", "after a call"])
+def test_a_tower_hooked_for_one_device_runs_fused(when: str) -> None:
+    model = tiny_model().requires_grad_(False)
+    original, inputs = copy_of(model), prompt(model.model.visual, GRIDS["images"])
+    if when == "before fuse":
+        dispatched(model)
+    handle = fusedvit.fuse(model, STRICT)
+    with torch.no_grad():
+        if when == "after a call":
+            model(**inputs)
+        if when != "before fuse":
+            dispatched(model)
+        assert "forward" in vars(model.model.visual.blocks[0].attn.qkv)
+        for _ in range(2):
+            assert torch.allclose(model(**inputs).logits, original(**inputs).logits, atol=1e-4)
+        before = handle.stats()["refreshes"]
+        model(**inputs)
+    ran_fused(handle, calls=3 + (when == "after a call"))
+    assert handle.stats()["refreshes"] == before
+
+
+def align(module: Any, **options: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(module, hooks.AlignDevicesHook(**options))
+
+
+def custom(module: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Doubling(hooks.ModelHook):
+        def post_forward(self, module: Any, output: Any) -> Any:
+            return 2 * output
+
+    hooks.add_hook_to_module(module, hooks.SequentialHook(hooks.AlignDevicesHook("cpu"), Doubling()))
+
+
+HOOKED: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "one device": (lambda t: align(t.blocks[0], execution_device="cpu"), True),
+    "none named": (lambda t: align(t.blocks[0].mlp, io_same_device=True), True),
+    "the tower itself": (lambda t: align(t, execution_device="cpu", io_same_device=True), True),
+    "twice": (lambda t: [align(t.merger, execution_device="cpu") for _ in range(2)], True),
+    "offloaded": (lambda t: align(t.blocks[0].mlp.linear_fc1, execution_device="cpu", offload=True), False),
+    "a hook that computes": (lambda t: custom(t.blocks[1].attn.proj), False),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_accelerates_hooks(name: str) -> None:
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    change, fused = HOOKED[name]
+    call.run(tower)
+    for t in (tower, original):
+        change(t)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 1 + fused, handle.stats()["original"]
+    if not fused:
+        assert "blocks." in handle.report()
+
+
+def test_a_hook_that_changes_afterwards() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    align(tower.blocks[0], execution_device="cpu")
+    call.run(tower)
+    tower.blocks[0]._hf_hook.execution_device = "meta"
+    attempt(call.run, tower)  # accelerate sends its input there
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1} and "blocks.0" in handle.report()
+
+
+def test_unhooked_again() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower, STRICT)
+    align(tower.blocks[0].mlp, execution_device="cpu")
+    call.run(tower)
+    hooks.remove_hook_from_module(tower, recurse=True)
+    assert_same(call.run(tower), call.run(original))
+    ran_fused(handle, calls=2)

@@ -1,0 +1,161 @@
+"""PEFT's LoRA layers in a tower: what the tower is without them, and their weights folded into its own.
+
+    W' = W + sum over active adapters of scaling * B A,  computed in fp64 and rounded once
+
+A LoRA layer stands where a linear layer stood, and holds it as `base_layer`. The original code adds the adapters'
+products to the linear layer's; the fused encoder multiplies by W', which is prepared again when an adapter, a scale or
+the choice of adapters changes. PEFT itself is not imported.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.checks.source_code import Definition, definition_of
+
+_MODULE, _CLASS = "peft.tuners.lora.layer", "Linear"
+_BASE = "base_layer"
+# What a LoRA layer's forward goes by beside its parameters.
+_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
+_CASTS = "cast_input_dtype_enabled"
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether `module` is PEFT's LoRA layer around a linear layer."""
+    return type(module).__module__ == _MODULE and type(module).__qualname__ == _CLASS
+
+
+def lora_layers(tower: nn.Module) -> dict[str, Any]:
+    """The LoRA layers of `tower` by their paths."""
+    return {path: module for path, module in tower.named_modules(remove_duplicate=False) if is_lora(module)}
+
+
+def plain_modules(tower: nn.Module) -> dict[str, nn.Module]:
+    """Modules by their paths, as if there were no adapters: where a LoRA layer is, what it holds."""
+    layers = lora_layers(tower)
+    inside = tuple(f"{path}." for path in layers)
+    found = tower.named_modules(remove_duplicate=False)
+    return {
+        path: getattr(module, _BASE) if path in layers else module
+        for path, module in found
+        if not (inside and path.startswith(inside))
+    }
+
+
+def plain_parameters(tower: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by their names, as if there were no adapters."""
+    layers = lora_layers(tower)
+    found = tower.named_parameters(remove_duplicate=False)
+    return {plain: p for name, p in found if (plain := _plain_name(name, layers))}
+
+
+def _plain_name(name: str, layers: Mapping[str, Any]) -> str:
+    """The name of a parameter without adapters; "" for one of an adapter."""
+    path = next((path for path in layers if name.startswith(f"{path}.")), None)
+    if path is None:
+        return name
+    inner = name[len(path) + 1 :]
+    return f"{path}.{inner[len(_BASE) + 1 :]}" if inner.startswith(f"{_BASE}.") else ""
+
+
+def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a LoRA layer keeps what its forward goes by, for change detection."""
+    if not is_lora(module):
+        return
+    yield from ((vars(module), name) for name in (*_STATE, _CASTS))
+    for dropout in module.get_submodule("lora_dropout").children():
+        yield from ((vars(dropout), name) for name in ("training", "p"))
+
+
+def cannot_fold(tower: nn.Module) -> str:
+    """The first adapter layer whose product is not that of one matrix, and why; "" if there is none."""
+    for path, module in plain_modules(tower).items():
+        if type(module).__module__.startswith("peft."):
+            return (
+                f"{path} is {type(module).__module__}.{type(module).__qualname__}, expected a LoRA layer for {_CLASS}"
+            )
+    for path, layer in lora_layers(tower).items():
+        why = _why_not(layer)
+        if why:
+            return f"{path}: {why}"
+    return ""
+
+
+def _why_not(layer: Any) -> str:
+    if definition_of(type(layer).forward) != Definition(_MODULE, f"{_CLASS}.forward"):
+        return "the forward of its class is not PEFT's"
+    if layer._disable_adapters and layer.merged_adapters:
+        return "its adapters are merged and switched off, which the next call undoes"
+    if getattr(layer, "fan_in_fan_out", False):
+        return "its weight is transposed (fan_in_fan_out)"
+    for name in active_adapters(layer):
+        why = _why_not_adapter(layer, name)
+        if why:
+            return f"adapter {name!r} {why}"
+    return ""
+
+
+def _why_not_adapter(layer: Any, name: str) -> str:
+    variant = layer.lora_variant.get(name)
+    if variant is not None or layer.use_dora.get(name):
+        return f"is of another kind than LoRA ({type(variant).__name__ if variant is not None else 'DoRA'})"
+    down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    if any(type(m) is not nn.Linear or "forward" in vars(m) for m in (down, up)):
+        return "does not consist of two linear layers"
+    if not isinstance(layer.scaling.get(name), int | float) or not math.isfinite(layer.scaling[name]):
+        return f"has the scaling {layer.scaling.get(name)!r}, expected a finite number"
+    if not isinstance(dropout, nn.Identity) and (type(dropout) is not nn.Dropout or (dropout.training and dropout.p)):
+        return "has dropout in training mode"
+    return _why_not_tensors(layer, down, up)
+
+
+def _why_not_tensors(layer: Any, down: nn.Linear, up: nn.Linear) -> str:
+    base = getattr(layer, _BASE).weight
+    shapes = (up.weight.shape[0], down.weight.shape[1])
+    if shapes != tuple(base.shape) or up.weight.shape[1] != down.weight.shape[0] or down.bias is not None:
+        return f"gives a product of shape {shapes}, expected {tuple(base.shape)}"
+    if any(p.device != base.device for p in (down.weight, up.weight)):
+        return f"is on {down.weight.device} and {up.weight.device}, its layer on {base.device}"
+    if not all(p.is_floating_point() and p.element_size() > 1 and p.is_contiguous() for p in (down.weight, up.weight)):
+        return f"is {down.weight.dtype}, expected contiguous floats of 2 bytes or more"
+    if not getattr(layer, _CASTS, True) and down.weight.dtype != base.dtype:
+        return f"is {down.weight.dtype} and does not cast its input"
+    if up.bias is not None and getattr(layer, _BASE).bias is None:
+        return "has a bias, its layer has none"
+    return ""
+
+
+def active_adapters(layer: Any) -> list[str]:
+    """The adapters whose products the layer's next call adds to its own."""
+    if layer._disable_adapters or layer.merged_adapters:
+        return []
+    chosen = layer._active_adapter
+    names = [chosen] if isinstance(chosen, str) else chosen
+    return [name for name in names if name in layer.lora_A]
+
+
+def folded(tower: nn.Module) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Parameters as they would be without adapters, active ones folded in; and the names of those that are new tensors.
+
+    `cannot_fold` comes first.
+    """
+    parameters: dict[str, torch.Tensor] = dict(plain_parameters(tower))
+    new: set[str] = set()
+    for path, layer in lora_layers(tower).items():
+        active = active_adapters(layer)
+        if not active:
+            continue
+        weight = parameters[f"{path}.weight"].detach()
+        pairs = [(layer.scaling[n], layer.lora_B[n].weight, layer.lora_A[n].weight) for n in active]
+        products = [scaling * (up.double() @ down.double()) for scaling, up, down in pairs]
+        parameters[f"{path}.weight"] = (weight.double() + sum(products)).to(weight.dtype)
+        new.add(f"{path}.weight")
+        biases = [layer.scaling[n] * b.double() for n in active if (b := layer.lora_B[n].bias) is not None]
+        if biases:
+            bias = parameters[f"{path}.bias"].detach()
+            parameters[f"{path}.bias"] = (bias.double() + sum(biases)).to(bias.dtype)
+            new.add(f"{path}.bias")
+    return parameters, frozenset(new)

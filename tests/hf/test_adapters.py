@@ -1,0 +1,305 @@
+"""PEFT's LoRA on a tower, unmerged: folded into the weights, or the original code; every change of it shows at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.cli.towers import cast_parameters_
+from tests.support.families import INSTALLED, family_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    Grid,
+    assert_different,
+    assert_rule,
+    assert_same,
+    copy_of,
+    outputs_of,
+    ran_fused,
+    tiny_model,
+)
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STRICT = fusedvit.FuseConfig(strict=True)
+MIX: Grid = [(1, 4, 6), (1, 2, 2)]
+LINEAR = r".*(qkv|attn.proj|linear_fc1)"
+
+
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    """Adapters that change something: PEFT's start with B = 0."""
+    for i, (name, p) in enumerate(module.named_parameters()):
+        if "lora_" in name:
+            drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * seed + i))
+            p.data.copy_(0.2 * drawn)
+
+
+def adapted(model: Any, seed: int = 0, targets: Any = r".*visual.*(qkv|attn.proj|linear_fc\d)", **options: Any) -> Any:
+    torch.manual_seed(0)
+    found = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **options))
+    randomise(found, seed)
+    return found.requires_grad_(False).eval()
+
+
+class Pair:
+    """A model and its copy, fused and not, with the same adapters, and a call."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = tiny_model().requires_grad_(False)
+        self.copy = copy_of(self.model)
+        self.handle = fusedvit.fuse(self.model)
+        self.tower, self.original = self.model.model.visual, self.copy.model.visual
+        self.call = Call.of(self.tower, GRIDS["mix"])
+        self.call.run(self.tower)
+        self.both = adapted(self.model, **options), adapted(self.copy, **options)
+
+    def change(self, change: Callable[[Any], Any]) -> None:
+        for model in self.both:
+            change(model)
+
+    def same(self) -> dict[str, torch.Tensor]:
+        ours = self.call.run(self.tower)
+        assert_same(ours, self.call.run(self.original))
+        return ours
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_linear_layer_of_every_family(name: str) -> None:
+    tower = family_tower(name)
+    plain = Call.of(tower, MIX).run(tower)
+    targets = [path for path, m in tower.named_modules() if type(m) is nn.Linear]
+    torch.manual_seed(0)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets), tower)
+    randomise(tower)
+    tower.requires_grad_(False).eval()
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    handle = fusedvit.fuse(tower, STRICT)
+    ours = call.run(tower)
+    assert_same(ours, call.run(original))
+    if "pooler_output" in plain:
+        assert_different(ours, plain)
+    ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_half_precision_by_the_rule(adapters: torch.dtype) -> None:
+    """PEFT keeps adapters of a bf16 model in fp32."""
+    tower = family_tower("Qwen3VLVisionModel")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR), tower)
+    randomise(tower)
+    for name, p in tower.named_parameters():
+        p.requires_grad_(False)
+        p.data = p.data.to(adapters if "lora_" in name else torch.bfloat16)
+    tower.eval()
+    original, call, exact = copy_of(tower), Call.of(tower, MIX), copy_of(tower)
+    cast_parameters_(exact, torch.float64)
+    handle = fusedvit.fuse(tower, STRICT)
+    ref = outputs_of(exact(call.pixels.double(), grid_thw=call.grid))
+    assert_rule(call.run(tower), ref, call.run(original))
+    ran_fused(handle, calls=1)
+
+
+def layers(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
+
+
+def second(model: Any) -> None:
+    torch.manual_seed(1)
+    model.add_adapter("second", peft.LoraConfig(r=2, lora_alpha=4, target_modules=r".*visual.*(qkv|linear_fc1)"))
+    randomise(model, seed=3)
+    model.requires_grad_(False)
+
+
+def chosen(model: Any, names: Any) -> None:
+    model.base_model.set_adapter(names)
+    model.requires_grad_(False)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "A in place": lambda m: layers(m)[1].lora_A["default"].weight.mul_(1.5),
+    "B past its version": lambda m: layers(m)[2].lora_B["default"].weight.data.mul_(1.5),
+    "A replaced": lambda m: setattr(
+        layers(m)[0].lora_A["default"], "weight", nn.Parameter(torch.ones(4, 48), requires_grad=False)
+    ),
+    "a scale": lambda m: layers(m)[3].set_scale("default", 3.0),
+    "every scale": lambda m: [layer.scale_layer(0.5) for layer in layers(m)],
+    "a scale, in the dictionary": lambda m: layers(m)[0].scaling.__setitem__("default", 0.25),
+    "no scale": lambda m: [layer.set_scale("default", 0.0) for layer in layers(m)],
+    "switched off": lambda m: m.base_model.disable_adapter_layers(),
+    "another adapter": lambda m: (second(m), chosen(m, "second")),
+    "another adapter that is not used": second,
+    "two adapters": lambda m: (second(m), chosen(m, ["default", "second"])),
+    "no adapter": lambda m: [setattr(layer, "_active_adapter", []) for layer in layers(m)],
+    "a name in the list of active ones": lambda m: (second(m), [layer.active_adapters for layer in layers(m)]),
+    "merged": lambda m: m.merge_adapter(),
+    "merged and unmerged": lambda m: (m.merge_adapter(), m.unmerge_adapter()),
+    "merged and unloaded": lambda m: m.merge_and_unload(),
+    "unloaded": lambda m: m.unload(),
+    "an adapter deleted": lambda m: (second(m), chosen(m, "second"), m.delete_adapter("default")),
+    "the base in place": lambda m: layers(m)[0].base_layer.weight.mul_(1.1),
+    "the base past its version": lambda m: layers(m)[0].base_layer.weight.data.mul_(1.1),
+    "the base's bias": lambda m: layers(m)[0].base_layer.bias.add_(0.3),
+    "rank": lambda m: (
+        setattr(layers(m)[0].lora_A["default"], "weight", nn.Parameter(torch.ones(7, 48), requires_grad=False)),
+        setattr(layers(m)[0].lora_B["default"], "weight", nn.Parameter(torch.ones(144, 7), requires_grad=False)),
+    ),
+}
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_show_at_the_next_call(name: str, used: bool) -> None:
+    pair = Pair()
+    if used:
+        pair.same()
+    with torch.no_grad():
+        pair.change(CHANGES[name])
+    pair.same()
+    pair.same()
+    stats = pair.handle.stats()
+    assert stats["fused"] == stats["calls"] == 3 + used, stats["original"]
+
+
+def test_an_unchanged_tower_is_prepared_once() -> None:
+    pair = Pair()
+    before = pair.handle.stats()["refreshes"]
+    for _ in range(3):
+        pair.same()
+    assert pair.handle.stats()["refreshes"] == before + 1
+
+
+def test_adapters_of_all_kinds_of_options() -> None:
+    for options in (
+        {"use_rslora": True},
+        {"lora_bias": True},
+        {"lora_dropout": 0.5},
+        {"bias": "all"},
+        {"rank_pattern": {"qkv": 2}},
+    ):
+        pair = Pair(**options)
+        pair.same()
+        assert pair.handle.stats()["fused"] == 2, options
+
+
+ORIGINAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
+    "dropout in training mode": ({"lora_dropout": 0.0}, lambda m: set_dropout(m), "dropout"),
+    "DoRA": ({"use_dora": True}, lambda m: None, "Dora"),
+    "a convolution": ({"targets": r".*visual.*patch_embed.proj"}, lambda m: None, "patch_embed.proj"),
+    "an embedding": ({"targets": r".*visual.*pos_embed"}, lambda m: None, "pos_embed"),
+    "merged and switched off": ({}, lambda m: (m.merge_adapter(), m.base_model.disable_adapter_layers()), "merged"),
+    "a hook": ({}, lambda m: layers(m)[0].register_forward_hook(lambda *a: None), "blocks.0"),
+    "a hook on A": (
+        {},
+        lambda m: layers(m)[0].lora_A["default"].register_forward_hook(lambda mod, args, out: 2 * out),
+        "lora_A",
+    ),
+    "a forward of its own": (
+        {},
+        lambda m: setattr(layers(m)[0], "forward", lambda x: layers(m)[0].base_layer(x)),
+        "forward",
+    ),
+    "another A": ({}, lambda m: layers(m)[0].lora_A.__setitem__("default", Doubled(layers(m)[0])), "linear"),
+}
+
+
+class Doubled(nn.Linear):
+    def __init__(self, layer: Any) -> None:
+        super().__init__(48, 4, bias=False)
+        self.weight = layer.lora_A["default"].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def set_dropout(model: Any) -> None:
+    """So much dropout that it is no dropout's luck, and yet an answer to compare with: all of it."""
+    layer = layers(model)[0]
+    layer.lora_dropout["default"] = nn.Dropout(1.0).train()
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_what_cannot_be_folded_runs_the_original_code(name: str, used: bool) -> None:
+    options, change, word = ORIGINAL[name]
+    pair = Pair(**options)
+    if used:
+        pair.same()
+    with torch.no_grad():
+        pair.change(change)
+    report = pair.handle.report()
+    assert word in report and "original code" in report, report
+    with pytest.raises(RuntimeError, match="^fusedvit: .*" + word):
+        pair.handle.refresh()
+    fused = pair.handle.stats()["fused"]
+    pair.same()
+    assert pair.handle.stats()["fused"] == fused
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig"])
+def test_other_adapters_run_the_original_code(kind: str) -> None:
+    options = {"feedforward_modules": []} if kind == "IA3Config" else {}
+    pair_of_models = [tiny_model().requires_grad_(False) for _ in range(2)]
+    towers = [m.model.visual for m in pair_of_models]
+    handle = fusedvit.fuse(pair_of_models[0])
+    call = Call.of(towers[0], GRIDS["mix"])
+    call.run(towers[0])
+    for model in pair_of_models:
+        torch.manual_seed(0)
+        config = getattr(peft, kind)(target_modules=r".*visual.*qkv", **options)
+        wrapped = peft.get_peft_model(model, config).requires_grad_(False).eval()
+        for i, (name, p) in enumerate(wrapped.named_parameters()):
+            if any(part in name for part in ("ia3_", "hada_", "oft_")):
+                p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+    assert_same(call.run(towers[0]), call.run(towers[1]))
+    assert handle.stats()["original"] == {fallback.ADAPTER: 1} and "qkv" in handle.report()
+
+
+def test_gradients_of_adapters() -> None:
+    pair = Pair()
+    for model in pair.both:
+        for name, p in model.named_parameters():
+            p.requires_grad_("lora_" in name)
+    gradients = []
+    for tower in (pair.tower, pair.original):
+        tower(pair.call.pixels, grid_thw=pair.call.grid).pooler_output.square().sum().backward()
+        gradients.append([p.grad for p in tower.parameters() if p.grad is not None])
+    assert gradients[0] and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert pair.handle.stats()["original"] == {fallback.GRADIENTS: 1}
+    pair.same()  # without gradients
+    assert pair.handle.stats()["fused"] == 2
+
+
+def test_training_steps_show() -> None:
+    pair = Pair()
+    for model in pair.both:
+        parameters = [p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name]
+        optimizer = torch.optim.SGD(parameters, lr=0.01)
+        tower = model.base_model.model.model.visual
+        tower(pair.call.pixels, grid_thw=pair.call.grid).pooler_output.square().mean().backward()
+        optimizer.step()
+    pair.same()
+    assert pair.handle.stats()["fused"] == 2
+
+
+def test_the_mixed_batch_of_peft_runs_the_original_code() -> None:
+    pair = Pair()
+    handle = pair.handle
+    with torch.no_grad():
+        found = [m.base_model.model.model.visual for m in pair.both]
+        hooks = [
+            layer.register_forward_pre_hook(lambda mod, args, kwargs: (args, kwargs), with_kwargs=True)
+            for tower in found
+            for layer in layers(tower)
+        ]
+    pair.same()
+    assert handle.stats()["original"] == {fallback.HOOKS: 1}
+    for hook in hooks:
+        hook.remove()
+    pair.same()
+    assert handle.stats()["fused"] == 2
