@@ -39,7 +39,7 @@ OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
 TYPED := $(VENV)/typed
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EMULATED := tests/kernels/test_emulated.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
+EMULATED := tests/emulator/kernels/test_emulated_kernels.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
 AHEAD = $(PY) -m fusedvit.runtime.ahead_of_time --jobs $(JOBS)
 # Without a GPU conftest.py skips the gpu tests, and says so; with one they run by themselves.
 QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)

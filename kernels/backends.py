@@ -148,7 +148,7 @@ def _hopper_attention() -> Backend:
     return Backend(
         name="hopper",
         op=ATTENTION,
-        version=1,
+        version=2,
         config=attention_configs.HopperAttentionConfig,
         run=hopper_attention.attention,
         absent=attention_configs.absent,

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.attention_configs import placed_bytes
+from fusedvit.kernels.hopper.attention_configs import smem_layout_bytes
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 
 # ── sass ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -65,7 +65,7 @@ def _barriers(ptx: str) -> list[int | None]:
     return [at.get(name) for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)]
 
 
-def misplaced_ring(ptx: str, ring_bytes: int) -> str:
+def misplaced_operands(ptx: str, operand_bytes: int) -> str:
     """Why memory whose products find their operands by address (`kernels.hopper.transposed`, `attention_spare`) may not
     begin where shared memory does, or "".
 
@@ -74,9 +74,9 @@ def misplaced_ring(ptx: str, ring_bytes: int) -> str:
     barriers = [at or 0 for at in _barriers(ptx)]
     handed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
     first = min(barriers + handed, default=0)
-    inside = re.search(r"mbarrier\.init\S+ \[%r\d+\+\d+\]", ptx)  # those that have their place in the ring's own array
-    behind = first >= ring_bytes and (barriers or inside)
-    return "" if behind else f"{ring_bytes} bytes of ring, but something lies at {first}"
+    inside = re.search(r"mbarrier\.init\S+ \[%r\d+\+\d+\]", ptx)  # barriers inside the operands' own array
+    behind = first >= operand_bytes and (barriers or inside)
+    return "" if behind else f"{operand_bytes} bytes of operands, but something lies at {first}"
 
 
 def rewritten_descriptors(sass: str) -> list[str]:
@@ -295,21 +295,21 @@ def _checked(launch: Launch, capability: int, built: CompiledKernel, said: str) 
         problems += rewritten_descriptors(sass) + overwritten_barriers(ptx)
         if gluon and "attention" in launch.name:
             problems += exposed_exponentials(sass)
-        problems += _misplaced_ring(launch, ptx)
+        problems += _misplaced_operands(launch, ptx)
     return Compiled(launch.describe(), capability, registers, spills, shared, tuple(problems))
 
 
-def _misplaced_ring(launch: Launch, ptx: str) -> list[str]:
+def _misplaced_operands(launch: Launch, ptx: str) -> list[str]:
     """Whether instructions find those operands that they look for by address."""
     constants = dict(launch.constants)
     if constants.get("SPARE") or constants.get("SUMMED"):
-        needed = placed_bytes(*(constants[name] for name in ("HEAD_DIM", "CONSUMERS", "STAGES", "BY_WARP")))
+        needed = smem_layout_bytes(*(constants[name] for name in ("HEAD_DIM", "CONSUMERS", "STAGES", "BY_WARP")))
     elif "swap_ab" in launch.name:
         config = HopperSwapABConfig(*(constants[name] for name in ("ROWS", "CONSUMERS", "STAGES")))
-        needed = config.ring_bytes(constants["IN_PARTS"] > 0)
+        needed = config.pipeline_bytes(constants["IN_PARTS"] > 0)
     else:
         return []
-    said = misplaced_ring(ptx, needed)
+    said = misplaced_operands(ptx, needed)
     return [said] if said else []
 
 

@@ -1,7 +1,10 @@
-"""Two things that Gluon has under other names in every version: records inside kernels, and views of shared memory.
+"""Gluon under one set of names, from Triton 3.6 to 3.9, and whether it is there at all.
 
-A record is a class of annotated fields, made from values in their order. Triton calls it an aggregate, and up to 3.8
-wants its constructor written out. Numbers and strings become compile-time constants and stay so across
+Gluon lives in `triton.experimental` and renames things between versions. Kernels of this folder take the names that
+changed from here and the others from Triton; they are imported only where `AVAILABLE` (see `usable`).
+
+A record is a class of annotated fields inside kernels, built from values in their order. Triton calls it an aggregate,
+and up to 3.8 wants its constructor written out. Numbers and strings become compile-time constants and stay so across
 `warp_specialize`.
 """
 
@@ -9,12 +12,6 @@ import math
 
 import triton
 from triton.language import core
-
-# ── compat ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Gluon under one set of names, from Triton 3.6 to 3.9, and whether it is there at all.
-#
-# Gluon lives in `triton.experimental` and renames things between versions. Kernels of this folder take the names that
-# changed from here and the others from Triton; they are imported only where `AVAILABLE` (see `usable`).
 
 try:
     from triton.experimental import gluon
@@ -41,9 +38,6 @@ WHOLE_VIEWS = _VERSION == (3, 8)  # a view of shared memory must be of all its b
 def usable(capability: int) -> bool:
     """Whether kernels in Gluon run on a device of `capability` (90: Hopper); Triton's interpreter runs none."""
     return AVAILABLE and capability == 90 and not triton.knobs.runtime.interpret
-
-
-# ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record(cls: type) -> type:
@@ -76,13 +70,13 @@ elif WHOLE_VIEWS:
         return bits // (math.prod(shape[1:]) * dtype.primitive_bitwidth)
 
     @gluon.constexpr_function
-    def _is_of_boxes(layout):
+    def _is_nvmma(layout):
         return isinstance(layout, gl.NVMMASharedLayout)
 
     @gluon.jit
     def reinterpret(memory, dtype, shape, layout):
-        """The first bytes of `memory` as another type, shape and layout; what is no box, and is taken line by line, has
-        lines to spare, as no slice can be."""
+        """The first bytes of `memory` as another type, shape and layout. A view in a layout other than NVMMA is
+        longer: it cannot be sliced, and is indexed line by line."""
         ALL: gl.constexpr = _leading(memory.shape, memory.dtype, shape, dtype)
         if len(shape) == 2:
             whole = memory._reinterpret(dtype, [ALL, shape[1]], layout)
@@ -90,7 +84,7 @@ elif WHOLE_VIEWS:
             whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2]], layout)
         else:
             whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2], shape[3]], layout)
-        if shape[0] == ALL or not _is_of_boxes(layout):
+        if shape[0] == ALL or not _is_nvmma(layout):
             return whole
         else:
             return whole.slice(0, shape[0])
