@@ -98,7 +98,7 @@ test-cpu: $(SETUP)
 	$(PYTEST) -n $(JOBS) $(EVERY)
 
 test-hf: $(OLDER)/.ready
-	PYTHONPATH=$(abspath $(OLDER)) $(PYTEST) -n $(JOBS) $(EVERY) tests/hf
+	PYTHONPATH=$(abspath $(OLDER)) $(PYTEST) -n $(JOBS) $(EVERY) tests/hf tests/unit/test_cli_usage.py tests/unit/test_cli_verify.py
 
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu

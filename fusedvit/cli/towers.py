@@ -68,7 +68,7 @@ def layout_of(spec: VisionSpec) -> PatchLayout:
 
 
 def takes_single_frames(spec: VisionSpec) -> bool:
-    """Whether Hugging Face's tower needs a row of `grid_thw` per frame. GLM-4V's do, which have bicubic positions: their
+    """Whether Hugging Face's tower needs a row of `grid_thw` per frame. GLM-4V's do, with bicubic positions: their
     models cut videos into frames first."""
     return spec.position_taps == 16
 
