@@ -115,16 +115,16 @@ def wgmma_constraints(sums, again, others):
 
 
 @gluon.jit
-def work_item(index, tiles_ptr, s: Sizes, ask=True, begin=0, end=0, first=0):
+def work_item(index, tiles_ptr, s: Sizes, load=True, begin=0, end=0, first=0):
     """Work item `index`, tile by tile: (first token of the frame, one past its last, first query, head).
 
-    Where `ask` is false nothing is loaded: the tile is `begin`, `end`, `first`.
+    Where `load` is false nothing is loaded: the tile is `begin`, `end`, `first`.
     """
     tile, head = index // s.HEADS, index % s.HEADS
     tile_ptr = tiles_ptr + 4 * tile
-    begin = gl.load(tile_ptr, mask=ask, other=begin)
-    end = gl.load(tile_ptr + 1, mask=ask, other=end)
-    return begin, end, gl.load(tile_ptr + 2, mask=ask, other=first), head
+    begin = gl.load(tile_ptr, mask=load, other=begin)
+    end = gl.load(tile_ptr + 1, mask=load, other=end)
+    return begin, end, gl.load(tile_ptr + 2, mask=load, other=first), head
 
 
 @gluon.jit

@@ -672,12 +672,8 @@ def linear(
         raise ValueError(f"the swap-AB GEMM takes {reason}")
     assert weight.shape[1] == k and out.shape == (rows, n), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
     norm, rope = e.norm or _NO_NORM, e.rope or _NO_ROPE
-    pointers = (
-        e.bias,
-        norm.colsum,
-        None if norm.stats is None else norm.stats.partials,
-        None if e.stats is None else e.stats.partials,
-    )
+    stats_in, stats_out = (None if stats is None else stats.partials for stats in (norm.stats, e.stats))
+    pointers = e.bias, norm.colsum, stats_in, stats_out
     loaded = launch(
         _hopper_swap_ab_kernel,
         config.tiles(rows, n),
