@@ -9,7 +9,8 @@ queries of one frame; its keys come in blocks. The producer loads through a pipe
 
 where blocks are counted through all tiles of the CTA. At slot t a consumer issues Q K_t and P_(t-1) V_(t-1), computes
 the softmax of block t while P V is running, then frees the slot. Where K_t is the first block of the next tile the
-scheme goes on: the end of one tile and the start of the next overlap, too.
+scheme goes on: the end of one tile and the start of the next overlap, too. With `PING_PONG` consumers issue their
+products one after the other, so that the softmax of one runs under the products of another.
 
 Programmatic dependent launch: every warp waits for the previous launch (`gdc_wait`), also in a CTA without work. Before
 that it reads only tiles and their count, which must be older. The next launch may begin once every producer has issued
@@ -61,7 +62,7 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
     EARLY: gl.constexpr = s.CONSUMERS < 3  # three consumers leave no registers for it
     begin_0, end_0, first_0 = 0, 0, 0
     if EARLY:
-        begin_0, end_0, first_0, _ = first_item(tiles_ptr, s)
+        begin_0, end_0, first_0, _ = first_item(tiles_ptr, num_tiles, s)
     gdc_wait()
     slot = 0
     nth = 0
@@ -71,7 +72,7 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
     for index in range(gl.program_id(0), num_tiles * s.HEADS, gl.num_programs(0)):
         # Only the first tile is loaded early: Triton carries no value around a loop that an inner loop begins at.
         later = (index > gl.program_id(0)) if EARLY else True
-        begin, end, first, head = work_item(index, tiles_ptr, s, later, begin_0, end_0, first_0)
+        begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s, later, begin_0, end_0, first_0)
         buffer = nth & 1
         q_full = barrier_of(m, "q_full", buffer, s)
         await_phase(m, "q_empty", buffer, ((nth >> 1) & 1) ^ 1, barriers, s)
@@ -117,26 +118,30 @@ UNIT, BLOCK_N = gl.constexpr(attention_configs.UNIT), gl.constexpr(attention_con
 
 @gluon.jit
 def _barriers(array, s: Sizes):
-    """q_full, q_empty, full and empty, initialised; with `BY_WARP` four times the view that has them all."""
+    """q_full, q_empty, full, empty and order, initialised; with `BY_WARP` five times the view that has them all."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     if s.BY_WARP:
         init_barriers(gl.program_id(0), s)
         every = reinterpret(array, gl.int64, [s.UNITS * UNIT // 8, 1], BARRIER)
-        q_full, q_empty, full, empty = every, every, every, every
+        q_full, q_empty, full, empty, order = every, every, every, every, every
     else:
         q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         full = gl.allocate_shared_memory(gl.int64, [s.STAGES, 1], BARRIER)
         empty = gl.allocate_shared_memory(gl.int64, [s.STAGES, 1], BARRIER)
-        # Interleaved: between two inits of one array Triton puts a barrier of the whole CTA.
-        for i in gl.static_range(s.STAGES):
+        order = gl.allocate_shared_memory(gl.int64, [s.CONSUMERS, 1], BARRIER)
+        # Interleaved: between two inits of one array Triton puts a barrier of the whole CTA. Barriers that nobody waits
+        # at must not be initialised: see `codegen_checks.overwritten_barriers`.
+        for i in gl.static_range(s.STAGES if s.STAGES > 3 else 3):
             if i < s.STAGES:
                 mbarrier.init(full.index(i), count=1)
                 mbarrier.init(empty.index(i), count=s.CONSUMERS)
             if i < 2:
                 mbarrier.init(q_full.index(i), count=1)
                 mbarrier.init(q_empty.index(i), count=s.CONSUMERS)
-    return q_full, q_empty, full, empty
+            if i < s.CONSUMERS and s.PING_PONG:
+                mbarrier.init(order.index(i), count=1)
+    return q_full, q_empty, full, empty, order
 
 
 @gluon.jit
@@ -155,8 +160,11 @@ def _hopper_attention_kernel(
     TAIL: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    TOGETHER: gl.constexpr,
     LATE: gl.constexpr,
     SHIFTED: gl.constexpr,
+    NEAR: gl.constexpr,
     SPARE: gl.constexpr,
     SUMMED: gl.constexpr,
     BY_WARP: gl.constexpr,
@@ -164,9 +172,10 @@ def _hopper_attention_kernel(
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     AT: gl.constexpr = smem_layout(HEAD_DIM, CONSUMERS, STAGES, BY_WARP) if SPARE or SUMMED else (0,) * 9
+    NEAR_HERE: gl.constexpr = NEAR and gl.bfloat16 == DTYPE  # fp16 needs offsets of at least HEADROOM
     s = Sizes(
-        HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, LATE, SHIFTED, SPARE, SUMMED, BY_WARP, DTYPE,
-        AT[0], AT[1], AT[2], AT[3], AT[4], AT[5], AT[6], AT[7], AT[8],
+        HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, SHIFTED, NEAR_HERE, SPARE,
+        SUMMED, BY_WARP, DTYPE, AT[0], AT[1], AT[2], AT[3], AT[4], AT[5], AT[6], AT[7], AT[8],
     )  # fmt: skip
     if SPARE:
         q, q_tail, k, k_tail, v, v_tail = allocate_with_spare_tails(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
@@ -184,11 +193,11 @@ def _hopper_attention_kernel(
     one_keys = q
     if SHIFTED:
         one_keys = gl.allocate_shared_memory(DTYPE, [CONSUMERS, BLOCK_N, SHIFT], gl.NVMMASharedLayout(32, 16, 2))
-    q_full, q_empty, full, empty = _barriers(q, s)
+    q_full, q_empty, full, empty, order = _barriers(q, s)
     if SUMMED or BY_WARP:  # ones and barriers become visible to the tensor cores and the TMA unit
         fence_async_shared()
         barrier()
-    m = Memory(q, q_tail, k, k_tail, v, v_tail, one_keys, q_full, q_empty, full, empty)
+    m = Memory(q, q_tail, k, k_tail, v, v_tail, one_keys, q_full, q_empty, full, empty, order)
     # Constants that go through a tuple variable are no constants inside the partitions: hence the repetition.
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -277,7 +286,7 @@ def attention(
         "HEAD_DIM": head_dim,
         "HEAD": head,
         "TAIL": tail,
-        **config.constants(head_dim),
+        **config.constants(heads, head_dim),
         "REGISTERS": registers,
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)

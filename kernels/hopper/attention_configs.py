@@ -3,7 +3,7 @@
     us = launch + rounds (tile + step blocks)        rounds = ceil(tiles heads / CTAs), blocks = ceil(length / BLOCK_N)
 
 for frames of one length. A CTA takes a round for each of its tiles and a step for each block of keys; a CTA that has an
-SM to itself, though two could share it, takes half as long. Fitted to times of an H200 (docs/hopper-attention.md): off
+SM to itself, though two could share it, takes half as long. Fitted to times of an H200 (docs/kernels.md): off
 by 3 % (rms), 9 % at worst.
 """
 
@@ -65,7 +65,7 @@ def smem_layout(head_dim: int, consumers: int, stages: int, by_warp: bool) -> Sm
         v_tail = k_tail + tails * stages
         ones = v_tail + tails * stages
         end = (ones + 1) * TAIL_UNIT
-    barriers = 4 + 2 * stages if by_warp else 0  # q_full, q_empty, full, empty
+    barriers = 4 + 2 * stages + consumers if by_warp else 0  # q_full, q_empty, full, empty, order
     units = (end + 8 * barriers + UNIT - 1) // UNIT
     return SmemLayout(q, q_tail, k, k_tail, v, v_tail, ones, end // 8, units)
 
@@ -92,9 +92,14 @@ class HopperAttentionConfig:
         consumers: warpgroups of a CTA that multiply, 1 to 3, each with 64 queries of one tile.
         stages: steps whose keys and values a CTA holds.
         ctas: CTAs that share an SM.
+        ping_pong: consumers issue their products one after the other.
+        together: heads of every tile that are walked before the next heads (see `attention_smem.tile_and_head`); all
+            where it is 0 or does not divide their number.
         late: P is rounded under the next Q K: fewer moves, more registers (see `attention_consumer.rounded`).
         shifted: the product subtracts each row's offset from its scores, by one step of K more, in place of an addition
             per score.
+        near: with `shifted` in bfloat16, nothing is subtracted where the first scores of a tile are small (see
+            attention_consumer.py).
         by_warp: warps wait and arrive at barriers one by one (see `attention_smem`), where a `SmemLayout` is used.
         max_programs: bound of the persistent grid.
         pdl: begin before the previous launch has ended (programmatic dependent launch). The previous launch must not
@@ -104,8 +109,11 @@ class HopperAttentionConfig:
     consumers: int
     stages: int
     ctas: int = 1
+    ping_pong: bool = False
+    together: int = 0
     late: bool = False
     shifted: bool = False
+    near: bool = False
     by_warp: bool = False
     max_programs: int = 132
     pdl: bool = False
@@ -129,14 +137,18 @@ class HopperAttentionConfig:
             return 0
         return _smem_layout_bytes(head_dim, self.consumers, self.stages, self.by_warp)
 
-    def constants(self, head_dim: int) -> dict[str, int | bool]:
+    def constants(self, heads: int, head_dim: int) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
         spare, summed = self.spare(head_dim), self.summed(head_dim)
+        shifted = self.shifted and not spare
         return {
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
+            "PING_PONG": self.ping_pong,
+            "TOGETHER": self.together if self.together and heads % self.together == 0 else heads,
             "LATE": self.late,
-            "SHIFTED": self.shifted and not spare,
+            "SHIFTED": shifted,
+            "NEAR": self.near and shifted,
             "SPARE": spare,
             "SUMMED": summed,
             "BY_WARP": self.by_warp and (spare or summed),
@@ -144,13 +156,13 @@ class HopperAttentionConfig:
 
 
 MEASURED = (64, 72, 80, 128)  # head_dims that were timed on an H200; for others `fusedvit tune` may choose this backend
-ROOMY = not gluon_compat.NEEDS_MORE_REGISTERS  # three consumers have registers for `late` and `by_warp`
+ROOMY = not gluon_compat.NEEDS_MORE_REGISTERS  # three consumers have registers for `late`, `near`, `by_warp`
 TINY = HopperAttentionConfig(1, 3, ctas=2, shifted=True)
-SHORT = HopperAttentionConfig(2, 6, late=True, shifted=True, by_warp=True)
-SHORT_OF_64 = replace(SHORT, by_warp=False)
-LONG = HopperAttentionConfig(3, 4, shifted=True)
-LONG_OF_64 = replace(LONG, late=ROOMY)
-LONG_OF_80 = replace(LONG, by_warp=ROOMY)
+SHORT = HopperAttentionConfig(2, 6, ping_pong=True, late=True, shifted=True, by_warp=True)
+SHORT_OF_64 = replace(SHORT, ping_pong=False, near=True, by_warp=False)
+LONG = HopperAttentionConfig(3, 4, ping_pong=True, shifted=True)
+LONG_OF_64 = replace(LONG, ping_pong=False, late=ROOMY, near=ROOMY)
+LONG_OF_80 = replace(LONG, near=ROOMY, by_warp=ROOMY)
 SMALL_WIDE = HopperAttentionConfig(1, 2, ctas=2)  # for heads of 128, as TINY
 WIDE = HopperAttentionConfig(2, 4, late=True)  # for heads of 128
 
@@ -159,7 +171,7 @@ def shared_bytes(config: HopperAttentionConfig, head_dim: int) -> int:
     """Shared memory of a CTA in bytes: two tiles of queries, the pipeline, ones, and output lines on their way."""
     head, tail = split_head(head_dim, MAX_HEAD)
     lines = 0 if config.consumers == 3 else config.block_m * 2 * head
-    shift = config.constants(head_dim)["SHIFTED"] * config.consumers * BLOCK_N * SHIFT * 2
+    shift = config.constants(1, head_dim)["SHIFTED"] * config.consumers * BLOCK_N * SHIFT * 2
     tiles = 4 * (config.block_m + config.stages * BLOCK_N) * (head + tail)
     return (config.operand_bytes(head_dim) or tiles) + lines + shift + 1024
 
@@ -167,10 +179,14 @@ def shared_bytes(config: HopperAttentionConfig, head_dim: int) -> int:
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
     """Schedules that were the fastest somewhere, or may be."""
     if head_dim == 128:
-        found = [SMALL_WIDE, WIDE, replace(WIDE, stages=3), replace(WIDE, stages=3, shifted=True)]
+        ping_pong = replace(WIDE, ping_pong=True)
+        found = [SMALL_WIDE, WIDE, ping_pong, replace(ping_pong, stages=3), replace(WIDE, stages=3, shifted=True)]
     else:
         tiny, short, long = schedules(head_dim)
-        found = [tiny, short, replace(short, by_warp=not short.by_warp), long, replace(long, late=not long.late)]
+        shorts = [short, replace(short, ping_pong=not short.ping_pong), replace(short, by_warp=not short.by_warp)]
+        if head_dim == 80:
+            shorts += [replace(config, near=True) for config in shorts]
+        found = [tiny, *shorts, long, replace(long, late=not long.late), replace(long, near=not long.near)]
     found = [replace(config, max_programs=config.ctas * target.num_sms, pdl=USE_PDL) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 
@@ -190,8 +206,10 @@ def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype:
     """Why `config` cannot run on `target`, or ""."""
     if config.consumers not in (1, 2, 3):
         return f"consumers must be 1 to 3, got {config.consumers}"
-    if config.stages < 2 or min(config.ctas, config.max_programs) < 1:
-        return f"stages must be at least 2, ctas and max_programs positive, got {config}"
+    if config.stages < 2 or min(config.ctas, config.max_programs) < 1 or config.together < 0:
+        return f"stages must be at least 2, ctas and max_programs positive, together not negative, got {config}"
+    if config.ping_pong and config.consumers == 1:
+        return "ping_pong needs at least 2 consumers, got 1"
     needed = config.ctas * shared_bytes(config, 64)
     if needed > target.max_shared:
         return f"{needed} bytes of shared memory, limit {target.max_shared}"
@@ -200,7 +218,7 @@ def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype:
 
 def spills(config: HopperAttentionConfig, head_dim: int) -> bool:
     """Whether ptxas runs out of registers, as Triton compiles three consumers from 3.8 on."""
-    extras = config.late or config.by_warp
+    extras = config.late or config.near or config.by_warp
     return gluon_compat.NEEDS_MORE_REGISTERS and config.consumers == 3 and extras
 
 
@@ -209,6 +227,8 @@ PICTURE = 2.0  # contents of a budget that one picture which fills it counts for
 WINDOW = 64  # tokens of an attention window
 SHORT_FRAME = 4096  # tokens of the longest frame of the first list of two; longer ones are in the other
 TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from which two lists are faster: an empty launch takes 2.3 us
+KEPT_BYTES = 48 << 20  # keys and values of all heads that stay in L2, about
+HEADS_TOGETHER = 4  # where they do not
 ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = "", "short", "long", "window"  # an attention's kind
 
 
@@ -267,6 +287,16 @@ def contents(rows: int, kind: str) -> list[tuple[int, int]]:
     return [c for c in found if kind == ALL_FRAMES or (c[1] > SHORT_FRAME) == (kind == LONG_FRAMES)]
 
 
+def in_order(config: HopperAttentionConfig, rows: int, heads: int, head_dim: int, kind: str) -> HopperAttentionConfig:
+    """`config`, with a few heads of every tile walked before the next heads where keys and values of all exceed L2.
+
+    Loads from memory cost power: under sustained load 3 to 5 % of attention with one long frame. A tuner does not
+    choose it, since with pauses between launches, each at full clock, it makes no difference.
+    """
+    long = kind in (ALL_FRAMES, LONG_FRAMES) and 4 * rows * heads * head_dim > KEPT_BYTES
+    return replace(config, together=HEADS_TOGETHER if long else 0)
+
+
 def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
     """The schedules that the heuristic chooses from."""
     if head_dim == 128:
@@ -298,11 +328,13 @@ def hopper_attention_config(
     chosen = min(
         offered, key=lambda s: sum(w * us / best for w, us, best in zip(weights, taken[s], least, strict=True))
     )
-    return replace(chosen, max_programs=chosen.ctas * sms, pdl=USE_PDL)
+    chosen = replace(chosen, max_programs=chosen.ctas * sms, pdl=USE_PDL)
+    return in_order(chosen, rows, heads, head_dim, kind)
 
 
 def hopper_attention_proposals(
     rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target, kind: str = ALL_FRAMES
 ) -> list[HopperAttentionConfig]:
     """Schedules worth timing: `hopper_attention_candidates`, with the arguments of `hopper_attention_config`."""
-    return hopper_attention_candidates(head_dim, dtype, target)
+    proposed = hopper_attention_candidates(head_dim, dtype, target)
+    return [in_order(config, rows, heads, head_dim, kind) for config in proposed]

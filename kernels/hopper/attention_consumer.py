@@ -8,7 +8,8 @@ The loop then has no maximum, no rescaling and no shuffle, and any m gives the s
 m is the maximum over the first block of keys. It fails only where p or a sum overflows, which the row's sum shows;
 such tiles are computed again with a running maximum (`redo_tile`). bf16 holds p up to 2^93; fp16 only 2^15, so there
 m is HEADROOM more: what that costs in small p, which are subnormal below 2^-8 of the largest, is less than the
-rounding of the output.
+rounding of the output. With `NEAR`, in bf16, m is 0 where the first maxima of all rows of a consumer's tile are near 0,
+and nothing is subtracted.
 
 Shifted scores. -m is three columns of q, and ones are three of k, from the second block on: the product subtracts.
 
@@ -45,6 +46,7 @@ from fusedvit.kernels.hopper.attention_smem import (
     reread_program_id,
     store_rows,
     subtracted,
+    tile_and_head,
     wgmma_constraints,
     work_item,
 )
@@ -285,6 +287,7 @@ def add_tail_and_sums(acc, sums, p, stage, s: Sizes, LAYOUT: gl.constexpr):
 
 
 HEADROOM = gl.constexpr(6.0)  # powers of 2 that fp16 offsets are above the first maximum
+NEAR_LIMIT = gl.constexpr(32.0)  # powers of 2 between a maximum near 0 and 0: few of the 93 that bf16 holds
 EVERY_WARP = gl.constexpr(
     gl.BlockedLayout([1], [32], [4], [0])
 )  # each warp holds all of it: a reduction needs no other warp
@@ -322,10 +325,19 @@ def all_of(flags):
 
 
 @gluon.jit
-def start_rows(scores, keys, tail, s: Sizes, LAYOUT: gl.constexpr):
-    """Softmax of a tile's first block: (P, each row's offset as later scores take it, sums so far)."""
+def start_rows(scores, rows, keys, tail, s: Sizes, LAYOUT: gl.constexpr):
+    """Softmax of a tile's first block, of whose rows the first `rows` are in the frame.
+
+    Returns (P, each row's offset as later scores take it, sums so far, whether any offset may differ from 0).
+    """
     scores = mask_keys(scores, keys, s.BLOCK_N, LAYOUT)
     offset = gl.max(scores, 1)
+    far = True
+    if s.NEAR:
+        inside = gl.arange(0, ROWS, offset.type.layout) < rows
+        far = gl.where(inside & (gl.abs(offset) > NEAR_LIMIT), 1, 0)
+        far = (all_of(of_threads(far)) != 0) | (keys <= s.BLOCK_N)
+        offset = gl.where(far, offset, 0.0)
     if gl.float16 == s.DTYPE:
         offset += HEADROOM
     p = gl.exp2(scores - gl.expand_dims(offset, 1))
@@ -335,7 +347,7 @@ def start_rows(scores, keys, tail, s: Sizes, LAYOUT: gl.constexpr):
     if s.SPARE:
         offset = with_offset(tail, offset, s)
     sums = gl.zeros([ROWS, SUMS], gl.float32, SUMS_OF) if s.SPARE or s.SUMMED else partial_sum(p, s.BLOCK_N)
-    return rounded(p, s), offset, sums
+    return rounded(p, s), offset, sums, far
 
 
 @gluon.jit
@@ -456,10 +468,12 @@ def _scores(m: Memory, buffer, stage, tail, s: Sizes, LAYOUT: gl.constexpr, C: g
 
 
 @gluon.jit
-def _shifted_scores(m: Memory, buffer, stage, offset, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """`_scores` of a tile's later blocks, less their rows' offsets if `SHIFTED` or `SPARE`."""
+def _shifted_scores(
+    m: Memory, buffer, stage, offset, s: Sizes, LAYOUT: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr
+):
+    """`_scores` of a tile's later blocks, less their rows' offsets if `SHIFTED` or `SPARE`; 0 unless `FAR`."""
     scores = _scores(m, buffer, stage, offset, s, LAYOUT, C)
-    if s.SHIFTED:
+    if s.SHIFTED and FAR:
         scores = warpgroup_mma(offset, m.one_keys.index(C).permute((1, 0)), scores, is_async=True)
     return scores
 
@@ -510,6 +524,23 @@ def _await_values(acc, acc_tail, sums, p_head, p_tail, s: Sizes):
 
 
 @gluon.jit
+def _await_order(m: Memory, slot, barriers, s: Sizes, C: gl.constexpr):
+    """Ping-pong: waits until this consumer may issue the products of `slot`, which counts from 1."""
+    if s.PING_PONG:
+        if C == 0:
+            await_phase(m, "order", 0, slot & 1, barriers, s)
+        else:
+            await_phase(m, "order", C, (slot & 1) ^ 1, barriers, s)
+
+
+@gluon.jit
+def _release_order(m: Memory, barriers, s: Sizes, C: gl.constexpr):
+    """Ping-pong: lets the next consumer issue its products."""
+    if s.PING_PONG:
+        arrive(m, "order", (C + 1) % s.CONSUMERS, barriers, s)
+
+
+@gluon.jit
 def _stage_of(slot, stage, s: Sizes):
     """The stage of a slot; counted with `BY_WARP`."""
     return stage if s.BY_WARP else slot % s.STAGES
@@ -542,13 +573,15 @@ def _onward(slot, stage, later, parity, s: Sizes):
 @gluon.jit
 def _steps(
     p, acc, acc_tail, sums, slot, stage, later, parity, m: Memory, barriers, buffer, steps, keys, offset, s: Sizes,
-    KEYS: gl.constexpr, WIDE: gl.constexpr, SLIM: gl.constexpr, C: gl.constexpr,
+    KEYS: gl.constexpr, WIDE: gl.constexpr, SLIM: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     """All blocks of a tile but the first: scores of each, and P V of the one before."""
     for step in range(1, steps):
         stage = _stage_of(slot, stage, s)
-        scores = _shifted_scores(m, buffer, stage, offset, s, KEYS, C)
+        _await_order(m, slot, barriers, s, C)
+        scores = _shifted_scores(m, buffer, stage, offset, s, KEYS, C, FAR)
         acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
+        _release_order(m, barriers, s, C)
         scores = _await_scores(scores, s)
         scores = mask_keys(scores, keys - step * s.BLOCK_N, s.BLOCK_N, KEYS)
         e = gl.exp2(scores) if s.SHIFTED or s.SPARE else gl.exp2(scores - gl.expand_dims(offset, 1))
@@ -577,7 +610,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
     tail = query_tail(m, 0, s, C)
     scores = warpgroup_mma_wait(0, deps=(_scores(m, 0, 0, tail, s, KEYS, C),))
     arrive(m, "empty", 0, barriers, s)
-    p, offset, sums = start_rows(scores, end - begin, tail, s, KEYS)
+    p, offset, sums, far = start_rows(scores, end - first - C * ROWS, end - begin, tail, s, KEYS)
     flags = of_threads(gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WIDE)))
     slot, stage, later, parity = 1, 1, 2 % s.STAGES, (2 // s.STAGES) & 1
     nth = 0
@@ -592,11 +625,25 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         acc_tail = gl.zeros([ROWS, s.TAIL if s.TAIL > 0 else 16], gl.float32, SLIM)
         if s.SUMMED:  # zeroed here: elsewhere ptxas serialises the products (C7511)
             sums = gl.zeros([ROWS, SUMS], gl.float32, SUMS_OF)
-        p, acc, acc_tail, sums, slot, stage, later, parity = _steps(
-            p, acc, acc_tail, sums, slot, stage, later, parity, m, barriers, nth & 1, steps, end - begin,
-            offset, s, KEYS, WIDE, SLIM, C,
-        )  # fmt: skip
+        if s.NEAR:
+            if far:
+                p, acc, acc_tail, sums, slot, stage, later, parity = _steps(
+                    p, acc, acc_tail, sums, slot, stage, later, parity, m, barriers, nth & 1, steps, end - begin,
+                    offset, s, KEYS, WIDE, SLIM, C, True,
+                )  # fmt: skip
+            else:
+                p, acc, acc_tail, sums, slot, stage, later, parity = _steps(
+                    p, acc, acc_tail, sums, slot, stage, later, parity, m, barriers, nth & 1, steps, end - begin,
+                    offset, s, KEYS, WIDE, SLIM, C, False,
+                )  # fmt: skip
+        else:
+            p, acc, acc_tail, sums, slot, stage, later, parity = _steps(
+                p, acc, acc_tail, sums, slot, stage, later, parity, m, barriers, nth & 1, steps, end - begin,
+                offset, s, KEYS, WIDE, SLIM, C, True,
+            )  # fmt: skip
         for _ in range(steps, blocks):  # no query of this consumer is inside the frame
+            _await_order(m, slot, barriers, s, C)
+            _release_order(m, barriers, s, C)
             arrive(m, "empty", _stage_of(slot, stage, s), barriers, s)
             _await_next(m, slot, later, parity, barriers, s)
             slot, stage, later, parity = _onward(slot, stage, later, parity, s)
@@ -606,11 +653,14 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         if after < work:  # the last P V of this tile, overlapped with the first Q K of the next
             await_phase(m, "q_full", (nth + 1) & 1, ((nth + 1) >> 1) & 1, barriers, s)
             tail = query_tail(m, (nth + 1) & 1, s, C)
+            _await_order(m, slot, barriers, s, C)
             scores = _scores(m, (nth + 1) & 1, stage, tail, s, KEYS, C)
             acc, acc_tail, sums, p_head, p_tail = _add_values(acc, acc_tail, sums, p, m, stage, s, WIDE, SLIM, C)
+            _release_order(m, barriers, s, C)
             scores = _await_scores(scores, s)
             arrive(m, "q_empty", nth & 1, barriers, s)
-            p, offset, next_sums = start_rows(scores, next_end - next_begin, tail, s, KEYS)
+            rows = next_end - next_first - C * ROWS
+            p, offset, next_sums, far = start_rows(scores, rows, next_end - next_begin, tail, s, KEYS)
             _await_next(m, slot, later, parity, barriers, s)
             acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
         else:
@@ -618,7 +668,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
             acc, acc_tail, sums = _await_values(acc, acc_tail, sums, p_head, p_tail, s)
         arrive(m, "empty", stage, barriers, s)
         slot, stage, later, parity = _onward(slot, stage, later, parity, s)
-        head = index % s.HEADS  # computed here: kept through a tile's blocks it would take a register
+        _, head = tile_and_head(index, num_tiles, s)  # here: kept through a tile's blocks it would take a register
         overflowed = finish_rows(out_ptr, acc, acc_tail, sums, first, end, head, s, WIDE, SLIM)
         flags = flags | of_threads(gl.where(overflowed, 1 << gl.minimum(nth, FLAGS), 0))
         begin, end, first, sums = next_begin, next_end, next_first, next_sums
@@ -629,7 +679,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         nth = 0
         for index in range(gl.program_id(0), work, gl.num_programs(0)):
             if ((redo >> gl.minimum(nth, FLAGS)) & 1) != 0:
-                begin, end, first, head = work_item(index, tiles_ptr, s)
+                begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
                 redo_tile(m, qkv_ptr, out_ptr, begin, end, first + C * ROWS, head, s, C)
             nth += 1
 
@@ -637,7 +687,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
 @gluon.jit
 def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
     num_tiles = gl.load(num_tiles_ptr)
-    begin, end, first, _ = first_item(tiles_ptr, s)
+    begin, end, first, _ = first_item(tiles_ptr, num_tiles, s)
     if s.SHIFTED:
         PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         m.one_keys.index(C).store(gl.full([s.BLOCK_N, SHIFT], 1.0, s.DTYPE, PAIRS))

@@ -2,7 +2,7 @@
 
 Barriers. Triton makes a warpgroup meet before one of its threads arrives, and where it sees no reason not to: three
 times a step. With `BY_WARP` waits and arrivals are inline PTX, each warp does its own, and nobody meets. They need
-addresses: barriers lie behind the operands of a `SmemLayout`, in the order q_full, q_empty, full, empty.
+addresses: barriers lie behind the operands of a `SmemLayout`, as q_full, q_empty, full, empty, order.
 
 Descriptors. The TMA unit cuts blocks of keys and values off at the end of a frame: their descriptor has the row
 dimension twice, (a, b) -> row a + b - BLOCK_N with b < BLOCK_N, both of one pitch. A copy from (a, b) reads rows
@@ -41,8 +41,11 @@ class Sizes:
     CONSUMERS: gl.constexpr
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
+    PING_PONG: gl.constexpr
+    TOGETHER: gl.constexpr  # heads that are walked together, see `tile_and_head`
     LATE: gl.constexpr
     SHIFTED: gl.constexpr
+    NEAR: gl.constexpr  # nothing is subtracted where the first scores of a tile are small: see attention_consumer.py
     SPARE: gl.constexpr  # the spare columns of a tail shift scores and sum rows: see attention_consumer.py
     SUMMED: gl.constexpr  # the last product with values also sums rows of P
     BY_WARP: gl.constexpr  # each warp waits and arrives at barriers by itself
@@ -77,6 +80,7 @@ class Memory:
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # [STAGES, 1]
     empty: gl.shared_memory_descriptor
+    order: gl.shared_memory_descriptor  # [CONSUMERS, 1], of ping-pong
 
 
 @gluon.jit
@@ -115,12 +119,27 @@ def wgmma_constraints(sums, again, others):
 
 
 @gluon.jit
-def work_item(index, tiles_ptr, s: Sizes, load=True, begin=0, end=0, first=0):
-    """Work item `index`, tile by tile: (first token of the frame, one past its last, first query, head).
+def tile_and_head(index, num_tiles, s: Sizes):
+    """(tile, head) of work item `index`.
+
+    Tile by tile, all heads of each; or `TOGETHER` heads of every tile, then the next heads: the CTAs that run at one
+    time then share the keys of few heads, which stay in L2. With all heads nothing waits for `num_tiles`.
+    """
+    first_head = 0
+    if s.TOGETHER < s.HEADS:
+        for i in gl.static_range(s.TOGETHER, s.HEADS, s.TOGETHER):
+            first_head = gl.where(index >= i * num_tiles, i, first_head)
+        index -= first_head * num_tiles
+    return index // s.TOGETHER, first_head + index % s.TOGETHER
+
+
+@gluon.jit
+def work_item(index, tiles_ptr, num_tiles, s: Sizes, load=True, begin=0, end=0, first=0):
+    """Work item `index`: (first token of the frame, one past its last, first query, head).
 
     Where `load` is false nothing is loaded: the tile is `begin`, `end`, `first`.
     """
-    tile, head = index // s.HEADS, index % s.HEADS
+    tile, head = tile_and_head(index, num_tiles, s)
     tile_ptr = tiles_ptr + 4 * tile
     begin = gl.load(tile_ptr, mask=load, other=begin)
     end = gl.load(tile_ptr + 1, mask=load, other=end)
@@ -140,15 +159,18 @@ def reread_program_id(x):
 
 
 @gluon.jit
-def first_item(tiles_ptr, s: Sizes):
+def first_item(tiles_ptr, num_tiles, s: Sizes):
     """This CTA's first work item; whatever is stored there if it has none."""
-    return work_item(gl.program_id(0), tiles_ptr, s)
+    index = gl.program_id(0)
+    if s.TOGETHER < s.HEADS:  # without this bound a tile past the last would be read
+        index = gl.maximum(gl.minimum(index, num_tiles * s.HEADS - 1), 0)
+    return work_item(index, tiles_ptr, num_tiles, s)
 
 
 @gluon.jit
 def following_item(index, tiles_ptr, num_tiles, s: Sizes):
     """This CTA's work item after `index`, loaded one ahead; the last of all if it has none."""
-    return work_item(gl.minimum(index + gl.num_programs(0), num_tiles * s.HEADS - 1), tiles_ptr, s)
+    return work_item(gl.minimum(index + gl.num_programs(0), num_tiles * s.HEADS - 1), tiles_ptr, num_tiles, s)
 
 
 @gluon.jit
@@ -190,13 +212,14 @@ WARPS = 4  # of a consumer
 @gluon.constexpr_function
 def _first_barrier(kind, stages):
     """Index of the first barrier of a kind."""
-    return {"q_full": 0, "q_empty": 2, "full": 4, "empty": 4 + stages}[kind]
+    return {"q_full": 0, "q_empty": 2, "full": 4, "empty": 4 + stages, "order": 4 + 2 * stages}[kind]
 
 
 @gluon.constexpr_function
-def _init_text(stages, consumers):
-    """Initialisation of all barriers, by the first thread of the CTA."""
+def _init_text(stages, consumers, ping_pong):
+    """Initialisation by the first thread of the CTA; not of barriers that nobody waits at."""
     groups = [(2, 1), (2, WARPS * consumers), (stages, 1), (stages, WARPS * consumers)]
+    groups += [(consumers, WARPS)] * ping_pong
     counts = [count for many, count in groups for _ in range(many)]
     inits = "\n".join(f"@one mbarrier.init.shared::cta.b64 [$1+{8 * i}], {count};" for i, count in enumerate(counts))
     return f"{{ .reg .b32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;\n{inits}\nmov.u32 $0, 0; }}"
@@ -237,7 +260,7 @@ def barriers_address(x, s: Sizes):
 @gluon.jit
 def init_barriers(x, s: Sizes):
     """Initialises all barriers. `x`: any value."""
-    TEXT: gl.constexpr = _init_text(s.STAGES, s.CONSUMERS)
+    TEXT: gl.constexpr = _init_text(s.STAGES, s.CONSUMERS, s.PING_PONG)
     barriers = barriers_address(x, s)
     gl.inline_asm_elementwise(TEXT, "=r,r", [barriers], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -254,8 +277,10 @@ def barrier_of(m: Memory, KIND: gl.constexpr, i, s: Sizes):
         return m.q_empty.index(i)
     elif KIND == "full":
         return m.full.index(i)
-    else:
+    elif KIND == "empty":
         return m.empty.index(i)
+    else:
+        return m.order.index(i)
 
 
 @gluon.jit

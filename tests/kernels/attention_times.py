@@ -1,6 +1,7 @@
 """What an H200 timed each schedule of Hopper attention at, in us: what the costs of `attention_configs` are fitted to.
 
-Without PDL. The kernel had further switches then, which made no difference above 1.5 % to any workload (docs/notes.md).
+Without PDL; one frame of 16384 tokens with a few heads walked at a time, under sustained load. `WIDE` did not use the
+product to subtract offsets then.
 """
 
 # head_dim, frames, tokens of each, then microseconds of TINY, SHORT and LONG (as heads of that width have it)

@@ -18,6 +18,7 @@ from fusedvit.kernels.hopper.attention_configs import (
     contents,
     hopper_attention_candidates,
     hopper_attention_config,
+    hopper_attention_proposals,
     microseconds,
     two_lists,
     wrong_hopper_attention,
@@ -79,7 +80,9 @@ def test_wrong_configurations_say_why(usable: None) -> None:
     wrong = {
         "consumers must be": dataclasses.replace(good, consumers=4),
         "stages must be at least 2": dataclasses.replace(good, stages=1),
+        "together not negative": dataclasses.replace(good, together=-1),
         "bytes of shared memory": dataclasses.replace(good, stages=16),
+        "ping_pong needs at least 2 consumers": dataclasses.replace(good, consumers=1),
     }
     for said, config in wrong.items():
         assert said in wrong_hopper_attention(config, H200, BF16)
@@ -133,18 +136,35 @@ def test_reports_say_what_attention_does_without(usable: None) -> None:
         assert f"  without attention in its hopper backend: {why}" in choices(QWEN3_VL_8B, dtype, target, [1024])
 
 
-@pytest.mark.parametrize("heads", [16, 6])
-def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
-    """The kernel's own walk, run as Python."""
-    sizes = types.SimpleNamespace(HEADS=heads)
+@pytest.mark.parametrize("heads, together", [(16, 16), (16, 4), (16, 1), (12, 4), (6, 3)])
+def test_work_is_every_tile_and_head_once(monkeypatch: pytest.MonkeyPatch, heads: int, together: int) -> None:
+    """The kernel's own walk, run as Python; the tiles of the next heads come after all of these."""
+    sizes = types.SimpleNamespace(HEADS=heads, TOGETHER=together)
     tiles = [(10 * n, 10 * n + 9, 10 * n + 3) for n in range(7)]
     flat = [number for tile in tiles for number in (*tile, 0)]
-    on_python = types.SimpleNamespace(load=lambda pointer, mask, other: flat[pointer] if mask else other)
+    on_python = types.SimpleNamespace(
+        static_range=range,
+        where=lambda yes, a, b: a if yes else b,
+        load=lambda pointer, mask, other: flat[pointer] if mask else other,
+    )
     monkeypatch.setattr(attention_smem, "gl", on_python)
-    items = [attention_smem.work_item.fn(i, 0, sizes) for i in range(len(tiles) * heads)]
-    assert items == [(*tile, head) for tile in tiles for head in range(heads)]
-    known = [attention_smem.work_item.fn(i, 0, sizes, False, 1, 2, 3) for i in range(len(tiles) * heads)]
-    assert known == [(1, 2, 3, item[3]) for item in items], "a tile that is known is not loaded"
+    monkeypatch.setattr(attention_smem, "tile_and_head", attention_smem.tile_and_head.fn)
+    for count in range(1, 8):
+        items = [attention_smem.work_item.fn(i, 0, count, sizes) for i in range(count * heads)]
+        assert sorted(items) == sorted((*tile, head) for tile in tiles[:count] for head in range(heads))
+        assert [item[3] // together for item in items] == sorted(item[3] // together for item in items)
+        assert {item[3] for item in items[:together]} == set(range(together))
+        known = [attention_smem.work_item.fn(i, 0, count, sizes, False, 1, 2, 3) for i in range(count * heads)]
+        assert known == [(1, 2, 3, item[3]) for item in items], "a tile that is known is not loaded"
+
+
+def test_heads_are_walked_a_few_at_a_time_where_keys_and_values_exceed_l2(usable: None) -> None:
+    for rows, kind, together in ((8192, "", 0), (16384, "long", 4), (16384, "short", 0), (65536, "long", 4)):
+        chosen = hopper_attention_config(rows, 16, 72, BF16, H200, kind)
+        assert chosen is not None and chosen.together == together
+        assert {c.together for c in hopper_attention_proposals(rows, 16, 72, BF16, H200, kind)} == {together}
+        for heads, walked in ((16, together or 16), (6, 6)):  # 4 heads at a time do not divide 6
+            assert chosen.constants(heads, 72)["TOGETHER"] == walked
 
 
 def timings() -> Iterator[tuple[int, int, int, dict[HopperAttentionConfig, float]]]:

@@ -29,9 +29,13 @@ def shipped(head_dim: int) -> Iterator[tuple[str, HopperAttentionConfig]]:
     """The schedules that the heuristic chooses from, and their variants that a tuner may choose."""
     for config in schedules(head_dim):
         yield "", replace(config, max_programs=3, pdl=True)
-        for name in ("late", "by_warp"):
-            variant = replace(config, max_programs=3, **{name: not getattr(config, name)})
-            if variant.constants(head_dim) != config.constants(head_dim):
+        switches = ("late", "by_warp") if config.consumers == 1 else ("late", "by_warp", "near", "ping_pong")
+        changes = {name: {name: not getattr(config, name)} for name in switches}
+        if config.consumers > 1:
+            changes["together"] = {"together": 1}
+        for name, change in changes.items():
+            variant = replace(config, max_programs=3, **change)
+            if variant.constants(HEADS, head_dim) != config.constants(HEADS, head_dim):
                 yield name, variant
 
 

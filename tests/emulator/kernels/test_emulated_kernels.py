@@ -23,7 +23,7 @@ def says_right(least: int, *command: str) -> None:
 @pytest.mark.parametrize("head_dim, dtype", [(72, "bf16"), (80, "bf16"), (64, "bf16"), (128, "bf16"), (72, "fp16")])
 def test_attention(head_dim: int, dtype: str) -> None:
     """Every schedule that ships, and a few that a tuner may choose."""
-    schedules = 4 if head_dim == 128 else 9
+    schedules = 6 if head_dim == 128 else 13
     says_right(
         schedules, "tests.emulator.kernels.attention", "--head-dim", str(head_dim), "--dtype", dtype, "--cases", "1"
     )
