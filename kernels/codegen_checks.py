@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.attention_configs import smem_layout_bytes
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
+from fusedvit.kernels.hopper.gluon_compat import barrier_offsets, misplaced_operands
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
@@ -254,33 +255,12 @@ def overwritten_barriers(ptx: str) -> list[str]:
     written back over it. Seen on an H200 shared by three processes: partitions that disagree about the row count, which
     hang. So a kernel initialises what it waits at, and nothing else.
     """
-    barriers = {at for at in _barriers(ptx) if at is not None}
+    barriers = {at for at in barrier_offsets(ptx) if at is not None}
     taken: set[int] = set()
     access = r"(?:st|ld)\.shared(?:\.v(\d))?\.[bfsu](\d+)\s[^;]*\[global_smem\+(\d+)\]"
     for vector, bits, address in re.findall(access, ptx):
         taken.update(range(int(address), int(address) + int(vector or 1) * int(bits) // 8))
     return [f"barrier at {b} of shared memory overwritten" for b in sorted(barriers) if taken & set(range(b, b + 8))]
-
-
-def _barriers(ptx: str) -> list[int | None]:
-    """Where in shared memory barriers are initialised; None for one of which that is not seen."""
-    base = set(re.findall(r"mov\.[bu]32\s+(%r\d+), global_smem;", ptx))
-    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
-    return [at.get(name) for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)]
-
-
-def misplaced_operands(ptx: str, operand_bytes: int) -> str:
-    """Why operands that WGMMAs find by address (`hopper.gemm_swap_ab`, `hopper.attention_consumer`) may not begin where
-    shared memory does, or "".
-
-    Whatever else is in shared memory, barriers and what partitions are passed, must lie behind them.
-    """
-    barriers = [at or 0 for at in _barriers(ptx)]
-    passed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
-    first = min(barriers + passed, default=0)
-    inside = re.search(r"mbarrier\.init\S+ \[%r\d+\+\d+\]", ptx)  # barriers inside the operands' own array
-    behind = first >= operand_bytes and (barriers or inside)
-    return "" if behind else f"{operand_bytes} bytes of operands, but something lies at {first}"
 
 
 def rewritten_descriptors(sass: str) -> list[str]:

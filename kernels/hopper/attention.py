@@ -21,8 +21,7 @@ import torch
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.attention import Segments, split_head
-from fusedvit.kernels.codegen_checks import misplaced_operands
+from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import MAX_HEAD, HopperAttentionConfig
 from fusedvit.kernels.hopper.attention_consumer import allocate_with_ones, allocate_with_spare_tails, consumer
@@ -40,8 +39,9 @@ from fusedvit.kernels.hopper.attention_smem import (
     stage_of,
     work_item,
 )
-from fusedvit.kernels.hopper.gluon_compat import async_load, barrier, gl, gluon, reinterpret
+from fusedvit.kernels.hopper.gluon_compat import async_load, barrier, gl, gluon, misplaced_operands, reinterpret
 from fusedvit.kernels.launch import Loaded, launch
+from fusedvit.kernels.tile_configs import split_head
 
 
 @gluon.jit
@@ -108,7 +108,7 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         mbarrier.expect(full, KV_BYTES)
         k, k_tail, v, v_tail = stage_of(m, i, s)
         _load_block(kv_desc, kv_tail_desc, v, v_tail, full, v_last, v_skip, 2, v_head, s, True)
-    # Here and not at the beginning, with which towers were slower (docs/hopper.md).
+    # Here and not at the beginning, with which towers were slower (docs/kernels.md).
     gdc_launch_dependents()
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.tile_configs import Target
+from fusedvit.kernels.hopper.gluon_compat import USE_PDL, absent
+from fusedvit.kernels.tile_configs import Target, split_head
 
 UNIT = 8192  # bytes of 64 rows of 64 columns
 TAIL_UNIT = UNIT // 4  # of 64 rows of 16 columns
@@ -80,7 +80,6 @@ QUERIES = 64  # of a consumer
 BLOCK_N = 64  # keys of a step
 SHIFT = 16  # columns of the product that shifts scores: the fewest that a WGMMA has
 SUMS = 8  # columns of a product with ones, all equal: the fewest that a WGMMA has
-USE_PDL = True  # programmatic dependent launch
 _smem_layout_bytes = functools.cache(smem_layout_bytes)  # needed at every launch
 
 
@@ -189,17 +188,6 @@ def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Targe
         found = [tiny, *shorts, long, replace(long, late=not long.late), replace(long, near=not long.near)]
     found = [replace(config, max_programs=config.ctas * target.num_sms, pdl=USE_PDL) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
-
-
-def absent(target: Target, dtype: torch.dtype) -> str:
-    """Why the kernel cannot run there, or ""."""
-    if dtype.itemsize != 2:
-        return "bfloat16 and float16 only"
-    if not gluon_compat.AVAILABLE:
-        return gluon_compat.MISSING
-    return (
-        "" if gluon_compat.usable(target.capability) else f"Hopper only, not sm_{target.capability} or the interpreter"
-    )
 
 
 def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype: torch.dtype) -> str:

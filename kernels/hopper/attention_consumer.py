@@ -15,7 +15,7 @@ Shifted scores. -m is three columns of q, and ones are three of k, from the seco
 
 Sums of rows of P come out of products where there is room for columns of ones, by WGMMAs of widths that Gluon does not
 have. They are inline PTX and find their operands by address, in an array at the beginning of shared memory, which
-`codegen_checks.misplaced_operands` makes sure of.
+`gluon_compat.misplaced_operands` makes sure of.
 
     heads of 72 (SPARE)            [q | -m] . [k | 1] = q . k - m        p [v | 1] = [p v | sum of p]
     heads of 64 and 80 (SUMMED)                                          p [v | 1] = [p v | sum of p]

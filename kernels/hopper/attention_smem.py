@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import BLOCK_N, MAX_HEAD, QUERIES, HopperAttentionConfig
 from fusedvit.kernels.hopper.gluon_compat import TensorDescriptor, gl, gluon, record
+from fusedvit.kernels.tile_configs import split_head
 
 ROWS = gl.constexpr(64)  # queries of a consumer
 SUMS, SHIFT = gl.constexpr(attention_configs.SUMS), gl.constexpr(attention_configs.SHIFT)

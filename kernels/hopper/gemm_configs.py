@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.attention_configs import USE_PDL
+from fusedvit.kernels.hopper.gluon_compat import USE_PDL
 from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target
 
 CHUNK = 64  # columns of a step of the epilogue; K of a step of the main loop
@@ -27,7 +27,7 @@ PROVEN = (
     "norm+quick_gelu", "stats", "rms",
 )  # fmt: skip
 # Rows up to which a launch uses PDL, by the first of these that its epilogue has. A tower's first layer never does: the
-# launch before it writes the row count. Of long launches only those with a residual gain (docs/hopper.md).
+# launch before it writes the row count. Of long launches only those with a residual gain (docs/kernels.md).
 PDL_ROWS = {"residual": math.inf, "rope": PDL_MAX_ROWS, "norm": 3072, "rms": 3072}
 CONTENTS = (0.88, 1.0)  # shares of a row budget that a choice is judged by
 

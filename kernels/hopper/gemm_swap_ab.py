@@ -14,7 +14,7 @@ this is for products of one wave.
                weights -> TMA store; behind a norm each consumer merges the moments of some rows for all (`merged`)
 
 Gluon's product has power-of-two tiles, so the WGMMA is inline PTX. It finds its operands by address: the pipeline lies
-where shared memory begins, which `codegen_checks.misplaced_operands` makes sure of.
+where shared memory begins, which `gluon_compat.misplaced_operands` makes sure of.
 
 Weights come with the even rows of every 16 before the odd ones. So a thread holds features 2p and 2p + 1 of its rows:
 a rotary pair, and two 16-bit values that go to shared memory together, where the features of a row are adjacent.
@@ -28,7 +28,6 @@ import torch
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.codegen_checks import misplaced_operands
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
 from fusedvit.kernels.hopper import gemm_swap_ab_configs as configs
 from fusedvit.kernels.hopper.gemm_epilogue import (
@@ -56,6 +55,7 @@ from fusedvit.kernels.hopper.gluon_compat import (
     barrier,
     gl,
     gluon,
+    misplaced_operands,
     record,
     reinterpret,
 )

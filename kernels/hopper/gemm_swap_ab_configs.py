@@ -186,7 +186,7 @@ def _deepest(rows: int, consumers: int, k: int, target: Target) -> int:
 
 def _bound_by_loads(height: int, consumers: int, k: int, kind: str) -> bool:
     """Whether loads bound the steps of a tile. They are faster where CTAs lie in order, as a launch places them that
-    finds all SMs free: on an H200 that is worth more than PDL (docs/hopper.md)."""
+    finds all SMs free: on an H200 that is worth more than PDL (docs/kernels.md)."""
     return consumers == 1 and height > UNIT and k >= LONG_K and "residual" in kind.split("+")
 
 

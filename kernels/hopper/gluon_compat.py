@@ -9,9 +9,13 @@ and up to 3.8 wants its constructor written out. Numbers and strings become comp
 """
 
 import math
+import re
 
+import torch
 import triton
 from triton.language import core
+
+from fusedvit.kernels.tile_configs import Target
 
 try:
     from triton.experimental import gluon
@@ -29,6 +33,7 @@ except (ImportError, AttributeError) as error:
     gluon = gl = GluonASTSource = TensorDescriptor = aggregate = barrier = async_load = async_store = None
     MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
 
+USE_PDL = True  # programmatic dependent launch
 AVAILABLE = not MISSING
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 NEEDS_MORE_REGISTERS = _VERSION >= (3, 8)  # for the same code, as compiled with 3.9
@@ -38,6 +43,36 @@ WHOLE_VIEWS = _VERSION == (3, 8)  # a view of shared memory must be of all its b
 def usable(capability: int) -> bool:
     """Whether kernels in Gluon run on a device of `capability` (90: Hopper); Triton's interpreter runs none."""
     return AVAILABLE and capability == 90 and not triton.knobs.runtime.interpret
+
+
+def absent(target: Target, dtype: torch.dtype) -> str:
+    """Why the kernel cannot run there, or ""."""
+    if dtype.itemsize != 2:
+        return "bfloat16 and float16 only"
+    if not AVAILABLE:
+        return MISSING
+    return "" if usable(target.capability) else f"Hopper only, not sm_{target.capability} or the interpreter"
+
+
+def barrier_offsets(ptx: str) -> list[int | None]:
+    """Where in shared memory barriers are initialised; None for one of which that is not seen."""
+    base = set(re.findall(r"mov\.[bu]32\s+(%r\d+), global_smem;", ptx))
+    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
+    return [at.get(name) for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)]
+
+
+def misplaced_operands(ptx: str, operand_bytes: int) -> str:
+    """Why operands that WGMMAs find by address (`hopper.gemm_swap_ab`, `hopper.attention_consumer`) may not begin where
+    shared memory does, or "".
+
+    Whatever else is in shared memory, barriers and what partitions are passed, must lie behind them.
+    """
+    barriers = [at or 0 for at in barrier_offsets(ptx)]
+    passed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
+    first = min(barriers + passed, default=0)
+    inside = re.search(r"mbarrier\.init\S+ \[%r\d+\+\d+\]", ptx)  # barriers inside the operands' own array
+    behind = first >= operand_bytes and (barriers or inside)
+    return "" if behind else f"{operand_bytes} bytes of operands, but something lies at {first}"
 
 
 def record(cls: type) -> type:

@@ -58,7 +58,7 @@ def test_the_interpreter_runs_no_gluon() -> None:
 )
 def test_where_there_is_no_answer(usable: None, head_dim: int, dtype: torch.dtype, target: Target, why: str) -> None:
     assert hopper_attention_config(1024, 16, head_dim, dtype, target) is None
-    assert why in attention_configs.absent(target, dtype)
+    assert why in gluon_compat.absent(target, dtype)
 
 
 @pytest.mark.parametrize("head_dim", attention_configs.MEASURED)
@@ -76,7 +76,7 @@ def test_every_budget_has_an_answer_that_can_run(usable: None, head_dim: int, dt
 
 
 def test_wrong_configurations_say_why(usable: None) -> None:
-    good = dataclasses.replace(attention_configs.SHORT, pdl=attention_configs.USE_PDL)
+    good = dataclasses.replace(attention_configs.SHORT, pdl=gluon_compat.USE_PDL)
     wrong = {
         "consumers must be": dataclasses.replace(good, consumers=4),
         "stages must be at least 2": dataclasses.replace(good, stages=1),
