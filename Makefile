@@ -39,7 +39,7 @@ OLDER := $(VENV)/transformers-$(OLDER_TRANSFORMERS)
 TYPED := $(VENV)/typed
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-EMULATED := tests/kernels/test_emulated.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
+EMULATED := tests/emulator/kernels/test_emulated_kernels.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
 AHEAD = $(PY) -m fusedvit.runtime.ahead_of_time --jobs $(JOBS)
 # Without a GPU conftest.py skips the gpu tests, and says so; with one they run by themselves.
 QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)
@@ -98,7 +98,7 @@ test-cpu: $(SETUP)
 	$(PYTEST) -n $(JOBS) $(EVERY)
 
 test-hf: $(OLDER)/.ready
-	PYTHONPATH=$(abspath $(OLDER)) $(PYTEST) -n $(JOBS) $(EVERY) tests/hf
+	PYTHONPATH=$(abspath $(OLDER)) $(PYTEST) -n $(JOBS) $(EVERY) tests/hf tests/unit/test_cli_usage.py tests/unit/test_cli_verify.py
 
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
@@ -108,9 +108,10 @@ test-gpu: $(SETUP)
 aot: $(SETUP)
 	$(AHEAD) --alike --arch 90
 
-# On the oldest Triton of our range: for Hopper every kernel and size. On the oldest and the newest: for every
-# architecture one of those that are alike; and some of what is compiled for Hopper is run on the emulator of its
-# instructions, as pytest does on the installed one. On the version between these: what Hopper launches at two sizes.
+# On the oldest Triton of our range: for Hopper every bf16 kernel and size, for other architectures one of those that are
+# alike. On the newest: one of those that are alike, for every architecture. On both some of what is compiled for Hopper
+# is run on the emulator of its instructions, as pytest does on the installed one. On the version between these: what
+# Hopper launches at two sizes.
 # MATRIX="--arch 90 --dtype bf16" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
@@ -124,7 +125,7 @@ aot-matrix: $(SETUP)
 	    compile() { PYTHONPATH=$$folder $(AHEAD) "$$@" $(MATRIX) || failed="$$failed $$version"; }; \
 	    case $$version in \
 	        $(MIDDLE_TRITON)) compile --alike --arch 90 --dtype bf16 --tower hd72 windows --budget 256 4096; continue;; \
-	        $(OLDEST_TRITON)) compile --arch 90; compile --alike --arch 80 100;; \
+	        $(OLDEST_TRITON)) compile --arch 90 --dtype bf16; compile --alike --arch 80 100;; \
 	        *) compile --alike;; \
 	    esac; \
 	    PYTHONPATH=$$folder $(PYTEST) -n $(JOBS) $(EMULATED) || failed="$$failed $$version (emulated)"; \

@@ -73,7 +73,9 @@ def somewhere(grid: Grid, i: int) -> torch.Tensor:
 def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """The same items without a graph, in one batch, with the configurations of the budget they fall into."""
     parameter = next(handle.tower.parameters())
-    runtime = Runtime(handle.spec, handle.weights, parameter.device, parameter.dtype, handle.graphs())
+    runtime = Runtime(
+        handle.spec, handle.weights, parameter.device, parameter.dtype, handle.graphs(), limits=handle.graphs().limits
+    )
     out = run_eager(runtime, pixels, [Item(*row) for row in grid])
     return [out.hidden, *out.merged]
 

@@ -406,7 +406,7 @@ def times_us(case: Case, configs: Mapping[str, Any], device: torch.device) -> tu
     """Microseconds of the peers and of those of `configs` that are right, interleaved; why the others are not."""
     wrong = {name: reason for name, config in configs.items() if (reason := case.check(config).reason)}
     right = {name: functools.partial(case.run, config) for name, config in configs.items() if name not in wrong}
-    runs = {**case.peers, **right}
+    runs: dict[str, Callable[[int], Any]] = {**case.peers, **right}
     contenders = [Contender(name, captured(run, case.sets, device), "gpu") for name, run in runs.items()]
     times = interleaved(contenders, device, seconds=0.05)
     return {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}, wrong

@@ -2,9 +2,9 @@
 
 Accuracy comes before speed: a contender whose output breaks the tolerance rule (fusedvit/tolerance.py) gets no time.
 Contenders then run interleaved in bursts of a few calls, and ratios are taken burst by burst, of each burst's median.
-"ours" is wall time from pixels and grid on the GPU to outputs that the caller owns; "ours, graph alone" and engine-like
-peers are replays between two events. The first call of a burst finds the CPU's caches full of what the others ran: on
-wall clocks it is reported as a figure of its own ("first_ms").
+"ours" is wall time from pixels and grid on the GPU to outputs that the caller owns; engine-like peers are replays
+between two events. The first call of a burst finds the CPU's caches full of what the others ran: on wall clocks it is
+reported as a figure of its own ("first_ms").
 """
 
 import functools
@@ -26,7 +26,7 @@ from fusedvit.cli.measure import peak_mib
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 
-OURS, ALONE, ENGINE = "ours", "ours, graph alone", "engine-like"
+OURS, ENGINE = "ours", "engine-like"
 BELIEVED = 0.9  # of the roofline's floor, whose rates are measured ones and may be passed a little
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # merged tokens; the largest holds 32768 patches
 Step = Callable[[str], None]
@@ -135,13 +135,13 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     """One workload: parity, times, ratios, roofline, memory."""
     pixels, grid_thw = inputs(s, options, grid)
     calls, engines, failed = contenders(s, options, workload, grid, pixels, grid_thw)
-    outputs = {c.name: _outputs(c, engines) for c in calls if c.name not in ("hf", ALONE)}
+    outputs = {c.name: _outputs(c, engines) for c in calls if c.name != "hf"}
     assert s.handle.stats()["fused"], s.handle.report()
     pt = outputs_of(s.tower(pixels, grid_thw=grid_thw))
     ref = outputs_of(s.wide(pixels.to(towers.wider(options.dtype)), grid_thw=grid_thw))
     gates = {name: verdict_of(output, ref, pt) for name, output in outputs.items()}
     del pt, ref
-    passed = [c for c in calls if gates.get(OURS if c.name == ALONE else c.name, {"passed": True})["passed"]]
+    passed = [c for c in calls if gates.get(c.name, {"passed": True})["passed"]]
     bursts = interleaved_bursts(passed, s.device, options.seconds)
     times = {name: burst.ms for name, burst in bursts.items()}
     floor = roofline.tower_floor_ms(s.handle.spec, grid)
@@ -188,12 +188,11 @@ def contenders(
         modules |= s.compiled
     modules |= ({} if s.eager is None else {"ours eager": s.eager}) | {OURS: s.ours}
     calls = [Contender(n, functools.partial(module, pixels, grid_thw=grid_thw)) for n, module in modules.items()]
-    calls[-1].run()  # captures what `_alone` replays
     engines: dict[str, baselines.EngineLike] = {}
     failed: dict[str, str] = {}
     if not baselines.defined_for(s.tower):
         failed[ENGINE] = baselines.UNDEFINED
-        return [*calls, *_alone(s, grid)], engines, failed
+        return calls, engines, failed
     layout = baselines.lay_out(s.tower, grid, s.device)
     for name, attend in baselines.available(layout.frames, options.fa3 is not None, options.short).items():
         name = f"{ENGINE} {name}"
@@ -203,13 +202,7 @@ def contenders(
             failed[name] = _reason(error)
             continue
         calls.append(Contender(name, engines[name].run, "gpu"))
-    return [*calls, *_alone(s, grid)], engines, failed
-
-
-def _alone(s: Setting, grid: Grid) -> list[Contender]:
-    """The replay of the latest call, where it was one."""
-    replay = replay_of(s.handle, grid)
-    return [] if replay is None else [Contender(ALONE, replay, "gpu")]
+    return calls, engines, failed
 
 
 def _reason(error: RuntimeError) -> str:
@@ -238,25 +231,6 @@ def _afterwards(
         if not all(torch.equal(a, b) for a, b in zip(again, output, strict=True)):
             return "another output after the timing than before"
     return ""
-
-
-def budget_of(handle: FusedEncoder, grid: Grid) -> int | None:
-    """The token budget that a call of `grid` replays; None where there is none, or more than one replay."""
-    if not handle.stats().get("graphs"):
-        return None
-    limits = handle.graphs().limits
-    budget = limits.smallest_for(tokens(grid) // handle.spec.merge_unit)
-    frames = sum(t for t, _, _ in grid)
-    return None if len(grid) > limits.max_items or frames > limits.max_frames else budget
-
-
-def replay_of(handle: FusedEncoder, grid: Grid) -> Callable[[], Any] | None:
-    """The graph that the latest call, of `grid`, has replayed; None where there is none, or more than one."""
-    budget = budget_of(handle, grid)
-    if budget is None or not handle.graphs().manager.ready(budget):
-        return None
-    handle.graphs().encoder.load_grid(budget, tuple(grid))
-    return handle.graphs().manager.graph(budget).replay
 
 
 def _held(s: Setting) -> dict[str, float]:

@@ -28,9 +28,8 @@ from fusedvit.kernels.backends import Key
 from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
-from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, hopper_gemm_mean_us
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, mean_us
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import mean_us as hopper_swap_ab_mean_us
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.plan import Task, heuristic, tasks
 from fusedvit.model.spec import VisionSpec
@@ -122,13 +121,11 @@ def shortlist(item: TuningTask, proposed: Sequence[Candidate], dtype: torch.dtyp
 def predicted_us(key: Key, config: Any, target: Target) -> float:
     """The heuristics' own cost model, over the contents that they judge a budget by; 0, so that it is timed, for what
     the model does not know."""
-    if isinstance(config, HopperSwapABConfig):
-        return hopper_swap_ab_mean_us(config, key.rows, key.n, key.k, target, key.kind)
-    if isinstance(config, HopperGemmConfig):
-        return hopper_gemm_mean_us(config, key.rows, key.n, key.k, key.kind)
+    if isinstance(config, HopperSwapABConfig | HopperGemmConfig):
+        return mean_us(config, key.rows, key.n, key.k, target, key.kind)
     if not isinstance(config, HopperAttentionConfig):
         return 0.0
-    if key.k not in attention_configs.COSTS.get((config.consumers, config.block_n), {}):
+    if key.k not in attention_configs.COSTS.get(config.consumers, {}):
         return 0.0
     held = attention_configs.contents(key.rows, key.kind)
     return sum(attention_configs.microseconds(config, *content, key.n, key.k, target.num_sms) for content in held)

@@ -463,13 +463,15 @@ class FusedEncoder:
             if known is not None and known.device == device and known.dtype == dtype:
                 return known
             self._release_graphs()
-            graphs, why_not = None, NO_GPU if device.type != "cuda" else NO_GRAPHS
-            if device.type == "cuda" and self.config.graphs and self.weights.moves > MOST_MOVES:
+            why_not = NO_GPU if device.type != "cuda" else "" if self.config.graphs else NO_GRAPHS
+            if not why_not and self.weights.moves > MOST_MOVES:
                 why_not = MOVING
-            elif device.type == "cuda" and self.config.graphs:
-                limits = self.limits(dtype, torch.cuda.mem_get_info(device)[0])
-                graphs, why_not = new_graphs(self.spec, limits, self.weights.get, device, dtype), ""
-            self._runtime = Runtime(self.spec, self.weights, device, dtype, graphs, why_not)
+            if why_not:
+                self._runtime = Runtime(self.spec, self.weights, device, dtype, no_graphs=why_not)
+                return self._runtime
+            limits = self.limits(dtype, torch.cuda.mem_get_info(device)[0])
+            graphs = new_graphs(self.spec, limits, self.weights.get, device, dtype)
+            self._runtime = Runtime(self.spec, self.weights, device, dtype, graphs, limits=limits)
             return self._runtime
 
 

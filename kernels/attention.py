@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fusedvit.kernels.launch import launch
-from fusedvit.kernels.tile_configs import AttentionConfig
+from fusedvit.kernels.tile_configs import AttentionConfig, split_head
 from fusedvit.kernels.tma import descriptor
 
 
@@ -172,18 +172,6 @@ def _attention_kernel(
 def query_scale(head_dim: int) -> float:
     """Factor of q: `2 ** (query_scale q . k)` is `exp(head_dim ** -0.5 q . k)`."""
     return head_dim**-0.5 / math.log(2)
-
-
-def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
-    """(power-of-two part of at most `max_head`, padded rest) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
-
-    Tensor cores take sides of at least 16, so the rest is padded to 16 or more.
-    """
-    head = min(1 << (head_dim.bit_length() - 1), max_head)
-    rest = head_dim - head
-    tail = 0 if rest == 0 else max(16, 1 << (rest - 1).bit_length())
-    assert tail <= head, f"a head of {head_dim} is more than two products of {max_head}"
-    return head, tail
 
 
 def attention(

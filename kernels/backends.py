@@ -120,7 +120,7 @@ def _hopper_linears() -> tuple[Backend, ...]:
         version=1,
         config=gemm_swap_ab_configs.HopperSwapABConfig,
         run=hopper_swap_ab.linear,
-        absent=attention_configs.absent,
+        absent=gluon_compat.absent,
         wrong=_valid_and_unspilled(
             gemm_swap_ab_configs.wrong_hopper_swap_ab,
             lambda key, config: gemm_swap_ab_configs.spills(config, key.kind),
@@ -134,7 +134,7 @@ def _hopper_linears() -> tuple[Backend, ...]:
         version=1,
         config=gemm_configs.HopperGemmConfig,
         run=hopper_gemm.linear,
-        absent=attention_configs.absent,
+        absent=gluon_compat.absent,
         wrong=_valid_and_unspilled(
             gemm_configs.wrong_hopper_gemm, lambda key, config: gemm_configs.spills(config, key.kind)
         ),
@@ -148,10 +148,10 @@ def _hopper_attention() -> Backend:
     return Backend(
         name="hopper",
         op=ATTENTION,
-        version=1,
+        version=2,
         config=attention_configs.HopperAttentionConfig,
         run=hopper_attention.attention,
-        absent=attention_configs.absent,
+        absent=gluon_compat.absent,
         wrong=_valid_and_unspilled(
             attention_configs.wrong_hopper_attention, lambda key, config: attention_configs.spills(config, key.k)
         ),

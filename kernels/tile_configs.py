@@ -127,7 +127,7 @@ class AttentionConfig:
 
     Attributes:
         max_programs, copy_engine, pdl: as in `LinearConfig`.
-        max_head: widest product over a head's channels; a wider head is split in two (see `attention.split_head`).
+        max_head: widest product over a head's channels; a wider head is split in two (see `split_head`).
     """
 
     block_m: int
@@ -138,6 +138,18 @@ class AttentionConfig:
     max_head: int = 256
     copy_engine: bool = True
     pdl: bool = False
+
+
+def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
+    """(power-of-two part of at most `max_head`, padded rest) of a head: 72 -> (64, 16), 80 -> (64, 16), 64 -> (64, 0).
+
+    Tensor cores take sides of at least 16, so the rest is padded to 16 or more.
+    """
+    head = min(1 << (head_dim.bit_length() - 1), max_head)
+    rest = head_dim - head
+    tail = 0 if rest == 0 else max(16, 1 << (rest - 1).bit_length())
+    assert tail <= head, f"a head of {head_dim} is more than two products of {max_head}"
+    return head, tail
 
 
 def budget(rows: int, smallest: int = 64) -> int:

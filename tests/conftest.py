@@ -14,7 +14,7 @@ if not HAS_GPU:
 
 # What `make test` leaves to `make test-all`: whole files, or tests. Processor seconds on one core.
 SLOW = (
-    "tests/kernels/test_emulated.py",  # 490
+    "tests/emulator/kernels/test_emulated_kernels.py",  # 490
     "tests/unit/test_emulated_tower.py",  # 200
     "tests/kernels/test_aot.py::test_command_passes_on_what_ships",  # 14
     "tests/kernels/test_hopper_attention.py::test_what_is_found_by_address_lies_where_shared_memory_begins",  # 21

@@ -141,7 +141,7 @@ def _video_stream(path: Path, name: str) -> Iterator[tuple[Any, Any]]:
     try:
         import av
     except ModuleNotFoundError:
-        raise MediaError(f"{name}: decoding a video needs PyAV (pip install av)") from None
+        raise MediaError(f'{name}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
     try:
         with path.open("rb") as file, av.open(file, format=VIDEO_FORMATS[path.suffix.lower()]) as container:
             if not container.streams.video:

@@ -67,6 +67,12 @@ def layout_of(spec: VisionSpec) -> PatchLayout:
     return PatchLayout(*sizes)
 
 
+def takes_single_frames(spec: VisionSpec) -> bool:
+    """Whether Hugging Face's tower needs a row of `grid_thw` per frame. GLM-4V's do, with bicubic positions: their
+    models cut videos into frames first."""
+    return spec.position_taps == 16
+
+
 def random_weights_(module: nn.Module, seed: int = 0, device: torch.device | str = "cpu") -> None:
     """Fill every parameter of `module` in place; drawn on the CPU, the same for the same seed on every machine.
 

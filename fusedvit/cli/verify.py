@@ -19,7 +19,7 @@ from fusedvit.cli import env
 from fusedvit.cli.checkpoint import device_of, dtype_of, load_tower
 from fusedvit.cli.console import Outcome, progress
 from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, Media, VisionInput, load, prepare
-from fusedvit.cli.towers import cast_parameters_, layout_of
+from fusedvit.cli.towers import cast_parameters_, layout_of, takes_single_frames
 from fusedvit.tolerance import FACTOR_MAX, FACTOR_RMS, Comparison, Summary, compare, summarize
 
 REFERENCE = torch.float64  # not fp32: no TF32 to keep out, and the fp32 tower can be judged by it as well
@@ -67,12 +67,15 @@ def run(
         for name, item in inputs_of(files, towers).items():
             step(name)
             found[name] = parity_of(towers, item)
-        report = towers.handle.report()
+        report, original = towers.handle.report(), sum(towers.handle.stats()["original"].values())
     spread = summarize(p.comparison for parity in found.values() for p in parity)
-    show(found, spread, report, Console())
+    console = Console()
+    show(found, spread, report, console)
+    if original:
+        console.print(f"[yellow]{original} calls of the fused tower ran the original code: see the report above[/]")
     calls = {name: [asdict(p) for p in parity] for name, parity in found.items()}
     head: dict[str, Any] = {"model": model, "dtype": str(tower.dtype), "device": str(on)}
-    head |= {"environment": env.collect(), "passed": not spread.failures}
+    head |= {"environment": env.collect(), "passed": not spread.failures, "ran_original_code": original}
     return Outcome({**head, "calls": calls, "spread": asdict(spread), "report": report}, not spread.failures)
 
 
@@ -109,8 +112,10 @@ def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Tower
 
 def inputs_of(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
     """Each medium preprocessed for these towers; several of them once more all at once."""
-    layout = layout_of(towers.handle.spec)
-    inputs = {item.name: prepare(item, layout) for item in media}
+    spec = towers.handle.spec
+    inputs = {item.name: prepare(item, layout_of(spec)) for item in media}
+    if takes_single_frames(spec):
+        inputs = {name: _frame_by_frame(item) for name, item in inputs.items()}
     if len(inputs) > 1:
         rows, grids = zip(*((i.pixel_values, i.grid_thw) for i in inputs.values()), strict=True)
         inputs["all at once"] = VisionInput(torch.cat(rows), torch.cat(grids))
@@ -118,6 +123,11 @@ def inputs_of(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
         name: VisionInput(item.pixel_values.to(towers.device, towers.dtype), item.grid_thw.to(towers.device))
         for name, item in inputs.items()
     }
+
+
+def _frame_by_frame(item: VisionInput) -> VisionInput:
+    rows = [[1, h, w] for t, h, w in item.grid_thw.tolist() for _ in range(t)]
+    return VisionInput(item.pixel_values, torch.tensor(rows))
 
 
 def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
@@ -165,7 +175,7 @@ def show(found: dict[str, list[OutputParity]], spread: Summary, report: str, con
             shape = " x ".join(map(str, p.shape))
             table.add_row(escape(name), p.output, shape, f"{c.ratio_max:.2f}", f"{c.ratio_rms:.2f}", verdict)
     console.print(table)
-    console.print(escape(report))
+    console.print(escape(report), soft_wrap=True)
     total = sum(len(parity) for parity in found.values())
     passed = spread.failures == 0
     console.print(f"[{'green' if passed else 'red'}]{total - spread.failures} of {total} outputs pass[/]")

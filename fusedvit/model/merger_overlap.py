@@ -91,7 +91,6 @@ def merger_overlap(
 
 
 def _merger_layer(key: Key, dtype: torch.dtype, target: Target) -> HopperGemmConfig | None:
-    """A persistent product on `target`'s SMs: swap-AB has a program for every tile, however many SMs there are. Not
-    split, as blocks use the scratch for partial sums at the same time."""
+    """A persistent product on `target`'s SMs: swap-AB has a program for every tile, however many SMs there are."""
     config = hopper_gemm_config(key.rows, key.n, key.k, dtype, target, key.kind)
-    return None if config is None else replace(config, splits=1, pdl=False)
+    return None if config is None else replace(config, pdl=False)

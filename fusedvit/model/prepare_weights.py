@@ -15,7 +15,7 @@ import torch
 from einops import rearrange, repeat
 
 from fusedvit.kernels.attention import query_scale
-from fusedvit.kernels.hopper.attention_configs import absent
+from fusedvit.kernels.hopper.gluon_compat import absent
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.param_names import DownsampleNames, LastNormNames, MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec

@@ -48,6 +48,8 @@ class Runtime:
     Attributes:
         graphs: what is replayed; None to run eagerly.
         no_graphs: why there are none; "" where there are.
+        limits: the token budgets that eager runs take their configurations by, for the same bits as a replay's; None
+            where there never were graphs.
     """
 
     spec: VisionSpec
@@ -56,15 +58,15 @@ class Runtime:
     dtype: torch.dtype
     graphs: TowerGraphs | None = None
     no_graphs: str = ""
+    limits: Limits | None = None
 
     def plan_tokens(self, tokens: int) -> int:
         """The patch-token budget that an eager run of `tokens` patch tokens takes its configurations by.
 
-        That of the graph it would replay in, for the same bits; beyond the largest, or without graphs, the next of
-        `tile_configs.budget`.
+        That of the graph it would replay in; beyond the largest, or without any, the next of `tile_configs.budget`.
         """
         unit = self.spec.merge_unit
-        merged = None if self.graphs is None else self.graphs.limits.smallest_for(-(-tokens // unit))
+        merged = None if self.limits is None else self.limits.smallest_for(-(-tokens // unit))
         return budget(tokens) if merged is None else merged * unit
 
     def new_outputs(self, tokens: int) -> EncoderOutputs:

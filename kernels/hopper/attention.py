@@ -1,58 +1,56 @@
-"""Varlen attention on Hopper: `kernels.attention` as warp-specialised Gluon, softmax running under the products.
+"""Varlen attention on Hopper: `kernels.attention` as a warp-specialised Gluon kernel, with softmax under the products.
 
     out[t, h] = sum_j p[t, j] v[j, h] / sum_j p[t, j],  p[t, j] = 2^(q[t, h] . k[j, h])        j over t's frame
 
 A CTA is a producer warp and one to three consumer warpgroups; CTAs walk over tiles x heads. A tile is 64 CONSUMERS
-queries of one frame; its keys come in blocks. The producer sends, through a ring of STAGES slots,
+queries of one frame; its keys come in blocks. The producer loads through a pipeline of STAGES stages, a slot at a time:
 
     slot 0: K0        slot 1: K1 V0        slot 2: K2 V1        ...        last slot: V
 
 where blocks are counted through all tiles of the CTA. At slot t a consumer issues Q K_t and P_(t-1) V_(t-1), computes
 the softmax of block t while P V is running, then frees the slot. Where K_t is the first block of the next tile the
-scheme goes on: the end of one tile and the start of the next overlap, too.
+scheme goes on: the end of one tile and the start of the next overlap, too. With `PING_PONG` consumers issue their
+products one after the other, so that the softmax of one runs under the products of another.
 
-Every warp waits for the previous launch (`gdc_wait`) before it reads anything but tiles and their count, which must be
-older; also in a CTA without work. The next launch may begin once every producer has asked for its last block.
-
-Softmax keeps each row's maximum over the first block as its offset (attention_softmax.py). Where that overflows, the
-tile is noted and redone at the end with a running maximum (attention_redo.py).
+Programmatic dependent launch: every warp waits for the previous launch (`gdc_wait`), also in a CTA without work. Before
+that it reads only tiles and their count, which must be older. The next launch may begin once every producer has issued
+its last load.
 """
 
 import torch
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.attention import Segments, split_head
-from fusedvit.kernels.codegen_checks import misplaced_ring
+from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import MAX_HEAD, HopperAttentionConfig
-from fusedvit.kernels.hopper.attention_consumer import consumer, one_array, one_array_with_ones
+from fusedvit.kernels.hopper.attention_consumer import allocate_with_ones, allocate_with_spare_tails, consumer
 from fusedvit.kernels.hopper.attention_smem import (
     ROWS,
     SHIFT,
-    SUMS,
     Memory,
     Sizes,
-    address_of_barriers,
     await_phase,
-    boxes,
+    barrier_of,
+    barriers_address,
+    descriptors,
     first_item,
-    handle,
-    make_barriers,
+    init_barriers,
     stage_of,
     work_item,
 )
-from fusedvit.kernels.hopper.gluon_compat import async_load, barrier, gl, gluon, reinterpret
+from fusedvit.kernels.hopper.gluon_compat import async_load, barrier, gl, gluon, misplaced_operands, reinterpret
 from fusedvit.kernels.launch import Loaded, launch
+from fusedvit.kernels.tile_configs import split_head
 
 
 @gluon.jit
-def _load_block(desc, tail_desc, box, box_tail, barrier, last, skip, section, head, s: Sizes, pred):
-    """Keys (section 1) or values (2) of one block, zeros past its `last` row."""
+def _load_block(desc, tail_desc, dst, dst_tail, barrier, last, skip, section, head, s: Sizes, pred):
+    """Loads keys (section 1) or values (2) of one block, zeros past row `last`."""
     col = (section * s.HEADS + head) * s.HEAD_DIM
-    async_load(desc, [last, skip, col], barrier, box, pred=pred)
+    async_load(desc, [last, skip, col], barrier, dst, pred=pred)
     if s.TAIL > 0:
-        async_load(tail_desc, [last, skip, col + s.HEAD], barrier, box_tail, pred=pred)
+        async_load(tail_desc, [last, skip, col + s.HEAD], barrier, dst_tail, pred=pred)
 
 
 @gluon.jit
@@ -60,23 +58,23 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
     Q_BYTES: gl.constexpr = s.CONSUMERS * ROWS * (s.HEAD + s.TAIL) * 2
     KV_BYTES: gl.constexpr = s.BLOCK_N * (s.HEAD + (8 if s.SPARE else s.TAIL)) * 2
     num_tiles = gl.load(num_tiles_ptr)
-    barriers = address_of_barriers(num_tiles, s)
-    EARLY: gl.constexpr = s.CONSUMERS < 3  # beside three there are no registers for it
+    barriers = barriers_address(num_tiles, s)
+    EARLY: gl.constexpr = s.CONSUMERS < 3  # three consumers leave no registers for it
     begin_0, end_0, first_0 = 0, 0, 0
     if EARLY:
         begin_0, end_0, first_0, _ = first_item(tiles_ptr, num_tiles, s)
     gdc_wait()
     slot = 0
     nth = 0
-    v_last = 0  # the block whose values come with the next keys
+    v_last = 0  # the block whose values are loaded with the next keys
     v_skip = 0
     v_head = 0
     for index in range(gl.program_id(0), num_tiles * s.HEADS, gl.num_programs(0)):
-        # But the first not asked for a tile ahead: Triton carries no value around that an inner loop begins at.
+        # Only the first tile is loaded early: Triton carries no value around a loop that an inner loop begins at.
         later = (index > gl.program_id(0)) if EARLY else True
         begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s, later, begin_0, end_0, first_0)
         buffer = nth & 1
-        q_full = handle(m, "q_full", buffer, s)
+        q_full = barrier_of(m, "q_full", buffer, s)
         await_phase(m, "q_empty", buffer, ((nth >> 1) & 1) ^ 1, barriers, s)
         mbarrier.expect(q_full, Q_BYTES)
         for c in gl.static_range(s.CONSUMERS):
@@ -84,14 +82,14 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
             i = buffer * s.CONSUMERS + c
             async_load(q_desc, [rows, head * s.HEAD_DIM], q_full, m.q.index(s.Q_AT + i))
             if s.TAIL > 0:
-                box = m.q_tail.index(s.Q_TAIL_AT + i)
+                dst = m.q_tail.index(s.Q_TAIL_AT + i)
                 if s.SPARE:
-                    async_load(q_tail_desc, [rows, head * s.HEAD_DIM + s.HEAD], q_full, box)
+                    async_load(q_tail_desc, [rows, head * s.HEAD_DIM + s.HEAD], q_full, dst)
                 else:
-                    async_load(q_tail_desc, [rows, head, 0], q_full, box)
+                    async_load(q_tail_desc, [rows, head, 0], q_full, dst)
         for row in range(begin, end, s.BLOCK_N):
             i = slot % s.STAGES
-            full = handle(m, "full", i, s)
+            full = barrier_of(m, "full", i, s)
             last = gl.minimum(row + s.BLOCK_N, end)
             skip = row + s.BLOCK_N - last
             await_phase(m, "empty", i, ((slot // s.STAGES) & 1) ^ 1, barriers, s)
@@ -105,35 +103,35 @@ def _producer(m: Memory, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, 
         nth += 1
     if slot > 0:
         i = slot % s.STAGES
-        full = handle(m, "full", i, s)
+        full = barrier_of(m, "full", i, s)
         await_phase(m, "empty", i, ((slot // s.STAGES) & 1) ^ 1, barriers, s)
         mbarrier.expect(full, KV_BYTES)
         k, k_tail, v, v_tail = stage_of(m, i, s)
         _load_block(kv_desc, kv_tail_desc, v, v_tail, full, v_last, v_skip, 2, v_head, s, True)
-    # Not as this one begins: towers are slower so (docs/hopper.md).
+    # Here and not at the beginning, with which towers were slower (docs/kernels.md).
     gdc_launch_dependents()
 
 
-places = gluon.constexpr_function(attention_configs.places)
-UNIT = gl.constexpr(attention_configs.UNIT)
+smem_layout = gluon.constexpr_function(attention_configs.smem_layout)
+UNIT, BLOCK_N = gl.constexpr(attention_configs.UNIT), gl.constexpr(attention_configs.BLOCK_N)
 
 
 @gluon.jit
 def _barriers(array, s: Sizes):
-    """q_full, q_empty, full, empty and turn, ready for use; where `BY_WARP` five times the view that has them all."""
+    """q_full, q_empty, full, empty and order, initialised; with `BY_WARP` five times the view that has them all."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     if s.BY_WARP:
-        make_barriers(gl.program_id(0), s)
+        init_barriers(gl.program_id(0), s)
         every = reinterpret(array, gl.int64, [s.UNITS * UNIT // 8, 1], BARRIER)
-        q_full, q_empty, full, empty, turn = every, every, every, every, every
+        q_full, q_empty, full, empty, order = every, every, every, every, every
     else:
         q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         full = gl.allocate_shared_memory(gl.int64, [s.STAGES, 1], BARRIER)
         empty = gl.allocate_shared_memory(gl.int64, [s.STAGES, 1], BARRIER)
-        turn = gl.allocate_shared_memory(gl.int64, [s.CONSUMERS, 1], BARRIER)
-        # In turns, as Triton has the CTA meet between two of one array. Those that nobody waits at must not be
-        # initialised: see `sass.overwritten_barriers`.
+        order = gl.allocate_shared_memory(gl.int64, [s.CONSUMERS, 1], BARRIER)
+        # Interleaved: between two inits of one array Triton puts a barrier of the whole CTA. Barriers that nobody waits
+        # at must not be initialised: see `codegen_checks.overwritten_barriers`.
         for i in gl.static_range(s.STAGES if s.STAGES > 3 else 3):
             if i < s.STAGES:
                 mbarrier.init(full.index(i), count=1)
@@ -142,16 +140,16 @@ def _barriers(array, s: Sizes):
                 mbarrier.init(q_full.index(i), count=1)
                 mbarrier.init(q_empty.index(i), count=s.CONSUMERS)
             if i < s.CONSUMERS and s.PING_PONG:
-                mbarrier.init(turn.index(i), count=1)
-    return q_full, q_empty, full, empty, turn
+                mbarrier.init(order.index(i), count=1)
+    return q_full, q_empty, full, empty, order
 
 
 @gluon.jit
 def _hopper_attention_kernel(
-    q_desc,  # [T, 3 * HEADS * HEAD_DIM], boxes [ROWS, HEAD]
-    q_tail_desc,  # [T, 3 * HEADS, HEAD_DIM - HEAD], boxes [ROWS, 1, TAIL]; if SPARE q_desc's shape, boxes [ROWS, TAIL]
-    kv_desc,  # [T + 1, BLOCK_N, 3 * HEADS * HEAD_DIM], see `boxes`; boxes [1, BLOCK_N, HEAD]
-    kv_tail_desc,  # the same, boxes [1, BLOCK_N, TAIL]; if SPARE [1, BLOCK_N, 8]
+    q_desc,  # [T, 3 * HEADS * HEAD_DIM], blocks [ROWS, HEAD]
+    q_tail_desc,  # [T, 3 * HEADS, HEAD_DIM - HEAD], blocks [ROWS, 1, TAIL]; if SPARE as q_desc, blocks [ROWS, TAIL]
+    kv_desc,  # [T + 1, BLOCK_N, 3 * HEADS * HEAD_DIM], see attention_smem.py; blocks [1, BLOCK_N, HEAD]
+    kv_tail_desc,  # as kv_desc, blocks [1, BLOCK_N, TAIL]; if SPARE [1, BLOCK_N, 8]
     qkv_ptr,  # [T, 3 * HEADS * HEAD_DIM]
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32
@@ -161,12 +159,10 @@ def _hopper_attention_kernel(
     HEAD: gl.constexpr,
     TAIL: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     PING_PONG: gl.constexpr,
     TOGETHER: gl.constexpr,
     LATE: gl.constexpr,
-    ONES: gl.constexpr,
     SHIFTED: gl.constexpr,
     NEAR: gl.constexpr,
     SPARE: gl.constexpr,
@@ -175,16 +171,16 @@ def _hopper_attention_kernel(
     REGISTERS: gl.constexpr,  # of a consumer's thread
 ):
     DTYPE: gl.constexpr = q_desc.dtype
-    AT: gl.constexpr = places(HEAD_DIM, CONSUMERS, STAGES, BY_WARP) if SPARE or SUMMED else (0,) * 9
-    NEAR_HERE: gl.constexpr = NEAR and gl.bfloat16 == DTYPE  # fp16 wants offsets that are HEADROOM at least
+    AT: gl.constexpr = smem_layout(HEAD_DIM, CONSUMERS, STAGES, BY_WARP) if SPARE or SUMMED else (0,) * 9
+    NEAR_HERE: gl.constexpr = NEAR and gl.bfloat16 == DTYPE  # fp16 needs offsets of at least HEADROOM
     s = Sizes(
-        HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, ONES, SHIFTED, NEAR_HERE,
-        SPARE, SUMMED, BY_WARP, DTYPE, AT[0], AT[1], AT[2], AT[3], AT[4], AT[5], AT[6], AT[7], AT[8],
+        HEADS, HEAD_DIM, HEAD, TAIL, CONSUMERS, BLOCK_N, STAGES, PING_PONG, TOGETHER, LATE, SHIFTED, NEAR_HERE, SPARE,
+        SUMMED, BY_WARP, DTYPE, AT[0], AT[1], AT[2], AT[3], AT[4], AT[5], AT[6], AT[7], AT[8],
     )  # fmt: skip
     if SPARE:
-        q, q_tail, k, k_tail, v, v_tail = one_array(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
+        q, q_tail, k, k_tail, v, v_tail = allocate_with_spare_tails(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
     elif SUMMED:
-        q, q_tail, k, k_tail, v, v_tail = one_array_with_ones(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
+        q, q_tail, k, k_tail, v, v_tail = allocate_with_ones(q_desc, q_tail_desc, kv_desc, kv_tail_desc, s)
     else:
         q = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, HEAD], q_desc.layout)
         k = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, HEAD], kv_desc.layout)
@@ -194,17 +190,15 @@ def _hopper_attention_kernel(
         q_tail = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, 1, TAIL], q_tail_desc.layout)
         k_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
         v_tail = gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_N, TAIL], kv_tail_desc.layout)
-    ones, one_keys = q, q
-    if ONES:
-        ones = gl.allocate_shared_memory(DTYPE, [CONSUMERS, SUMS, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2))
+    one_keys = q
     if SHIFTED:
         one_keys = gl.allocate_shared_memory(DTYPE, [CONSUMERS, BLOCK_N, SHIFT], gl.NVMMASharedLayout(32, 16, 2))
-    q_full, q_empty, full, empty, turn = _barriers(q, s)
-    if SUMMED or BY_WARP:  # ones, and barriers, are there for the tensor cores and the copy engine
+    q_full, q_empty, full, empty, order = _barriers(q, s)
+    if SUMMED or BY_WARP:  # ones and barriers become visible to the tensor cores and the TMA unit
         fence_async_shared()
         barrier()
-    m = Memory(q, q_tail, k, k_tail, v, v_tail, ones, one_keys, q_full, q_empty, full, empty, turn)
-    # Constants in a tuple's variable would be constants no more inside the partitions: hence the repetition.
+    m = Memory(q, q_tail, k, k_tail, v, v_tail, one_keys, q_full, q_empty, full, empty, order)
+    # Constants that go through a tuple variable are no constants inside the partitions: hence the repetition.
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -244,7 +238,7 @@ def _registers(config: HopperAttentionConfig) -> tuple[int, int]:
     return at_launch, (at_launch * groups - 24) // config.consumers // 8 * 8
 
 
-_placed: set[Loaded] = set()  # compiled kernels whose memory is where their products look for it
+_checked: set[Loaded] = set()  # compiled kernels whose operands lie where their WGMMAs look for them
 
 
 def _check(
@@ -278,7 +272,8 @@ def attention(
 
     Raises:
         TypeError: another dtype, or two.
-        ValueError: a shape, layout or alignment that the copy engine cannot take, or tiles of another size.
+        ValueError: a shape, layout or alignment that the TMA unit cannot take, or tiles of another size.
+        RuntimeError: this Triton puts the operands elsewhere, so the output of this launch is wrong.
     """
     _check(qkv, segments, out, heads, head_dim, config)
     programs = min(config.max_programs, segments.tiles.shape[0] * heads)
@@ -296,11 +291,11 @@ def attention(
     }
     pointers = (qkv, out, segments.tiles, segments.num_tiles)
     options = {"num_warps": 4, "maxnreg": at_launch, "launch_pdl": config.pdl}
-    described = boxes(qkv, heads, head_dim, config)
+    described = descriptors(qkv, heads, head_dim, config)
     loaded = launch(_hopper_attention_kernel, programs, described, pointers, constants, options)
-    if config.placed_bytes(head_dim) and loaded is not None and loaded not in _placed:
-        said = misplaced_ring(loaded.ptx(), config.placed_bytes(head_dim))
+    if config.operand_bytes(head_dim) and loaded is not None and loaded not in _checked:
+        said = misplaced_operands(loaded.ptx(), config.operand_bytes(head_dim))
         if said:
             raise RuntimeError(said)
-        _placed.add(loaded)
+        _checked.add(loaded)
     return out

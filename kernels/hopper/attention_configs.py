@@ -1,10 +1,10 @@
-"""Which schedule a budget's attention takes on Hopper: what each costs, by waves, over the contents it may have.
+"""Schedules of the Hopper attention kernel: where they run, what they cost, and which one a budget takes.
 
-    us = launch + rounds (tile + step blocks)        rounds = ceil(tiles heads / CTAs), blocks = ceil(length / block_n)
+    us = launch + rounds (tile + step blocks)        rounds = ceil(tiles heads / CTAs), blocks = ceil(length / BLOCK_N)
 
-of frames of one length. A CTA takes a round for each of its tiles and a step for each block of keys; a CTA that has an
-SM to itself, though two could share it, takes half as long. Fitted to what an H200 timed (docs/hopper-attention.md):
-off by 3 % (rms), 9 % at worst.
+for frames of one length. A CTA takes a round for each of its tiles and a step for each block of keys; a CTA that has an
+SM to itself, though two could share it, takes half as long. Fitted to times of an H200 (docs/kernels.md): off
+by 3 % (rms), 9 % at worst.
 """
 
 import functools
@@ -13,23 +13,20 @@ from typing import NamedTuple
 
 import torch
 
-from fusedvit.kernels.attention import split_head
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.tile_configs import Target
-
-# ── attention places ──────────────────────────────────────────────────────────────────────────────────────────────────
-# Where the parts of one array of shared memory lie, whose products and barriers are found by address.
-#
-# Heads of 64 and 80 have queries, keys, values, their tails and ones; of 72 tails, which are narrower, come first
-# (attention_spare.py). Barriers that warps arrive at one by one (attention_barriers.py) are behind them all.
+from fusedvit.kernels.hopper.gluon_compat import USE_PDL, absent
+from fusedvit.kernels.tile_configs import Target, split_head
 
 UNIT = 8192  # bytes of 64 rows of 64 columns
-TAIL_UNIT = UNIT // 4  # of 64 rows of 16
-SPARE_UNIT = UNIT // 8  # of 64 rows of 8: a tail of a head of 72, or ones beside it
+TAIL_UNIT = UNIT // 4  # of 64 rows of 16 columns
+SPARE_UNIT = UNIT // 8  # of 64 rows of 8 columns: the tail of a head of 72, or the ones next to it
 
 
-class Places(NamedTuple):
-    """Where each begins, in its own units, by which its views are indexed.
+class SmemLayout(NamedTuple):
+    """Where operands begin in one array of shared memory, whose WGMMAs and barriers find them by address.
+
+    Each offset is in the unit that the view of that operand is indexed by. Heads of 64 and 80 have queries, keys,
+    values, their tails, then ones; heads of 72 have the tails, which are narrower, first. Barriers lie behind all.
 
     Attributes:
         q, k, v: in `UNIT`.
@@ -37,7 +34,7 @@ class Places(NamedTuple):
         k_tail, v_tail: in `TAIL_UNIT`, of heads of 72 in `SPARE_UNIT`.
         ones: in `TAIL_UNIT`, of heads of 72 in `SPARE_UNIT`, a block a consumer.
         barriers: in 8 bytes.
-        units: `UNIT`s of all.
+        units: size of the array in `UNIT`.
     """
 
     q: int
@@ -51,8 +48,8 @@ class Places(NamedTuple):
     units: int
 
 
-def places(head_dim: int, consumers: int, stages: int, by_warp: bool) -> Places:
-    """Of heads of 64, 72 or 80, with room for barriers if they are `by_warp`. Calls nothing: a kernel asks it, too."""
+def smem_layout(head_dim: int, consumers: int, stages: int, by_warp: bool) -> SmemLayout:
+    """Layout of heads of 64, 72 or 80, with room for barriers if `by_warp`. For kernels, too: it calls no function."""
     queries = 2 * consumers
     if head_dim == 72:
         ones = 2 * stages
@@ -68,25 +65,22 @@ def places(head_dim: int, consumers: int, stages: int, by_warp: bool) -> Places:
         v_tail = k_tail + tails * stages
         ones = v_tail + tails * stages
         end = (ones + 1) * TAIL_UNIT
-    barriers = 4 + 2 * stages + consumers if by_warp else 0  # as attention_barriers.py has them
+    barriers = 4 + 2 * stages + consumers if by_warp else 0  # q_full, q_empty, full, empty, order
     units = (end + 8 * barriers + UNIT - 1) // UNIT
-    return Places(q, q_tail, k, k_tail, v, v_tail, ones, end // 8, units)
+    return SmemLayout(q, q_tail, k, k_tail, v, v_tail, ones, end // 8, units)
 
 
-def placed_bytes(head_dim: int, consumers: int, stages: int, by_warp: bool) -> int:
-    """Of all of it."""
-    return places(head_dim, consumers, stages, by_warp).units * UNIT
+def smem_layout_bytes(head_dim: int, consumers: int, stages: int, by_warp: bool) -> int:
+    """Size of the array in bytes."""
+    return smem_layout(head_dim, consumers, stages, by_warp).units * UNIT
 
-
-# ── configs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Schedules of the attention kernel for Hopper: what there is, what can run, what the tuner tries.
 
 MAX_HEAD = 128
 QUERIES = 64  # of a consumer
-SHIFT = 16  # columns of the step of K that shifts scores: the fewest that an instruction has
-SUMS = 8  # columns of a product with ones, all alike: the fewest that an instruction has
-USE_PDL = True  # whether what is chosen here begins before the previous launch has ended
-_placed_bytes = functools.cache(placed_bytes)  # asked at every launch
+BLOCK_N = 64  # keys of a step
+SHIFT = 16  # columns of the product that shifts scores: the fewest that a WGMMA has
+SUMS = 8  # columns of a product with ones, all equal: the fewest that a WGMMA has
+_smem_layout_bytes = functools.cache(smem_layout_bytes)  # needed at every launch
 
 
 @dataclass(frozen=True)
@@ -94,31 +88,29 @@ class HopperAttentionConfig:
     """Schedule of `kernels.hopper.attention`.
 
     Attributes:
-        consumers: warpgroups of a CTA that multiply, 1 to 3, each 64 queries of one tile.
-        block_n: keys of a step.
+        consumers: warpgroups of a CTA that multiply, 1 to 3, each with 64 queries of one tile.
         stages: steps whose keys and values a CTA holds.
         ctas: CTAs that share an SM.
-        ping_pong: consumers issue their products in turn.
-        together: heads of every tile that are walked before the next ones (see `attention_parts.place`); all where
-            it is 0 or does not divide their number.
-        late: P is rounded under the next Q K, which spares moves and takes registers (see `attention_softmax.rounded`).
-        ones: rows of P are summed by a product with ones, not added up in registers.
-        shifted: scores come out of the product less their row's offset, by a step of K more; no addition each.
-        near: that step is left out where a tile's first scores are small (see attention_softmax.py); in bfloat16.
-        by_warp: warps wait and arrive for themselves (see attention_barriers.py), where memory is placed for it.
+        ping_pong: consumers issue their products one after the other.
+        together: heads of every tile that are walked before the next heads (see `attention_smem.tile_and_head`); all
+            where it is 0 or does not divide their number.
+        late: P is rounded under the next Q K: fewer moves, more registers (see `attention_consumer.rounded`).
+        shifted: the product subtracts each row's offset from its scores, by one step of K more, in place of an addition
+            per score.
+        near: with `shifted` in bfloat16, nothing is subtracted where the first scores of a tile are small (see
+            attention_consumer.py).
+        by_warp: warps wait and arrive at barriers one by one (see `attention_smem`), where a `SmemLayout` is used.
         max_programs: bound of the persistent grid.
-        pdl: begin before the previous launch has ended (programmatic dependent launch), see `USE_PDL`. The previous
-            launch must not be what writes the tiles.
+        pdl: begin before the previous launch has ended (programmatic dependent launch). The previous launch must not
+            be the one that writes the tiles.
     """
 
     consumers: int
-    block_n: int
     stages: int
     ctas: int = 1
     ping_pong: bool = False
     together: int = 0
     late: bool = False
-    ones: bool = False
     shifted: bool = False
     near: bool = False
     by_warp: bool = False
@@ -131,18 +123,18 @@ class HopperAttentionConfig:
         return self.consumers * QUERIES
 
     def spare(self, head_dim: int) -> bool:
-        """Whether tails' products shift scores and sum rows as well (attention_spare.py)."""
-        return self.shifted and self.block_n == QUERIES and head_dim == 72
+        """Whether the spare columns of tails shift scores and sum rows."""
+        return self.shifted and head_dim == 72
 
     def summed(self, head_dim: int) -> bool:
-        """Whether the last product with values sums rows of P as well (attention_sums.py)."""
-        return self.block_n == QUERIES and head_dim in (64, 80)
+        """Whether the last product with values sums rows of P as well."""
+        return head_dim in (64, 80)
 
-    def placed_bytes(self, head_dim: int) -> int:
-        """Of the array of attention_places.py; 0 where there is none."""
+    def operand_bytes(self, head_dim: int) -> int:
+        """Size in bytes of the array that a `SmemLayout` describes; 0 where there is none."""
         if not (self.spare(head_dim) or self.summed(head_dim)):
             return 0
-        return _placed_bytes(head_dim, self.consumers, self.stages, self.by_warp)
+        return _smem_layout_bytes(head_dim, self.consumers, self.stages, self.by_warp)
 
     def constants(self, heads: int, head_dim: int) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
@@ -150,12 +142,10 @@ class HopperAttentionConfig:
         shifted = self.shifted and not spare
         return {
             "CONSUMERS": self.consumers,
-            "BLOCK_N": self.block_n,
             "STAGES": self.stages,
             "PING_PONG": self.ping_pong,
             "TOGETHER": self.together if self.together and heads % self.together == 0 else heads,
             "LATE": self.late,
-            "ONES": self.ones and not spare and not summed,
             "SHIFTED": shifted,
             "NEAR": self.near and shifted,
             "SPARE": spare,
@@ -164,70 +154,50 @@ class HopperAttentionConfig:
         }
 
 
-MEASURED = (64, 72, 80, 128)  # head_dims that were timed on an H200; for others `fusedvit tune` may choose the form
-TINY = HopperAttentionConfig(1, 64, 3, ctas=2, shifted=True)
-SHORT = HopperAttentionConfig(2, 64, 6, ping_pong=True, late=True, ones=True, shifted=True, by_warp=True)
-MIDDLE = HopperAttentionConfig(2, 128, 3, ping_pong=True, shifted=True)
-LONG = HopperAttentionConfig(3, 64, 4, ping_pong=True, shifted=True)
-# The same as heads of 64 and 80 are fastest.
+MEASURED = (64, 72, 80, 128)  # head_dims that were timed on an H200; for others `fusedvit tune` may choose this backend
+ROOMY = not gluon_compat.NEEDS_MORE_REGISTERS  # three consumers have registers for `late`, `near`, `by_warp`
+TINY = HopperAttentionConfig(1, 3, ctas=2, shifted=True)
+SHORT = HopperAttentionConfig(2, 6, ping_pong=True, late=True, shifted=True, by_warp=True)
 SHORT_OF_64 = replace(SHORT, ping_pong=False, near=True, by_warp=False)
-MIDDLE_OF_64 = replace(MIDDLE, ping_pong=False, ones=True)
-ROOMY = not gluon_compat.NEEDS_MORE_REGISTERS  # for three consumers, which spill else
+LONG = HopperAttentionConfig(3, 4, ping_pong=True, shifted=True)
 LONG_OF_64 = replace(LONG, ping_pong=False, late=ROOMY, near=ROOMY)
 LONG_OF_80 = replace(LONG, near=ROOMY, by_warp=ROOMY)
-SMALL_WIDE = HopperAttentionConfig(1, 64, 2, ctas=2)  # for heads of 128, as TINY
-WIDE = HopperAttentionConfig(2, 64, 4, late=True)  # for heads of 128
+SMALL_WIDE = HopperAttentionConfig(1, 2, ctas=2)  # for heads of 128, as TINY
+WIDE = HopperAttentionConfig(2, 4, late=True)  # for heads of 128
 
 
 def shared_bytes(config: HopperAttentionConfig, head_dim: int) -> int:
-    """Shared memory of a CTA: two tiles of queries, the ring, both kinds of ones, and lines of output on their way."""
+    """Shared memory of a CTA in bytes: two tiles of queries, the pipeline, ones, and output lines on their way."""
     head, tail = split_head(head_dim, MAX_HEAD)
-    constants = config.constants(1, head_dim)
     lines = 0 if config.consumers == 3 else config.block_m * 2 * head
-    ones = constants["ONES"] * config.consumers * SUMS * config.block_n * 2
-    shift = constants["SHIFTED"] * config.consumers * config.block_n * SHIFT * 2
-    tiles = 4 * (config.block_m + config.stages * config.block_n) * (head + tail)
-    return (config.placed_bytes(head_dim) or tiles) + lines + ones + shift + 1024
+    shift = config.constants(1, head_dim)["SHIFTED"] * config.consumers * BLOCK_N * SHIFT * 2
+    tiles = 4 * (config.block_m + config.stages * BLOCK_N) * (head + tail)
+    return (config.operand_bytes(head_dim) or tiles) + lines + shift + 1024
 
 
 def hopper_attention_candidates(head_dim: int, dtype: torch.dtype, target: Target) -> list[HopperAttentionConfig]:
-    """Schedules that were the fastest somewhere, or may be; those that spill at a head's width are pruned."""
+    """Schedules that were the fastest somewhere, or may be."""
     if head_dim == 128:
-        in_turns = replace(WIDE, ping_pong=True)
-        found = [SMALL_WIDE, WIDE, in_turns, replace(in_turns, stages=3), replace(WIDE, stages=3, shifted=True)]
+        ping_pong = replace(WIDE, ping_pong=True)
+        found = [SMALL_WIDE, WIDE, ping_pong, replace(ping_pong, stages=3), replace(WIDE, stages=3, shifted=True)]
     else:
-        short, middle, long = SHORT, [MIDDLE], LONG_OF_80 if head_dim == 80 else LONG
-        if head_dim == 64:
-            short, long = SHORT_OF_64, LONG_OF_64
-            middle = [MIDDLE_OF_64, HopperAttentionConfig(1, 128, 2, ctas=2, shifted=True)]
-        turned = [replace(short, ping_pong=not short.ping_pong), replace(short, by_warp=not short.by_warp)]
+        tiny, short, long = schedules(head_dim)
+        shorts = [short, replace(short, ping_pong=not short.ping_pong), replace(short, by_warp=not short.by_warp)]
         if head_dim == 80:
-            turned += [replace(config, near=True) for config in (short, *turned)]
-        varied = [replace(long, late=not long.late), replace(long, near=not long.near)]
-        found = [TINY, short, *middle, long, *turned, *varied]
+            shorts += [replace(config, near=True) for config in shorts]
+        found = [tiny, *shorts, long, replace(long, late=not long.late), replace(long, near=not long.near)]
     found = [replace(config, max_programs=config.ctas * target.num_sms, pdl=USE_PDL) for config in found]
     return [config for config in found if not wrong_hopper_attention(config, target, dtype)]
 
 
-def absent(target: Target, dtype: torch.dtype) -> str:
-    """Why the kernel cannot run there, or ""."""
-    if dtype.itemsize != 2:
-        return "bfloat16 and float16 only"
-    if not gluon_compat.AVAILABLE:
-        return gluon_compat.MISSING
-    return (
-        "" if gluon_compat.usable(target.capability) else f"Hopper only, not sm_{target.capability} or the interpreter"
-    )
-
-
 def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype: torch.dtype) -> str:
     """Why `config` cannot run on `target`, or ""."""
-    if config.consumers not in (1, 2, 3) or config.block_n not in (64, 128):
-        return f"consumers must be 1 to 3 and block_n 64 or 128, got {config}"
+    if config.consumers not in (1, 2, 3):
+        return f"consumers must be 1 to 3, got {config.consumers}"
     if config.stages < 2 or min(config.ctas, config.max_programs) < 1 or config.together < 0:
-        return f"stages, ctas, together or max_programs out of range: {config}"
+        return f"stages must be at least 2, ctas and max_programs positive, together not negative, got {config}"
     if config.ping_pong and config.consumers == 1:
-        return "one consumer has nobody to take turns with"
+        return "ping_pong needs at least 2 consumers, got 1"
     needed = config.ctas * shared_bytes(config, 64)
     if needed > target.max_shared:
         return f"{needed} bytes of shared memory, limit {target.max_shared}"
@@ -240,15 +210,13 @@ def spills(config: HopperAttentionConfig, head_dim: int) -> bool:
     return gluon_compat.NEEDS_MORE_REGISTERS and config.consumers == 3 and extras
 
 
-# ── attention choice ──────────────────────────────────────────────────────────────────────────────────────────────────
-
 FRAMES = (196, 784, 1024)  # tokens of a frame of 224 px and of pictures of 448 and 512 px
 PICTURE = 2.0  # contents of a budget that one picture which fills it counts for
 WINDOW = 64  # tokens of an attention window
 SHORT_FRAME = 4096  # tokens of the longest frame of the first list of two; longer ones are in the other
-TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from here on gain by them: an empty launch takes 2.3 us
-KEPT_BYTES = 48 << 20  # of keys and values of all heads that L2 keeps, about
-HEADS_AT_A_TIME = 4  # where it does not
+TWO_LISTS, TWO_LISTS_OF_64 = 12288, 20480  # budgets from which two lists are faster: an empty launch takes 2.3 us
+KEPT_BYTES = 48 << 20  # keys and values of all heads that stay in L2, about
+HEADS_TOGETHER = 4  # where they do not
 ALL_FRAMES, SHORT_FRAMES, LONG_FRAMES, WINDOWS = "", "short", "long", "window"  # an attention's kind
 
 
@@ -261,38 +229,37 @@ class Cost:
     step: float
 
 
-# By (consumers, keys of a step), then by head_dim.
+# By consumers, then by head_dim.
 COSTS = {
-    (1, 64): {
+    1: {
         64: Cost(3.65, 2.24, 0.189),
         72: Cost(3.06, 2.34, 0.733),
         80: Cost(3.67, 2.59, 0.367),
         128: Cost(2.2, 3.10, 0.758),
     },
-    (2, 64): {
+    2: {
         64: Cost(4.06, 0.87, 0.432),
         72: Cost(4.08, 1.18, 0.520),
         80: Cost(3.79, 1.06, 0.541),
         128: Cost(2.7, 1.60, 0.730),
     },
-    (2, 128): {64: Cost(4.97, 0.81, 1.033), 72: Cost(4.32, 1.96, 1.077), 80: Cost(4.14, 1.72, 1.084)},
-    (3, 64): {64: Cost(4.70, 1.33, 0.648), 72: Cost(4.80, 1.99, 0.737), 80: Cost(4.67, 1.97, 0.767)},
+    3: {64: Cost(4.70, 1.33, 0.648), 72: Cost(4.80, 1.99, 0.737), 80: Cost(4.67, 1.97, 0.767)},
 }
 TIMED_TO = {TINY: 512, SMALL_WIDE: 1024}  # tokens of the longest frame that it was timed with, where that is few
 
 
 def microseconds(config: HopperAttentionConfig, frames: int, length: int, heads: int, head_dim: int, sms: int) -> float:
     """Of `frames` frames of `length` tokens, expected."""
-    cost = COSTS[config.consumers, config.block_n][head_dim]
+    cost = COSTS[config.consumers][head_dim]
     tiles = frames * -(-length // config.block_m) * heads
     rounds = -(-tiles // (config.ctas * sms)) * (1 / config.ctas if tiles <= sms else 1.0)
-    return cost.launch + rounds * (cost.tile + cost.step * -(-length // config.block_n))
+    return cost.launch + rounds * (cost.tile + cost.step * -(-length // BLOCK_N))
 
 
 def two_lists(rows: int, head_dim: int) -> bool:
-    """Whether a budget's long and short frames have a list of tiles each, and a schedule of their own.
+    """Whether long and short frames of a budget have a list of tiles and a schedule each.
 
-    Heads of 64 later: one schedule is the best for 64 x 256, 16 x 1024 and 1 x 16384.
+    Heads of 64 from larger budgets on: one schedule is the best for 64 x 256, 16 x 1024 and 1 x 16384.
     """
     return rows >= (TWO_LISTS_OF_64 if head_dim == 64 else TWO_LISTS)
 
@@ -309,17 +276,17 @@ def contents(rows: int, kind: str) -> list[tuple[int, int]]:
 
 
 def in_order(config: HopperAttentionConfig, rows: int, heads: int, head_dim: int, kind: str) -> HopperAttentionConfig:
-    """`config` with a few heads of every tile walked before the next ones where keys and values of all exceed L2.
+    """`config`, with a few heads of every tile walked before the next heads where keys and values of all exceed L2.
 
-    By turns, each of which finds the GPU's clock up, that gives nothing; under load without a pause, as a batch of that
-    size is, 3 to 5 % of one long frame, as fetching costs power (docs/hopper-attention.md). So no tuner chooses it.
+    Loads from memory cost power: under sustained load 3 to 5 % of attention with one long frame. A tuner does not
+    choose it, since with pauses between launches, each at full clock, it makes no difference.
     """
     long = kind in (ALL_FRAMES, LONG_FRAMES) and 4 * rows * heads * head_dim > KEPT_BYTES
-    return replace(config, together=HEADS_AT_A_TIME if long else 0)
+    return replace(config, together=HEADS_TOGETHER if long else 0)
 
 
 def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
-    """Those to choose from."""
+    """The schedules that the heuristic chooses from."""
     if head_dim == 128:
         return SMALL_WIDE, WIDE
     if head_dim == 64:
@@ -330,7 +297,7 @@ def schedules(head_dim: int) -> tuple[HopperAttentionConfig, ...]:
 def hopper_attention_config(
     rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target, kind: str = ALL_FRAMES
 ) -> HopperAttentionConfig | None:
-    """The form for varlen attention over `rows` packed tokens (a budget), or None where it cannot run or was not timed.
+    """The schedule for varlen attention over `rows` packed tokens (a budget); None where it cannot run or has no costs.
 
     Lengths are not known here: of the schedules timed with frames as long as any of `contents`, the one that is nearest
     to the best of each, on average, one picture counting for more.
@@ -356,6 +323,6 @@ def hopper_attention_config(
 def hopper_attention_proposals(
     rows: int, heads: int, head_dim: int, dtype: torch.dtype, target: Target, kind: str = ALL_FRAMES
 ) -> list[HopperAttentionConfig]:
-    """What is worth timing for such a budget."""
+    """Schedules worth timing: `hopper_attention_candidates`, with the arguments of `hopper_attention_config`."""
     proposed = hopper_attention_candidates(head_dim, dtype, target)
     return [in_order(config, rows, heads, head_dim, kind) for config in proposed]

@@ -1,29 +1,44 @@
-"""Tile shapes and schedules of `kernels.hopper.linear`, and the pure heuristic that chooses them."""
+"""Tiles and schedules of the Hopper GEMM, the cost model of both Hopper GEMMs, and the heuristic that chooses by it.
+
+    us = launch + max(rounds steps step, weights / memory) + traffic + rounds end
+
+rounds = ceil(tiles / SMs), steps = ceil(K / 64). `step` and `end` are a tile's: a step of K, and what follows the
+last one; in ping-pong all ends but the last are hidden under the other consumer's steps.
+"""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from fusedvit.kernels.hopper import gluon_compat
-from fusedvit.kernels.hopper.attention_configs import USE_PDL
-from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, SPLITS, Target, parts_at_once
+from fusedvit.kernels.hopper.gluon_compat import USE_PDL
+from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target
 
-CHUNK = 64  # columns that go through the epilogue at a time; K of a step
+CHUNK = 64  # columns of a step of the epilogue; K of a step of the main loop
 ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
 KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu", "swiglu"}
-# Epilogues that have run on an H200 and were right, in bf16 and fp16. With any other the tuner may choose this form, as
-# it compares each candidate with the twin; the heuristic leaves it to plain Triton.
+# Epilogues that ran on an H200 and were right, in bf16 and fp16. The tuner may choose this backend for others, as it
+# compares each candidate with the reference; the heuristic leaves those to plain Triton.
 PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
     "norm+quick_gelu", "stats", "rms",
 )  # fmt: skip
-# What begins early, with `USE_PDL`, up to how many rows, by the first that an epilogue has: not the first layer, before
-# which the count is written. Of long launches those with a residual, a block's short ones (docs/hopper.md).
+# Rows up to which a launch uses PDL, by the first of these that its epilogue has. A tower's first layer never does: the
+# launch before it writes the row count. Of long launches only those with a residual gain (docs/kernels.md).
 PDL_ROWS = {"residual": math.inf, "rope": PDL_MAX_ROWS, "norm": 3072, "rms": 3072}
-CONTENTS = (0.88, 1.0)  # shares of a budget that it is judged by; the tuner asks nearer to full where budgets are dense
+CONTENTS = (0.88, 1.0)  # shares of a row budget that a choice is judged by
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """Microseconds of a tile: a step of K, and its end; `hidden`: only the last tile's end takes time."""
+
+    step: float
+    end: float
+    hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,22 +46,20 @@ class HopperGemmConfig:
     """Tile and schedule of one launch.
 
     Attributes:
-        rows: rows of a consumer's part of a tile, 64 or 128.
+        rows: rows of one consumer, 64 or 128.
         cols: columns of a tile: 64, 128, 192 (two accumulators, 128 + 64) or 256.
-        consumers: warpgroups that share a tile (2 or 3); 1 for ping-pong, two consumers with a tile each.
-        stages: depth of the operand ring.
-        splits: parts of K that a tile's product is cut into, each a CTA's, 1 to 8.
-        max_programs: bounds the persistent grid; a split product has a CTA per part instead.
-        group_m: tile rows that are walked together, so that weights stay in L2.
-        pdl: start before the previous launch has ended, as far as weights go (programmatic dependent launch). The
-            previous launch must not be what writes `num_rows`. Saves 1 to 2 us a launch: see `USE_PDL`.
+        consumers: warpgroups that share a tile (2 or 3); 1 for ping-pong: two consumers, with tiles of their own.
+        stages: depth of the operand pipeline.
+        max_programs: bound of the persistent grid.
+        group_m: tile rows that are walked together, which keeps weights in L2.
+        pdl: begin before the previous launch has ended (programmatic dependent launch). The previous launch must not
+            be the one that writes `num_rows`.
     """
 
     rows: int
     cols: int
     consumers: int
     stages: int
-    splits: int = 1
     max_programs: int = 132
     group_m: int = 8
     pdl: bool = False
@@ -58,12 +71,12 @@ class HopperGemmConfig:
 
     @property
     def block_n(self) -> int:
-        """Columns of a part of the row statistics: a tile's, or a chunk's where a tile's chunks end in several CTAs."""
-        return self.cols if self.splits == 1 else CHUNK
+        """Columns of a part of the row statistics."""
+        return self.cols
 
     @property
     def x_in_registers(self) -> bool:
-        """Whether consumers read x once for both accumulators: two products would read it from shared memory twice."""
+        """Whether consumers load x into registers, once for both accumulators."""
         return self.cols == 192 and self.consumers > 1
 
     @property
@@ -76,27 +89,16 @@ class HopperGemmConfig:
         """See `warpgroups`."""
         return warpgroups(self.consumers)
 
-    @property
-    def cells(self) -> int:
-        """Chunks of a tile, over its consumers: what the parts of a split product share out at the end."""
-        return self.consumers * self.cols // CHUNK
-
     def shared_bytes(self) -> int:
-        """Shared memory in bytes for 16-bit operands: the ring; per consumer a staged output tile and two vectors of
-        fp32; barriers."""
-        ring = self.stages * (self.block_m + self.cols) * CHUNK
+        """Shared memory in bytes: the pipeline; of each consumer an output tile and two fp32 vectors; barriers."""
+        pipeline = self.stages * (self.block_m + self.cols) * CHUNK
         vectors = 2 * 4 * vector_width(self.cols)
         own = self.warpgroups * (2 * self.rows * self.cols + vectors)
-        return 2 * ring + own + 8 * (2 * self.stages + 2 * self.warpgroups + 2)
+        return 2 * pipeline + own + 8 * (2 * self.stages + 2 * self.warpgroups + 2)
 
     def tiles(self, rows: int, n: int) -> int:
         """Tiles of an output of `rows` rows and `n` columns."""
         return -(-rows // self.block_m) * -(-n // self.cols)
-
-    def scratch_sizes(self, rows: int, n: int) -> tuple[int, int]:
-        """Partial sums and counters that a split product of `rows` rows and `n` columns needs room for."""
-        tiles = self.tiles(rows, n)
-        return tiles * self.splits * self.block_m * self.cols, tiles * self.consumers
 
     def constants(self) -> dict[str, int | bool]:
         """The kernel's compile-time arguments, in its order."""
@@ -107,30 +109,36 @@ class HopperGemmConfig:
             "BN2": narrow,
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
-            "SPLITS": self.splits,
             "GROUP_M": self.group_m,
             "X_IN_REGISTERS": self.x_in_registers,
         }
+
+    def tile_cost(self) -> TileCost:
+        """For `product_us`; a tile that was not timed takes forever."""
+        step = _STEP_US.get((self.rows, self.cols, self.consumers), math.inf)
+        if self.consumers == 1:
+            return TileCost(step, _PING_PONG_END_US, hidden=True)
+        return TileCost(step, _COOPERATIVE_END_US + CELL_END_US * cells_of(self.block_m, self.cols))
 
     def options(self) -> dict[str, int]:
         """Launch options. Registers are bounded so that `warp_specialize` can hand them out anew."""
         return {"num_warps": 4, "maxnreg": 128 if self.consumers == 3 else 168, "launch_pdl": self.pdl}
 
 
-# Both of the kernel, too, where such functions call none but builtins.
+# The kernel calls both: functions of a kernel may call builtins only.
 def warpgroups(consumers: int) -> int:
     """Consumer warpgroups of a CTA."""
     return max(2, consumers)
 
 
 def vector_width(cols: int) -> int:
-    """Columns that a tile's vectors have room for: a power of two, as they are loaded at once."""
+    """Columns of a tile's bias and column sums, rounded up to a power of two."""
     return 1 << (cols - 1).bit_length()
 
 
 def wrong_hopper_gemm(config: HopperGemmConfig, target: Target, dtype: torch.dtype) -> str:
     """Why `config` cannot run on `target`, or ""."""
-    for name, allowed in (("rows", ROWS), ("cols", COLS), ("consumers", CONSUMERS), ("splits", SPLITS)):
+    for name, allowed in (("rows", ROWS), ("cols", COLS), ("consumers", CONSUMERS)):
         if getattr(config, name) not in allowed:
             return f"{name} must be one of {allowed}, got {getattr(config, name)}"
     if config.stages < 2 or config.group_m < 1 or config.max_programs < 1:
@@ -142,113 +150,84 @@ def wrong_hopper_gemm(config: HopperGemmConfig, target: Target, dtype: torch.dty
     return ""
 
 
-Costed = tuple[HopperGemmConfig, float, float, float]
-
-# Configurations with what a step of K, a round of tiles and a launch cost in us, fitted to an H200 (bf16, 56 to 16384
-# rows; in ping-pong a tile's end hides under the next, but for the last's, which the launch's share holds): off by 6 %
-# (rms); how far what they choose is from the best is in tests/kernels/linear_times.py.
-_MEASURED: tuple[Costed, ...] = (
-    (HopperGemmConfig(128, 128, 1, 4), 0.363, 0.2, 3.8),
-    (HopperGemmConfig(64, 192, 1, 5), 0.291, 0.35, 3.7),
-    (HopperGemmConfig(64, 128, 1, 6), 0.199, 0.25, 3.5),
-    (HopperGemmConfig(64, 64, 1, 8), 0.141, 0.05, 3.2),
-    (HopperGemmConfig(64, 256, 2, 3), 0.662, 3.15, 1.9),
-    (HopperGemmConfig(64, 192, 2, 4), 0.475, 2.8, 2.35),
-    (HopperGemmConfig(64, 192, 3, 3), 0.745, 3.5, 2.05),
-    (HopperGemmConfig(64, 128, 3, 4), 0.482, 2.95, 1.65),
-    (HopperGemmConfig(64, 128, 2, 5), 0.343, 2.2, 2.0),
+# Tiles, and what a step of K of each takes in us on an H200 (bf16).
+_TILES: tuple[tuple[HopperGemmConfig, float], ...] = (
+    (HopperGemmConfig(128, 128, 1, 4), 0.363),
+    (HopperGemmConfig(64, 192, 1, 5), 0.291),
+    (HopperGemmConfig(64, 128, 1, 6), 0.199),
+    (HopperGemmConfig(64, 64, 1, 8), 0.141),
+    (HopperGemmConfig(64, 256, 2, 3), 0.662),
+    (HopperGemmConfig(64, 192, 2, 4), 0.475),
+    (HopperGemmConfig(64, 192, 3, 3), 0.745),
+    (HopperGemmConfig(64, 128, 3, 4), 0.482),
+    (HopperGemmConfig(64, 128, 2, 5), 0.343),
 )
-
-
-def tile_of(config: HopperGemmConfig) -> tuple[int, int, int]:
-    """What its costs go by."""
-    return config.rows, config.cols, config.consumers
-
-
-_COSTS = {tile_of(config): costs for config, *costs in _MEASURED}
-# What it costs parts to meet, and each [64, 64] that a part gives away: this by towers of 196 to 1296 rows since sums
-# travel in the order that threads hold them, not by the fit, which gave 1.5 before.
-_LONG_K, _MEETING_US, _CELL_US = 2048, 0.5, 1.0
-# Of each [64, 64] of a tile: erf where nothing hides it, position taps in every round, as memory is what they wait for.
-_ERF_US, _TAPS_US = 1.15, 1.15
-# erf where a tile is shared by consumers and ended by nobody else, as much of it is in what a round costs: by mergers'
-# first layers of up to 3072 rows. Of more the tuner took other tiles, as power is what bounds them.
-_ERF_ROWS = 3072
-_SHARED_ERF_US = {(64, 256, 2): 0.1, (64, 192, 2): 0.6, (64, 192, 3): 0.1, (64, 128, 3): 0.35, (64, 128, 2): 0.1}
-# Bytes/us, of weights, or of the share of x, residual and output that nothing hides; us from asking for a step's
-# operands to landing.
-_MEMORY, _SHOWN, _LATENCY_US = 3.12e6, 0.4, 1.06
+_STEP_US = {(config.rows, config.cols, config.consumers): step_us for config, step_us in _TILES}
+# The rest of the cost model, in us: ends of tiles; of a cell of [64, 64] its end, erf and position taps; a launch; from
+# a load to its landing; an MB of operands through L2; and bytes a us of weights from memory. Fitted to timings of an
+# H200 (tests/kernels/gemm_times.py) and to a finer model of each GEMM, by whose own estimate the GEMMs of a tower take
+# 0.12 % longer as chosen here than as chosen by them, 0.8 % at most (Qwen3-VL 8B and 2B, 64 to 25088 patches).
+_PING_PONG_END_US, _COOPERATIVE_END_US = 1.49, 3.0
+CELL_END_US, _CELL_ERF_US, _CELL_TAPS_US = 0.035, 0.48, 0.93
+_LAUNCH_US, _LANDING_US, _TRAFFIC_MB_US, _MEMORY = 0.73, 1.03, 0.0146, 3.13e6
 
 
 @lru_cache(maxsize=4096)
 def hopper_gemm_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
 ) -> HopperGemmConfig | None:
-    """The configuration that takes least time for a `[rows, k] x [n, k]` product; None where it is plain Triton's.
+    """The fastest configuration of a `[rows, k] x [n, k]` product by `mean_us`; None where it is left to plain Triton.
 
     Args:
-        rows: row budget; the least mean over `CONTENTS` of it wins.
+        rows: row budget.
         n: output features.
         k: input features.
         dtype: operand dtype.
         target: the device.
-        kind: what follows the product, as in `forms.Key`.
+        kind: the epilogue, as in `backends.Key`.
     """
     if target.capability != 90 or dtype.itemsize != 2 or kind not in PROVEN or not supports(n, k, kind):
         return None
-    found = [c for c in _candidates(rows, n, k, target) if not spills(c, kind)]
-    best = min(
-        (c for c in found if not wrong_hopper_gemm(c, target, dtype)),
-        key=lambda c: hopper_gemm_mean_us(c, rows, n, k, kind),
-    )
-    return _scheduled(best, rows, kind)
-
-
-def _scheduled(config: HopperGemmConfig, rows: int, kind: str) -> HopperGemmConfig:
-    """`config` with what it does for its neighbours in time."""
-    return replace(config, pdl=uses_pdl(rows, kind))
+    found = [c for c in hopper_gemm_candidates(rows, n, k, target, kind) if not wrong_hopper_gemm(c, target, dtype)]
+    return min(found, key=lambda config: mean_us(config, rows, n, k, target, kind))
 
 
 def uses_pdl(rows: int, kind: str) -> bool:
-    """Whether a product of `rows` rows followed by `kind` begins before the previous launch has ended."""
+    """Whether a launch over `rows` rows with the epilogue `kind` uses programmatic dependent launch."""
     epilogue = kind.split("+")
     return USE_PDL and rows <= next((most for what, most in PDL_ROWS.items() if what in epilogue), 0)
 
 
-def mean_over_contents(us: Callable[[int], float], rows: int) -> float:
-    """The mean of what `us` says of the contents that a budget of `rows` is judged by."""
-    held = [us(int(share * rows)) for share in CONTENTS]
-    return sum(held) / len(held)
+def cells_of(rows: int, cols: int) -> float:
+    """Size of a tile in cells of [64, 64]."""
+    return rows * cols / CHUNK**2
 
 
-def hopper_gemm_mean_us(config: HopperGemmConfig, rows: int, n: int, k: int, kind: str) -> float:
-    """`hopper_gemm_us` as a budget of `rows` is judged by."""
-    return mean_over_contents(lambda content: hopper_gemm_us(config, content, n, k, kind), rows)
+def product_us(config: Any, rows: int, n: int, k: int, target: Target, kind: str) -> float:
+    """Time of a `[rows, k] x [n, k]` product by the cost model, in us. `config`: of either Hopper GEMM."""
+    cost, epilogue, cells = config.tile_cost(), set(kind.split("+")), cells_of(config.block_m, config.cols)
+    tiles, steps = config.tiles(max(1, rows), n), -(-k // CHUNK)
+    rounds = -(-tiles // target.num_sms)
+    step = max(cost.step, _LANDING_US / (config.stages - 1))
+    main = max(rounds * steps * step, 2 * n * k / _MEMORY)
+    traffic = tiles * steps * (config.block_m + config.cols) * 2 * CHUNK * 1e-6
+    end = cost.end + cells * _CELL_ERF_US * ("gelu" in epilogue)
+    ends = end * (1 if cost.hidden else rounds) + _CELL_TAPS_US * cells * rounds * ("taps" in epilogue)
+    return _LAUNCH_US + main + _TRAFFIC_MB_US * traffic + ends
 
 
-def hopper_gemm_us(config: HopperGemmConfig, rows: int, n: int, k: int, kind: str = "") -> float:
-    """What a `[rows, k] x [n, k]` product takes by the costs of its parts, in us; inf for a tile without any."""
-    step_us, round_us, launch_us = _COSTS.get(tile_of(config), (float("inf"),) * 3)
-    tiles, epilogue = config.tiles(max(1, rows), n), set(kind.split("+"))
-    rounds = -(-tiles * config.splits // config.max_programs)
-    steps = rounds * -(-k // CHUNK) / config.splits
-    main = max(steps * max(step_us, _LATENCY_US / (config.stages - 1)), 2 * n * k / _MEMORY)
-    moved = 2 * rows * (k + n * (2 if "residual" in epilogue else 1)) * _SHOWN / _MEMORY
-    shown = 1 if config.consumers == 1 else rounds  # rounds whose end nothing hides
-    cells = config.block_m * config.cols / CHUNK**2
-    erf_us = _SHARED_ERF_US.get(tile_of(config), _ERF_US) if config.splits == 1 and rows <= _ERF_ROWS else _ERF_US
-    after = cells / config.splits * (erf_us * shown * ("gelu" in epilogue) + _TAPS_US * rounds * ("taps" in epilogue))
-    meeting = _MEETING_US + cells * (1 - 1 / config.splits) * _CELL_US if config.splits > 1 else 0.0
-    return main + moved + rounds * round_us + launch_us + meeting + after
+def mean_us(config: Any, rows: int, n: int, k: int, target: Target, kind: str) -> float:
+    """The mean of `product_us` over what a budget of `rows` may hold."""
+    return sum(product_us(config, int(share * rows), n, k, target, kind) for share in CONTENTS) / len(CONTENTS)
 
 
 def supports(n: int, k: int, kind: str) -> bool:
-    """Whether a product of this shape may be followed by `kind`: see `linear.unsupported`."""
+    """Whether the kernel can run a product of this shape with the epilogue `kind`: see `gemm.unsupported`."""
     parts = set(kind.split("+"))
     whole = n % CHUNK == 0 or "stats" not in parts
-    turned = "rope" not in parts or n % (3 * CHUNK // 2) == 0
+    rotary = "rope" not in parts or n % (3 * CHUNK // 2) == 0
     gated = "swiglu" not in parts or (parts <= {"norm", "rms", "bias", "swiglu"} and n % 16 == 0)
-    return parts <= KINDS and k >= 2 * CHUNK and whole and turned and gated
+    return parts <= KINDS and k >= 2 * CHUNK and whole and rotary and gated
 
 
 def spills(config: HopperGemmConfig, kind: str) -> bool:
@@ -256,22 +235,12 @@ def spills(config: HopperGemmConfig, kind: str) -> bool:
     parts, three = set(kind.split("+")), config.consumers == 3
     taps = "taps" in parts and (config.rows > 64 or three)
     residual = gluon_compat.NEEDS_MORE_REGISTERS and "residual" in parts and three and not config.x_in_registers
-    wide = config.rows > 64 or (gluon_compat.NEEDS_MORE_REGISTERS and config.cols > 192)
-    return taps or residual or (wide and config.splits > 2)
-
-
-def _candidates(rows: int, n: int, k: int, target: Target) -> list[HopperGemmConfig]:
-    """`_MEASURED` for this device, and some in parts of a long K where all of them run at once."""
-    found = [replace(config, max_programs=target.num_sms) for config, *_ in _MEASURED]
-    for config in [c for c in found if c.consumers < 3] if k >= _LONG_K else []:  # three have no registers for it
-        counts = parts_at_once(config.tiles(rows, n), config.block_m * config.cols, target)
-        found += [replace(config, splits=count) for count in counts]
-    return found
+    return taps or residual
 
 
 def hopper_gemm_candidates(rows: int, n: int, k: int, target: Target, kind: str) -> list[HopperGemmConfig]:
-    """What a tuner may try."""
+    """Configurations worth timing; arguments as of `hopper_gemm_config`."""
     if not supports(n, k, kind):
         return []
-    found = _candidates(rows, n, k, target)
-    return [_scheduled(config, rows, kind) for config in found if not spills(config, kind)]
+    found = [replace(c, max_programs=target.num_sms, pdl=uses_pdl(rows, kind)) for c, _ in _TILES]
+    return [config for config in found if not spills(config, kind)]

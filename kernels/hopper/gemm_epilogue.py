@@ -1,19 +1,32 @@
-"""What a consumer does with its accumulator, 64 columns at a time, in the layout that the product leaves it in.
+"""The epilogue that both Hopper GEMMs share: norm, bias, taps, rotary, activation, residual, row statistics.
 
-In that layout a thread holds columns 8g + 2q and 8g + 2q + 1 (g < 8, q its place in a group of four) of two rows in
-every 16: a rotary pair is in one thread, and so are the mean and M2 of a part of the row statistics.
+An accumulator goes through it 64 columns at a time, in the layout that WGMMA leaves it in: a thread holds columns
+8g + 2q and 8g + 2q + 1 (g < 8, q its index in a group of four) of two rows in every 16. So a rotary pair is in one
+thread, and so are the mean and M2 of a part of the row statistics.
+
+The last functions are the host's: compile-time constants and TMA descriptors of an `Epilogue`.
 """
 
+from typing import Any
+
+import torch
 import triton.language as tl
 
-from fusedvit.kernels.hopper.gluon_compat import gl, gluon, record, reinterpret
+from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.hopper.gemm_configs import CHUNK
+from fusedvit.kernels.hopper.gluon_compat import TensorDescriptor, gl, gluon, record, reinterpret
+from fusedvit.kernels.tma import rows_behind
 
-SPREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a value a thread of a warpgroup
+SPREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one value a thread of a warpgroup
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one value after another
+PACKED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # 32 packed cos/sin a row
+LINES = gl.NVMMASharedLayout(128, 16, 2)  # 64 values of 16 bits a row, swizzled
+HALF_LINES = gl.NVMMASharedLayout(64, 16, 2)  # 32 values: the output of swiglu
 
 
 @record
-class Tail:
-    """What follows the product (see `kernels.epilogue`). An absent tensor is stood in for by one that nobody reads."""
+class EpilogueArgs:
+    """Arguments of the epilogue (see `kernels.epilogue`). In place of an absent tensor stands one that is not read."""
 
     bias_ptr: gl.tensor  # [N]
     colsum_ptr: gl.tensor  # [N] fp32
@@ -40,14 +53,14 @@ class Tail:
 
 
 @gluon.constexpr_function
-def _channels(start, count, parts, width, length):
+def channels_of(start, count, parts, width, length):
     """Channels in parts start ... start + count - 1."""
     per_length = -(-length // width)
     return sum(min(length - p % per_length * width, width) for p in range(start, min(start + count, parts)))
 
 
 @gluon.jit
-def _chan(count, mean, m2, more, more_mean, more_m2):
+def merge_moments(count, mean, m2, more, more_mean, more_m2):
     """Moments of `count` channels merged with those of `more` (Chan, Golub and LeVeque, 1979)."""
     total = count + more
     delta = more_mean - mean
@@ -57,20 +70,20 @@ def _chan(count, mean, m2, more, more_mean, more_m2):
 
 
 @gluon.jit
-def _read_parts(tail, rows, start: gl.constexpr, PAIRS: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr):
+def _read_parts(epi, rows, start: gl.constexpr, PAIRS: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr):
     """(channels, mean, M2) of parts start ... start + PAIRS - 1 of `rows`."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PAIRS, 16])
-    PER_LENGTH: gl.constexpr = (tail.IN_LENGTH + tail.IN_WIDTH - 1) // tail.IN_WIDTH
-    COUNT: gl.constexpr = _channels(start, PAIRS, tail.IN_PARTS, tail.IN_WIDTH, tail.IN_LENGTH)
+    PER_LENGTH: gl.constexpr = (epi.IN_LENGTH + epi.IN_WIDTH - 1) // epi.IN_WIDTH
+    COUNT: gl.constexpr = channels_of(start, PAIRS, epi.IN_PARTS, epi.IN_WIDTH, epi.IN_LENGTH)
     rows = gl.convert_layout(rows, gl.SliceLayout(1, L), assert_trivial=True)
     offs = gl.expand_dims(gl.arange(0, 2 * PAIRS, gl.SliceLayout(0, L)), 0)
-    ptrs = tail.stats_in_ptr + 2 * start + gl.expand_dims(rows * (2 * tail.IN_PARTS), 1) + offs
-    both = gl.load(ptrs, mask=offs < 2 * (tail.IN_PARTS - start), other=0.0)
+    ptrs = epi.stats_in_ptr + 2 * start + gl.expand_dims(rows * (2 * epi.IN_PARTS), 1) + offs
+    both = gl.load(ptrs, mask=offs < 2 * (epi.IN_PARTS - start), other=0.0)
     mean, m2 = both.reshape([BM, PAIRS, 2]).split()  # [BM, PAIRS]
     P: gl.constexpr = mean.type.layout
     part = start + gl.arange(0, PAIRS, gl.SliceLayout(0, P))
-    size = gl.minimum(tail.IN_LENGTH - (part % PER_LENGTH) * tail.IN_WIDTH, tail.IN_WIDTH)
-    size = gl.expand_dims(gl.where(part < tail.IN_PARTS, size, 0).to(gl.float32), 0)
+    size = gl.minimum(epi.IN_LENGTH - (part % PER_LENGTH) * epi.IN_WIDTH, epi.IN_WIDTH)
+    size = gl.expand_dims(gl.where(part < epi.IN_PARTS, size, 0).to(gl.float32), 0)
     total_mean = gl.sum(mean * size, 1) * (1.0 / COUNT)
     spread = mean - gl.expand_dims(total_mean, 1)
     total_m2 = gl.sum(m2 + size * spread * spread, 1)
@@ -79,83 +92,82 @@ def _read_parts(tail, rows, start: gl.constexpr, PAIRS: gl.constexpr, BM: gl.con
 
 
 @gluon.jit
-def _read_moments(tail, rows, BM: gl.constexpr, ROWS: gl.constexpr):
+def read_moments(epi, rows, BM: gl.constexpr, ROWS: gl.constexpr):
     """(mean, 1 / sqrt(var + eps)) of `rows`, merged from up to 16 parts at a time; of an RMSNorm (any, 1 / rms)."""
-    PAIRS: gl.constexpr = 8 if tail.IN_PARTS <= 8 else 16
-    count, mean, m2 = _read_parts(tail, rows, 0, PAIRS, BM, ROWS)
-    for start in gl.static_range(PAIRS, tail.IN_PARTS, PAIRS):
-        more, more_mean, more_m2 = _read_parts(tail, rows, start, PAIRS, BM, ROWS)
-        count, mean, m2 = _chan(count, mean, m2, more, more_mean, more_m2)
+    PAIRS: gl.constexpr = 8 if epi.IN_PARTS <= 8 else 16
+    count, mean, m2 = _read_parts(epi, rows, 0, PAIRS, BM, ROWS)
+    for start in gl.static_range(PAIRS, epi.IN_PARTS, PAIRS):
+        more, more_mean, more_m2 = _read_parts(epi, rows, start, PAIRS, BM, ROWS)
+        count, mean, m2 = merge_moments(count, mean, m2, more, more_mean, more_m2)
     square = m2 / count
-    if not tail.CENTRED:
+    if not epi.CENTRED:
         square += mean * mean
-    return mean, gl.rsqrt(square + tail.EPS)
+    return mean, gl.rsqrt(square + epi.EPS)
 
 
 @gluon.jit
-def _load_columns(ptr, tail, col0, COUNT: gl.constexpr):
+def _load_columns(ptr, epi, col0, COUNT: gl.constexpr):
     """COUNT columns of a vector as fp32, spread over a warpgroup; 0 past the last."""
     cols = col0 + gl.arange(0, COUNT, SPREAD)
-    return gl.load(ptr + cols, mask=cols < tail.N, other=0.0).to(gl.float32)
+    return gl.load(ptr + cols, mask=cols < epi.N, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def _load_vectors(tail, col0, COUNT: gl.constexpr):
-    """(bias, colsum) of a tile, asked for before the main loop, which hides their latency."""
+def load_vectors(epi, col0, COUNT: gl.constexpr):
+    """(bias, colsum) of a tile, loaded before the main loop, which hides their latency."""
     none = gl.zeros([COUNT], gl.float32, SPREAD)
-    bias = _load_columns(tail.bias_ptr, tail, col0, COUNT) if tail.HAS_BIAS else none
-    colsum = _load_columns(tail.colsum_ptr, tail, col0, COUNT) if tail.IN_PARTS > 0 and tail.CENTRED else none
+    bias = _load_columns(epi.bias_ptr, epi, col0, COUNT) if epi.HAS_BIAS else none
+    colsum = _load_columns(epi.colsum_ptr, epi, col0, COUNT) if epi.IN_PARTS > 0 and epi.CENTRED else none
     return bias, colsum
 
 
 @gluon.jit
-def _keep_vectors(tail, places, first: gl.constexpr, vectors):
-    """Into shared memory, for every chunk: a load from farther away would be waited for at the chunk's next fence."""
+def store_vectors(epi, smem, first: gl.constexpr, vectors):
+    """Into shared memory, once a tile: the fence of each chunk would wait for a load from global memory."""
     bias, colsum = vectors
-    if tail.HAS_BIAS:
-        places.index(first).store(bias)
-    if tail.IN_PARTS > 0 and tail.CENTRED:
-        places.index(first + 1).store(colsum)
+    if epi.HAS_BIAS:
+        smem.index(first).store(bias)
+    if epi.IN_PARTS > 0 and epi.CENTRED:
+        smem.index(first + 1).store(colsum)
 
 
 @gluon.jit
-def _unpack(word):
-    """(cos, sin) from the 16-bit fixed-point halves of a word: u -> u / 32768 - 1, exact in fp32."""
+def unpack_cos_sin(packed):
+    """(cos, sin) from 16-bit fixed-point halves: u -> u / 32768 - 1, exact in fp32."""
     return gl.inline_asm_elementwise(
         """{ .reg .b32 t;
         prmt.b32 t, $2, 0x4B000000, 0x7410; fma.rn.f32 $0, t, 0f38000000, 0fC3808000;
         prmt.b32 t, $2, 0x4B000000, 0x7432; fma.rn.f32 $1, t, 0f38000000, 0fC3808000; }""",
-        "=f,=f,r", [word], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+        "=f,=f,r", [packed], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _rotate_pairs(x, chunk, BM: gl.constexpr):
-    """(a, b) -> (a cos - b sin, b cos + a sin); `chunk` holds the 32 pairs' words [BM, 32] where bf16 will stand."""
+    """(a, b) -> (a cos - b sin, b cos + a sin); `chunk` holds packed cos/sin [BM, 32], later the output."""
     a, b = x.reshape([BM, 32, 2]).split()
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    cos, sin = _unpack(reinterpret(chunk, gl.int32, [BM, 32], WORDS).load(a.type.layout))
+    cos, sin = unpack_cos_sin(reinterpret(chunk, gl.int32, [BM, 32], PACKED).load(a.type.layout))
     return gl.join(a * cos - b * sin, b * cos + a * sin).reshape([BM, 64])
 
 
 @gluon.jit
-def _add_taps(x, tail, rows, col0, L: gl.constexpr):
+def _add_taps(x, epi, rows, col0, L: gl.constexpr):
     cols = gl.expand_dims(col0 + gl.arange(0, 64, gl.SliceLayout(0, L)), 0)
-    for i in gl.static_range(tail.TAPS):
-        index = gl.load(tail.tap_index_ptr + rows * tail.TAPS + i).to(gl.int64)  # [BM]
-        weight = gl.load(tail.tap_weight_ptr + rows * tail.TAPS + i)
-        ptrs = tail.table_ptr + gl.expand_dims(index * tail.N, 1) + cols
-        if tail.N % 64 == 0:
+    for i in gl.static_range(epi.TAPS):
+        index = gl.load(epi.tap_index_ptr + rows * epi.TAPS + i).to(gl.int64)  # [BM]
+        weight = gl.load(epi.tap_weight_ptr + rows * epi.TAPS + i)
+        ptrs = epi.table_ptr + gl.expand_dims(index * epi.N, 1) + cols
+        if epi.N % 64 == 0:
             row = gl.load(ptrs)
         else:
-            row = gl.load(ptrs, mask=cols < tail.N, other=0.0)
+            row = gl.load(ptrs, mask=cols < epi.N, other=0.0)
         x += gl.expand_dims(weight, 1) * row.to(gl.float32)
     return x
 
 
 @gluon.jit
 def _tanh(x):
-    """The hardware's tanh, right to 2^-11: less than bf16 rounds."""
+    """The hardware's tanh, off by up to 2^-11, which is less than bf16 rounds."""
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -181,7 +193,7 @@ def _gelu_erf(x):
 
 
 @gluon.jit
-def _activate(x, ACT: gl.constexpr, dtype: gl.constexpr):
+def activate(x, ACT: gl.constexpr, dtype: gl.constexpr):
     """The activation on fp32 values; x sigmoid(2u) = (x + x tanh(u)) / 2."""
     if ACT == "none":
         return x
@@ -214,53 +226,56 @@ def _gate_pairs(x, LIMIT: gl.constexpr, BM: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _normed(x, tail, bias, colsum, mean, rstd, ROWS: gl.constexpr):
+def apply_norm(x, epi, bias, colsum, mean, rstd, ROWS: gl.constexpr):
     """Norm and bias on sums whose rows are along axis ROWS, and features along the other."""
-    if tail.IN_PARTS > 0:
-        if tail.CENTRED:
+    if epi.IN_PARTS > 0:
+        if epi.CENTRED:
             x = x - gl.expand_dims(mean, 1 - ROWS) * gl.expand_dims(colsum, ROWS)
         x = x * gl.expand_dims(rstd, 1 - ROWS)
-    if tail.HAS_BIAS:
+    if epi.HAS_BIAS:
         x = x + gl.expand_dims(bias, ROWS)
     return x
 
 
 @gluon.jit
-def _finish(x, tail, vectors, mean, rstd, chunk, rows, col0, BM: gl.constexpr, L: gl.constexpr, dtype: gl.constexpr):
-    """Everything between the product and rounding, on the chunk at `col0`; `chunk` holds what the producer brought.
+def finish_chunk(
+    x, epi, vectors, mean, rstd, chunk, rows, col0, BM: gl.constexpr, L: gl.constexpr, dtype: gl.constexpr
+):
+    """The epilogue of the chunk at `col0`, up to rounding; `chunk` holds the residual or packed cos/sin.
 
-    Of swiglu half as many columns come back.
+    Swiglu returns half as many columns.
     """
     bias, colsum = vectors
-    x = _normed(x, tail, bias, colsum, mean, rstd, 0)
-    if tail.TAPS > 0:
-        x = _add_taps(x, tail, rows, col0, L)
-    if tail.ROPE_COLS > 0:
-        if col0 < tail.ROPE_COLS:
+    x = apply_norm(x, epi, bias, colsum, mean, rstd, 0)
+    if epi.TAPS > 0:
+        x = _add_taps(x, epi, rows, col0, L)
+    if epi.ROPE_COLS > 0:
+        if col0 < epi.ROPE_COLS:
             x = gl.convert_layout(_rotate_pairs(x, chunk, BM), L, assert_trivial=True)
-    if tail.ACT == "swiglu":
-        return _gate_pairs(x, tail.LIMIT, BM, dtype)
+    if epi.ACT == "swiglu":
+        return _gate_pairs(x, epi.LIMIT, BM, dtype)
     else:
-        x = _activate(x, tail.ACT, dtype)
-        if tail.HAS_RESIDUAL:
+        x = activate(x, epi.ACT, dtype)
+        if epi.HAS_RESIDUAL:
             x = x + chunk.load(L).to(gl.float32)
         return x
 
 
 @gluon.jit
-def _rounded(x, dtype: gl.constexpr):
-    """`x.to(dtype)`, two at a time: what is read as fp32 again LLVM rounds one by one, by a unit an eighth as fast."""
+def round_pairs(x, dtype: gl.constexpr):
+    """`x.to(dtype)`, two values an instruction. Where the result is read as fp32 again, LLVM would round one by one, an
+    eighth as fast."""
     if dtype == gl.bfloat16:
         PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         y = gl.inline_asm_elementwise(PAIR, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
-        PAIR: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"  # type: ignore[no-redef]  # the other branch's is gone
+        PAIR: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"  # type: ignore[no-redef]  # the compiler sees one branch
         y = gl.inline_asm_elementwise(PAIR, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
     return y
 
 
 @gluon.jit
-def _moments(y):
+def moments_of(y):
     """(mean, M2) of each row of a chunk."""
     mean = gl.sum(y, 1) * (1.0 / 64)
     spread = y - gl.expand_dims(mean, 1)
@@ -268,9 +283,65 @@ def _moments(y):
 
 
 @gluon.jit
-def _store_moments(mean, m2, tail, rows, known, part):
+def store_moments(mean, m2, epi, rows, known, part):
     """Part `part` of the output's statistics."""
-    PARTS: gl.constexpr = (tail.N + tail.OUT_WIDTH - 1) // tail.OUT_WIDTH
-    ptrs = tail.stats_out_ptr + rows * (2 * PARTS) + 2 * part
+    PARTS: gl.constexpr = (epi.N + epi.OUT_WIDTH - 1) // epi.OUT_WIDTH
+    ptrs = epi.stats_out_ptr + rows * (2 * PARTS) + 2 * part
     gl.store(ptrs, mean, mask=known)
     gl.store(ptrs + 1, m2, mask=known)
+
+
+def unsupported_operands(e: Epilogue, x: torch.Tensor) -> str:
+    """What neither Gluon GEMM takes, or ""."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"operands of 16 bits only, got {x.dtype}"
+    if e.rope is not None and e.rope.packed is None:
+        return "rotary factors as packed cos/sin, got none"
+    if e.rope is not None and (e.rope.cols % CHUNK or e.residual is not None):
+        return f"rotary columns of whole {CHUNK}s and no residual, got {e.rope.cols}"
+    return ""
+
+
+def extra_descriptor(e: Epilogue, rows: int, tile: int) -> Any:
+    """Descriptor of the residual or packed cos/sin, `rows` rows at a time, in tiles of `tile` rows; None if neither."""
+    if e.rope is not None and e.rope.packed is not None:
+        return descriptor(e.rope.packed, rows, PACKED.value, tile)
+    return None if e.residual is None else descriptor(e.residual, rows, tile=tile)
+
+
+def descriptor(t: torch.Tensor, rows: int, layout: Any = LINES, tile: int = 1) -> Any:
+    """A TMA descriptor of `t` for Gluon: blocks of `rows` rows, as wide as the swizzle of `layout`.
+
+    Built without the record's own checks, which cost more than the launch. `tile`: see `tma.rows_behind`.
+    """
+    found = object.__new__(TensorDescriptor)
+    found.base = t
+    found.shape = [rows_behind(t, tile), t.shape[1]]
+    found.strides = t.stride()
+    found.block_shape = [rows, layout.swizzle_byte_width // t.element_size()]
+    found.layout = layout
+    return found
+
+
+def epilogue_constants(
+    n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps
+) -> dict[str, int | float | str]:
+    """The compile-time arguments that come from shapes and the epilogue."""
+    stats = norm.stats
+    return {
+        "N": n,
+        "K": k,
+        "EPS": norm.eps,
+        "IN_PARTS": 0 if stats is None else stats.parts,
+        "CENTRED": norm.colsum is not None,
+        "IN_WIDTH": 1 if stats is None else stats.width,
+        "IN_LENGTH": 1 if stats is None else stats.length,
+        "ROPE_COLS": rope.cols,
+        "HEAD_DIM": rope.head_dim,
+        "TAPS": 0 if taps.index is None else taps.index.shape[1],
+        "ACT": e.activation,
+        "LIMIT": e.limit,
+        "HAS_BIAS": e.bias is not None,
+        "HAS_RESIDUAL": e.residual is not None,
+        "OUT_WIDTH": 0 if e.stats is None else e.stats.width,
+    }

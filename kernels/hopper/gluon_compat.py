@@ -1,20 +1,21 @@
-"""Two things that Gluon has under other names in every version: records inside kernels, and views of shared memory.
+"""Gluon under one set of names, from Triton 3.6 to 3.9, and whether it is there at all.
 
-A record is a class of annotated fields, made from values in their order. Triton calls it an aggregate, and up to 3.8
-wants its constructor written out. Numbers and strings become compile-time constants and stay so across
+Gluon lives in `triton.experimental` and renames things between versions. Kernels of this folder take the names that
+changed from here and the others from Triton; they are imported only where `AVAILABLE` (see `usable`).
+
+A record is a class of annotated fields inside kernels, built from values in their order. Triton calls it an aggregate,
+and up to 3.8 wants its constructor written out. Numbers and strings become compile-time constants and stay so across
 `warp_specialize`.
 """
 
 import math
+import re
 
+import torch
 import triton
 from triton.language import core
 
-# ── compat ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Gluon under one set of names, from Triton 3.6 to 3.9, and whether it is there at all.
-#
-# Gluon lives in `triton.experimental` and renames things between versions. Kernels of this folder take the names that
-# changed from here and the others from Triton; they are imported only where `AVAILABLE` (see `usable`).
+from fusedvit.kernels.tile_configs import Target
 
 try:
     from triton.experimental import gluon
@@ -32,6 +33,7 @@ except (ImportError, AttributeError) as error:
     gluon = gl = GluonASTSource = TensorDescriptor = aggregate = barrier = async_load = async_store = None
     MISSING = f"Triton {triton.__version__} has no Gluon for Hopper: {error}"
 
+USE_PDL = True  # programmatic dependent launch
 AVAILABLE = not MISSING
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 NEEDS_MORE_REGISTERS = _VERSION >= (3, 8)  # for the same code, as compiled with 3.9
@@ -43,7 +45,34 @@ def usable(capability: int) -> bool:
     return AVAILABLE and capability == 90 and not triton.knobs.runtime.interpret
 
 
-# ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def absent(target: Target, dtype: torch.dtype) -> str:
+    """Why the kernel cannot run there, or ""."""
+    if dtype.itemsize != 2:
+        return "bfloat16 and float16 only"
+    if not AVAILABLE:
+        return MISSING
+    return "" if usable(target.capability) else f"Hopper only, not sm_{target.capability} or the interpreter"
+
+
+def barrier_offsets(ptx: str) -> list[int | None]:
+    """Where in shared memory barriers are initialised; None for one of which that is not seen."""
+    base = set(re.findall(r"mov\.[bu]32\s+(%r\d+), global_smem;", ptx))
+    at = {name: int(n) for name, of, n in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if of in base}
+    return [at.get(name) for name in re.findall(r"mbarrier\.init\S+ \[(%r\d+)\]", ptx)]
+
+
+def misplaced_operands(ptx: str, operand_bytes: int) -> str:
+    """Why operands that WGMMAs find by address (`hopper.gemm_swap_ab`, `hopper.attention_consumer`) may not begin where
+    shared memory does, or "".
+
+    Whatever else is in shared memory, barriers and what partitions are passed, must lie behind them.
+    """
+    barriers = [at or 0 for at in barrier_offsets(ptx)]
+    passed = [int(n or 0) for n in re.findall(r"\[global_smem(?:\+(\d+))?\]", ptx)]
+    first = min(barriers + passed, default=0)
+    inside = re.search(r"mbarrier\.init\S+ \[%r\d+\+\d+\]", ptx)  # barriers inside the operands' own array
+    behind = first >= operand_bytes and (barriers or inside)
+    return "" if behind else f"{operand_bytes} bytes of operands, but something lies at {first}"
 
 
 def record(cls: type) -> type:
@@ -76,13 +105,13 @@ elif WHOLE_VIEWS:
         return bits // (math.prod(shape[1:]) * dtype.primitive_bitwidth)
 
     @gluon.constexpr_function
-    def _is_of_boxes(layout):
+    def _is_nvmma(layout):
         return isinstance(layout, gl.NVMMASharedLayout)
 
     @gluon.jit
     def reinterpret(memory, dtype, shape, layout):
-        """The first bytes of `memory` as another type, shape and layout; what is no box, and is taken line by line, has
-        lines to spare, as no slice can be."""
+        """The first bytes of `memory` as another type, shape and layout. A view in a layout other than NVMMA is
+        longer: it cannot be sliced, and is indexed line by line."""
         ALL: gl.constexpr = _leading(memory.shape, memory.dtype, shape, dtype)
         if len(shape) == 2:
             whole = memory._reinterpret(dtype, [ALL, shape[1]], layout)
@@ -90,7 +119,7 @@ elif WHOLE_VIEWS:
             whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2]], layout)
         else:
             whole = memory._reinterpret(dtype, [ALL, shape[1], shape[2], shape[3]], layout)
-        if shape[0] == ALL or not _is_of_boxes(layout):
+        if shape[0] == ALL or not _is_nvmma(layout):
             return whole
         else:
             return whole.slice(0, shape[0])

@@ -48,7 +48,7 @@ def emulated(
 
     Args:
         change: made to a program before.
-        ready: of a launch begun early, what it may touch before it has waited for the one before; None for all.
+        ready: of a programmatic dependent launch, what it may touch before it has waited; None for all.
     """
     machine = Machine(**settings)
 

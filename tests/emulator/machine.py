@@ -21,12 +21,16 @@ MOST_TURNS = 3_000_000  # some that wait for others ask again and again
 
 
 def promptness_for(seed: int) -> float:
-    """In turns: what is asynchronous lands late, now and then, early."""
+    """By seed: what is asynchronous lands late, now and then, or early."""
     return (0.02, 0.3, 0.9)[seed % 3]
 
 
 class Deadlock(AssertionError):
     """No warp can go on, and nothing is on its way."""
+
+
+class Abandons(AssertionError):
+    """A warp ends before its stores have read shared memory, which another CTA may be given then."""
 
 
 class Overtakes(AssertionError):
@@ -41,7 +45,7 @@ class Launch:
     programs: int
     arguments: tuple[Any, ...]
     shared_bytes: int
-    early: bool = False  # begun before the one before it has ended
+    early: bool = False  # programmatic dependent launch
 
 
 @dataclass
@@ -113,6 +117,8 @@ class Machine:
             warp.at = code.pieces[warp.at](warp)
             if warp.at == DONE:
                 warp.await_products(0)
+                if warp.is_sending():
+                    raise Abandons(f"warp {warp.number} ends and has not waited for its stores")
                 warp.cta.live -= 1
                 warps.remove(warp)
                 return
@@ -138,7 +144,7 @@ def _finish(cta: Cta, early: bool) -> bool:
     """What a CTA without warps has on its way lands; False: it is over.
 
     Raises:
-        Overtakes: a launch begun early could end before the one before it, and so begin what reads that one's results.
+        Overtakes: a dependent launch could end before the one before it, and so begin what reads that one's results.
     """
     if early and not cta.waited:
         raise Overtakes("a CTA ends and has not waited for the launch before")

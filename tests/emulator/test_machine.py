@@ -88,7 +88,7 @@ def test_lanes_part_and_meet() -> None:
         run(PARTED.format("st.global.b32 [%rd3], %r9;"))
 
 
-def test_a_launch_begun_early_waits() -> None:
+def test_a_dependent_launch_waits() -> None:
     store, wait = "st.global.b32 [%rd3], %r1;", "griddepcontrol.wait;"
     assert run(wait + store, early=True) == list(range(64))
     with pytest.raises(WrongAccess, match="the launch before"):

@@ -183,6 +183,10 @@ class Warp:
         self._sent.append([])
         self._groups_sent += 1
 
+    def is_sending(self) -> bool:
+        """Whether it has not waited for a store of its own."""
+        return len(self._sent) > 1 or bool(self._sent[0])
+
     def await_copies(self, left: int) -> None:
         """What is on its way out leaves shared memory now, at the latest."""
         while len(self._sent) - 1 > left:

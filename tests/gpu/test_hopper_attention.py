@@ -13,8 +13,6 @@ import torch
 from fusedvit.kernels import backends
 from fusedvit.kernels.hopper.attention_configs import (
     LONG,
-    MIDDLE,
-    MIDDLE_OF_64,
     SHORT,
     HopperAttentionConfig,
     hopper_attention_candidates,
@@ -42,14 +40,13 @@ RAGGED = {
 
 
 def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
-    """The schedules that heuristics choose from for such heads, and one that the tuner may choose beside them."""
+    """The schedules that the heuristic chooses from for such heads."""
     sms = Target.of(device).num_sms
-    middle = {64: [MIDDLE_OF_64], 128: []}.get(head_dim, [MIDDLE])
-    return [replace(config, max_programs=config.ctas * sms) for config in (*schedules(head_dim), *middle)]
+    return [replace(config, max_programs=config.ctas * sms) for config in schedules(head_dim)]
 
 
 @pytest.fixture(scope="module")
-def form(device: torch.device) -> backends.Backend:
+def backend(device: torch.device) -> backends.Backend:
     found = backends.backend_named(backends.ATTENTION, "hopper")
     reason = "no Gluon in this Triton" if found is None else found.absent(Target.of(device), BF16)
     if found is None or reason:
@@ -58,7 +55,7 @@ def form(device: torch.device) -> backends.Backend:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(form: backends.Backend, device: torch.device) -> None:
+def compiled(backend: backends.Backend, device: torch.device) -> None:
     """Every kernel of the quick tests, side by side."""
     with compiling_only():
         for head_dim in (72, 64, 80, 128):
@@ -69,7 +66,7 @@ def compiled(form: backends.Backend, device: torch.device) -> None:
 
 
 def attend(qkv: torch.Tensor, lengths: list[int], head_dim: int, config: HopperAttentionConfig) -> torch.Tensor:
-    """Through the forms, as the encoder does; tiles past the count would overwrite the first rows."""
+    """Through `backends`, as the encoder does; tiles past the count would overwrite the first rows."""
     segs = segments(lengths, config.block_m, qkv.device, room=5)
     return attention_cases.run(backends.attention, qkv, segs, head_dim, config)
 
@@ -261,7 +258,7 @@ def test_past_two_to_the_31(device: torch.device) -> None:
     """q | k | v of 2.2e9 elements: the last frames bit for bit as when computed alone."""
     frames, length = 3200, 196  # 621,379 rows of 3456 are 2^31
     qkv = packed([frames * length], 72, BF16, device, heads=HEADS)
-    for config in (SHORT, MIDDLE, LONG):
+    for config in (SHORT, LONG):
         whole = attend(qkv, [length] * frames, 72, config)
         tail = attend(qkv[-3 * length :].clone(), [length] * 3, 72, config)
         assert torch.equal(whole[-3 * length :], tail)

@@ -14,7 +14,7 @@ from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.attention_configs import LONG, TINY, schedules
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
-from tests.gpu.test_hopper_linear import CASES
+from tests.gpu.test_hopper_gemm import CASES
 from tests.kernels import attention_cases
 from tests.kernels.attention_cases import packed, segments
 from tests.kernels.linear_cases import fused, tensors
@@ -22,7 +22,7 @@ from tests.kernels.linear_cases import fused, tensors
 pytestmark = pytest.mark.gpu
 
 PROCESSES, SECONDS, PATIENCE_S = 3, 2.0, 90.0
-LINEARS = ("qkv", "proj", "fc1", "deepstack fc1", "fc2 in two")
+LINEARS = ("qkv", "proj", "fc1", "deepstack fc1", "fc2")
 ATTENTIONS = {"windows": (72, TINY), "long heads of 64": (64, schedules(64)[-1]), "long": (72, LONG)}
 NAMES = (*LINEARS, *ATTENTIONS)
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
-from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.launch import only_compiling
 from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference.linear import store_moments
@@ -205,7 +204,7 @@ class Fused:
 
 def scratch_for(config: Any, rows: int, n: int, device: torch.device) -> Scratch | None:
     """Scratch memory of split-K, poisoned."""
-    if not isinstance(config, LinearConfig | HopperGemmConfig) or config.splits == 1:
+    if not isinstance(config, LinearConfig) or config.splits == 1:
         return None
     scratch = Scratch.zeros(*config.scratch_sizes(rows, n), device)
     scratch.sums.fill_(NAN)

@@ -65,5 +65,5 @@ def assert_misplaced_stages_are_refused(
             return "mbarrier.init.shared::cta.b64 [%r1], 1;"
 
     monkeypatch.setattr(backend, "launch", lambda *arguments: Misplaced())
-    with pytest.raises(RuntimeError, match="bytes of ring, but something lies at 0"):
+    with pytest.raises(RuntimeError, match="bytes of operands, but something lies at 0"):
         run()

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from fusedvit.kernels.attention import attention, split_head
+from fusedvit.kernels.attention import attention
 from fusedvit.kernels.reference.attention import attention as attention_ref
-from fusedvit.kernels.tile_configs import AttentionConfig
+from fusedvit.kernels.tile_configs import AttentionConfig, split_head
 from tests.kernels.attention_cases import HEADS, packed, plain, run, segments, with_room
 from tests.kernels.support import NAN, assert_within
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,9 +16,11 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner  # noqa: E402
 
+import fusedvit  # noqa: E402
 from fusedvit.cli import towers, verify  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
+from fusedvit.cli.media import SAMPLE_IMAGE, Media  # noqa: E402
+from tests.support.families import INSTALLED, family_tower  # noqa: E402
 
 RUNNER = CliRunner(env={"COLUMNS": "200"})
 
@@ -36,7 +39,28 @@ def test_a_good_checkpoint_passes(checkpoint: nn.Module, tmp_path: Path) -> None
     found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert found["passed"] and found["model"] == "mine" and found["spread"]["failures"] == 0
     assert [p["output"] for p in found["calls"][SAMPLE_IMAGE.name]][:2] == ["pooler_output", "last_hidden_state"]
-    assert "4 of 4 outputs pass" in result.output and "fused on the torch table" in result.output
+    assert "4 of 4 outputs pass" in result.output and "fused" in result.output
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_family(name: str) -> None:
+    """A picture and a video as each family's tower takes them, from the spec alone."""
+    frames = np.random.default_rng(0).integers(0, 256, (4, 100, 140, 3), dtype=np.uint8)
+    media = [Media("picture", "image", frames[:1], 1), Media("video", "video", frames, 4)]
+    handle = fusedvit.fuse(family_tower(name), fusedvit.FuseConfig(strict=True))
+    found = verify.side_by_side(handle, torch.float32, torch.device("cpu"))
+    inputs = verify.inputs_of(media, found)
+    assert list(inputs) == ["picture", "video", "all at once"]
+    for item in inputs.values():
+        assert all(parity.comparison.passed for parity in verify.parity_of(found, item))
+
+
+def test_original_code_is_told(checkpoint: nn.Module, tmp_path: Path) -> None:
+    checkpoint.get_submodule("blocks.0").register_forward_hook(lambda module, args, output: None)
+    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE), "--json", str(tmp_path / "v.json")])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["ran_original_code"] == 1
+    assert "1 calls of the fused tower ran the original code" in result.output
 
 
 def test_a_difference_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

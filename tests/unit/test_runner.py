@@ -1,5 +1,7 @@
 """How a call is cut into batches, and what of the ladder it needs."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from fusedvit.api import fuse
 from fusedvit.config import FuseConfig
 from fusedvit.graphs.limits import check_limits
 from fusedvit.model.items import Item
-from fusedvit.runtime.runner import budgets_of
+from fusedvit.runtime.runner import Runtime, budgets_of
 from tests.support.towers import tiny_tower
 
 LIMITS = check_limits((4, 16, 64), 4, 8)
@@ -34,3 +36,11 @@ def test_a_warmup_for_calls_refuses_what_is_no_grid() -> None:
     handle.warmup(calls=[[[1, 4, 4]], torch.tensor([[2, 4, 4]])])  # without a GPU there is nothing to capture
     with pytest.raises(ValueError, match="multiple of the merge size 2, got 3"):
         handle.warmup(calls=[[[1, 3, 4]]])
+
+
+def test_eager_runs_take_the_configurations_of_the_graph_they_would_replay() -> None:
+    """Also inside somebody else's capture, where no graph is replayed: the same bits."""
+    handle = fuse(tiny_tower(), FuseConfig())
+    plain = Runtime(handle.spec, handle.weights, torch.device("cpu"), torch.float32)
+    inside = dataclasses.replace(plain, no_graphs="inside another capture", limits=LIMITS)
+    assert [inside.plan_tokens(tokens) for tokens in (4, 20, 256, 260)] == [16, 64, 256, plain.plan_tokens(260)]

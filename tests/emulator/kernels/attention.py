@@ -1,6 +1,6 @@
-"""`python -m tests.kernels.emulated_attention --head-dim 72`: attention for Hopper as compiled, on the emulator.
+"""`python -m tests.emulator.kernels.attention --head-dim 72`: attention as compiled for Hopper, on the emulator.
 
-A process without Triton's interpreter. What is checked of a schedule is what `test_hopper_attention_gpu.py` checks on a
+A process without Triton's interpreter. A schedule is checked as tests/gpu/test_hopper_attention.py does on a
 GPU, with fewer tokens: the rule, NaN past the end, rows whose softmax overflows, and the same bits in every order of
 warps and copies. Races and accesses outside tensors are the emulator's own to find. Prints a line a schedule.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from fusedvit.kernels.hopper import attention
-from fusedvit.kernels.hopper.attention_configs import MIDDLE, MIDDLE_OF_64, HopperAttentionConfig, schedules
+from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig, schedules
 from tests.emulator.launches import emulated
 from tests.emulator.machine import promptness_for
 from tests.kernels import attention_cases
@@ -26,16 +26,17 @@ LENGTHS = [1, 64, 70, 5, 130, 63]  # several tiles a CTA; frames of less than a 
 
 
 def shipped(head_dim: int) -> Iterator[tuple[str, HopperAttentionConfig]]:
-    """The schedules that heuristics choose from, what the tuner may choose beside them, and one head after another."""
-    middle = {64: [MIDDLE_OF_64], 128: []}.get(head_dim, [MIDDLE])
-    for config in (*schedules(head_dim), *middle):
+    """The schedules that the heuristic chooses from, and their variants that a tuner may choose."""
+    for config in schedules(head_dim):
         yield "", replace(config, max_programs=3, pdl=True)
+        switches = ("late", "by_warp") if config.consumers == 1 else ("late", "by_warp", "near", "ping_pong")
+        changes = {name: {name: not getattr(config, name)} for name in switches}
         if config.consumers > 1:
-            yield "by heads", replace(config, max_programs=3, together=1)
-            yield "other turns", replace(config, max_programs=3, ping_pong=not config.ping_pong)
-            other = replace(config, near=not config.near, by_warp=not config.by_warp)
-            if other.constants(HEADS, head_dim) != config.constants(HEADS, head_dim):
-                yield "other barriers", replace(other, max_programs=3)
+            changes["together"] = {"together": 1}
+        for name, change in changes.items():
+            variant = replace(config, max_programs=3, **change)
+            if variant.constants(HEADS, head_dim) != config.constants(HEADS, head_dim):
+                yield name, variant
 
 
 def attend(

@@ -1,8 +1,8 @@
-"""`python -m tests.kernels.emulated_table --part 0 --of 2`: the products that the shipped tables choose, emulated once.
+"""`python -m tests.emulator.kernels.tuned --part 0 --of 2`: the products that the shipped tables choose, emulated once.
 
-A process without Triton's interpreter. Each distinct tile and schedule of the forms in Gluon and of plain Triton, with
-the epilogue that it was chosen for, at sizes that leave a part of a tile in rows and in columns; launches begin early.
-Prints a line each.
+A process without Triton's interpreter. Each distinct tile and schedule of the Hopper GEMMs and of plain Triton, with
+the epilogue that it was chosen for, at sizes that leave a part of a tile in rows and in columns, with PDL. Prints a
+line each.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from fusedvit.kernels import backends
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.tuning_table import SHIPPED, config_of
-from tests.kernels.emulated_linear import BACKENDS, CPU, bits
+from tests.emulator.kernels.linear import BACKENDS, CPU, bits
 from tests.kernels.linear_cases import Layer, fused, scratch_for, tensors
 from tests.kernels.support import assert_rounded_once
 
@@ -24,15 +24,15 @@ ACTIVATIONS = {"gelu", "gelu_tanh", "quick_gelu", "swiglu"}
 
 
 def chosen() -> Iterator[tuple[str, str, Any]]:
-    """(form, kind, configuration), each once; walks of few programs, as there are few tiles."""
+    """(backend, kind, configuration), each once; walks of few programs, as there are few tiles."""
     found: dict[tuple[str, str, Any], None] = {}
     for path in sorted(SHIPPED.glob("*.json")):
         for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
             if entry["op"] != backends.LINEAR or entry["backend"] not in BACKENDS:
                 continue
-            form = backends.backend_named(backends.LINEAR, entry["backend"])
-            assert form is not None, f"no form {entry['form']} in this Triton"
-            config = replace(config_of(form, entry["config"], path.name), pdl=True)
+            backend = backends.backend_named(backends.LINEAR, entry["backend"])
+            assert backend is not None, f"no backend {entry['backend']} in this Triton"
+            config = replace(config_of(backend, entry["config"], path.name), pdl=True)
             few = {"max_programs": 3, "group_m": 8}
             config = replace(config, **{name: value for name, value in few.items() if hasattr(config, name)})
             found[entry["backend"], entry["kind"], config] = None
@@ -59,12 +59,12 @@ def layer_for(kind: str, config: Any) -> Layer:
     )
 
 
-def check(form: str, kind: str, config: Any, seed: int) -> None:
+def check(backend: str, kind: str, config: Any, seed: int) -> None:
     layer = layer_for(kind, config)
     t = tensors(layer, torch.bfloat16, CPU, seed)
     scratch = scratch_for(config, layer.rows + 20, layer.n, CPU)
-    out = bits(fused(layer, t, layer.rows + 20), BACKENDS[form][0], config, seed, scratch)[0]
-    assert_rounded_once(out, fused(layer, t, wide=torch.float64).run(linear_ref, config)[0], f"{form} {config}:")
+    out = bits(fused(layer, t, layer.rows + 20), BACKENDS[backend][0], config, seed, scratch)[0]
+    assert_rounded_once(out, fused(layer, t, wide=torch.float64).run(linear_ref, config)[0], f"{backend} {config}:")
 
 
 def main() -> None:
@@ -72,8 +72,8 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)
     args = parser.parse_args()
-    for seed, (form, kind, config) in list(enumerate(chosen()))[args.part :: args.of]:
-        check(form, kind, config, seed)
+    for seed, (backend, kind, config) in list(enumerate(chosen()))[args.part :: args.of]:
+        check(backend, kind, config, seed)
         print(f"right: {kind}, {config}", flush=True)
 
 

@@ -1,8 +1,8 @@
-"""`python -m tests.kernels.emulated_linear --form transposed`: products as compiled for Hopper, on the emulator.
+"""`python -m tests.emulator.kernels.linear --backend swap_ab`: products as compiled for Hopper, on the emulator.
 
-A process without Triton's interpreter. Every kind of tile and epilogue of both forms in Gluon, and of plain Triton in
-bf16, which its interpreter cannot: the rule at its strictest against the twin, statistics, rows past the count, the
-same bits in another order of warps and copies. Prints a line a case.
+A process without Triton's interpreter. Every kind of tile and epilogue of both Hopper GEMMs, and of plain Triton in
+bf16, which its interpreter cannot run: the rule at its strictest against the reference, statistics, rows past the
+count, the same bits in another order of warps and copies. Prints a line a case.
 """
 
 import argparse
@@ -48,13 +48,10 @@ HOPPER = {
     "swiglu": (SWIGLU, HopperGemmConfig(128, 128, 1, 4)),
     "fc2": (FC2, HopperGemmConfig(64, 64, 1, 8)),
     "fc2, three consumers": (FC2, HopperGemmConfig(64, 192, 3, 3)),
-    "fc2 in two": (replace(FC2, k=320), HopperGemmConfig(64, 128, 1, 6, splits=2)),
-    "fc2 of two in three": (replace(FC2, rows=100, k=448, n=128), HopperGemmConfig(64, 128, 2, 5, splits=3)),
-    "fc2 in four": (replace(FC2, rows=61, k=576), HopperGemmConfig(64, 192, 1, 5, splits=4)),
     "deepstack fc1": (DEEP, HopperGemmConfig(64, 256, 2, 3)),
     "merger fc2": (Layer(70, 256, 256, bias=False), HopperGemmConfig(64, 128, 1, 6)),
 }
-TRANSPOSED = {
+SWAP_AB = {
     "qkv, 112 rows": (replace(QKV, k=320), HopperSwapABConfig(112, 3, 5)),
     "qkv, 192 rows": (replace(QKV, k=256, rows=250), HopperSwapABConfig(192, 3, 4)),
     "qkv, 128 rows": (replace(QKV, k=320), HopperSwapABConfig(128, 1, 5)),
@@ -82,7 +79,7 @@ TRITON = {
 }
 BACKENDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hopper": (hopper.linear, HOPPER),
-    "swap_ab": (gemm_swap_ab.linear, TRANSPOSED),
+    "swap_ab": (gemm_swap_ab.linear, SWAP_AB),
     "triton": (plain.linear, TRITON),
 }
 
@@ -109,12 +106,12 @@ def check(op: Any, layer: Layer, config: Any, dtype: torch.dtype) -> None:
     roomy = fused(layer, t, layer.rows + 70)
     scratch = scratch_for(config, layer.rows + 70, layer.n, CPU)  # over which launches follow one another
     first, again = (bits(roomy, op, config, seed, scratch) for seed in (0, 1))
-    twin, stats = fused(layer, t, wide=torch.float64).run(linear_ref, config)
-    assert_rounded_once(first[0], twin, "against the twin:")
+    expected, stats = fused(layer, t, wide=torch.float64).run(linear_ref, config)
+    assert_rounded_once(first[0], expected, "against the reference:")
     if stats is not None:
-        expected = fused(layer, t).run(linear_ref, config)[1]
-        assert expected is not None
-        torch.testing.assert_close(first[1], expected.partials[: layer.rows], rtol=0.02, atol=0.05)
+        own = fused(layer, t).run(linear_ref, config)[1]
+        assert own is not None
+        torch.testing.assert_close(first[1], own.partials[: layer.rows], rtol=0.02, atol=0.05)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "other bits"
     for rows in (0, 1, layer.rows - 5):
         few = replace(layer, rows=rows)
@@ -125,10 +122,10 @@ def check(op: Any, layer: Layer, config: Any, dtype: torch.dtype) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--form", choices=list(BACKENDS), required=True)
+    parser.add_argument("--backend", choices=list(BACKENDS), required=True)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     args = parser.parse_args()
-    op, cases = BACKENDS[args.form]
+    op, cases = BACKENDS[args.backend]
     for name, (layer, config) in cases.items():
         check(op, layer, config, DTYPES[args.dtype])
         print(f"right: {name}", flush=True)

@@ -23,24 +23,24 @@ def says_right(least: int, *command: str) -> None:
 @pytest.mark.parametrize("head_dim, dtype", [(72, "bf16"), (80, "bf16"), (64, "bf16"), (128, "bf16"), (72, "fp16")])
 def test_attention(head_dim: int, dtype: str) -> None:
     """Every schedule that ships, and a few that a tuner may choose."""
-    schedules = 4 if head_dim == 128 else 10
+    schedules = 6 if head_dim == 128 else 13
     says_right(
-        schedules, "tests.kernels.emulated_attention", "--head-dim", str(head_dim), "--dtype", dtype, "--cases", "1"
+        schedules, "tests.emulator.kernels.attention", "--head-dim", str(head_dim), "--dtype", dtype, "--cases", "1"
     )
 
 
 @pytest.mark.parametrize(
-    "form, dtype, cases",
+    "backend, dtype, cases",
     [
-        pytest.param("hopper", "bf16", 18, marks=needs_gluon),
+        pytest.param("hopper", "bf16", 15, marks=needs_gluon),
         pytest.param("swap_ab", "bf16", 12, marks=needs_gluon),
         pytest.param("swap_ab", "fp16", 12, marks=needs_gluon),
         ("triton", "bf16", 7),
     ],
 )
-def test_products(form: str, dtype: str, cases: int) -> None:
+def test_products(backend: str, dtype: str, cases: int) -> None:
     """Every kind of tile and epilogue."""
-    says_right(cases, "tests.kernels.emulated_linear", "--form", form, "--dtype", dtype)
+    says_right(cases, "tests.emulator.kernels.linear", "--backend", backend, "--dtype", dtype)
 
 
 @needs_gluon
@@ -51,9 +51,9 @@ def test_what_the_tables_choose(part: int) -> None:
     versions = {passport["triton_version"] for passport in passports}
     if versions != {triton.__version__}:
         pytest.skip(f"tables were measured with Triton {', '.join(versions)}")
-    says_right(50, "tests.kernels.emulated_table", "--part", str(part), "--of", "2")
+    says_right(50, "tests.emulator.kernels.tuned", "--part", str(part), "--of", "2")
 
 
 @needs_gluon
 def test_a_kernel_without_one_of_its_waits_arrivals_or_fences_is_noticed() -> None:
-    says_right(3, "tests.kernels.emulated_faults")
+    says_right(7, "tests.emulator.kernels.faults")
