@@ -286,7 +286,7 @@ def raced(tower: Any, call: Call, act: Callable[[], None], seconds: float, threa
     return [thread.done[0] for thread, _ in started]
 
 
-def test_calls_beside_fuse_and_unfuse() -> None:
+def test_calls_that_race_fuse_and_unfuse() -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
 
@@ -299,7 +299,7 @@ def test_calls_beside_fuse_and_unfuse() -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_calls_beside_refreshes_are_not_starved(graphs: bool) -> None:
+def test_calls_that_race_refreshes_are_not_starved(graphs: bool) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
     handle = fusedvit.fuse(tower, STRICT)
@@ -314,7 +314,7 @@ def test_calls_beside_refreshes_are_not_starved(graphs: bool) -> None:
 
 
 @pytest.mark.parametrize("act", ["release", "reconfigure", "drop_graphs"])
-def test_calls_beside_release_and_reconfigure(act: str) -> None:
+def test_calls_that_race_release_and_reconfigure(act: str) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
     handle = fusedvit.fuse(tower)
@@ -333,7 +333,7 @@ def test_calls_beside_release_and_reconfigure(act: str) -> None:
     assert set(stats["eager"]) == {"no GPU"} and stats["original"].keys() <= {fallback.CHANGING}
 
 
-def test_reconfigure_beside_calls_on_graphs_leaves_no_empty_reason() -> None:
+def test_reconfigure_that_races_calls_leaves_no_empty_reason() -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
     handle = fusedvit.fuse(tower)
