@@ -20,7 +20,8 @@ MODULE = set(vars(nn.Module()))
 QWEN3 = "Qwen3VLVisionModel"
 # One tower of each structure; the others come with `make test-all`.
 QUICK = [QWEN3, "Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel", "Glm4vVisionModel"]
-COUNTED_ELSEWHERE = ("config._output_", "config.output_", "config.return_dict")  # options of a call, see test_fallback.py
+# Options of a call, see test_fallback.py.
+COUNTED_ELSEWHERE = ("config._output_", "config.output_", "config.return_dict")
 
 
 class Change(NamedTuple):
