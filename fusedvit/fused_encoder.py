@@ -199,8 +199,10 @@ class FusedEncoder:
         wanted = None if calls is None else [self._items_of(grid) for grid in calls]
         parameter = self.weights.first_parameter()
         with on_device(parameter.device), self._nothing_launched():
-            if not self.weights.fits(parameter):
-                self._raise_if(self._prepare_now(self.weights.version))
+            weights = self.weights
+            if not weights.fits(parameter) or not weights.read_back(weights.mark(), True, None).unchanged:
+                self._raise_if(self._prepare_now(weights.version))
+                parameter = weights.first_parameter()
             graphs = self._runtime_on(parameter).graphs
             if graphs is not None:
                 unit = self.spec.merge_unit

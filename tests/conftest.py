@@ -21,6 +21,7 @@ SLOW = (
     "tests/kernels/test_hopper_attention.py::test_what_ships_compiles_clean",  # 8
     "tests/hf/test_compiled_receiver.py::test_mixed_traffic_compiles_no_more_than_behind_the_original",  # 27
     "tests/hf/test_weights.py::test_threads_after_a_change",  # 16
+    "tests/hf/test_numbers.py::test_every_attribute_in_the_other_families",  # 60
     "tests/unit/test_cli_kernel_checks.py::test_one_block_in_the_interpreter",  # 5
 )
 

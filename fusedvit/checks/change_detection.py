@@ -124,6 +124,7 @@ class Snapshot:
     Attributes:
         children: every inner module.
         registries: registries of modules and parameters, and their lengths.
+        orders: registries of modules that run in their order, and that order.
         instances: `__dict__` of every inner module, where a `forward` would shadow the class's; one that accelerate has
             put there is among `attributes`.
         called: inner modules whose hooks would fire.
@@ -139,6 +140,7 @@ class Snapshot:
     children: _Entries
     registries: tuple[dict[str, Any], ...]
     lengths: list[int]
+    orders: tuple[tuple[dict[str, Any], ...], list[tuple[str, ...]]]
     instances: tuple[dict[str, Any], ...]
     called: tuple[nn.Module, ...]
     parameters: _Tensors
@@ -156,6 +158,7 @@ class Snapshot:
         inner = modules[1:]
         holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
         registries = (*holding, *(m._parameters for m in modules))
+        ordered = tuple(m._modules for m in modules if isinstance(m, _CONTAINERS))
         attributes = _Entries.of(_slots_read(tower, modules, own))
         mutable = tuple(
             value
@@ -166,6 +169,7 @@ class Snapshot:
             _Entries.of((m._modules, name) for m in modules for name in m._modules),
             registries,
             list(map(len, registries)),
+            (ordered, list(map(tuple, ordered))),
             tuple(vars(m) for m in inner if "forward" not in vars(m)),
             tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
             _Tensors.of(m._parameters for m in modules),
@@ -197,6 +201,7 @@ class Snapshot:
         return (
             self.children.unchanged()
             and list(map(len, self.registries)) == self.lengths
+            and list(map(tuple, self.orders[0])) == self.orders[1]
             and not any(map(contains, self.instances, repeat("forward")))
             and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)
             and list(map(type, self.inner)) == self.classes

@@ -51,7 +51,10 @@ class CheckedTower:
         wrong = wrong_parameters(tower, family, spec) or wrong_spec(tower, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
-        built = Built.like(tower)
+        try:
+            built = Built.like(tower)
+        except Exception as error:  # whatever a constructor of transformers says of a config that somebody changed
+            return Reason(fallback.MODIFIED, f"transformers builds no tower from its config: {error}")
         wrong = wrong_modules(tower, built, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)

@@ -71,10 +71,11 @@ class Runtime:
 
     def new_outputs(self, tokens: int) -> EncoderOutputs:
         """Memory for the outputs of `tokens` patch tokens; nothing in it yet. The caller owns each tensor by itself."""
-        spec, kind = self.spec, {"device": self.device, "dtype": self.dtype}
-        rows = tokens // spec.merge_unit
-        merged = [torch.empty(rows, spec.out_size, **kind) for _ in range(spec.merged_outputs)]
-        return EncoderOutputs(torch.empty(tokens, spec.hidden_size, **kind), tuple(merged))
+        spec, device, dtype = self.spec, self.device, self.dtype
+        hidden = torch.empty(tokens, spec.hidden_size, device=device, dtype=dtype)
+        shape = (tokens // spec.merge_unit, spec.out_size)
+        merged = [torch.empty(shape, device=device, dtype=dtype) for _ in range(spec.merged_outputs)]
+        return EncoderOutputs(hidden, tuple(merged))
 
 
 class Span(NamedTuple):

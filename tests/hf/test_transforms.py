@@ -1,0 +1,254 @@
+"""Who looks at a call's operations themselves gets what Hugging Face's tower gives: `torch.func`, forward-mode AD,
+dispatch modes, `torch.compile(fullgraph=True)` and export."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import func
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedvit
+from fusedvit.checks import fallback, transforms
+from fusedvit.graphs.limits import check_limits
+from tests.support.families import TINY, family_tower
+from tests.support.towers import Call, assert_same, copy_of, outputs_of, tiny_tower
+from tests.unit.graphs.stand_in import graphs_on_cpu
+
+SMALL = [(1, 4, 4), (1, 8, 4)]
+Answer = Any
+
+
+def rows(tower: Any, call: Call) -> Callable[[torch.Tensor], torch.Tensor]:
+    def answer(pixels: torch.Tensor) -> torch.Tensor:
+        out = tower(pixels, grid_thw=call.grid)
+        found: torch.Tensor = out.last_hidden_state
+        return found
+
+    return answer
+
+
+def vmapped(tower: Any, call: Call) -> Answer:
+    return func.vmap(rows(tower, call), randomness="error")(torch.stack([call.pixels, 2 * call.pixels]))
+
+
+def jvp(tower: Any, call: Call) -> Answer:
+    return func.jvp(rows(tower, call), (call.pixels,), (torch.ones_like(call.pixels),))
+
+
+def vjp(tower: Any, call: Call) -> Answer:
+    out, back = func.vjp(rows(tower, call), call.pixels)
+    return out, back(torch.ones_like(out))
+
+
+def gradient(tower: Any, call: Call) -> Answer:
+    return func.grad(lambda x: rows(tower, call)(x).square().sum())(call.pixels)
+
+
+def gradient_of_parameters(tower: Any, call: Call) -> Answer:
+    parameters = {name: p.detach() for name, p in tower.named_parameters()}
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = func.functional_call(tower, given, (call.pixels,), {"grid_thw": call.grid})
+        found: torch.Tensor = out.last_hidden_state.square().sum()
+        return found
+
+    return tuple(func.grad(loss)(parameters).values())
+
+
+def other_parameters(tower: Any, call: Call) -> Answer:
+    given = {name: 1.1 * p.detach() for name, p in tower.named_parameters()}
+    return func.functional_call(tower, given, (call.pixels,), {"grid_thw": call.grid}).last_hidden_state
+
+
+def dual(tower: Any, call: Call) -> Answer:
+    with forward_ad.dual_level():
+        pixels = forward_ad.make_dual(call.pixels, torch.ones_like(call.pixels))
+        return tuple(forward_ad.unpack_dual(rows(tower, call)(pixels)))
+
+
+def dual_parameters(tower: Any, call: Call) -> Answer:
+    with forward_ad.dual_level():
+        given = {n: forward_ad.make_dual(p.detach(), torch.ones_like(p)) for n, p in tower.named_parameters()}
+        out = func.functional_call(tower, given, (call.pixels,), {"grid_thw": call.grid}).last_hidden_state
+        return tuple(forward_ad.unpack_dual(out))
+
+
+def linearized(tower: Any, call: Call) -> Answer:
+    out, push = func.linearize(rows(tower, call), call.pixels)
+    return out, push(torch.ones_like(call.pixels))
+
+
+def counted(tower: Any, call: Call) -> Answer:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        out = rows(tower, call)(call.pixels)
+    return out, torch.tensor(counter.get_total_flops())
+
+
+class Seen(TorchDispatchMode):
+    """Sees every operation, and changes one."""
+
+    def __torch_dispatch__(self, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        return 2 * out if op is torch.ops.aten.gelu.default else out
+
+
+def seen(tower: Any, call: Call) -> Answer:
+    with Seen():
+        return rows(tower, call)(call.pixels)
+
+
+TRANSFORMS = [
+    vmapped,
+    jvp,
+    vjp,
+    gradient,
+    gradient_of_parameters,
+    other_parameters,
+    dual,
+    dual_parameters,
+    linearized,
+    counted,
+    seen,
+]
+
+
+def tensors_in(answer: Answer) -> tuple[torch.Tensor, ...]:
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def attempt(act: Callable[[], Answer]) -> tuple[str, Answer]:
+    try:
+        return "", tensors_in(act())
+    except Exception as error:  # compared by its type
+        return type(error).__name__, ()
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad], ids=["grad", "no grad"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
+def test_transforms(transform: Callable[[Any, Call], Answer], graphs: bool, mode: Any) -> None:
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, SMALL)
+    handle = fusedvit.fuse(tower)
+    handle.refresh()
+    with graphs_on_cpu(handle, check_limits((4, 16, 64), 4, 8)) if graphs else contextlib.nullcontext():
+        call.run(tower)
+        with mode():
+            kind, expected = attempt(lambda: transform(original, call))
+            got_kind, got = attempt(lambda: transform(tower, call))
+        assert got_kind == kind and len(got) == len(expected)
+        for ours, theirs in zip(got, expected, strict=True):
+            if theirs is None:
+                assert ours is None, "a tangent that is not there"
+            else:
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        if not kind:
+            reasons = set(handle.stats()["original"])
+            assert reasons <= {fallback.TRANSFORM, fallback.GRADIENTS, fallback.MODIFIED} and reasons
+        fused = handle.stats()["fused"]
+        call.run(tower)
+        assert handle.stats()["fused"] == fused + 1, "afterwards it runs fused again"
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("transform", [jvp, dual, gradient_of_parameters, seen], ids=lambda f: f.__name__)
+def test_transforms_of_every_family(transform: Callable[[Any, Call], Answer], name: str) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, SMALL)
+    fusedvit.fuse(tower)
+    call.run(tower)
+    kind, expected = attempt(lambda: transform(original, call))
+    got_kind, got = attempt(lambda: transform(tower, call))
+    assert got_kind == kind
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_reason_names_the_transform() -> None:
+    tower = tiny_tower()
+    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    call = Call.of(tower, SMALL)
+    for transform, name in ((jvp, "torch.func"), (dual, "forward-mode AD"), (seen, "the dispatch mode Seen")):
+        with pytest.raises(RuntimeError, match=f"fusedvit: Qwen3VLVisionModel runs its original code: .*{name}"):
+            transform(tower, call)
+
+
+def test_modes_that_change_no_operation_run_fused() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True)), Call.of(tower, SMALL)
+    for mode in (torch.inference_mode, torch.no_grad, lambda: torch.device("cpu"), contextlib.nullcontext):
+        with mode():
+            tower(call.pixels, grid_thw=call.grid)
+    assert handle.stats()["fused"] == 4 and transforms.active(call.pixels) is None
+
+
+# compiled and exported
+
+
+def precomputed(tower: Any, call: Call) -> dict[str, Any]:
+    """What lets Hugging Face's tower be traced as one graph."""
+    from transformers import vision_utils
+
+    index, weight = vision_utils.get_vision_interpolation_indices_and_weights(
+        call.grid,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.config.spatial_merge_size,
+        kwargs={},
+    )
+    ends, longest = vision_utils.get_vision_attention_seqlens(call.grid, tower.config, kwargs={})
+    return {
+        "cu_seqlens": ends,
+        "max_seqlen": 32 if longest is None else longest,
+        "position_ids": vision_utils.get_vision_position_ids(call.grid, tower.config.spatial_merge_size, kwargs={}),
+        "interp_indices": index,
+        "interp_weights": weight,
+    }
+
+
+def exported(strict: bool) -> Callable[[Any, Call, dict[str, Any]], dict[str, torch.Tensor]]:
+    def run(tower: Any, call: Call, more: dict[str, Any]) -> dict[str, torch.Tensor]:
+        program = torch.export.export(tower, (call.pixels,), {"grid_thw": call.grid, **more}, strict=strict)
+        return outputs_of(program.module()(call.pixels, grid_thw=call.grid, **more))
+
+    return run
+
+
+def fullgraph(tower: Any, call: Call, more: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch._dynamo.reset()
+    compiled = torch.compile(tower, backend="eager", fullgraph=True)
+    return outputs_of(compiled(call.pixels, grid_thw=call.grid, **more))
+
+
+def traced(tower: Any, call: Call, more: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def answer(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = tower(pixels, grid_thw=grid).pooler_output
+        return found
+
+    made = torch.jit.trace(answer, (call.pixels, call.grid), check_trace=False)
+    return {"pooler_output": made(call.pixels, call.grid)}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize(
+    "way", [exported(True), exported(False), fullgraph, traced], ids=["strict export", "export", "fullgraph", "trace"]
+)
+def test_whole_graphs(way: Callable[[Any, Call, dict[str, Any]], dict[str, torch.Tensor]], used: bool) -> None:
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, [(1, 4, 6)])
+    more = precomputed(original, call)
+    handle = fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    with torch.no_grad():
+        expected = way(original, call, more)
+        assert_same(way(tower, call, more), expected)
+    call.run(tower)
+    assert handle.stats()["fused"] == 1 + used
