@@ -224,14 +224,14 @@ def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float])
     pixels = pixels_of(grid, torch.bfloat16, 0)
     want = eager(handle, pixels, grid)
     for room in free_mib:
-        handle.release()
+        handle.graphs().manager.release()  # weights stay prepared
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         base = torch.cuda.memory_allocated()
         with _only(room):
             answer = _try(tower, pixels, grid, want)
             captured = handle.stats()["graphs"]["held_mib"] > 0
-        handle.release()
+        handle.graphs().manager.release()  # weights stay prepared
         torch.cuda.synchronize()
         leak = (torch.cuda.memory_allocated() - base) / 2**20
         after = _try(tower, pixels, grid, want)
