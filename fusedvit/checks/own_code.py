@@ -171,7 +171,7 @@ class _Walk:
         found = self._follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
         if found is None or home.__module__ in _GENERAL:
             return
-        for other in names_in(found.__code__):
+        for other in sorted(names_in(found.__code__)):
             if hasattr(cls, other) and not any(hasattr(general, other) for general in (nn.Module, object)):
                 self._follow_method(cls, other)
 
@@ -196,7 +196,7 @@ class _Walk:
         """Follows the globals that a function mentions, and what it mentions of torch's modules."""
         mentioned, scope = names_in(function.__code__), function.__globals__
         self.names |= mentioned
-        for name in mentioned & scope.keys():
+        for name in sorted(mentioned & scope.keys()):
             self._follow_global(sys.modules[scope["__name__"]], name, mentioned)
 
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
@@ -235,17 +235,19 @@ class _Walk:
 
     def _follow_torch(self, module: ModuleType, mentioned: set[str]) -> None:
         """Names of a module of torch that a function mentions: they must be torch's own."""
-        if not f"{module.__name__}.".startswith("torch."):
-            return
-        for name in mentioned & vars(module).keys():
-            value = vars(module)[name]
-            if (id(module), name) in self.slots:
+        pending, seen = [module], set[str]()
+        while pending:
+            module = pending.pop()
+            if module.__name__ in seen or not f"{module.__name__}.".startswith("torch."):
                 continue
-            self.slots[id(module), name] = module, name
-            if isinstance(value, ModuleType):
-                self._follow_torch(value, mentioned)
-            elif _is_foreign_object(value) or isinstance(value, FunctionType) and not _is_torchs(value):
-                self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
+            seen.add(module.__name__)
+            for name in sorted(mentioned & vars(module).keys()):
+                value = vars(module)[name]
+                self.slots[id(module), name] = module, name
+                if isinstance(value, ModuleType):
+                    pending.append(value)
+                elif _is_foreign_object(value) or _is_foreign_function(value, name):
+                    self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
 
 
 def _is_own(cls: type) -> bool:
@@ -254,6 +256,13 @@ def _is_own(cls: type) -> bool:
         return False
     adds = any(isinstance(value, FunctionType) for value in vars(cls).values())
     return defines(cls.__module__, cls.__qualname__) or (not adds and all(map(_is_own, cls.__bases__)))
+
+
+def _is_foreign_function(value: object, name: str) -> bool:
+    """Whether what torch should have by this name is a function that is not torch's, or that torch calls otherwise."""
+    if isinstance(value, BuiltinFunctionType):
+        return value.__name__ != name
+    return isinstance(value, FunctionType) and not (_is_torchs(value) and value.__name__ == name)
 
 
 def _is_torchs(value: FunctionType) -> bool:
