@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedvit.checks.adapters import lora_layers, plain_modules
+from fusedvit.checks.adapters import Plain
 from fusedvit.checks.source_code import Definition, defines, definition_of, names_in, wrapped_by
 
 ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
@@ -71,15 +71,15 @@ def foreign_class(tower: nn.Module) -> str:
     return "" if own else f"the tower's class is {cls.__module__}.{cls.__qualname__}"
 
 
-def own_code(tower: nn.Module) -> OwnCode:
-    """Follows what `tower` would run."""
+def own_code(plain: Plain) -> OwnCode:
+    """Follows what a tower would run."""
     walk = _Walk()
-    inner = list(plain_modules(tower).values())[1:]
+    tower, *inner = plain.modules.values()
     for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
         walk.follow_class(cls)
-    for layer in lora_layers(tower).values():
+    for layer in plain.layers.values():
         walk.slots[id(type(layer)), "forward"] = type(layer), "forward"
-    for module in _distinct_configs(tower):
+    for module in _distinct_configs(plain.modules.values()):
         walk.follow_attention(module)
     return OwnCode(
         walk.foreign,
@@ -91,11 +91,11 @@ def own_code(tower: nn.Module) -> OwnCode:
     )
 
 
-def _distinct_configs(tower: nn.Module) -> Iterable[nn.Module]:
+def _distinct_configs(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
     """A module for each config and class whose code looks up an attention function."""
     found = {
         (id(vars(m)["config"]), type(m)): m
-        for m in tower.modules()
+        for m in modules
         if "config" in vars(m) and _INTERFACE in _forward_names(type(m))
     }
     return found.values()

@@ -17,6 +17,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code import OwnCode, own_code
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import INSTALLED, class_of, family_tower
@@ -40,7 +41,7 @@ class Replaceable(NamedTuple):
 def replaceable(tower: Any) -> list[Replaceable]:
     """Every Python function of transformers, and `forward` of torch's modules, that a tower's code leads to."""
     found = {}
-    for owner, name in own_code(tower).slots:
+    for owner, name in own_code(Plain.of(tower)).slots:
         value = getattr(owner, name, None)
         module = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
         theirs = module.startswith("transformers.") or name == "forward"
@@ -324,7 +325,7 @@ def test_remote_code_without_a_base_of_transformers() -> None:
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_nothing_of_transformers_is_foreign(name: str) -> None:
-    found: OwnCode = own_code(family_tower(name))
+    found: OwnCode = own_code(Plain.of(family_tower(name)))
     assert found.foreign == ""
     names = {name for _, name in found.slots}
     assert {"forward", "apply_rotary_pos_emb_vision", "eager_attention_forward", "ALL_ATTENTION_FUNCTIONS"} <= names
