@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.checks.adapters import lora_layers, plain_modules
+from fusedvit.checks.adapters import Plain
 
 _MODULE = "accelerate.hooks"
 _HOOK, _OLD = "_hf_hook", "_old_forward"
 _STATE = ("execution_device", "offload", "io_same_device", "hooks")  # what a hook goes by
 
 
-def own_forwards(tower: nn.Module) -> set[str]:
+def own_forwards(plain: Plain) -> set[str]:
     """Paths of inner modules with a `forward` of their own that may compute something."""
-    modules = [*plain_modules(tower).items(), *lora_layers(tower).items()]
+    modules = [*plain.modules.items(), *plain.layers.items()]
     inner = [(path, m) for path, m in modules if path and "forward" in vars(m)]
     if not inner:
         return set()
-    device = next(tower.parameters()).device
+    device = next(plain.tower.parameters()).device
     return {path for path, module in inner if not _only_moves_inputs(module, device)}
 
 

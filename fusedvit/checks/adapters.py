@@ -8,8 +8,8 @@ the choice of adapters changes. PEFT itself is not imported.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,37 +28,38 @@ def is_lora(module: nn.Module) -> bool:
     return type(module).__module__ == _MODULE and type(module).__qualname__ == _CLASS
 
 
-def lora_layers(tower: nn.Module) -> dict[str, Any]:
-    """The LoRA layers of `tower` by their paths."""
-    return {path: module for path, module in tower.named_modules(remove_duplicate=False) if is_lora(module)}
+class Plain(NamedTuple):
+    """A tower as if there were no adapters: where a LoRA layer is, there is what it holds.
 
+    Attributes:
+        tower: the tower itself.
+        modules: every module by its path, shared ones under each of theirs; the tower's is "".
+        layers: the LoRA layers by their paths.
+    """
 
-def plain_modules(tower: nn.Module) -> dict[str, nn.Module]:
-    """Modules by their paths, as if there were no adapters: where a LoRA layer is, what it holds."""
-    layers = lora_layers(tower)
-    inside = tuple(f"{path}." for path in layers)
-    found = tower.named_modules(remove_duplicate=False)
-    return {
-        path: getattr(module, _BASE) if path in layers else module
-        for path, module in found
-        if not (inside and path.startswith(inside))
-    }
+    tower: nn.Module
+    modules: dict[str, nn.Module]
+    layers: dict[str, Any]
 
+    @staticmethod
+    def of(tower: nn.Module) -> "Plain":
+        """One walk over `tower`."""
+        modules = dict(tower.named_modules(remove_duplicate=False))
+        layers = {path: module for path, module in modules.items() if is_lora(module)}
+        if layers:
+            inside = tuple(f"{path}." for path in layers)
+            modules = {path: module for path, module in modules.items() if not path.startswith(inside)}
+            modules |= {path: getattr(layer, _BASE) for path, layer in layers.items()}
+        return Plain(tower, modules, layers)
 
-def plain_parameters(tower: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by their names, as if there were no adapters."""
-    layers = lora_layers(tower)
-    found = tower.named_parameters(remove_duplicate=False)
-    return {plain: p for name, p in found if (plain := _plain_name(name, layers))}
-
-
-def _plain_name(name: str, layers: Mapping[str, Any]) -> str:
-    """The name of a parameter without adapters; "" for one of an adapter."""
-    path = next((path for path in layers if name.startswith(f"{path}.")), None)
-    if path is None:
-        return name
-    inner = name[len(path) + 1 :]
-    return f"{path}.{inner[len(_BASE) + 1 :]}" if inner.startswith(f"{_BASE}.") else ""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by their names, shared ones under each of theirs."""
+        return {
+            f"{path}.{name}" if path else name: parameter
+            for path, module in self.modules.items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
@@ -70,14 +71,14 @@ def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         yield from ((vars(dropout), name) for name in ("training", "p"))
 
 
-def cannot_fold(tower: nn.Module) -> str:
+def cannot_fold(plain: Plain) -> str:
     """The first adapter layer whose product is not that of one matrix, and why; "" if there is none."""
-    for path, module in plain_modules(tower).items():
+    for path, module in plain.modules.items():
         if type(module).__module__.startswith("peft."):
             return (
                 f"{path} is {type(module).__module__}.{type(module).__qualname__}, expected a LoRA layer for {_CLASS}"
             )
-    for path, layer in lora_layers(tower).items():
+    for path, layer in plain.layers.items():
         why = _why_not(layer)
         if why:
             return f"{path}: {why}"
@@ -137,14 +138,14 @@ def active_adapters(layer: Any) -> list[str]:
     return [name for name in names if name in layer.lora_A]
 
 
-def folded(tower: nn.Module) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+def folded(plain: Plain) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Parameters as they would be without adapters, active ones folded in; and the names of those that are new tensors.
 
     `cannot_fold` comes first.
     """
-    parameters: dict[str, torch.Tensor] = dict(plain_parameters(tower))
+    parameters: dict[str, torch.Tensor] = dict(plain.parameters())
     new: set[str] = set()
-    for path, layer in lora_layers(tower).items():
+    for path, layer in plain.layers.items():
         active = active_adapters(layer)
         if not active:
             continue

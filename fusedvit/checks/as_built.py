@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks.accelerate_hooks import own_forwards
-from fusedvit.checks.adapters import plain_modules, plain_parameters
+from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code import own_class
 from fusedvit.families.base import Family
 from fusedvit.model.param_names import DownsampleNames, LastNormNames, parameter_shapes
@@ -94,9 +94,9 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) if other else ""
 
 
-def wrong_parameters(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
-    """The first parameter of `tower` that is missing, left over or of another shape or class; "" for none."""
-    found = {family.aliases.get(n, n): p for n, p in plain_parameters(tower).items()}
+def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
+    """The first parameter that is missing, left over or of another shape or class; "" for none."""
+    found = {family.aliases.get(n, n): p for n, p in plain.parameters().items()}
     expected = dict(parameter_shapes(family.names, spec))
     for name, shape in expected.items():
         if name not in found:
@@ -109,9 +109,9 @@ def wrong_parameters(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     return f"parameter {min(left)} is not expected" if left else ""
 
 
-def wrong_modules(tower: nn.Module, built: Built, family: Family, spec: VisionSpec) -> str:
-    """The first module of `tower` that is missing, left over, of another class, or has methods of its own."""
-    found, own_forward = plain_modules(tower), own_forwards(tower)
+def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) -> str:
+    """The first module that is missing, left over, of another class, or has methods of its own."""
+    found, own_forward = plain.modules, own_forwards(plain)
     skipped = _fused_patch_embed(found)
     for path, cls in built.classes.items():
         if path.startswith(skipped) and path:
@@ -157,10 +157,10 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, str]:
     return paths | dict.fromkeys([names.merger.act, *deepstack], "GELU")
 
 
-def wrong_attributes(tower: nn.Module, built: Built, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
+def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
     """The first attribute that a forward reads and that is not as built; `names` are all that code mentions."""
     numbers = _numbers(family, spec)
-    for path, module in plain_modules(tower).items():
+    for path, module in plain.modules.items():
         expected, own = built.attributes.get(path, {}), vars(module)
         for name in own.keys() - expected.keys() - _NOT_READ - {"forward"}:
             if path and name in names and callable(getattr(type(module), name, None)):
@@ -173,7 +173,7 @@ def wrong_attributes(tower: nn.Module, built: Built, family: Family, spec: Visio
                 return _differs(_dotted(path, name), own[name], number)
         if module.training and own.get(DROPOUT):
             return _differs(_dotted(path, DROPOUT), own[DROPOUT], "0 in training mode")
-    return _wrong_tower(tower, spec) or _wrong_configs(tower, names)
+    return _wrong_tower(plain.tower, spec) or _wrong_configs(plain, names)
 
 
 def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, float]]:
@@ -197,12 +197,13 @@ def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
     return ""
 
 
-def _wrong_configs(tower: nn.Module, names: Collection[str]) -> str:
+def _wrong_configs(plain: Plain, names: Collection[str]) -> str:
     """A module whose config says other things than the tower's."""
-    expected = vars(tower.config)
-    for path, module in tower.named_modules():
-        config = vars(module).get("config", tower.config)
-        if config is tower.config:
+    towers: Any = plain.tower.config
+    expected = vars(towers)
+    for path, module in plain.modules.items():
+        config = vars(module).get("config", towers)
+        if config is towers:
             continue
         for name in expected.keys() & names:
             if not _is_same(vars(config).get(name), expected[name]):

@@ -103,8 +103,10 @@ class _Code:
     bodies: list[Any]
 
     @staticmethod
-    def of(own: OwnCode) -> "_Code":
-        owners, names = zip(*own.slots, strict=True) if own.slots else ((), ())
+    def of(own: OwnCode, modules: Iterable[nn.Module]) -> "_Code":
+        """`modules`: their classes could have properties by the names of attributes."""
+        shadows = {(own_class(type(m)), name) for m in modules for name in vars(m).keys() & own.names}
+        owners, names = zip(*own.slots, *shadows, strict=True)
         values = tuple(map(getattr, owners, names, repeat(None)))
         bodies = list(map(_body_of, own.functions))
         return _Code(owners, names, values, _Entries.of(own.registries), own.functions, bodies)
@@ -178,7 +180,7 @@ class Snapshot:
             tuple(inner),
             attributes,
             (mutable, tuple(value.copy() for value in mutable)),
-            _Code.of(own),
+            _Code.of(own, modules),
         )
 
     def first_parameter(self) -> nn.Parameter | None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import fallback
-from fusedvit.checks.adapters import cannot_fold, folded, lora_layers, plain_parameters
+from fusedvit.checks.adapters import Plain, cannot_fold, folded
 from fusedvit.checks.as_built import (
     Built,
     wrong_attributes,
@@ -44,28 +44,28 @@ class CheckedTower:
         foreign = foreign_class(self.tower)
         if foreign:
             return Reason(fallback.FOREIGN_CODE, foreign)
-        tower, family, spec = self.tower, self.family, self.spec
-        adapter = cannot_fold(tower)
+        tower, family, spec, plain = self.tower, self.family, self.spec, Plain.of(self.tower)
+        adapter = cannot_fold(plain)
         if adapter:
             return Reason(fallback.ADAPTER, adapter)
-        wrong = wrong_parameters(tower, family, spec) or wrong_spec(tower, family, spec)
+        wrong = wrong_parameters(plain, family, spec) or wrong_spec(tower, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
         try:
             built = Built.like(tower)
         except Exception as error:  # whatever a constructor of transformers says of a config that somebody changed
             return Reason(fallback.MODIFIED, f"transformers builds no tower from its config: {error}")
-        wrong = wrong_modules(tower, built, family, spec)
+        wrong = wrong_modules(plain, built, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
-        self._code = own_code(self.tower)
+        self._code = own_code(plain)
         if self._code.foreign:
             return Reason(fallback.FOREIGN_CODE, self._code.foreign)
-        reason = _reason_of_parameters(plain_parameters(self.tower))
+        reason = _reason_of_parameters(plain.parameters())
         if reason is not None:
             return reason
         names = self._code.names
-        wrong = wrong_attributes(tower, built, family, spec, names) or wrong_buffers(tower, spec, names)
+        wrong = wrong_attributes(plain, built, family, spec, names) or wrong_buffers(tower, spec, names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -81,8 +81,9 @@ class CheckedTower:
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
-        if lora_layers(self.tower):
-            parameters, new = folded(self.tower)
+        plain = Plain.of(self.tower)
+        if plain.layers:
+            parameters, new = folded(plain)
             own = frozenset(self.family.aliases.get(name, name) for name in new)
         else:
             own = frozenset()
@@ -94,7 +95,7 @@ class CheckedTower:
 
     def _own_code(self) -> OwnCode:
         if self._code is None:
-            self._code = own_code(self.tower)
+            self._code = own_code(Plain.of(self.tower))
         return self._code
 
 

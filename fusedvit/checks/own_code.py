@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedvit.checks.adapters import lora_layers, plain_modules
+from fusedvit.checks.adapters import Plain
 from fusedvit.checks.source_code import Definition, defines, definition_of, names_in, wrapped_by
 
 ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
@@ -71,15 +71,15 @@ def foreign_class(tower: nn.Module) -> str:
     return "" if own else f"the tower's class is {cls.__module__}.{cls.__qualname__}"
 
 
-def own_code(tower: nn.Module) -> OwnCode:
-    """Follows what `tower` would run."""
+def own_code(plain: Plain) -> OwnCode:
+    """Follows what a tower would run."""
     walk = _Walk()
-    inner = list(plain_modules(tower).values())[1:]
+    tower, *inner = plain.modules.values()
     for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
         walk.follow_class(cls)
-    for layer in lora_layers(tower).values():
+    for layer in plain.layers.values():
         walk.slots[id(type(layer)), "forward"] = type(layer), "forward"
-    for module in _distinct_configs(tower):
+    for module in _distinct_configs(plain.modules.values()):
         walk.follow_attention(module)
     return OwnCode(
         walk.foreign,
@@ -91,11 +91,11 @@ def own_code(tower: nn.Module) -> OwnCode:
     )
 
 
-def _distinct_configs(tower: nn.Module) -> Iterable[nn.Module]:
+def _distinct_configs(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
     """A module for each config and class whose code looks up an attention function."""
     found = {
         (id(vars(m)["config"]), type(m)): m
-        for m in tower.modules()
+        for m in modules
         if "config" in vars(m) and _INTERFACE in _forward_names(type(m))
     }
     return found.values()
@@ -171,7 +171,7 @@ class _Walk:
         found = self._follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
         if found is None or home.__module__ in _GENERAL:
             return
-        for other in names_in(found.__code__):
+        for other in sorted(names_in(found.__code__)):
             if hasattr(cls, other) and not any(hasattr(general, other) for general in (nn.Module, object)):
                 self._follow_method(cls, other)
 
@@ -196,7 +196,7 @@ class _Walk:
         """Follows the globals that a function mentions, and what it mentions of torch's modules."""
         mentioned, scope = names_in(function.__code__), function.__globals__
         self.names |= mentioned
-        for name in mentioned & scope.keys():
+        for name in sorted(mentioned & scope.keys()):
             self._follow_global(sys.modules[scope["__name__"]], name, mentioned)
 
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
@@ -235,17 +235,19 @@ class _Walk:
 
     def _follow_torch(self, module: ModuleType, mentioned: set[str]) -> None:
         """Names of a module of torch that a function mentions: they must be torch's own."""
-        if not f"{module.__name__}.".startswith("torch."):
-            return
-        for name in mentioned & vars(module).keys():
-            value = vars(module)[name]
-            if (id(module), name) in self.slots:
+        pending, seen = [module], set[str]()
+        while pending:
+            module = pending.pop()
+            if module.__name__ in seen or not f"{module.__name__}.".startswith("torch."):
                 continue
-            self.slots[id(module), name] = module, name
-            if isinstance(value, ModuleType):
-                self._follow_torch(value, mentioned)
-            elif _is_foreign_object(value) or isinstance(value, FunctionType) and not _is_torchs(value):
-                self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
+            seen.add(module.__name__)
+            for name in sorted(mentioned & vars(module).keys()):
+                value = vars(module)[name]
+                self.slots[id(module), name] = module, name
+                if isinstance(value, ModuleType):
+                    pending.append(value)
+                elif _is_foreign_object(value) or _is_foreign_function(value, name):
+                    self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
 
 
 def _is_own(cls: type) -> bool:
@@ -254,6 +256,13 @@ def _is_own(cls: type) -> bool:
         return False
     adds = any(isinstance(value, FunctionType) for value in vars(cls).values())
     return defines(cls.__module__, cls.__qualname__) or (not adds and all(map(_is_own, cls.__bases__)))
+
+
+def _is_foreign_function(value: object, name: str) -> bool:
+    """Whether what torch should have by this name is a function that is not torch's, or that torch calls otherwise."""
+    if isinstance(value, BuiltinFunctionType):
+        return value.__name__ != name
+    return isinstance(value, FunctionType) and not (_is_torchs(value) and value.__name__ == name)
 
 
 def _is_torchs(value: FunctionType) -> bool:

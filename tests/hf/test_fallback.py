@@ -1,6 +1,7 @@
 """What cannot run fused runs the original code: the same answer, a counted reason, one warning; strict raises."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -363,20 +364,74 @@ def test_hooks_on_inner_modules_fire() -> None:
     ran_original(handle, fallback.HOOKS)
 
 
-def test_hooks_on_every_module_fire() -> None:
+@pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
+def test_hooks_on_every_module_fire(register: str) -> None:
     """Hooks for all modules of the process, as profilers set them."""
     tower = tiny_tower()
     handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["smallest"])
     call.run(tower)
     seen: list[str] = []
-    hook = nn.modules.module.register_module_forward_hook(lambda module, a, output: seen.append(type(module).__name__))
+    hook = getattr(nn.modules.module, register)(lambda module, *rest: seen.append(type(module).__name__))
     try:
         call.run(tower)
     finally:
         hook.remove()
     assert "Qwen3VLVisionAttention" in seen
     ran_original(handle, fallback.HOOKS)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("registry", ["_forward_hooks", "_forward_pre_hooks"])
+def test_hooks_in_a_registry_that_was_replaced(registry: str, used: bool) -> None:
+    """As recipes that remove all hooks do it: for every kind of module that is called."""
+    plain = tiny_tower()
+    call = Call.of(plain, GRIDS["mix"])
+    paths = {type(module): path for path, module in plain.named_modules() if path and path != "blocks"}
+    for path in paths.values():
+        tower = copy_of(plain)
+        handle = fusedvit.fuse(tower)
+        if used:
+            call.run(tower)
+        seen: list[str] = []
+        for module in tower.modules():
+            setattr(module, registry, OrderedDict())
+        module = tower.get_submodule(path)
+        register = module.register_forward_hook if registry == "_forward_hooks" else module.register_forward_pre_hook
+        register(lambda *rest, seen=seen: seen.append("fired"))  # type: ignore[misc]
+        call.run(tower)
+        if isinstance(module, nn.ModuleList):  # it is never called
+            ran_fused(handle, calls=1 + used)
+        else:
+            assert seen, path
+            ran_original(handle, fallback.HOOKS)
+
+
+def test_weights_written_while_a_hook_was_on() -> None:
+    """Without a look at the content: what was prepared before a fallback is not used after it."""
+    tower = tiny_tower()
+    fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
+    call = Call.of(tower, GRIDS["mix"])
+    call.run(tower)
+    hook = tower.blocks[0].register_forward_hook(lambda module, arguments, output: None)
+    call.run(tower)
+    tower.merger.linear_fc2.weight.data.mul_(2)
+    hook.remove()
+    original = fusedvit.unfuse(copy_of(tower))
+    assert_same(call.run(tower), call.run(original))
+
+
+def test_a_dtype_viewed_in_place() -> None:
+    """The same parameter at the same address, of the same version: other numbers."""
+    tower = tiny_tower().half()
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
+    call = Call.of(tower, GRIDS["smallest"])
+    call.run(tower)
+    weight = tower.blocks[1].norm2.weight
+    weight.data = weight.data.view(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="mixed dtype"):  # Hugging Face's own answer
+        call.run(tower)
+    ran_original(handle, fallback.DTYPES)
 
 
 def test_hooks_on_the_tower_itself_are_compatible() -> None:

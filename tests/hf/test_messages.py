@@ -1,0 +1,178 @@
+"""Messages begin with our name and say what it is about: a module's path, what was found and what was expected."""
+
+import ast
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from tests.support.towers import GRIDS, Call, copy_of, tiny_tower
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def eps(tower: Any) -> None:
+    tower.blocks[1].norm2.eps = 0.5
+
+
+def missing_bias(tower: Any) -> None:
+    tower.blocks[0].attn.qkv.bias = None
+
+
+def narrow(tower: Any) -> None:
+    tower.merger.linear_fc2 = nn.Linear(192, 24).requires_grad_(False)
+
+
+def another_class(tower: Any) -> None:
+    tower.blocks[2].mlp.act_fn = nn.ReLU()
+
+
+def own_forward(tower: Any) -> None:
+    tower.blocks[1].mlp.forward = lambda x: x
+
+
+def left_over(tower: Any) -> None:
+    tower.blocks.append(copy_of(tower.blocks[0]))
+
+
+def fewer(tower: Any) -> None:
+    del tower.blocks[2]
+
+
+def frequencies(tower: Any) -> None:
+    tower.rotary_pos_emb.inv_freq.mul_(2)
+
+
+def option(tower: Any) -> None:
+    tower.merger.act_fn.approximate = "tanh"
+
+
+def sparse(tower: Any) -> None:
+    weight = tower.blocks[0].attn.proj.weight
+    weight.data = weight.detach().t().contiguous().t()
+
+
+def hook(tower: Any) -> None:
+    tower.blocks[1].attn.register_forward_pre_hook(lambda module, arguments: None)
+
+
+def half(tower: Any) -> None:
+    tower.blocks[1].mlp.half()
+
+
+def on_meta(tower: Any) -> None:
+    tower.blocks[1].mlp.linear_fc1.to("meta")
+
+
+CASES: list[tuple[Callable[[Any], None], str, str]] = [
+    (eps, fallback.MODIFIED, "blocks.1.norm2.eps is 0.5, expected 1e-06"),
+    (missing_bias, fallback.MODIFIED, "parameter blocks.0.attn.qkv.bias is missing"),
+    (narrow, fallback.MODIFIED, "the shape of merger.linear_fc2.weight is (24, 192), expected (40, 192)"),
+    (
+        another_class,
+        fallback.MODIFIED,
+        "blocks.2.mlp.act_fn is torch.nn.modules.activation.ReLU, expected transformers.activations.GELUTanh",
+    ),
+    (own_forward, fallback.MODIFIED, "blocks.1.mlp is a forward of its own, expected transformers.models.qwen3_vl."),
+    (left_over, fallback.MODIFIED, "parameter blocks.3.attn.proj.bias is not expected"),
+    (fewer, fallback.MODIFIED, "parameter blocks.2.norm1.weight is missing"),
+    (
+        frequencies,
+        fallback.MODIFIED,
+        "buffer rotary_pos_emb.inv_freq does not hold the rotary frequencies of base 10000",
+    ),
+    (option, fallback.MODIFIED, "merger.act_fn.approximate is tanh, expected none"),
+    (sparse, fallback.MODIFIED, "blocks.0.attn.proj.weight is not contiguous"),
+    (hook, fallback.HOOKS, "on blocks.1.attn"),
+    (half, fallback.DTYPES, "blocks.1.mlp.linear_fc1.weight is torch.float16, patch_embed.proj.weight torch.float32"),
+    (on_meta, fallback.META, "blocks.1.mlp.linear_fc1.weight"),
+]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("change, kind, detail", CASES, ids=[change.__name__ for change, _, _ in CASES])
+def test_a_reason_names_its_object(
+    change: Callable[[Any], None], kind: str, detail: str, used: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same text in the warning, the strict error, `refresh()`, `warmup()`, `report()` and `stats()`."""
+    caplog.set_level(logging.WARNING, logger="fusedvit")
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    call = Call.of(tower, GRIDS["smallest"])
+    if used:
+        call.run(tower)
+    change(tower)
+    try:
+        call.run(tower)
+    except (RuntimeError, NotImplementedError):  # Hugging Face's own
+        assert change in (half, on_meta, narrow)
+    assert handle.stats()["original"] == {kind: 1}
+    assert handle.stats()["details"][kind].startswith(detail)
+    text = f"{kind}: {handle.stats()['details'][kind]} ({fallback.ADVICE[kind]})"
+    assert [r.getMessage() for r in caplog.records] == [f"fusedvit: Qwen3VLVisionModel runs its original code: {text}"]
+    assert text in handle.report()
+    for way in (handle.refresh, handle.warmup):
+        with pytest.raises(RuntimeError, match=f"^fusedvit: Qwen3VLVisionModel cannot run fused: {re.escape(text)}$"):
+            way()
+    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    with pytest.raises(RuntimeError, match=f"^fusedvit: Qwen3VLVisionModel runs its original code: {re.escape(text)}$"):
+        call.run(tower)
+
+
+def logged(path: Path) -> Iterator[tuple[int, ast.expr]]:
+    """Lines and first arguments of the warnings that a source file logs."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            logger = isinstance(node.func.value, ast.Name) and node.func.value.id in ("logger", "warnings")
+            if logger and node.func.attr in ("warning", "error", "warn"):
+                yield node.lineno, node.args[0]
+            if logger and node.func.attr == "log":
+                yield node.lineno, node.args[1]
+
+
+def test_every_warning_begins_with_our_name() -> None:
+    found = {
+        (path.relative_to(ROOT).as_posix(), line): ast.unparse(text)
+        for folder in ("fusedvit", "graphs", "kernels")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in logged(path)
+    }
+    assert len(found) >= 4
+    ours = "'fusedvit: ", "'%s'"  # `fallback.message` begins so
+    assert {place: text for place, text in found.items() if not text.startswith(ours)} == {}
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-VL-8B-Instruct", None, nn.Linear, {}, 1], ids=repr)
+@pytest.mark.parametrize("function", [fusedvit.fuse, fusedvit.unfuse])
+def test_what_is_no_module_is_refused(function: Callable[[Any], object], model: object) -> None:
+    with pytest.raises(TypeError, match=f"model must be a torch.nn.Module, got {type(model).__name__}"):
+        function(model)
+
+
+@pytest.mark.parametrize("config", [{}, {"token_budgets": (256,)}, True, "strict", fusedvit.FuseConfig], ids=repr)
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    tower = tiny_tower()
+    with pytest.raises(TypeError, match=f"config must be a FuseConfig, got {type(config).__name__}"):
+        fusedvit.fuse(tower, config)
+    assert "_fusedvit" not in vars(tower)
+
+
+@pytest.mark.parametrize("name", ["graphs", "strict", "watch_data"])
+@pytest.mark.parametrize("value", ["yes", 1, 0, None, torch.tensor(True)], ids=repr)
+def test_flags_are_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be True or False, got {re.escape(repr(value))}"):
+        fusedvit.FuseConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["token_budgets", "max_items", "max_frames"])
+@pytest.mark.parametrize("value", ["64", 2.5, {64}, b"64", True, torch.tensor(4)], ids=repr)
+def test_limits_are_integers(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=name):
+        fusedvit.FuseConfig(**{name: value})

@@ -1,0 +1,355 @@
+"""A tower runs fused only where its original code is transformers' own: whatever somebody replaces, the answer is that
+of the code that would run, and the reason names what was replaced."""
+
+import contextlib
+import copy
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.checks.adapters import Plain
+from fusedvit.checks.own_code import OwnCode, own_code
+from fusedvit.checks.source_code import definition_of
+from tests.support.families import INSTALLED, class_of, family_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, tiny_tower
+
+GRID = [(1, 8, 4), (1, 2, 10)]
+STRICT = fusedvit.FuseConfig(strict=True)
+WHEN = pytest.mark.parametrize("when", ["before fuse", "after fuse", "after a call"])
+
+
+class Replaceable(NamedTuple):
+    """A method of a class in a tower, or a function of a module, that the tower's code calls."""
+
+    owner: Any
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__.rpartition('.')[2]}.{self.name}"
+
+
+def replaceable(tower: Any) -> list[Replaceable]:
+    """Every Python function of transformers, and `forward` of torch's modules, that a tower's code leads to."""
+    found = {}
+    for owner, name in own_code(Plain.of(tower)).slots:
+        value = getattr(owner, name, None)
+        module = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
+        theirs = module.startswith("transformers.") or name == "forward"
+        if isinstance(value, types.FunctionType) and theirs and not name.startswith("_"):
+            found[id(owner), name] = Replaceable(owner, name)
+    return [item for item in found.values() if item.owner is not nn.ModuleList]
+
+
+def spoiled(old: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in the place of `old` whose results are others, where they are tensors."""
+
+    @functools.wraps(old)
+    def replacement(*arguments: Any, **named: Any) -> Any:
+        return twisted(old(*arguments, **named))
+
+    return replacement
+
+
+def twisted(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value * 1.5
+    if type(value) is tuple:
+        return tuple(map(twisted, value))
+    if isinstance(value, dict):
+        for name in value:
+            value[name] = twisted(value[name])
+    return value
+
+
+def fused_when(tower: Any, when: str, replace: contextlib.AbstractContextManager[Any], call: Call) -> tuple[Any, Any]:
+    """The outputs of `tower` with `replace` in force from then on, and its handle."""
+    with contextlib.ExitStack() as stack:
+        if when == "before fuse":
+            stack.enter_context(replace)
+        handle = fusedvit.fuse(tower)
+        if when == "after a call":
+            call.run(tower)
+        if when != "before fuse":
+            stack.enter_context(replace)
+        return call.run(tower), handle
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_function_that_a_tower_runs(name: str) -> None:
+    """Each replaced, one at a time, after a call and before any: the answer is the original code's, with a reason."""
+    tower = family_tower(name)
+    call = Call.of(tower, GRID)
+    plain = call.run(tower)
+    changed = 0
+    for item in replaceable(tower):
+        replace = functools.partial(mock.patch.object, item.owner, item.name, spoiled(getattr(item.owner, item.name)))
+        with replace():
+            expected = call.run(tower)
+        changed += any(error_of(expected[n], plain[n]) > 1e-5 for n in plain)
+        for when in ("before fuse", "after a call"):
+            ours, handle = fused_when(copy.deepcopy(tower), when, replace(), call)
+            assert_bitwise(ours, expected)
+            assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}, f"{item}, {when}"
+            assert item.name in handle.stats()["details"][fallback.FOREIGN_CODE], f"{item}, {when}"
+    assert changed >= 10, "the replacements change too little: the test shows nothing"
+
+
+def test_fused_again_when_what_was_replaced_is_back() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    attention = type(tower.blocks[0].attn)
+    with mock.patch.object(attention, "forward", spoiled(attention.forward)):
+        call.run(tower)
+    assert_bitwise(call.run(tower), expected)
+    assert handle.stats()["fused"] == 2
+
+
+def modeling() -> Any:
+    return importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
+
+
+@contextlib.contextmanager
+def other_code(function: types.FunctionType, code: types.CodeType) -> Iterator[None]:
+    kept, function.__code__ = function.__code__, code
+    try:
+        yield
+    finally:
+        function.__code__ = kept
+
+
+def _skewed(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q * 2, k
+
+
+def _same_names() -> Any:
+    """A function with the module, names and file of the one that it stands for."""
+    real = modeling().apply_rotary_pos_emb_vision
+    false = types.FunctionType(_skewed.__code__, real.__globals__, real.__name__, real.__defaults__)
+    false.__module__, false.__qualname__ = real.__module__, real.__qualname__
+    return false
+
+
+def _another_modules() -> Any:
+    """transformers' own function of that name, from the module of another model, with other globals."""
+    module = importlib.import_module("transformers.models.glm_ocr.modeling_glm_ocr")
+    return module.apply_rotary_pos_emb_vision
+
+
+REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "a function with the same names": lambda: mock.patch.object(
+        modeling(), "apply_rotary_pos_emb_vision", _same_names()
+    ),
+    "another model's function": lambda: mock.patch.object(
+        modeling(), "apply_rotary_pos_emb_vision", _another_modules()
+    ),
+    "the code of a function": lambda: other_code(modeling().apply_rotary_pos_emb_vision, _skewed.__code__),
+    "a partial function": lambda: mock.patch.object(
+        modeling(), "apply_rotary_pos_emb_vision", functools.partial(_skewed)
+    ),
+    "an object to call": lambda: mock.patch.object(modeling(), "rotate_half", mock.Mock(side_effect=lambda x: -x)),
+    "a wrapper that hides what it wraps": lambda: mock.patch.object(
+        modeling().Qwen3VLVisionMLP, "forward", _hiding(modeling().Qwen3VLVisionMLP.forward)
+    ),
+    "another method of the class": lambda: mock.patch.object(
+        modeling().Qwen3VLVisionRotaryEmbedding,
+        "recomposition_frequencies",
+        lambda self, x: torch.cat([x[:, 0]] * 4, -1),
+    ),
+    "an eager attention": lambda: mock.patch.object(modeling(), "eager_attention_forward", _capped),
+    "torch's attention": lambda: mock.patch.object(nn.functional, "scaled_dot_product_attention", _flat_attention),
+    "torch's linear": lambda: mock.patch.object(nn.functional, "linear", lambda x, w, b=None: (x @ w.t()) * 2),
+    "the call of every module": lambda: mock.patch.object(nn.Module, "__call__", _calling),
+    "the output record": lambda: mock.patch.object(modeling(), "BaseModelOutputWithDeepstackFeatures", _record()),
+}
+
+
+def _record() -> type:
+    base = modeling().BaseModelOutputWithDeepstackFeatures
+    return type("BaseModelOutputWithDeepstackFeatures", (base,), {})
+
+
+def _calling(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+    return self._call_impl(*arguments, **named)
+
+
+def _hiding(old: Any) -> Any:
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        return old(self, *arguments, **named) * 0.5
+
+    forward.__wrapped__ = old  # type: ignore[attr-defined]
+    forward.__module__, forward.__qualname__ = old.__module__, old.__qualname__
+    return forward
+
+
+def _capped(module: Any, q: Any, k: Any, v: Any, scaling: float = 1.0, **named: Any) -> Any:
+    scores = torch.tanh(q @ k.transpose(-1, -2) * scaling / 2) * 2
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+
+def _flat_attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
+    return v.mean(-2, keepdim=True).expand_as(q)
+
+
+@WHEN
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_ways_to_replace_code(name: str, when: str) -> None:
+    tower = tiny_tower()
+    if "eager" in name:
+        tower.set_attn_implementation("eager")
+    call = Call.of(tower, GRIDS["mix"])
+    original = copy.deepcopy(tower)
+    with REPLACEMENTS[name]():
+        expected = call.run(original)
+    ours, handle = fused_when(tower, when, REPLACEMENTS[name](), call)
+    assert_bitwise(ours, expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+@contextlib.contextmanager
+def registered(name: str, function: Any, *, local: bool = False) -> Iterator[None]:
+    """An attention function in transformers' registry, as `AttentionInterface.register` puts it there."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    mapping = ALL_ATTENTION_FUNCTIONS._local_mapping if local else AttentionInterface._global_mapping
+    with mock.patch.dict(mapping, {name: function}):
+        yield
+
+
+@WHEN
+@pytest.mark.parametrize("local", [False, True], ids=["register", "item"])
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_entries_of_the_attention_registry(name: str, local: bool, when: str) -> None:
+    tower = tiny_tower()
+    tower.set_attn_implementation(name)
+    call = Call.of(tower, GRIDS["mix"])
+    with registered(name, _capped, local=local):
+        expected = call.run(tower)
+    ours, handle = fused_when(copy.deepcopy(tower), when, registered(name, _capped, local=local), call)
+    assert_bitwise(ours, expected)
+    assert f"attention function '{name}' is {__name__}._capped" in handle.stats()["details"][fallback.FOREIGN_CODE]
+
+
+@WHEN
+def test_an_attention_function_of_ones_own(when: str) -> None:
+    tower = tiny_tower()
+    original = copy.deepcopy(tower)
+    call = Call.of(tower, GRIDS["mix"])
+    with registered("capped", _capped):
+        original.set_attn_implementation("capped")
+        expected = call.run(original)
+        chosen = mock.patch.object(tower.config, "_attn_implementation_internal", "capped")
+        ours, handle = fused_when(tower, when, chosen, call)
+    assert_bitwise(ours, expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+def test_the_attention_of_one_block() -> None:
+    """A config of its own in one block."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    call = Call.of(tower, GRIDS["mix"])
+    call.run(tower)
+    with registered("capped", _capped):
+        for module in (tower, original := copy.deepcopy(tower)):
+            module.blocks[1].attn.config = copy.deepcopy(module.config)
+            module.blocks[1].attn.config._attn_implementation_internal = "capped"
+        fusedvit.unfuse(original)
+        assert_bitwise(call.run(tower), call.run(original))
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_transformers_own_attention_functions_are_fused(name: str) -> None:
+    """All of them compute what the fused encoder does; those that are not installed are only named here."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    tower.config._attn_implementation_internal = name
+    handle = fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower), expected)
+    assert handle.stats()["fused"] == 1
+
+
+def _remote(base: Any) -> Any:
+    """A tower class as remote code has it: the known name, another module, another forward."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, grid_thw: torch.Tensor, **named: Any) -> Any:
+        outputs = base.forward(self, hidden_states, grid_thw, **named)
+        outputs.pooler_output = outputs.pooler_output * 0.5
+        return outputs
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": "transformers_modules.mine.modeling"})
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLVisionModel", "Qwen2VisionTransformerPretrainedModel"])
+def test_remote_code_under_a_known_name(name: str) -> None:
+    tower = family_tower(name)
+    tower.__class__ = _remote(class_of(name))
+    call = Call.of(tower, GRID)
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    assert_bitwise(call.run(tower), expected)
+    assert handle.stats()["details"] == {
+        fallback.FOREIGN_CODE: f"the tower's class is transformers_modules.mine.modeling.{name}"
+    }
+
+
+def test_remote_code_without_a_base_of_transformers() -> None:
+    """A copy of the modeling file under another module name."""
+    real = modeling()
+    copied = types.ModuleType("transformers_modules.copied.modeling_qwen3_vl")
+    copied.__package__, copied.__file__ = real.__package__, real.__file__
+    with mock.patch.dict(sys.modules, {copied.__name__: copied}), open(real.__file__, encoding="utf-8") as file:
+        exec(compile(file.read(), real.__file__, "exec"), vars(copied))
+        tower = copied.Qwen3VLVisionModel(tiny_tower().config).eval().requires_grad_(False)
+        call = Call.of(tower, GRIDS["mix"])
+        expected = call.run(tower)
+        handle = fusedvit.fuse(tower)
+        assert_bitwise(call.run(tower), expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_nothing_of_transformers_is_foreign(name: str) -> None:
+    found: OwnCode = own_code(Plain.of(family_tower(name)))
+    assert found.foreign == ""
+    names = {name for _, name in found.slots}
+    assert {"forward", "apply_rotary_pos_emb_vision", "eager_attention_forward", "ALL_ATTENTION_FUNCTIONS"} <= names
+    assert {"get_vision_position_ids", "scaled_dot_product_attention", "linear"} <= names
+
+
+def test_a_definition_is_where_the_source_says() -> None:
+    rotary = modeling().apply_rotary_pos_emb_vision
+    assert definition_of(rotary) == (modeling().__name__, "apply_rotary_pos_emb_vision")
+    assert definition_of(_same_names()) is None
+    assert definition_of(_another_modules()) != definition_of(rotary)
+    assert definition_of(torch.cat) is None and definition_of(None) is None
+
+
+def test_functions_added_to_a_class_that_nothing_calls() -> None:
+    """Only what runs matters: a patched method of the language model or of saving leaves the tower fused."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    call.run(tower)
+    with (
+        mock.patch.object(type(tower).__mro__[2], "save_pretrained", lambda self: None),
+        mock.patch.object(modeling().Qwen3VLTextAttention, "forward", lambda self: None),
+        mock.patch.object(modeling(), "apply_rotary_pos_emb", lambda *a: None),
+    ):
+        call.run(tower)
+    assert (handle.stats()["fused"], handle.stats()["refreshes"]) == (2, 1)
