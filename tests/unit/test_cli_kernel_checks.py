@@ -126,7 +126,8 @@ def test_outcomes() -> None:
 
 
 def test_kernel_calls_of_a_fused_tower() -> None:
-    handle = fusedvit.fuse(towers.random_tower(torch.device("cpu")).model)
+    tower = towers.random_tower(torch.device("cpu")).model  # which the handle does not keep
+    handle = fusedvit.fuse(tower)
     calls = kernel_checks.kernel_calls(handle)
     depth, mergers = towers.TINY["depth"], 1 + len(towers.TINY["deepstack_visual_indexes"])
     assert calls["linear"] == 1 + 4 * depth + 2 * mergers
