@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -490,5 +491,6 @@ def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None
 
 
 def _end_of(handle: weakref.ref[FusedEncoder], _: object) -> None:
-    """Called when the tower goes."""
-    _told(handle, FusedEncoder.end)
+    """Called when the tower goes; with the whole process there is nothing to give back."""
+    if not sys.is_finalizing():
+        _told(handle, FusedEncoder.end)

@@ -7,7 +7,7 @@ see every operation. None of that reaches a kernel.
 import torch
 from torch.autograd import forward_ad
 
-from fusedvit.checks.fallback import TRANSFORM
+from fusedvit.checks.fallback import COMPILING, TRANSFORM
 from fusedvit.errors import Reason
 
 _plain = torch.Tensor.__torch_dispatch__
@@ -20,6 +20,8 @@ def active(pixels: object) -> Reason | None:
     if forward_ad._current_level >= 0:
         return Reason(TRANSFORM, "forward-mode AD")
     if torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling():  # an export that is not strict
+            return Reason(COMPILING)
         mode = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
         return Reason(TRANSFORM, f"the dispatch mode {type(mode).__name__}")
     if type(pixels) is not torch.Tensor and isinstance(pixels, torch.Tensor) and _dispatches(type(pixels)):
