@@ -1,12 +1,47 @@
 """Reference of `kernels.fingerprint`."""
 
+import functools
+
 import torch
 
-from fusedvit.kernels.fingerprint import SAMPLES, FingerprintSources
+from fusedvit.kernels.fingerprint import GROUP, SAMPLES, FingerprintSources
+
+_GOLDEN = 0x9E3779B9
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    return ((x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B).to(torch.int32)
+    """Of int32; products are taken in int64, which do not overflow, and wrapped."""
+    for _ in range(2):
+        x = ((x ^ ((x >> 16) & 0xFFFF)).long() * 0x45D9F3B).to(torch.int32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def sampled_groups(groups: int) -> torch.Tensor:
+    """`[min(groups, SAMPLES)]` int64: which groups of `GROUP` words of a tensor are read."""
+    s = torch.arange(min(groups, SAMPLES))
+    if groups <= SAMPLES:
+        return s
+    begin = s * groups // SAMPLES
+    share = (s + 1) * groups // SAMPLES - begin
+    drawn = (_mix((s * _GOLDEN + groups).to(torch.int32)) & 0x7FFFFFFF).long()
+    return begin + (drawn * share >> 31)
+
+
+@functools.lru_cache(maxsize=256)
+def _samples(groups: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The groups that are read, and what is added to each."""
+    group = sampled_groups(groups)
+    salt = ((torch.arange(len(group)) + 1) * _GOLDEN).to(torch.int32)
+    return group.to(device), salt.to(device)
+
+
+def _hash(words: torch.Tensor) -> torch.Tensor:
+    groups = len(words) // GROUP
+    group, salt = _samples(groups, words.device)
+    low, high = words[: GROUP * groups].view(-1, GROUP)[group].view(torch.int32).unbind(1)
+    last = words[GROUP * groups :].to(torch.int32)
+    i = torch.arange(len(last), device=words.device) - GROUP
+    return _mix(_mix(low + salt) ^ high).sum() + _mix(last + (i * _GOLDEN).to(torch.int32)).sum()
 
 
 def fingerprint(
@@ -21,13 +56,6 @@ def fingerprint(
         rows[: grid.shape[0]].copy_(grid)
     if not out.numel():
         return out
-    s = torch.arange(SAMPLES, device=out.device)[:, None]
-    four = torch.arange(4, device=out.device)
-    salt = ((4 * s + four + 1) * 0x9E3779B9).to(torch.int32)
     for i, t in enumerate(sources.tensors):
-        flat = t.as_strided((t.numel(),), (1,)).view(torch.int16)
-        at = s * flat.numel() // SAMPLES // 4 * 4 + four
-        word = torch.where(at < flat.numel(), flat[at.clamp(max=flat.numel() - 1)], 0)
-        x = _mix(_mix(word.to(torch.int32) + salt))
-        out[i] = (x ^ ((x >> 16) & 0xFFFF)).sum().to(torch.int32)
+        out[i] = _hash(t.as_strided((t.numel(),), (1,)).view(torch.int16)).to(torch.int32)
     return out

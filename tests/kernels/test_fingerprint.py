@@ -17,9 +17,12 @@ def sources(device: torch.device) -> list[torch.Tensor]:
     return [
         random(40, 24, device=device).half(),
         random(3, device=device).bfloat16(),  # fewer words than samples
-        random(SAMPLES, seed=1, device=device).half(),  # a sample a word exactly
-        random(7, 300, seed=2, device=device),  # 4200 words, samples 16.4 words from each other
+        random(4 * SAMPLES, seed=1, device=device).half(),  # a sample a group exactly
+        random(4 * SAMPLES + 7, seed=1, device=device).half(),  # one group more, and three words
+        random(70, 300, seed=2, device=device),  # samples 20.5 words from each other
+        random(3001, seed=4, device=device).half()[1:],  # at no multiple of 8 bytes
         random(16, 8, seed=3, device=device).half().T,  # dense but not contiguous
+        random(20001, seed=5, device=device).half()[3:],
         torch.zeros(5, device=device),
         torch.zeros(6, device=device),  # the same words, but another length
     ]
@@ -53,21 +56,40 @@ def test_equal_bits_give_equal_hashes(op: Op, device: torch.device) -> None:
     ids=["scaled", "moved", "negated", "zeroed"],
 )
 def test_writes_to_all_of_a_tensor_show(write: Callable[[torch.Tensor], object], op: Op, device: torch.device) -> None:
-    tensors = sources(device)[:4]
+    tensors = sources(device)[:6]
     before = hashes(op, tensors)
     for t in tensors:
         write(t)
     assert (hashes(op, tensors) != before).all()
 
 
-def test_small_tensors_are_read_whole(device: torch.device) -> None:
-    """Up to SAMPLES words every one is sampled: one changed bit shows."""
-    t = random(SAMPLES // 2, device=device)
-    before = hashes(fingerprint, [t])
-    for i in (0, 63, SAMPLES // 2 - 1):
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_writes_to_a_part_of_a_wide_tensor_show(dtype: torch.dtype, op: Op, device: torch.device) -> None:
+    """tests/unit/test_fingerprint_coverage.py has every pattern and every shape."""
+    t = random(3456, 1152, device=device).to(dtype)
+    before = hashes(op, [t])
+    for rows, columns in (
+        (slice(None), slice(700, 712)),
+        (slice(None), slice(3, None, 100)),
+        (slice(72, 144), slice(None)),
+        (slice(99, None, 100), slice(None)),
+        (slice(1000, 1346), slice(500, 616)),
+    ):
+        changed = t.clone()
+        changed[rows, columns] *= 1.01
+        assert not torch.equal(hashes(op, [changed]), before), (rows, columns)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_small_tensors_are_read_whole(op: Op, device: torch.device) -> None:
+    """Up to SAMPLES groups every one is read: one changed bit shows."""
+    t = random(2 * SAMPLES + 1, device=device)
+    before = hashes(op, [t])
+    for i in (0, 63, SAMPLES // 2 - 1, 2 * SAMPLES - 1, 2 * SAMPLES):
         changed = t.clone()
         changed.view(torch.int32)[i] ^= 1
-        assert not torch.equal(hashes(fingerprint, [changed]), before), f"element {i}"
+        assert not torch.equal(hashes(op, [changed]), before), f"element {i}"
 
 
 def test_no_sources(device: torch.device) -> None:
