@@ -11,7 +11,7 @@ from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
-from fusedvit.model.weights import row_pitch
+from fusedvit.model.weights import UNFOLDED, row_pitch
 
 NARROWEST_TILE = 32  # columns; bounds the parts of the row statistics
 
@@ -75,15 +75,17 @@ class OverlapBuffers:
         hidden: `[mergers, tokens, hidden]`, the residual stream as each reads it.
         stats: `[mergers, …]` fp32, its row moments.
         inner: flat, between a merger's two layers; mergers follow each other on the side stream.
+        normalised: `[tokens, hidden]` where a merger's norm is not folded in; else no rows.
     """
 
     hidden: torch.Tensor
     stats: torch.Tensor
     inner: torch.Tensor
+    normalised: torch.Tensor
 
     def part(self, tokens: int) -> "OverlapBuffers":
         """Views for so many tokens."""
-        return OverlapBuffers(self.hidden[:, :tokens], self.stats, self.inner)
+        return OverlapBuffers(self.hidden[:, :tokens], self.stats, self.inner, self.normalised[:tokens])
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ def _allocate_overlap(
         hidden=torch.empty(mergers, tokens, spec.hidden_size, dtype=dtype, device=device),
         stats=torch.empty(mergers, _stats_size(spec, tokens), dtype=torch.float32, device=device),
         inner=torch.empty(inner, dtype=dtype, device=device),
+        normalised=torch.empty(tokens if dtype in UNFOLDED else 0, spec.hidden_size, dtype=dtype, device=device),
     )
 
 

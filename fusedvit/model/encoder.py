@@ -87,8 +87,19 @@ class _Run:
         merger = self.spec.deepstack.index(block)
         return (buffers, mergers.index(merger)) if merger in mergers else None
 
-    def fold(self, stats: RowStats, linear: LinearWeights) -> NormFold:
-        return NormFold(stats, linear.colsum, self.spec.norm_eps)
+    def normalised(
+        self, stream: "_Stream", linear: LinearWeights, out: torch.Tensor, which: int = TOKENS
+    ) -> tuple[torch.Tensor, NormFold | None]:
+        """What `linear` multiplies, and the norm that its epilogue applies.
+
+        A norm that is not folded in is applied now, into `out`.
+        """
+        x = stream.hidden
+        if linear.norm is None:
+            return x, NormFold(stream.stats, linear.colsum, self.spec.norm_eps)
+        out = out.view(x.shape)
+        self.norm(x, linear.norm, which, out, self.spec.norm_eps)
+        return out, None
 
     def norm(
         self, x: torch.Tensor, w: NormWeights, which: int, out: torch.Tensor, eps: float, after: After = NOTHING
@@ -190,24 +201,24 @@ def _patch_embed(run: _Run) -> _Stream:
     return stream
 
 
-def _block(run: _Run, i: int, w: BlockWeights, x: _Stream) -> _Stream:
+def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:
     """hidden += proj(attention(rope(qkv(norm(hidden))))); hidden += fc2(act(fc1(norm(hidden))))."""
     b, spec, plan, ops = run.buffers, run.spec, run.plan, run.ops
     rows = b.hidden.shape[0]
     tokens = b.meta.count(TOKENS)
 
-    qkv = _qkv(run, w, x)
+    qkv = _qkv(run, w, at)
     for segments, config in run.segments(i):
         ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
     y = run.stream(plan.proj.block_n)
-    epilogue = Epilogue(w.proj.bias, residual=x.hidden, stats=y.stats, scratch=b.scratch)
+    epilogue = Epilogue(w.proj.bias, residual=at.hidden, stats=y.stats, scratch=b.scratch)
     ops.linear(b.context, w.proj.weight, tokens, y.hidden, epilogue, plan.proj)
 
     inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
-    fold = run.fold(y.stats, w.fc1)
+    x, fold = run.normalised(y, w.fc1, b.context)
     act, limit = spec.activation, spec.glu_limit
     epilogue = Epilogue(w.fc1.bias, fold, activation=act, limit=limit, scratch=b.scratch)
-    ops.linear(y.hidden, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
+    ops.linear(x, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
     z = run.stream(plan.fc2.block_n, i)
     epilogue = Epilogue(w.fc2.bias, residual=y.hidden, stats=z.stats, scratch=b.scratch)
     ops.linear(inner, w.fc2.weight, tokens, z.hidden, epilogue, plan.fc2)
@@ -221,9 +232,9 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
     rows, c = b.hidden.shape
     tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
     rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.packed_cos_sin) if w.qk_norm is None else None
-    fold = run.fold(x.stats, w.qkv)
+    hidden, fold = run.normalised(x, w.qkv, b.context)
     epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
-    run.ops.linear(x.hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
+    run.ops.linear(hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
     if w.qk_norm is not None:
         heads, programs = spec.num_heads, run.plan.max_programs
         run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
@@ -235,8 +246,8 @@ def _deepstack(run: _Run, block: int, x: _Stream) -> None:
     b, spec = run.buffers, run.spec
     index, slot = spec.deepstack.index(block), run.overlap_slot(block)
     w = run.weights.deepstack[index]
-    norm = run.fold(x.stats.merged(spec.merge_unit), w.fc1)
-    merged = x.hidden.view(-1, spec.merged_size)
+    rows = _Stream(x.hidden.view(-1, spec.merged_size), x.stats.merged(spec.merge_unit))
+    merged, norm = run.normalised(rows, w.fc1, b.context if slot is None else slot[0].normalised, MERGED)
     inner = b.wide if slot is None else slot[0].inner
     run = replace(run, plan=run.plan.of_deepstack(index))  # in line too, for the same bits
     _merger_mlp(run, w, merged, norm, inner, b.merged[1 + index])

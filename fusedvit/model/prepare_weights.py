@@ -1,6 +1,6 @@
 """A tower's weights as the kernels want them, prepared once from the original parameters.
 
-LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta
+LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta;  not in fp32
 RMSNorm                         : W' = round(W * gamma)
 softmax in base 2               : q comes out scaled by `query_scale`, of its weights or of its norm's
 rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
@@ -21,6 +21,7 @@ from fusedvit.model.param_names import DownsampleNames, LastNormNames, MergerNam
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import (
     ALIGNMENT,
+    UNFOLDED,
     BlockWeights,
     DownsampleWeights,
     EncoderWeights,
@@ -117,8 +118,18 @@ class _Maker:
         biases = [p.bias for p in parts if p.bias is not None]
         return LinearWeights(torch.cat([p.weight for p in parts]), torch.cat(biases) if biases else None)
 
+    def behind_norm(self, norm: str, linear: LinearWeights, factor: torch.Tensor | None = None) -> LinearWeights:
+        """`linear` after a norm of the blocks' kind, its outputs times `factor` `[N]`.
+
+        A LayerNorm stays a step of its own in fp32 and fp64. Folded, it subtracts the mean after the product, whose
+        rounding errors grow with the mean: where a row's mean is ten deviations away they are twice Hugging Face's.
+        """
+        if self.spec.norm == "layer" and linear.weight.dtype in UNFOLDED:
+            return self._scaled(linear, factor, self.norm(norm))
+        return self.folded(norm, linear, factor)
+
     def folded(self, norm: str, linear: LinearWeights, factor: torch.Tensor | None = None) -> LinearWeights:
-        """`linear` after a norm of the blocks' kind, its outputs times `factor` `[N]`; every tensor our own."""
+        """`linear` with the norm before it folded in, its outputs times `factor` `[N]`; every tensor our own."""
         weight, bias = linear.weight, linear.bias
         gamma = self.source(f"{norm}.weight")
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -136,14 +147,23 @@ class _Maker:
             bias = (bias if factor is None else bias * factor).to(wide, copy=True)
         return LinearWeights(scaled, bias, colsum, ("weight", "bias", "colsum"))
 
+    def _scaled(self, linear: LinearWeights, factor: torch.Tensor | None, norm: NormWeights) -> LinearWeights:
+        """`linear` behind a norm of its own, its outputs times `factor`."""
+        if factor is None:
+            return replace(linear, norm=norm)
+        factor = factor.to(linear.weight)
+        bias = None if linear.bias is None else linear.bias * factor
+        weight = _pitched(linear.weight * factor.unsqueeze(1), own=True)
+        return LinearWeights(weight, bias, None, ("weight", "bias"), norm)
+
     def block(self, names: WeightNames, i: int) -> BlockWeights:
         qkv = self.joined(tuple(name.format(i) for name in names.qkv), "qkv")
         fc1 = self.joined(tuple(name.format(i) for name in names.fc1), "mlp")
         factor = None if names.qk_norm else query_factor(self.spec, len(qkv.weight))
         return BlockWeights(
-            qkv=_rows(self.folded(names.norm1.format(i), qkv, factor), rotary_rows(self.spec)),
+            qkv=_rows(self.behind_norm(names.norm1.format(i), qkv, factor), rotary_rows(self.spec)),
             proj=self.plain(names.proj.format(i), "proj"),
-            fc1=_lined(_first(self.folded(names.norm2.format(i), fc1), self.spec.gated)),
+            fc1=_lined(_first(self.behind_norm(names.norm2.format(i), fc1), self.spec.gated)),
             fc2=_second(self.plain(names.fc2.format(i), "mlp")),
             qk_norm=self.qk_norm(tuple(name.format(i) for name in names.qk_norm)) if names.qk_norm else None,
         )
@@ -167,7 +187,7 @@ class _Maker:
     def folded_merger(self, names: MergerNames | None, i: int) -> MergerWeights:
         assert names is not None, "a spec with deepstack blocks belongs to a family with deepstack mergers"
         at = names.at(i)
-        fc1 = self.folded(at.norm, self.plain(at.fc1, "merger"))
+        fc1 = self.behind_norm(at.norm, self.plain(at.fc1, "merger"))
         return MergerWeights(None, fc1, self.plain(at.fc2, "merger"))
 
     def _downsample(self, names: DownsampleNames) -> DownsampleWeights:

@@ -14,6 +14,7 @@ from fusedvit.kernels.tma import rows_behind
 
 TensorSource = Callable[[str], torch.Tensor]
 ALIGNMENT = 16  # bytes; what the copy engine asks of bases and row pitches
+UNFOLDED = (torch.float32, torch.float64)  # dtypes in which a LayerNorm is not folded into the product behind it
 BOX_ROWS = 64  # of a tensor that the copy engine brings at once; the fewest, of which others are multiples
 LINE = 128  # bytes: a copy of 128 bytes that straddles two lines of the cache costs the GPU two requests
 
@@ -46,7 +47,8 @@ def lies_in_lines(weight: torch.Tensor, own: bool) -> bool:
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """`weight` `[N, K]`, `bias` `[N]` or None; `colsum` `[N]` fp32 where a LayerNorm was folded in.
+    """`weight` `[N, K]`, `bias` `[N]` or None; `colsum` `[N]` fp32 where a LayerNorm was folded in; `norm` where one
+    comes before it and was not.
 
     Rows of a gated MLP's first layer are gate and up interleaved.
     """
@@ -55,6 +57,7 @@ class LinearWeights:
     bias: torch.Tensor | None
     colsum: torch.Tensor | None = None
     own: tuple[str, ...] = ()
+    norm: "NormWeights | None" = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusedvit.cli.towers import cast_parameters_
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch
@@ -17,6 +18,7 @@ from fusedvit.model.merger_overlap import IN_LINE, MERGER_SHARE
 from fusedvit.model.ops import TORCH
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import UNFOLDED
 from fusedvit.runtime.ahead_of_time import QWEN3_VL_4B, QWEN3_VL_8B
 from fusedvit.runtime.captured_encoder import CapturedEncoder
 from tests.support.encoding import Encoder, Outputs
@@ -38,9 +40,12 @@ def planner(mergers: tuple[int, ...]) -> Callable[..., EncoderPlan]:
     return lambda spec, tokens, dtype, target: overlapping(plan_for(spec, tokens, dtype, target), mergers)
 
 
-@pytest.fixture(scope="module")
-def encoder() -> Encoder:
-    return Encoder(vision_tower(depth=5, deepstack_visual_indexes=DEEPSTACK), TORCH)
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def encoder(request: pytest.FixtureRequest) -> Encoder:
+    """In bf16 a merger's norm is folded into its first layer, in fp32 it is not."""
+    tower = vision_tower(depth=5, deepstack_visual_indexes=DEEPSTACK)
+    cast_parameters_(tower, request.param)
+    return Encoder(tower, TORCH)
 
 
 @pytest.mark.parametrize("grid", [GRIDS["mix"], GRIDS["one row"]], ids=["mix", "one row"])
@@ -81,11 +86,15 @@ def test_what_is_concurrent_shares_no_memory(encoder: Encoder, name: str) -> Non
     assert conflicts(encoder, OVERLAPS[name], lambda buffers: buffers) == []
 
 
-@pytest.mark.parametrize("name", ["hidden", "stats", "inner"])
+@pytest.mark.parametrize("name", ["hidden", "statistics or norm", "inner"])
 def test_shared_memory_would_be_noticed(encoder: Encoder, name: str) -> None:
+    if name == "statistics or norm":
+        name = "normalised" if encoder.dtype in UNFOLDED else "stats"
+
     def spoil(b: EncoderBuffers) -> EncoderBuffers:
         assert b.overlap is not None
         common = {"hidden": b.hidden.expand(3, *b.hidden.shape), "stats": b.stats.expand(3, -1), "inner": b.wide}
+        common["normalised"] = b.context
         return replace(b, overlap=replace(b.overlap, **{name: common[name]}))
 
     assert conflicts(encoder, OVERLAPS["all"], spoil) != []
