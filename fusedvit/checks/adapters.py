@@ -2,9 +2,9 @@
 
     W' = W + sum over active adapters of scaling * B A,  computed in fp64 and rounded once
 
-A LoRA layer stands where a linear layer stood, and holds it as `base_layer`. The original code adds the adapters'
-products to the linear layer's; the fused encoder multiplies by W', which is prepared again when an adapter, a scale or
-the choice of adapters changes. PEFT itself is not imported.
+A LoRA layer stands where a linear layer or a convolution stood, and holds it as `base_layer`. The original code adds
+the adapters' products to that layer's; the fused encoder multiplies by W', which is prepared again when an adapter, a
+scale or the choice of adapters changes. PEFT itself is not imported.
 """
 
 import math
@@ -16,7 +16,13 @@ from torch import nn
 
 from fusedvit.checks.source_code import Definition, definition_of
 
-_MODULE, _CLASS = "peft.tuners.lora.layer", "Linear"
+_MODULE = "peft.tuners.lora.layer"
+# PEFT's class, by its name: what it consists of, and whose `forward` it has.
+_KINDS: dict[str, tuple[type[nn.Module], str]] = {
+    "Linear": (nn.Linear, "Linear.forward"),
+    "Conv2d": (nn.Conv2d, "_ConvNd.forward"),
+    "Conv3d": (nn.Conv3d, "_ConvNd.forward"),
+}
 _BASE = "base_layer"
 # What a LoRA layer's forward goes by beside its parameters.
 _STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
@@ -24,8 +30,8 @@ _CASTS = "cast_input_dtype_enabled"
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether `module` is PEFT's LoRA layer around a linear layer."""
-    return type(module).__module__ == _MODULE and type(module).__qualname__ == _CLASS
+    """Whether `module` is PEFT's LoRA layer around a linear layer or a convolution."""
+    return type(module).__module__ == _MODULE and type(module).__qualname__ in _KINDS
 
 
 class Plain(NamedTuple):
@@ -76,7 +82,7 @@ def cannot_fold(plain: Plain) -> str:
     for path, module in plain.modules.items():
         if type(module).__module__.startswith("peft."):
             return (
-                f"{path} is {type(module).__module__}.{type(module).__qualname__}, expected a LoRA layer for {_CLASS}"
+                f"{path} is {type(module).__module__}.{type(module).__qualname__}, expected a LoRA layer of {[*_KINDS]}"
             )
     for path, layer in plain.layers.items():
         why = _why_not(layer)
@@ -86,7 +92,7 @@ def cannot_fold(plain: Plain) -> str:
 
 
 def _why_not(layer: Any) -> str:
-    if definition_of(type(layer).forward) != Definition(_MODULE, f"{_CLASS}.forward"):
+    if definition_of(type(layer).forward) != Definition(_MODULE, _KINDS[type(layer).__name__][1]):
         return "the forward of its class is not PEFT's"
     if layer._disable_adapters and layer.merged_adapters:
         return "its adapters are merged and switched off, which the next call undoes"
@@ -104,8 +110,11 @@ def _why_not_adapter(layer: Any, name: str) -> str:
     if variant is not None or layer.use_dora.get(name):
         return f"is of another kind than LoRA ({type(variant).__name__ if variant is not None else 'DoRA'})"
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    if any(type(m) is not nn.Linear or "forward" in vars(m) for m in (down, up)):
-        return "does not consist of two linear layers"
+    kind = _KINDS[type(layer).__name__][0]
+    if any(type(m) is not kind or "forward" in vars(m) for m in (down, up)):
+        return f"does not consist of two layers of {kind.__name__}"
+    if kind is not nn.Linear and not _is_one_convolution(getattr(layer, _BASE), down, up):
+        return "is a convolution of other steps than its layer's"
     if not isinstance(layer.scaling.get(name), int | float) or not math.isfinite(layer.scaling[name]):
         return f"has the scaling {layer.scaling.get(name)!r}, expected a finite number"
     if not isinstance(dropout, nn.Identity) and (type(dropout) is not nn.Dropout or (dropout.training and dropout.p)):
@@ -113,11 +122,18 @@ def _why_not_adapter(layer: Any, name: str) -> str:
     return _why_not_tensors(layer, down, up)
 
 
-def _why_not_tensors(layer: Any, down: nn.Linear, up: nn.Linear) -> str:
+def _is_one_convolution(base: Any, down: Any, up: Any) -> bool:
+    """Whether A steps as the layer does, and B takes its output point by point."""
+    steps = ("kernel_size", "stride", "padding", "dilation", "groups")
+    alike = type(base) is type(down) and all(getattr(base, name) == getattr(down, name) for name in steps)
+    return alike and set(up.kernel_size) == set(up.stride) == {1} and up.groups == down.groups == 1
+
+
+def _why_not_tensors(layer: Any, down: Any, up: Any) -> str:
     base = getattr(layer, _BASE).weight
-    shapes = (up.weight.shape[0], down.weight.shape[1])
-    if shapes != tuple(base.shape) or up.weight.shape[1] != down.weight.shape[0] or down.bias is not None:
-        return f"gives a product of shape {shapes}, expected {tuple(base.shape)}"
+    shape = (up.weight.shape[0], *down.weight.shape[1:])
+    if shape != tuple(base.shape) or up.weight[0].numel() != down.weight.shape[0] or down.bias is not None:
+        return f"gives a product of shape {shape}, expected {tuple(base.shape)}"
     if any(p.device != base.device for p in (down.weight, up.weight)):
         return f"is on {down.weight.device} and {up.weight.device}, its layer on {base.device}"
     if not all(p.is_floating_point() and p.element_size() > 1 and p.is_contiguous() for p in (down.weight, up.weight)):
@@ -151,7 +167,7 @@ def folded(plain: Plain) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
             continue
         weight = parameters[f"{path}.weight"].detach()
         pairs = [(layer.scaling[n], layer.lora_B[n].weight, layer.lora_A[n].weight) for n in active]
-        products = [scaling * (up.double() @ down.double()) for scaling, up, down in pairs]
+        products = [s * (up.double().flatten(1) @ down.double().flatten(1)).view_as(weight) for s, up, down in pairs]
         parameters[f"{path}.weight"] = (weight.double() + sum(products)).to(weight.dtype)
         new.add(f"{path}.weight")
         biases = [layer.scaling[n] * b.double() for n in active if (b := layer.lora_B[n].bias) is not None]

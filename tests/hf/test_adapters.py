@@ -70,10 +70,10 @@ class Pair:
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_every_linear_layer_of_every_family(name: str) -> None:
+def test_every_linear_layer_and_convolution_of_every_family(name: str) -> None:
     tower = family_tower(name)
     plain = Call.of(tower, MIX).run(tower)
-    targets = [path for path, m in tower.named_modules() if type(m) is nn.Linear]
+    targets = [path for path, m in tower.named_modules() if type(m) in (nn.Linear, nn.Conv2d, nn.Conv3d)]
     torch.manual_seed(0)
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets), tower)
     randomise(tower)
@@ -190,7 +190,11 @@ def test_adapters_of_all_kinds_of_options() -> None:
 ORIGINAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
     "dropout in training mode": ({"lora_dropout": 0.0}, lambda m: set_dropout(m), "dropout"),
     "DoRA": ({"use_dora": True}, lambda m: None, "Dora"),
-    "a convolution": ({"targets": r".*visual.*patch_embed.proj"}, lambda m: None, "patch_embed.proj"),
+    "DoRA of a convolution": (
+        {"targets": r".*visual.*patch_embed.proj", "use_dora": True},
+        lambda m: None,
+        "patch_embed",
+    ),
     "an embedding": ({"targets": r".*visual.*pos_embed"}, lambda m: None, "pos_embed"),
     "merged and switched off": ({}, lambda m: (m.merge_adapter(), m.base_model.disable_adapter_layers()), "merged"),
     "a hook": ({}, lambda m: layers(m)[0].register_forward_hook(lambda *a: None), "blocks.0"),
@@ -204,7 +208,7 @@ ORIGINAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
         lambda m: setattr(layers(m)[0], "forward", lambda x: layers(m)[0].base_layer(x)),
         "forward",
     ),
-    "another A": ({}, lambda m: layers(m)[0].lora_A.__setitem__("default", Doubled(layers(m)[0])), "linear"),
+    "another A": ({}, lambda m: layers(m)[0].lora_A.__setitem__("default", Doubled(layers(m)[0])), "Linear"),
 }
 
 

@@ -527,7 +527,8 @@ def test_lora_on_the_language_model_keeps_the_tower_fused() -> None:
 
 
 @pytest.mark.parametrize("first", ["adapt", "fuse", "use"])
-def test_lora_on_the_tower_takes_the_original_code(first: str) -> None:
+def test_lora_on_the_tower_runs_fused(first: str) -> None:
+    """Its gradients, where they are wanted, are Hugging Face's: tests/hf/test_adapters.py."""
     model = tiny_model()
     tower = model.model.visual
     call = Call.of(tower, GRIDS["mix"])
@@ -541,10 +542,10 @@ def test_lora_on_the_tower_takes_the_original_code(first: str) -> None:
             call.run(tower)
         _lora(model, r".*visual.*qkv")
     ours = call.run(tower)
-    ran_original(handle, fallback.MODIFIED)
+    assert handle.stats()["original"] == {}
     assert_different(ours, plain)
     fusedvit.unfuse(model)
-    assert_bitwise(ours, call.run(tower))
+    assert_same(ours, call.run(tower), limit=1e-4)  # the adapters' product is several times the tower's own
 
 
 def _step(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
