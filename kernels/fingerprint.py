@@ -4,9 +4,10 @@
              = floor(i G / SAMPLES) + a random number below the distance to the next,     of G groups
     hash(p)  = sum_i mix(mix(low(group(i)) + golden * (i + 1)) ^ high(group(i)))   mod 2^32
 
-A group is four neighbouring 16-bit words; words past the last whole one are added by themselves. Positions are spread evenly and random within their share, so that they have
-no step in common with rows, columns, heads or blocks: a write that touches a fraction f of a tensor, in whatever
-pattern, stays unseen with a chance of (1 - f)^SAMPLES, 1e-9 for 1 %. A write to single elements may stay unseen.
+A group is four neighbouring 16-bit words; words past the last whole one are added by themselves. Positions are spread
+evenly and random within their share, so that they have no step in common with rows, columns, heads or blocks: a write
+that touches a fraction f of a tensor, in whatever pattern, stays unseen with a chance of (1 - f)^SAMPLES, 1e-9 for 1 %.
+A write to single elements may stay unseen.
 
 One launch for all tensors, and for the rows of a grid that the host reads with them; nothing is read back here.
 """
