@@ -167,10 +167,15 @@ def main() -> int:
     args = parser.parse_args()
     roots = {"before": args.before.resolve(), "after": ROOT}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    command = f"python -m fusedvit.bench.compare BEFORE --rounds {args.rounds} --seconds {args.seconds} --tower"
     document = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": "python -m fusedvit.bench.compare " + " ".join(sys.argv[1:]),
+        "passport": {
+            "command": " ".join([command, *args.tower, "--json", args.json.name]),
+            "commit": commit_of(ROOT),
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        },
+        "before": commit_of(args.before),
         "unit": "microseconds",
         "towers": found,
     }
@@ -186,6 +191,12 @@ def main() -> int:
     args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(json.dumps(document["geometric_mean"]))
     return 0
+
+
+def commit_of(root: Path) -> str:
+    """The commit of a checkout, or "unknown"."""
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def describe(found: Mapping[str, Any]) -> str:
