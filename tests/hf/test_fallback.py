@@ -408,7 +408,7 @@ def test_hooks_in_a_registry_that_was_replaced(registry: str, used: bool) -> Non
 
 
 def test_weights_written_while_a_hook_was_on() -> None:
-    """Without a look at the content: what was prepared before a fallback is not used after it."""
+    """Without a check of the content: what was prepared before a fallback is not used after it."""
     tower = tiny_tower()
     fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
     call = Call.of(tower, GRIDS["mix"])

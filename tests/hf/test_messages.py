@@ -166,7 +166,7 @@ def test_what_is_no_config_is_refused(config: Any) -> None:
 
 @pytest.mark.parametrize("name", ["graphs", "strict", "watch_data"])
 @pytest.mark.parametrize("value", ["yes", 1, 0, None, torch.tensor(True)], ids=repr)
-def test_flags_are_true_or_false(name: str, value: Any) -> None:
+def test_flags_must_be_booleans(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"{name} must be True or False, got {re.escape(repr(value))}"):
         fusedvit.FuseConfig(**{name: value})
 
