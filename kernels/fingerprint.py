@@ -117,10 +117,10 @@ def _fingerprint_kernel(
         total += tl.sum(tl.where(left < words, _mix(last.to(tl.int32) + (i - 4) * GOLDEN), 0).to(tl.int64), 0)
         tl.store(out_ptr + pid, total.to(tl.int32))
     elif grid_ptr is not None:
-        at = (pid - num_sources) * SAMPLES + s
-        item = (at // 3).to(tl.int64)
+        at = (pid - num_sources).to(tl.int64) * SAMPLES + s
+        item = at // 3
         here = item < items
-        side = tl.load(grid_ptr + item * item_pitch + (at % 3).to(tl.int64) * side_pitch, mask=here)
+        side = tl.load(grid_ptr + item * item_pitch + (at % 3) * side_pitch, mask=here)
         tl.store(rows_ptr + at, side.to(tl.int64), mask=here)
 
 
