@@ -65,6 +65,7 @@ def changes_of(tower: Any) -> Iterator[Change]:
             yield Change(f"{path}.{name} scaled in place", scaled(path, name))
             yield Change(f"{path}.{name} replaced", replaced(path, name))
             yield Change(f"{path}.{name} written through .data", written(path, name))
+            yield Change(f"{path}.{name} given other .data", given_data(path, name))
     for name, value in vars(tower.config).items():
         yield from (Change(f"config.{name} = {other!r}", of_config(name, other)) for other in other_values(value))
 
@@ -95,6 +96,14 @@ def replaced(path: str, name: str) -> Callable[[Any], None]:
 
 def written(path: str, name: str) -> Callable[[Any], None]:
     return lambda tower: getattr(tower.get_submodule(path), name).data.mul_(1.25)
+
+
+def given_data(path: str, name: str) -> Callable[[Any], None]:
+    def change(tower: Any) -> None:
+        buffer = getattr(tower.get_submodule(path), name)
+        buffer.data = buffer.data * 1.25
+
+    return change
 
 
 def outcome(tower: Any, call: Call) -> Any:
@@ -221,7 +230,20 @@ def parameters_replaced(tower: Any) -> None:
     module._parameters = {n: nn.Parameter(p * 2, requires_grad=False) for n, p in module._parameters.items()}
 
 
-STRUCTURES = [appended, extended, inserted, deleted, reordered, registries_replaced, parameters_replaced]
+def child_replaced(tower: Any) -> None:
+    tower.blocks[1].norm1 = copy.deepcopy(tower.blocks[1].norm2)
+
+
+STRUCTURES = [
+    child_replaced,
+    appended,
+    extended,
+    inserted,
+    deleted,
+    reordered,
+    registries_replaced,
+    parameters_replaced,
+]
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
