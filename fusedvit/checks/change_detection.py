@@ -125,6 +125,7 @@ class Snapshot:
 
     Attributes:
         children: every inner module.
+        registries: registries of modules and parameters, and their lengths.
         orders: registries of modules that run in their order, and that order.
         instances: `__dict__` of every inner module, where a `forward` would shadow the class's; one that accelerate has
             put there is among `attributes`.
@@ -139,6 +140,8 @@ class Snapshot:
     """
 
     children: _Entries
+    registries: tuple[dict[str, Any], ...]
+    lengths: list[int]
     orders: tuple[tuple[dict[str, Any], ...], list[tuple[str, ...]]]
     instances: tuple[dict[str, Any], ...]
     called: tuple[nn.Module, ...]
@@ -155,6 +158,8 @@ class Snapshot:
         """The tower as it stands; `own` is the code that it would run."""
         modules = list(tower.modules())
         inner = modules[1:]
+        holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
+        registries = (*holding, *(m._parameters for m in modules))
         ordered = tuple(m._modules for m in modules if isinstance(m, _CONTAINERS))
         attributes = _Entries.of(_slots_read(tower, modules, own))
         mutable = tuple(
@@ -164,6 +169,8 @@ class Snapshot:
         )
         return Snapshot(
             _Entries.of((m._modules, name) for m in modules for name in m._modules),
+            registries,
+            list(map(len, registries)),
             (ordered, list(map(tuple, ordered))),
             tuple(vars(m) for m in inner if "forward" not in vars(m)),
             tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
@@ -195,6 +202,7 @@ class Snapshot:
         Addresses of parameters are what `in_place` compares."""
         return (
             self.children.unchanged()
+            and list(map(len, self.registries)) == self.lengths
             and list(map(tuple, self.orders[0])) == self.orders[1]
             and not any(map(contains, self.instances, repeat("forward")))
             and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)

@@ -263,6 +263,22 @@ def test_another_structure(name: str, change: Callable[[Any], None], used: bool)
     assert wrong(outcome(ours, call), expected) == ""
 
 
+@pytest.mark.parametrize("path", ["", "blocks.1", "merger"])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_module_that_no_tower_has(path: str, used: bool) -> None:
+    """Nothing that runs reads it; what it is there for is not known, so the original code runs."""
+    tower = family_tower(QWEN3)
+    call = Call.of(tower, GRID)
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    tower.get_submodule(path).add_module("extra", nn.Identity())
+    assert wrong(call.run(tower), expected) == ""
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}
+    assert "extra is not expected" in handle.report()
+
+
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 def test_dropout_matters_in_training_mode_only(used: bool) -> None:
     tower = family_tower("Glm4vVisionModel", attention_dropout=0.5)
