@@ -17,7 +17,7 @@ from torch import nn
 
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.own_code import own_class
+from fusedvit.checks.own_code import is_own, own_class
 from fusedvit.families.base import Family
 from fusedvit.model.param_names import DownsampleNames, LastNormNames, parameter_shapes
 from fusedvit.model.spec import VisionSpec
@@ -74,6 +74,9 @@ def _built(cls: Callable[[Any], nn.Module], key: _Config) -> Built:
     config._attn_implementation_internal = "eager"  # any other may be refused by the constructor
     with torch.device("meta"):
         modules = dict(cls(config).named_modules())
+    for path, module in modules.items():
+        if not is_own(type(module)):  # and not kept: it may be there for a while only
+            raise ValueError(f"{path} is of class {_name_of(type(module))}")
     return Built(
         {path: type(m) for path, m in modules.items()},
         {
@@ -173,7 +176,7 @@ def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpe
                 return _differs(_dotted(path, name), own[name], number)
         if module.training and own.get(DROPOUT):
             return _differs(_dotted(path, DROPOUT), own[DROPOUT], "0 in training mode")
-    return _wrong_tower(plain.tower, spec) or _wrong_configs(plain, names)
+    return _wrong_tower(plain.tower, spec)
 
 
 def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, float]]:
@@ -194,20 +197,6 @@ def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
     full = getattr(tower, _FULL_ATTENTION, None)
     if full is not None and sorted(set(full) & set(range(spec.depth))) != list(spec.full_attention):
         return _differs(_FULL_ATTENTION, full, list(spec.full_attention))
-    return ""
-
-
-def _wrong_configs(plain: Plain, names: Collection[str]) -> str:
-    """A module whose config says other things than the tower's."""
-    towers: Any = plain.tower.config
-    expected = vars(towers)
-    for path, module in plain.modules.items():
-        config = vars(module).get("config", towers)
-        if config is towers:
-            continue
-        for name in expected.keys() & names:
-            if not _is_same(vars(config).get(name), expected[name]):
-                return _differs(_dotted(path, f"config.{name}"), vars(config).get(name), expected[name])
     return ""
 
 

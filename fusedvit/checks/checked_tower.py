@@ -54,7 +54,7 @@ class CheckedTower:
         try:
             built = Built.like(tower)
         except Exception as error:  # whatever a constructor of transformers says of a config that somebody changed
-            return Reason(fallback.MODIFIED, f"transformers builds no tower from its config: {error}")
+            return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {error}")
         wrong = wrong_modules(plain, built, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)

@@ -119,8 +119,6 @@ class _Walk:
     names: set[str] = field(default_factory=set)
 
     def follow_class(self, cls: type) -> None:
-        if not _is_own(cls):
-            self._found_foreign(f"class {cls.__module__}.{cls.__qualname__}")
         for name in _CALL:
             self._follow_method(cls, name)
 
@@ -250,12 +248,12 @@ class _Walk:
                     self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
 
 
-def _is_own(cls: type) -> bool:
+def is_own(cls: type) -> bool:
     """Whether torch or transformers define `cls`, or join it of classes of theirs without adding to them."""
     if not cls.__module__.startswith(("torch.", "transformers.")):
         return False
     adds = any(isinstance(value, FunctionType) for value in vars(cls).values())
-    return defines(cls.__module__, cls.__qualname__) or (not adds and all(map(_is_own, cls.__bases__)))
+    return defines(cls.__module__, cls.__qualname__) or (not adds and all(map(is_own, cls.__bases__)))
 
 
 def _is_foreign_function(value: object, name: str) -> bool:

@@ -54,6 +54,10 @@ def option(tower: Any) -> None:
     tower.merger.act_fn.approximate = "tanh"
 
 
+def config_field(tower: Any) -> None:
+    tower.config.num_heads = 4
+
+
 def sparse(tower: Any) -> None:
     weight = tower.blocks[0].attn.proj.weight
     weight.data = weight.detach().t().contiguous().t()
@@ -89,6 +93,7 @@ CASES: list[tuple[Callable[[Any], None], str, str]] = [
         "buffer rotary_pos_emb.inv_freq does not hold the rotary frequencies of base 10000",
     ),
     (option, fallback.MODIFIED, "merger.act_fn.approximate is tanh, expected none"),
+    (config_field, fallback.MODIFIED, "its config's num_heads is 4, expected 2"),
     (sparse, fallback.MODIFIED, "blocks.0.attn.proj.weight is not contiguous"),
     (hook, fallback.HOOKS, "on blocks.1.attn"),
     (half, fallback.DTYPES, "blocks.1.mlp.linear_fc1.weight is torch.float16, patch_embed.proj.weight torch.float32"),

@@ -65,6 +65,7 @@ def changes_of(tower: Any) -> Iterator[Change]:
             yield Change(f"{path}.{name} scaled in place", scaled(path, name))
             yield Change(f"{path}.{name} replaced", replaced(path, name))
             yield Change(f"{path}.{name} written through .data", written(path, name))
+            yield Change(f"{path}.{name} given other .data", given_data(path, name))
     for name, value in vars(tower.config).items():
         yield from (Change(f"config.{name} = {other!r}", of_config(name, other)) for other in other_values(value))
 
@@ -95,6 +96,14 @@ def replaced(path: str, name: str) -> Callable[[Any], None]:
 
 def written(path: str, name: str) -> Callable[[Any], None]:
     return lambda tower: getattr(tower.get_submodule(path), name).data.mul_(1.25)
+
+
+def given_data(path: str, name: str) -> Callable[[Any], None]:
+    def change(tower: Any) -> None:
+        buffer = getattr(tower.get_submodule(path), name)
+        buffer.data = buffer.data * 1.25
+
+    return change
 
 
 def outcome(tower: Any, call: Call) -> Any:
@@ -221,7 +230,20 @@ def parameters_replaced(tower: Any) -> None:
     module._parameters = {n: nn.Parameter(p * 2, requires_grad=False) for n, p in module._parameters.items()}
 
 
-STRUCTURES = [appended, extended, inserted, deleted, reordered, registries_replaced, parameters_replaced]
+def child_replaced(tower: Any) -> None:
+    tower.blocks[1].norm1 = copy.deepcopy(tower.blocks[1].norm2)
+
+
+STRUCTURES = [
+    child_replaced,
+    appended,
+    extended,
+    inserted,
+    deleted,
+    reordered,
+    registries_replaced,
+    parameters_replaced,
+]
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
@@ -239,6 +261,22 @@ def test_another_structure(name: str, change: Callable[[Any], None], used: bool)
     expected = outcome(theirs, call)
     assert wrong(call.run(tower), expected) != "", "nothing changed: the test shows nothing"
     assert wrong(outcome(ours, call), expected) == ""
+
+
+@pytest.mark.parametrize("path", ["", "blocks.1", "merger"])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_module_that_no_tower_has(path: str, used: bool) -> None:
+    """Nothing that runs reads it; what it is there for is not known, so the original code runs."""
+    tower = family_tower(QWEN3)
+    call = Call.of(tower, GRID)
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    tower.get_submodule(path).add_module("extra", nn.Identity())
+    assert wrong(call.run(tower), expected) == ""
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}
+    assert "extra is not expected" in handle.report()
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])

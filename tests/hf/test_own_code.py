@@ -157,6 +157,11 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
         modeling(), "apply_rotary_pos_emb_vision", _another_modules()
     ),
     "the code of a function": lambda: other_code(modeling().apply_rotary_pos_emb_vision, _skewed.__code__),
+    "names in the code of a function": lambda: other_code(modeling().apply_rotary_pos_emb_vision, _absolute()),
+    "the globals of a function": lambda: mock.patch.object(modeling(), "apply_rotary_pos_emb_vision", _other_globals()),
+    "a decorated function that says it is another": lambda: mock.patch.object(
+        modeling().Qwen3VLVisionModel, "forward", _decorated(modeling().Qwen3VLVisionModel.forward)
+    ),
     "a partial function": lambda: mock.patch.object(
         modeling(), "apply_rotary_pos_emb_vision", functools.partial(_skewed)
     ),
@@ -175,6 +180,29 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
     "the call of every module": lambda: mock.patch.object(nn.Module, "__call__", _calling),
     "the output record": lambda: mock.patch.object(modeling(), "BaseModelOutputWithDeepstackFeatures", _record()),
 }
+
+
+def _absolute() -> types.CodeType:
+    """The code of the rotary embedding with |x| for the rotated half: the same name, lines and constants."""
+    code = modeling().apply_rotary_pos_emb_vision.__code__
+    return code.replace(co_names=tuple("abs" if name == "rotate_half" else name for name in code.co_names))
+
+
+def _other_globals() -> Any:
+    """The very code of the rotary embedding, with another function by the name of one that it calls."""
+    real = modeling().apply_rotary_pos_emb_vision
+    return types.FunctionType(real.__code__, {**real.__globals__, "rotate_half": torch.abs}, real.__name__)
+
+
+def _decorated(old: Any) -> Any:
+    from transformers.utils.generic import merge_with_config_defaults
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        return twisted(old(self, *arguments, **named))
+
+    decorated = merge_with_config_defaults(forward)
+    decorated.__wrapped__ = old.__wrapped__
+    return decorated
 
 
 def _record() -> type:
@@ -255,6 +283,38 @@ def test_an_attention_function_of_ones_own(when: str) -> None:
         ours, handle = fused_when(tower, when, chosen, call)
     assert_bitwise(ours, expected)
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+def _halving(base: type[nn.Module]) -> Any:
+    """A subclass of `base` in this module."""
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        return base.forward(self, *arguments, **named) * 0.5
+
+    return type(base.__name__, (base,), {"forward": forward, "__module__": __name__, "__qualname__": base.__qualname__})
+
+
+BUILT_WITH = ["Qwen3VLVisionMLP", "Qwen3VLVisionAttention", "Qwen3VLVisionPatchMerger", "Qwen3VLVisionPatchEmbed"]
+
+
+@pytest.mark.parametrize("name", [*BUILT_WITH, "activation"])
+def test_a_tower_that_was_built_of_other_classes(name: str) -> None:
+    """Replaced in transformers' modules before there was a tower: any that is built since has it."""
+    from transformers.activations import ACT2FN, GELUTanh
+
+    if name == "activation":  # what it holds is a class, what looking it up gives an object of it
+        replaced: Any = mock.patch.object(type(ACT2FN), "__getitem__", lambda self, key: _halving(GELUTanh)())
+    else:
+        replaced = mock.patch.object(modeling(), name, _halving(getattr(modeling(), name)))
+    call = Call.of(plain := tiny_tower(), GRIDS["mix"])
+    with replaced:
+        tower = tiny_tower()
+        expected = call.run(tower)
+        handle = fusedvit.fuse(tower)
+        assert_bitwise(call.run(tower), expected)
+    assert_bitwise(call.run(tower), expected)
+    assert any(error_of(expected[n], value) > 1e-5 for n, value in call.run(plain).items())
+    assert sum(handle.stats()["original"].values()) == 2
 
 
 def test_the_attention_of_one_block() -> None:
