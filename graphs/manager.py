@@ -34,8 +34,8 @@ class Program(Protocol):
     def run(self, budget: int) -> None:
         """Launches everything for `budget` on the static buffers. Allocates nothing, reads nothing back."""
 
-    def rehearse(self, budget: int, tokens: int) -> int:
-        """Fills the buffers with a batch of about `tokens`, at least one, and returns how many it has."""
+    def rehearse(self, budget: int) -> None:
+        """Fills the buffers with a small batch, and launches once what loads content and stores outputs."""
 
     def held_bytes(self) -> int:
         """Bytes of the static buffers."""
@@ -204,7 +204,7 @@ class GraphManager:
     def _capture_budget(self, budget: int) -> None:
         self._allocate()
         with self._buffers_in_use():
-            self._program.rehearse(budget, 1)
+            self._program.rehearse(budget)
             self._program.run(budget)  # compiles, and fails outside the capture if it must
         self._graphs[budget] = self._capture.capture(lambda: self._program.run(budget))
         self.stats.captures += 1

@@ -3,7 +3,6 @@
 Budgets count merged tokens; buffers count patch tokens.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +32,6 @@ SHARE_OF_FREE_MEMORY = 0.1  # that static buffers may take
 GRIDS_KEPT = 512
 MAX_GRID_ROWS = 2**16  # of all kept grids: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
-REHEARSED_FRAME = 256  # merged tokens: an image of 512 pixels
 
 
 class CapturedEncoder:
@@ -119,25 +117,19 @@ class CapturedEncoder:
         """Compiles what `run` launches for `budgets`, on all cores."""
         with compiling_only():
             for budget in budgets:
-                self.rehearse(budget, 1)
+                self.rehearse(budget)
                 self.run(budget)
 
-    def rehearse(self, budget: int, tokens: int) -> int:
-        """Loads one video of square frames, and launches every kernel that moves content in and out once.
+    def rehearse(self, budget: int) -> None:
+        """Loads one image of one merged token, and launches every kernel that moves content in and out once.
 
         No random numbers: a failed capture may upset their generator.
         """
-        part = self._parts[budget]
-        frames = min(part.meta.cu_seqlens.shape[0] - 1, max(1, tokens // REHEARSED_FRAME))
-        side = math.isqrt(tokens // frames)
-        rows = frames * side * side * self._spec.merge_unit
-        part.pixels[:rows].fill_(0.5)
-        side *= self._spec.merge_size
-        self._rehearse_loads(budget, [[frames, side, side]], rows)
-        unit = self._spec.merge_unit
+        part, unit, side = self._parts[budget], self._spec.merge_unit, self._spec.merge_size
+        part.pixels[:unit].fill_(0.5)
+        self._rehearse_loads(budget, [[1, side, side]], unit)
         hidden, *merged = [t.new_empty(t.shape) for t in (part.hidden[:unit], *(plane[:1] for plane in part.merged))]
         self.store(budget, EncoderOutputs(hidden, tuple(merged)))
-        return rows // unit
 
     def _rehearse_loads(self, budget: int, grid: list[list[int]], rows: int) -> None:
         """`load` for every dtype that a call may bring; the first pixels are 0.5 again."""

@@ -75,7 +75,8 @@ def begin(runtime: Runtime | None, pixels: object, grid: object) -> SpeculativeR
         return None
     weights = runtime.weights
     version = weights.version
-    if list(map(torch.Tensor.data_ptr, weights.borrowed)) != weights.addresses:  # the graph would read what was freed
+    # `weights.in_place()` less a call of Python before the replay: otherwise the graph would read what was freed.
+    if list(map(torch.Tensor.data_ptr, weights.borrowed)) != weights.addresses:
         return None
     mark = weights.mark()
     found = SpeculativeReplay(runtime, graphs, budget, mark, version, None)

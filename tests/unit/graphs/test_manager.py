@@ -34,7 +34,6 @@ class FakeProgram:
     def __init__(self, log: Log) -> None:
         self.log = log
         self.allocated = False
-        self.loaded = 0
 
     def allocate(self, limits: Limits) -> None:
         self.log.add("allocate")
@@ -48,10 +47,8 @@ class FakeProgram:
         assert self.allocated, "run before allocate"
         self.log.add(f"run {budget}")
 
-    def rehearse(self, budget: int, tokens: int) -> int:
+    def rehearse(self, budget: int) -> None:
         self.log.add(f"rehearse {budget}")
-        self.loaded = tokens
-        return tokens
 
     def held_bytes(self) -> int:
         return 100 if self.allocated else 0
