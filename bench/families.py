@@ -9,13 +9,11 @@ passport of its own run.
 """
 
 import argparse
-import copy
 import functools
 import gc
-import importlib
 import json
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,27 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench import towers
 from fusedvit.bench.report import passport
 from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
-from fusedvit.bench.towers import outputs_of, patch_width, shared_copy, verdict_of, wider
+from fusedvit.bench.towers import (
+    FAMILIES,
+    GEOMETRIES,
+    Geometry,
+    build,
+    build_one,
+    class_of,
+    outputs_of,
+    patch_width,
+    shallow,
+    shared_copy,
+    spec_of,
+    verdict_of,
+    wider,
+)
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.cli.towers import cast_parameters_, random_weights_
+from fusedvit.cli.towers import cast_parameters_
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
-from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 
@@ -54,147 +64,7 @@ DEPTH_ON_CPU = 8
 BUDGETS = (256, 1024, 2048)  # merged tokens
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """A released tower.
-
-    Attributes:
-        class_name: of the tower.
-        model: the model that holds it, as transformers names its folder.
-        numbers: its config, where it differs from the class's defaults.
-        others: checkpoints with the same tower, up to the width of its output.
-        only_images: it takes every frame as an image, with its own row of the grid.
-    """
-
-    class_name: str
-    model: str
-    numbers: dict[str, Any]
-    others: str = ""
-    only_images: bool = False
-
-
-_QWEN25 = {"hidden_size": 1280, "out_hidden_size": 3584}
-_QWEN3: dict[str, Any] = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "num_heads": 16,
-    "intermediate_size": 4304,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-}
-_DEEPSTACK = {"deepstack_visual_indexes": [8, 16, 24]}
-GEOMETRIES = {
-    "Qwen2-VL-7B": Geometry("Qwen2VisionTransformerPretrainedModel", "qwen2_vl", {"hidden_size": 3584}, "2B, 72B"),
-    "Qwen2.5-VL-7B": Geometry(
-        "Qwen2_5_VisionTransformerPretrainedModel", "qwen2_5_vl", _QWEN25, "3B; 32B and 72B with an MLP of 3456"
-    ),
-    "Qwen2.5-Omni-7B": Geometry("Qwen2_5OmniVisionEncoder", "qwen2_5_omni", _QWEN25),
-    "Qwen3-VL-8B": Geometry(
-        "Qwen3VLVisionModel", "qwen3_vl", _QWEN3 | _DEEPSTACK | {"out_hidden_size": 4096}, "32B, 30B-A3B, 235B-A22B"
-    ),
-    "Qwen3-VL-4B": Geometry(
-        "Qwen3VLVisionModel",
-        "qwen3_vl",
-        _QWEN3
-        | {
-            "depth": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "out_hidden_size": 2560,
-            "deepstack_visual_indexes": [5, 11, 17],
-        },
-        "2B",
-    ),
-    "Qwen3-Omni-30B-A3B": Geometry(
-        "Qwen3OmniMoeVisionEncoder", "qwen3_omni_moe", _QWEN3 | _DEEPSTACK | {"out_hidden_size": 2048}
-    ),
-    "Qwen3.5-9B": Geometry(
-        "Qwen3_5VisionModel", "qwen3_5", _QWEN3 | {"out_hidden_size": 4096}, "27B, 35B-A3B, 122B-A10B, 397B-A17B"
-    ),
-    "GLM-4.1V-9B": Geometry("Glm4vVisionModel", "glm4v", {}, "4.5V with a merger of 10944", only_images=True),
-    "GLM-OCR": Geometry("GlmOcrVisionModel", "glm_ocr", {}),
-    "GLM-5.3-Flash": Geometry("Glm5NextVisionModel", "glm5_next", {}),
-    "EXAONE-4.5-33B": Geometry(
-        "Exaone4_5_VisionModel",
-        "exaone4_5",
-        {
-            "depth": 28,
-            "hidden_size": 2048,
-            "num_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 5120,
-            "out_hidden_size": 5120,
-            "fullatt_block_indexes": [6, 13, 20, 27],
-        },
-    ),
-    "ERNIE-4.5-VL-28B-A3B": Geometry("Ernie4_5_VLMoeVisionTransformerPretrainedModel", "ernie4_5_vl_moe", {}),
-}
-
-
-def class_of(geometry: Geometry) -> Any:
-    """The tower's class; None where the installed transformers has no such model."""
-    if importlib.util.find_spec(f"transformers.models.{geometry.model}") is None:
-        return None
-    module = importlib.import_module(f"transformers.models.{geometry.model}.modeling_{geometry.model}")
-    return getattr(module, geometry.class_name)
-
-
-def shallow(geometry: Geometry, depth: int) -> Geometry:
-    """The same widths with `depth` blocks; blocks that the config names by index keep their relative depth."""
-    config = class_of(geometry).config_class(**geometry.numbers)
-    numbers = geometry.numbers | {"depth": depth}
-    for name in ("deepstack_visual_indexes", "fullatt_block_indexes"):
-        if hasattr(config, name):
-            numbers[name] = [block * depth // config.depth for block in getattr(config, name)]
-    return replace(geometry, numbers=numbers)
-
-
-def spec_of(geometry: Geometry) -> VisionSpec:
-    """The spec of a geometry whose class is installed."""
-    cls = class_of(geometry)
-    family = family_of(geometry.class_name)
-    assert cls is not None and family is not None, f"{geometry.class_name} is not installed, or of no family"
-    return family.spec_from_config(cls.config_class(**geometry.numbers))
-
-
-def build(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """(tower in `dtype`, the same rounded weights in the next wider type), Hugging Face's own modules on `sdpa`."""
-    tower = build_one(geometry, dtype, device, seed)
-    wide = copy.deepcopy(tower)
-    cast_parameters_(wide, wider(dtype))
-    return tower, wide
-
-
-def build_one(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
-    """A tower in `dtype`, Hugging Face's own module on `sdpa`."""
-    cls = class_of(geometry)
-    config = cls.config_class(**geometry.numbers)
-    config._attn_implementation = "sdpa"
-    with torch.device(device):
-        tower: nn.Module = cls(config).eval()
-    random_weights_(tower, seed, device)
-    cast_parameters_(tower, dtype)
-    return tower
-
-
-def known() -> list[str]:
-    """Names of geometries: those of `towers`, then those of families that the installed transformers has."""
-    others = {name: g for name, g in GEOMETRIES.items() if name not in towers.GEOMETRIES}
-    return [*towers.GEOMETRIES, *(name for name, g in others.items() if class_of(g) is not None)]
-
-
-def geometry_named(name: str) -> Geometry:
-    """One of `known()`."""
-    own = towers.GEOMETRIES.get(name)
-    return GEOMETRIES[name] if own is None else Geometry("Qwen3VLVisionModel", "qwen3_vl", towers.COMMON | own)
-
-
-def spec_named(name: str) -> VisionSpec:
-    """The spec of one of `known()`."""
-    return spec_of(geometry_named(name))
-
-
-def measure(name: str, geometry: Geometry, device: torch.device, seconds: float) -> dict[str, Any]:
+def measure(geometry: Geometry, device: torch.device, seconds: float) -> dict[str, Any]:
     """Parity in bf16 over every grid, then times of those that passed."""
     with torch.inference_mode(False):
         tower, wide = build(geometry, torch.bfloat16, device)
@@ -203,7 +73,7 @@ def measure(name: str, geometry: Geometry, device: torch.device, seconds: float)
         handle.warmup()
     parity, cost = {}, {}
     for workload, grid in (TIMED | CHECKED).items():
-        rows = rows_of(geometry, grid)
+        rows = geometry.rows(grid)
         pixels, grid_thw = _pixels(tower, rows, device).bfloat16(), torch.tensor(rows, device=device)
         modules = (ours, torch.bfloat16), (wide, wider(torch.bfloat16)), (tower, torch.bfloat16)
         parity[workload] = verdict_of(*(outputs_of(m(pixels.to(d), grid_thw=grid_thw)) for m, d in modules))
@@ -236,7 +106,7 @@ def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[s
     found = {}
     for name, grid in CHECKED_ON_CPU.items():
         pixels = _pixels(tower, grid, torch.device("cpu")).to(dtype)
-        found[name] = outputs_of(tower(pixels, grid_thw=torch.tensor(rows_of(geometry, grid))))
+        found[name] = outputs_of(tower(pixels, grid_thw=torch.tensor(geometry.rows(grid))))
     return found
 
 
@@ -260,11 +130,6 @@ def _described(geometry: Geometry, spec: VisionSpec) -> dict[str, Any]:
     return {"tower": numbers, "class": geometry.class_name, "others": geometry.others}
 
 
-def rows_of(geometry: Geometry, grid: Grid) -> Grid:
-    """`grid` as the tower takes it: for some, every frame is an image."""
-    return [(1, h, w) for t, h, w in grid for _ in range(t)] if geometry.only_images else grid
-
-
 def _replays(handle: FusedEncoder) -> dict[str, Any]:
     stats = handle.stats()
     graphs = stats.get("graphs", {})
@@ -276,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     """Writes the document after every family; the exit code is 1 where an output is out of tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="PATH", required=True)
-    parser.add_argument("--family", nargs="*", default=list(GEOMETRIES), choices=list(GEOMETRIES))
+    parser.add_argument("--family", nargs="*", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--cpu", action="store_true", help="fp32 against fp64, without times")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each workload")
     parser.add_argument("--commit", default="", help="where the sources are no checkout")
@@ -308,7 +173,7 @@ def _found(name: str, args: argparse.Namespace) -> dict[str, Any]:
             with torch.no_grad():
                 return measure_on_cpu(geometry)
         with torch.inference_mode():
-            return measure(name, geometry, torch.device("cuda"), args.seconds)
+            return measure(geometry, torch.device("cuda"), args.seconds)
     except (RuntimeError, UnsupportedModel) as error:
         return {"failed": f"{type(error).__name__}: {error}"[:500]}
 

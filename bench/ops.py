@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from fusedvit.bench import baselines
-from fusedvit.bench.families import spec_named
 from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
 from fusedvit.bench.timing import Contender, captured, interleaved
+from fusedvit.bench.towers import GEOMETRIES, spec_of
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
@@ -361,7 +361,7 @@ def measure(
 
 
 def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes: tuple[int, ...]) -> Iterator[Job]:
-    spec, on_gpu = spec_named(name), device.type == "cuda"
+    spec, on_gpu = spec_of(GEOMETRIES[name]), device.type == "cuda"
     for rows in sizes or (ROWS if on_gpu else ROWS_ON_CPU):
         yield from linear_jobs(name, rows, dtype, device)
     for label, lengths in (SEQUENCES if on_gpu else SEQUENCES_ON_CPU).items():
@@ -373,7 +373,7 @@ def _jobs(name: str, dtype: torch.dtype, device: torch.device, fa3: bool, sizes:
 
 def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
     """Every linear layer of the tower `name` at `rows` patch rows."""
-    spec = spec_named(name)
+    spec = spec_of(GEOMETRIES[name])
     plan = plan_for(spec, rows, dtype, Target.of(device))
     for task in tasks(spec, rows, dtype):
         if task.key.op == backends.LINEAR and supported(task):

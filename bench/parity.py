@@ -35,7 +35,7 @@ MOST_TOKENS_FP32 = 7000  # fp32 runs on FMA units: longer workloads take minutes
 def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.Module]:
     """(tower in `dtype`, the same rounded weights in fp32) of Qwen3-VL-8B's geometry with `depth` blocks."""
     deepstack = [i for i in (8, 16, 24) if i < depth] or [0]
-    geometry = towers.GEOMETRIES["Qwen3-VL-8B"] | {"depth": depth, "deepstack_visual_indexes": deepstack}
+    geometry = towers.GEOMETRIES["Qwen3-VL-8B"].but(depth=depth, deepstack_visual_indexes=deepstack)
     tower, wide = towers.build(geometry, dtype, DEVICE, seed=depth)
     if massive:
         with torch.no_grad():

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from fusedvit.api import fuse
-from fusedvit.bench.families import GEOMETRIES, Geometry, build_one, class_of, shallow, spec_of
 from fusedvit.bench.ops import Case, attention_case, linear_case, supported
-from fusedvit.bench.towers import patch_width
+from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
 from fusedvit.kernels import backends, load_inputs, tuning_table
 from fusedvit.kernels.launch import compiling_only

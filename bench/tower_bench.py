@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench import baselines, families, roofline, towers
+from fusedvit.bench import baselines, roofline, towers
 from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
@@ -94,7 +94,7 @@ def measure(
                 step(f"{name}: {workload}")
                 begun = time.perf_counter()
                 try:
-                    measured = row(setting, options, workload, _grid(name, grid))
+                    measured = row(setting, options, workload, towers.GEOMETRIES[name].rows(grid))
                     rows[workload] = measured | {"took_s": time.perf_counter() - begun}
                 except RuntimeError as error:  # the other workloads' figures are worth having
                     found[name].setdefault("failed", {})[workload] = _reason(error)
@@ -108,27 +108,17 @@ def set_up(name: str, options: Options, device: torch.device) -> Setting:
     """The tower, compiled and captured, and what its peers need."""
     if options.fa3 is not None:
         baselines.load_fa3(options.fa3)
+    geometry = towers.GEOMETRIES[name]
     with torch.inference_mode(False):
-        tower, wide = _build(name, options.dtype, device)
+        tower, wide = towers.build(geometry, options.dtype, device)
         ours = towers.shared_copy(tower)
         eager = None if options.short else towers.shared_copy(tower)
         compiled = baselines.compiled(tower) if options.compile_on else {}
         if eager is not None:
             fuse(eager, FuseConfig(graphs=False))
         handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256))
-        handle.warmup(calls=[_grid(name, g) for g in options.workloads.values()] if options.short else None)
+        handle.warmup(calls=[geometry.rows(g) for g in options.workloads.values()] if options.short else None)
         return Setting(tower, wide, eager, ours, handle, compiled, device)
-
-
-def _build(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    if name in towers.GEOMETRIES:
-        return towers.build(towers.GEOMETRIES[name], dtype, device)
-    return families.build(families.GEOMETRIES[name], dtype, device)
-
-
-def _grid(name: str, grid: Grid) -> Grid:
-    """`grid` as the tower takes it."""
-    return grid if name in towers.GEOMETRIES else families.rows_of(families.GEOMETRIES[name], grid)
 
 
 def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:

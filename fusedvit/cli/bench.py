@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from fusedvit.bench import ops, report, workloads
-from fusedvit.bench.families import known
 from fusedvit.bench.tower_bench import Options, measure
+from fusedvit.bench.towers import known
 from fusedvit.cli.console import Outcome, progress, write
 from fusedvit.kernels import backends
 from fusedvit.kernels.tile_configs import note_failure

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fusedvit import __version__
 from fusedvit.bench import tune, tune_candidates
-from fusedvit.bench.families import known, spec_named
+from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.bench.tune_candidates import TuningTask
 from fusedvit.cli.console import Outcome, progress_bar
 from fusedvit.kernels import tuning_table
@@ -64,7 +64,7 @@ def _waves(
     names: tuple[str, ...], budgets: list[int] | None, operations: list[str] | None, dtype: torch.dtype
 ) -> list[list[TuningTask]]:
     """What is to be decided, the most used towers first."""
-    specs, most_used = ([spec_named(name) for name in of] for of in (names, MOST_USED))
+    specs, most_used = ([spec_of(GEOMETRIES[name]) for name in of] for of in (names, MOST_USED))
     every = tune_candidates.tuning_tasks(specs, budgets or tune_candidates.BUDGETS, dtype)
     chosen = [item for item in every if not operations or item.task.name in operations]
     return tune_candidates.in_waves(chosen, most_used)

@@ -1,12 +1,10 @@
 """Families at real widths on a GPU, two blocks deep: what a graph holds of windows and of other tails."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import fusedvit
-from fusedvit.bench.families import GEOMETRIES, build, rows_of
+from fusedvit.bench.towers import GEOMETRIES, build
 from tests.support.towers import Call, assert_bitwise, assert_rule, random_grid, without_tf32
 
 pytestmark = pytest.mark.gpu
@@ -23,10 +21,10 @@ SHALLOW = {
 @pytest.mark.parametrize("name", SHALLOW)
 def test_a_graph_gives_the_same_bits_and_keeps_the_rule(name: str) -> None:
     """Captured once, replayed on other images, videos and windows."""
-    geometry = replace(GEOMETRIES[name], numbers=GEOMETRIES[name].numbers | SHALLOW[name])
+    geometry = GEOMETRIES[name].but(**SHALLOW[name])
     with without_tf32():
         tower, wide = build(geometry, torch.bfloat16, torch.device("cuda"))
-        grids = [rows_of(geometry, list(random_grid(seed, LEAST, MOST))) for seed in range(5)]
+        grids = [geometry.rows(list(random_grid(seed, LEAST, MOST))) for seed in range(5)]
         calls = [Call.of(tower, grid, seed) for seed, grid in enumerate(grids)]
         pt = calls[0].run(tower)
         ref = Call(calls[0].pixels.float(), calls[0].grid).run(wide)

@@ -28,7 +28,7 @@ Tower = tuple[VisionSpec, EncoderWeights]
 def tower(request: pytest.FixtureRequest) -> Tower:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("mergers are overlapped on Hopper alone")
-    return towers.prepared(towers.build(towers.GEOMETRIES[request.param] | GEOMETRY, DTYPE, DEVICE)[0])
+    return towers.prepared(towers.build(towers.GEOMETRIES[request.param].but(**GEOMETRY), DTYPE, DEVICE)[0])
 
 
 class Overlapped:

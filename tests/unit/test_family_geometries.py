@@ -5,22 +5,21 @@ More blocks take minutes: `python -m fusedvit.bench.families --cpu` runs them.
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import fusedvit
-from fusedvit.bench.families import GEOMETRIES, build_one, class_of, rows_of
-from fusedvit.bench.towers import outputs_of, verdict_of
+from fusedvit.bench import towers
+from fusedvit.bench.towers import GEOMETRIES, build_one, class_of, outputs_of, verdict_of
 from fusedvit.cli.towers import cast_parameters_
 from fusedvit.families.registry import FAMILIES
 from tests.support.towers import Grid, pixels_for
 
 # The towers of Qwen2.5-VL-7B and Qwen3-VL-8B with other parameter names, which tests on tiny towers cover.
 SAME = {"Qwen2.5-Omni-7B", "Qwen3-Omni-30B-A3B", "Qwen3.5-9B"}
-INSTALLED = [name for name, geometry in GEOMETRIES.items() if class_of(geometry) is not None and name not in SAME]
+INSTALLED = [name for name in towers.FAMILIES if name in towers.known() and name not in SAME]
 MIX: Grid = [(1, 6, 10), (2, 2, 4)]  # narrower than a window, cut by one, two frames
 SHALLOW: dict[str, Any] = {"depth": 2, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
 
@@ -40,10 +39,10 @@ def test_every_family_has_a_real_geometry() -> None:
 @pytest.mark.parametrize("name", INSTALLED)
 def test_two_blocks(name: str) -> None:
     geometry = GEOMETRIES[name]
-    known = vars(class_of(geometry).config_class())
-    numbers = geometry.numbers | {key: value for key, value in SHALLOW.items() if key in known}
-    tower = build_one(replace(geometry, numbers=numbers), torch.float32, torch.device("cpu")).requires_grad_(False)
-    grid = rows_of(geometry, list(MIX))
+    numbers = vars(class_of(geometry).config_class())
+    shallow = {key: value for key, value in SHALLOW.items() if key in numbers}
+    tower = build_one(geometry.but(**shallow), torch.float32, torch.device("cpu")).requires_grad_(False)
+    grid = geometry.rows(list(MIX))
     pixels, grid_thw = pixels_for(tower, grid), torch.tensor(grid)
     pt = outputs_of(tower(pixels, grid_thw=grid_thw))
     cast_parameters_(tower, torch.float64)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from fusedvit.bench.families import GEOMETRIES, class_of
+from fusedvit.bench.towers import FAMILIES, GEOMETRIES, class_of, known
 from fusedvit.families.registry import family_of
 from fusedvit.kernels.fingerprint import GROUP
 from fusedvit.kernels.reference.fingerprint import sampled_groups
 from fusedvit.model.param_names import parameter_shapes
 from fusedvit.model.spec import VisionSpec
 
-INSTALLED = [name for name, geometry in GEOMETRIES.items() if class_of(geometry) is not None]
+INSTALLED = [name for name in FAMILIES if name in known()]
 Shape = tuple[int, ...]
 MOST = 100  # one of so many is 1 %
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from fusedvit.bench import families as bench  # noqa: E402
 from fusedvit.bench import timing  # noqa: E402
-from fusedvit.bench.families import Geometry  # noqa: E402
+from fusedvit.bench.towers import Geometry  # noqa: E402
 from tests.support import families  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(name: str) -> dict[str, Any]:
     model, numbers = families.TINY[name]
     with torch.inference_mode():
-        return bench.measure("tiny", Geometry(name, model, numbers, only_images=name.startswith("Glm4v")), CPU, 0)
+        return bench.measure(Geometry(name, model, numbers, only_images=name.startswith("Glm4v")), CPU, 0)
 
 
 @pytest.mark.parametrize("name", ["Glm4vVisionModel", "Qwen2VisionTransformerPretrainedModel"])
@@ -57,8 +57,8 @@ OLD = {"passport": {"commit": "old"}, "families": {"GLM-OCR": {"passport": {"com
 
 
 def test_the_command_adds_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(name: str, *_: Any) -> dict[str, Any]:
-        if name == "Qwen2-VL-7B":
+    def measure(geometry: Geometry, *_: Any) -> dict[str, Any]:
+        if geometry.model == "qwen2_vl":
             raise RuntimeError("no room")
         return {"parity": {"odd image": {"passed": True}}}
 

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fusedvit.bench import sanitize, towers  # noqa: E402
-from fusedvit.bench.families import Geometry, spec_named  # noqa: E402
+from fusedvit.bench import sanitize  # noqa: E402
+from fusedvit.bench.towers import GEOMETRIES, spec_of  # noqa: E402
 from fusedvit.kernels import backends  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target  # noqa: E402
 from fusedvit.model.plan import tasks  # noqa: E402
@@ -26,7 +26,7 @@ def test_every_operation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return sanitize.Case(**vars(case) | {"fill": lambda rows: counts.append((rows, room)) or fill(rows)})
 
     monkeypatch.setattr(sanitize, "linear_case", counting)
-    spec = spec_named("tiny")
+    spec = spec_of(GEOMETRIES["tiny"])
     lines = list(sanitize.operations([spec], FP32, CPU))
     named = {task.name for rows in sanitize.BUDGETS for task in tasks(spec, rows, FP32)}
     assert {line.split()[0] for line in lines} == named
@@ -38,14 +38,13 @@ def test_candidates_follow_the_heuristics_choice(monkeypatch: pytest.MonkeyPatch
     offered = [LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 4, 4)]
     other = replace(plain, name="other", heuristic=lambda *_: None, candidates=lambda *_: offered)
     monkeypatch.setattr(backends, "BACKENDS", (other, *backends.BACKENDS))
-    task = next(t for t in tasks(spec_named("Qwen3-VL-8B"), 1024, BF16) if t.name == "proj")
+    task = next(t for t in tasks(spec_of(GEOMETRIES["Qwen3-VL-8B"]), 1024, BF16) if t.name == "proj")
     few, every = (sanitize._configs(task, BF16, Target(), flag) for flag in (False, True))
     assert len(few) == 1 and every[0] == few[0] and set(every) == {*few, *offered}
 
 
 def test_a_tower_runs() -> None:
-    tiny = Geometry("Qwen3VLVisionModel", "qwen3_vl", towers.GEOMETRIES["tiny"])
-    assert list(sanitize.towers({"tiny": tiny}, FP32, CPU)) == ["tiny's tower"]
+    assert list(sanitize.towers({"tiny": GEOMETRIES["tiny"]}, FP32, CPU)) == ["tiny's tower"]
 
 
 def test_grids_are_loaded() -> None:

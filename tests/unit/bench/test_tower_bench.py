@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from fusedvit.bench import baselines, families, ops, report, roofline, timing, tower_bench  # noqa: E402
+from fusedvit.bench import baselines, ops, report, roofline, timing, tower_bench  # noqa: E402
 from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
@@ -152,7 +152,7 @@ def test_a_short_run_leaves_out_only_what_is_never_the_fastest(monkeypatch: pyte
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--tower", "huge"], "no 'huge'; there are 'Qwen3-VL-8B'"),
+        (["--tower", "huge"], "no 'huge'; there are 'Qwen2-VL-7B'"),
         (["--tower", "tiny", "--workload", "2 x 2 px"], "no '2 x 2 px'"),
         (["--tower", "tiny", "--compile", "nothing"], "no 'nothing'"),
         (["--tower", "tiny", "--without", "linear/triton"], "no 'linear/triton'; there are"),
@@ -227,7 +227,7 @@ def test_workloads_of_the_sweep() -> None:
 
 def test_the_floor_is_that_of_the_published_figures() -> None:
     """Figures known for the 8B's tower, to two digits."""
-    spec = families.spec_named("Qwen3-VL-8B")
+    spec = bench_towers.spec_of(bench_towers.GEOMETRIES["Qwen3-VL-8B"])
     known = {"1 x 224 px": 0.29, "1 x 448 px": 1.00, "1 x 1024 px": 7.34, "1 x 2048 px": 61.1, "mixed": 10.9}
     for name, ms in known.items():
         assert roofline.tower_floor_ms(spec, WORKLOADS[name]) == pytest.approx(ms, rel=0.1), name
@@ -235,14 +235,14 @@ def test_the_floor_is_that_of_the_published_figures() -> None:
 
 def test_the_floor_counts_what_a_tower_computes() -> None:
     """Windows that a border cuts, two factors of an MLP, keys and values that heads share."""
-    spec = families.spec_named("EXAONE-4.5-33B")
+    spec = bench_towers.spec_of(bench_towers.GEOMETRIES["EXAONE-4.5-33B"])
     costs = roofline.tower_costs(spec, [(1, 12, 8)])
     rows, c, kv = 96, spec.hidden_size, spec.kv_heads * spec.head_dim
     assert costs["qkv"].flops == 2 * rows * c * (c + 2 * kv) * spec.depth
     assert costs["fc1"].flops == 2 * rows * c * 2 * spec.intermediate_size * spec.depth
     pairs = 4 * rows**2 + 24 * (64**2 + 32**2)  # four blocks see whole frames
     assert costs["attention"].flops == 4 * pairs * c
-    glm = roofline.tower_costs(families.spec_named("GLM-OCR"), [(1, 12, 8)])
+    glm = roofline.tower_costs(bench_towers.spec_of(bench_towers.GEOMETRIES["GLM-OCR"]), [(1, 12, 8)])
     assert {"downsample", "merger_proj", "merger_fc1", "merger_fc2"} <= set(glm)
 
 
@@ -250,10 +250,10 @@ def test_the_floor_counts_what_a_tower_computes() -> None:
 def test_towers_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against Hugging Face; the engine-like encoder is Qwen3-VL's, which the table says."""
     model, numbers = TINY[name]
-    geometry = families.Geometry(name, model, numbers, only_images=name.startswith("Glm"))
-    monkeypatch.setattr(families, "GEOMETRIES", {"other": geometry})
+    geometry = bench_towers.Geometry(name, model, numbers, only_images=name.startswith("Glm"))
+    monkeypatch.setattr(bench_towers, "GEOMETRIES", {"other": geometry})
     # Of towers as small, in fp32, one in eight is beyond the rule by chance.
-    monkeypatch.setattr(families, "build", functools.partial(families.build, seed=1))
+    monkeypatch.setattr(bench_towers, "build", functools.partial(bench_towers.build, seed=1))
     options = tower_bench.Options(("other",), SMALL, seconds=0, dtype=torch.float32)
     document = tower_bench.measure(options, CPU)
     rows = document["towers"]["other"]["workloads"]

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 from fusedvit.bench import ops, tune, tune_candidates  # noqa: E402
-from fusedvit.bench.families import spec_named  # noqa: E402
+from fusedvit.bench.towers import GEOMETRIES, spec_of  # noqa: E402
 from fusedvit.bench.tune_candidates import Candidate, TuningTask, in_waves, tuning_tasks  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import tuning_table  # noqa: E402
@@ -35,7 +35,7 @@ RUNNER = CliRunner(env={"COLUMNS": "200"})
 @pytest.fixture
 def items() -> list[TuningTask]:
     """The tiny tower's questions at one budget, one kind of linear layer and attention."""
-    every = tuning_tasks([spec_named("tiny")], (64,), FP32)
+    every = tuning_tasks([spec_of(GEOMETRIES["tiny"])], (64,), FP32)
     return [q for q in every if q.task.name in ("proj", "fc2", "attention")]
 
 
@@ -358,7 +358,7 @@ def test_of_attention_the_model_ranks_schedules() -> None:
 
 @pytest.mark.parametrize("name", ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2", "attention"])
 def test_every_case_checks_against_its_reference(name: str) -> None:
-    item = next(q for q in tuning_tasks([spec_named("tiny")], (64,), FP32) if q.task.name == name)
+    item = next(q for q in tuning_tasks([spec_of(GEOMETRIES["tiny"])], (64,), FP32) if q.task.name == name)
     candidate = tune_candidates.candidates(item, FP32, Target.of(CPU))[0]
     assert tune_candidates.problem_of((item, candidate), FP32, CPU) == ""
 
