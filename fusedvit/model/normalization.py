@@ -1,0 +1,103 @@
+"""How an image processor turns bytes into what a tower takes, as numbers: exactly, and as an affine map to fold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+BACKENDS = ("torchvision", "pil")
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Rescaling and normalisation of Hugging Face's image and video processors, and the layout of a patch's row.
+
+    A row is `[channels, temporal_patch, patch, patch]`, flat; of a still image one frame stands for all of its
+    (equal) frames: `[channels, patch, patch]`.
+
+    Attributes:
+        rescale_factor: what bytes are multiplied by; None where the processor does not rescale.
+        mean, std: of each channel (one number stands for all channels); None where it does not normalise.
+        patch: pixels on a side of a patch.
+        temporal_patch: frames of a patch.
+        channels: of an image.
+        backend: whose order of operations, one of `BACKENDS`: the last bits differ.
+
+    Raises:
+        ValueError: a number that no processor can have, or an unknown backend.
+    """
+
+    rescale_factor: float | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    patch: int
+    temporal_patch: int = 2
+    channels: int = 3
+    backend: str = "torchvision"
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "temporal_patch", "channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
+        if (self.mean is None) != (self.std is None):
+            raise ValueError(f"mean and std must both be given or both be None, got {self.mean} and {self.std}")
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, self._of_channels(name, given))
+        if self.std is not None and 0.0 in self.std:
+            raise ValueError(f"std must not be 0, got {self.std}")
+
+    def _of_channels(self, name: str, given: float | Sequence[float]) -> tuple[float, ...]:
+        values = (given,) * self.channels if isinstance(given, int | float) else tuple(given)
+        if len(values) != self.channels:
+            raise ValueError(f"{name} must have {self.channels} values, one a channel, got {len(values)}")
+        return tuple(float(value) for value in values)
+
+    def width(self, still: bool) -> int:
+        """Bytes of a patch's row: of one frame, or of all."""
+        return self.channels * self.patch**2 * (1 if still else self.temporal_patch)
+
+    def affine(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(factor, shift)`, each `[channels]` fp64: the processor makes `factor * byte + shift`."""
+        scale = 1.0 if self.rescale_factor is None else self.rescale_factor
+        if self.mean is None or self.std is None:
+            ones = torch.ones(self.channels, dtype=torch.float64)
+            return ones * scale, ones * 0
+        mean, std = (torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.std))
+        return scale / std, -mean / std
+
+    def apply(self, rows: torch.Tensor, still: bool) -> torch.Tensor:
+        """What the processor makes of the bytes in `rows`, bit for bit.
+
+        The formulas are transformers': `TorchvisionBackend.rescale_and_normalize`, or `rescale` and `normalize` of
+        `image_transforms` one after another.
+
+        Args:
+            rows: `[…, width(still)]` uint8.
+            still: rows are of one frame, which is repeated.
+
+        Returns:
+            `[…, width(False)]` fp32.
+        """
+        frames = 1 if still else self.temporal_patch
+        shape = (*rows.shape[:-1], self.channels, frames, self.patch**2)
+        values = self._values(rows.reshape(shape))
+        return values.expand(*shape[:-2], self.temporal_patch, -1).reshape(*rows.shape[:-1], -1)
+
+    def _values(self, x: torch.Tensor) -> torch.Tensor:
+        """Of bytes `[…, channels, frames, n]`, fp32."""
+        scale = self.rescale_factor
+        exact = self.backend == "pil"
+        if self.mean is None:
+            return (x.double() * scale).float() if exact and scale is not None else x.float() * (scale or 1.0)
+        mean, std = (torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.std))
+        if scale is None:
+            x = x.float()
+        elif exact:
+            x = (x.double() * scale).float()
+        else:
+            x, mean, std = x.float(), mean * (1.0 / scale), std * (1.0 / scale)
+        return (x - mean) / std

@@ -1,0 +1,286 @@
+"""Patches as bytes, under a mark that says how Hugging Face's processor would have normalised them.
+
+A fused tower takes them as they are and folds the normalisation into its weights: an eighth of the bytes of fp32
+patches for a still image, a quarter for video. Hugging Face's models cast pixels, move them, split them and put them
+together before the tower sees them. What moves whole rows keeps bytes and mark; a cast is remembered and left undone;
+anything that would compute with the bytes raises TypeError, so that nobody takes 0 to 255 for normalised values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedvit.model.normalization import Normalization
+
+_OPERATORS = "add,sub,mul,truediv,floordiv,mod,pow,matmul,and,or,xor,lshift,rshift"
+_FLOATS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+
+
+class BytePixels(torch.Tensor):
+    """uint8 patches `[…, width]` with their normalisation: all frames, or the one frame of still images.
+
+    Made by `mark`. `is_floating_point()` is True, as it is of the pixels that they stand for, so that whoever casts
+    floats alone casts them too.
+
+    Attributes:
+        normalization: what Hugging Face's processor would have done.
+        still: a row holds one frame, `[channels, patch, patch]`, which all frames of the patch equal.
+        casts: dtypes that they were cast to since, one after another.
+    """
+
+    normalization: Normalization
+    still: bool
+    casts: tuple[torch.dtype, ...]
+
+    @staticmethod
+    def mark(
+        patches: torch.Tensor,
+        normalization: Normalization,
+        still: bool = False,
+        casts: tuple[torch.dtype, ...] = (),
+    ) -> "BytePixels":
+        """`patches`, marked; the memory is shared.
+
+        Args:
+            patches: `[…, normalization.width(still)]` uint8, any device, any strides.
+
+        Raises:
+            TypeError: not a tensor of uint8.
+            ValueError: rows of another width.
+        """
+        if not isinstance(patches, torch.Tensor) or patches.dtype != torch.uint8:
+            got = patches.dtype if isinstance(patches, torch.Tensor) else type(patches).__name__
+            raise TypeError(f"fusedvit: patches must be a tensor of torch.uint8, got {got}")
+        width = normalization.width(still)
+        if patches.ndim == 0 or patches.shape[-1] != width:
+            raise ValueError(f"fusedvit: rows of patches must be {width} bytes, got shape {tuple(patches.shape)}")
+        with torch._C.DisableTorchFunctionSubclass():
+            marked: BytePixels = torch.Tensor._make_subclass(BytePixels, patches)
+        marked.normalization, marked.still, marked.casts = normalization, still, casts
+        return marked
+
+    def unmarked(self) -> torch.Tensor:
+        """The bytes, a plain uint8 tensor in the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def pixels(self) -> torch.Tensor:
+        """What Hugging Face's processor and the casts since would have made, bit for bit: fp32 if there were none.
+
+        Returns:
+            `[…, channels · temporal_patch · patch · patch]`, a plain tensor.
+        """
+        pixels = self.normalization.apply(self.unmarked(), self.still)
+        for dtype in self.casts:
+            pixels = pixels.to(dtype)
+        return pixels
+
+    def all_frames(self) -> "BytePixels":
+        """The same patches with every frame: those of still images are repeated."""
+        if not self.still:
+            return self
+        n = self.normalization
+        rows = self.unmarked().unflatten(-1, (n.channels, 1, n.patch**2))
+        rows = rows.expand(*rows.shape[:-2], n.temporal_patch, -1).flatten(-3)
+        return BytePixels.mark(rows, n, False, self.casts)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        frames = "one frame" if self.still else f"{self.normalization.temporal_patch} frames"
+        return f"BytePixels(shape={tuple(self.shape)}, device={self.device}, {frames}, {self.normalization})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return BytePixels.mark, (self.unmarked(), self.normalization, self.still, self.casts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BytePixels":
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        copied: BytePixels = memo[id(self)]
+        return copied
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = kwargs or {}, _name_of(func)
+        found = _RULES.get(name)
+        if found is None:
+            raise _refused(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return found(func, args, kwargs)
+
+
+def _refuse_operators() -> None:
+    """Python's operators: torch turns a TypeError within them into Python's own answer, of `x == y` into False."""
+    names = [f"__{side}{name}__" for name in _OPERATORS.split(",") for side in ("", "r", "i")]
+    for name in (*names, *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "divmod", "rdivmod"))):
+
+        def operator(self: BytePixels, other: object, _name: str = name) -> Any:
+            raise _refused(_name)
+
+        setattr(BytePixels, name, operator)
+    BytePixels.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]  # as `__eq__` was set
+
+
+def _name_of(func: Any) -> str:
+    """The function's name; of an attribute that is read, a dot and its name."""
+    name: str = getattr(func, "__name__", str(func))
+    if name != "__get__":
+        return name
+    read: Any = func.__self__
+    return f".{getattr(read, 'fget', read).__name__}"
+
+
+def _refused(name: str, why: str = "") -> TypeError:
+    return TypeError(
+        f"fusedvit: {name.lstrip('.')} on BytePixels{why}: they are bytes for a tower fused by fusedvit, and keep rows "
+        "whole; `.pixels()` gives what Hugging Face's processor makes, `.unmarked()` the bytes"
+    )
+
+
+_Rule = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+def _marked(result: Any, like: BytePixels, casts: tuple[torch.dtype, ...] | None = None) -> Any:
+    """`result`, tensors of whole rows, with the mark of `like`."""
+    if not isinstance(result, torch.Tensor):
+        return type(result)(_marked(part, like) for part in result)
+    return BytePixels.mark(result, like.normalization, like.still, like.casts if casts is None else casts)
+
+
+def _first(name: str, args: Any) -> BytePixels:
+    """The tensor that a function is called on. Raises TypeError where that is not the marked one."""
+    if not args or not isinstance(args[0], BytePixels):
+        raise _refused(name, " as its argument")
+    return args[0]
+
+
+def _fact(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What is no pixel: shapes, places, flags."""
+    return func(*args, **kwargs)
+
+
+def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Copies and views of everything."""
+    return _marked(func(*args, **kwargs), _first(_name_of(func), args))
+
+
+def _cast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`to`, `type`, `float`, …: moves the bytes, and remembers the dtype."""
+    name = _name_of(func)
+    x = _first(name, args)
+    if name == "type" and len(args) == 1 and not kwargs:
+        return func(x)
+    dtype, device, flags = _FLOATS.get(name), kwargs.get("device"), []
+    for given in (*args[1:], kwargs.get("dtype"), kwargs.get("other")):
+        if isinstance(given, torch.Tensor):
+            device, dtype = given.device, _stands_for(given)
+        elif isinstance(given, torch.dtype):
+            dtype = given
+        elif isinstance(given, bool):
+            flags.append(given)
+        elif given is not None and name == "to":
+            device = given
+        elif given is not None:
+            raise _refused(name, f" to {given!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise _refused(name, f" to {dtype}")
+    how: dict[str, Any] = dict(zip(("non_blocking", "copy"), flags, strict=False))
+    how |= {key: kwargs[key] for key in ("non_blocking", "copy") if key in kwargs}
+    casts = x.casts if dtype is None or dtype == _stands_for(x) else (*x.casts, dtype)
+    return _marked(torch.Tensor.to(x, device=x.device if device is None else device, **how), x, casts)
+
+
+def _stands_for(x: torch.Tensor) -> torch.dtype:
+    """The dtype of the pixels that `x` stands for."""
+    if not isinstance(x, BytePixels):
+        return x.dtype
+    return x.casts[-1] if x.casts else torch.float32
+
+
+def _shaped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Other leading dimensions: whatever leaves rows of the same width leaves rows whole."""
+    x = _first(_name_of(func), args)
+    result = func(*args, **kwargs)
+    if result.dtype != torch.uint8 or result.ndim == 0 or result.shape[-1] != x.shape[-1]:
+        raise _refused(_name_of(func), f" to shape {tuple(result.shape)}")
+    return _marked(result, x)
+
+
+def _along(position: int, default: int | None = 0) -> _Rule:
+    """Functions along a dimension, the argument at `position`: any but the last."""
+
+    def rule(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = _name_of(func)
+        x = _first(name, args)
+        dim = args[position] if len(args) > position else kwargs.get("dim", default)
+        if type(dim) is not int or dim % x.ndim == x.ndim - 1:
+            raise _refused(name, f" along dimension {dim}")
+        return _marked(func(*args, **kwargs), x)
+
+    return rule
+
+
+def _joined(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`cat`, `stack`, `pad_sequence`: of marked tensors alone, with the same mark."""
+    name = _name_of(func)
+    parts = list(args[0] if args else kwargs.pop("tensors"))
+    like = _first(name, parts)
+    if any(not isinstance(part, BytePixels) or part.normalization != like.normalization for part in parts):
+        raise _refused(name, " with pixels that are normalised otherwise, or already")
+    if any(part.still != like.still for part in parts):
+        parts = [part.all_frames() for part in parts]
+        like = parts[0]
+    if any(part.casts != like.casts for part in parts):
+        raise _refused(name, " with pixels that were cast otherwise")
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    ndim = like.ndim + (name == "stack")
+    if name != "pad_sequence" and (type(dim) is not int or dim % ndim == ndim - 1):
+        raise _refused(name, f" along dimension {dim}")
+    return _marked(func(parts, *args[1:], **kwargs), like)
+
+
+def _indexed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`x[index]`, where the last dimension is left whole."""
+    x, index = _first("indexing", args), args[1]
+    parts = list(index) if isinstance(index, tuple) else [index]
+    rest = [slice(None)] * (x.ndim - sum(map(_dims_of, parts)))
+    at = next((i for i, part in enumerate(parts) if part is ...), len(parts))
+    parts[at : at + 1] = rest
+    if not parts or type(parts[-1]) is not slice or parts[-1] != slice(None):
+        raise _refused("indexing", " within rows")
+    return _marked(func(x, tuple(parts)), x)
+
+
+def _dims_of(part: Any) -> int:
+    """Dimensions that a part of an index takes."""
+    if part is None or part is ... or isinstance(part, bool):
+        return 0
+    return part.ndim if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
+
+
+_FACTS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "data_ptr"),
+    *("is_contiguous", "element_size", "get_device", "is_pinned", "is_shared", "is_inference", "is_same_size"),
+    *("is_complex", "is_conj", "is_neg", "__hash__", "untyped_storage", "record_stream", "new"),
+    *(".shape", ".dtype", ".device", ".ndim", ".layout", ".itemsize", ".nbytes", "._version", "._base", ".names"),
+    *(".is_cuda", ".is_cpu", ".is_meta", ".is_sparse", ".is_mkldnn", ".is_nested", ".is_quantized"),
+    *(".requires_grad", ".grad", ".grad_fn", ".is_leaf", ".output_nr"),
+)
+_COPIES = ("clone", "detach", "contiguous", "cuda", "cpu", "pin_memory", "alias", "share_memory_", ".data")
+_SHAPES = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "repeat", "view_as")
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(_FACTS, _fact),
+    "is_floating_point": lambda func, args, kwargs: True,
+    **dict.fromkeys(_COPIES, _moved),
+    **dict.fromkeys(("to", "type", "type_as", *_FLOATS), _cast),
+    **dict.fromkeys(_SHAPES, _shaped),
+    **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk"), _along(2)),
+    **dict.fromkeys(("index_select", "narrow", "select", "unbind"), _along(1)),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack", "pad_sequence"), _joined),
+    "repeat_interleave": _along(2, None),
+    "__getitem__": _indexed,
+    "__iter__": lambda func, args, kwargs: iter(_along(1)(torch.unbind, args, kwargs)),
+}
+_refuse_operators()
