@@ -20,8 +20,8 @@ from torch import nn
 from fusedvit.api import fuse, unfuse
 from fusedvit.bench import towers
 from fusedvit.bench.report import passport
+from fusedvit.bench.timing import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
-from fusedvit.cli.measure import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.config import FuseConfig
 from fusedvit.tolerance import Comparison, compare, summarize
 
@@ -108,7 +108,7 @@ def cost() -> dict[str, dict[str, Any]]:
         for who, call in calls.items():
             rows[name][who] = {
                 "ms": times[who].median,
-                "best_ms": times[who].best,
+                "low_ms": times[who].low,
                 "kernels": gpu_launches(call).kernels,
                 "peak_mib": peak_mib(call, DEVICE),
                 "host_syncs": len(synchronisations(call)),

@@ -1,13 +1,27 @@
-"""Times of several contenders, interleaved round by round, so that a slow spell of the machine meets all of them."""
+"""What calls cost: their times, interleaved round by round, so that a slow spell of the machine meets all contenders;
+launches, synchronisations and memory of one call."""
 
+import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+Call = Callable[[], Any]
+NO_WORK = {  # operators that are dispatched and yet move no data
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::_unsafe_view",
+    "aten::lift_fresh",
+}
 WARM_UPS, LEAST_ROUNDS, MOST_ROUNDS = 2, 5, 60
 CALLS = (5, 50.0), (3, 300.0)  # calls of a burst, where one call of every contender together takes at most so many ms
 
@@ -17,7 +31,7 @@ class Contender:
     """One call. `clock`: "wall" is what a caller waits for, "gpu" the time between two events around it."""
 
     name: str
-    run: Callable[[], Any]
+    run: Call
     clock: str = "wall"
 
 
@@ -46,11 +60,25 @@ class Bursts:
     first: list[float]
 
 
+@dataclass(frozen=True)
+class Launches:
+    """kernels: what ran on the GPU. host: how often the CPU had to launch something (a graph counts once)."""
+
+    kernels: int
+    host: int
+
+
 def interleaved(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of every round by contender, one call each, synchronised: 5 to 60 rounds in about `seconds`."""
     _warm_up(contenders, device)
     rounds = _rounds(contenders, device, seconds, 1)
     return {name: [burst[0] for burst in bursts] for name, bursts in rounds.items()}
+
+
+def latency(calls: Mapping[str, Call], device: torch.device, seconds: float = 3.0) -> dict[str, Spread]:
+    """Milliseconds of wall time of `calls`, as `interleaved`."""
+    contenders = [Contender(name, call) for name, call in calls.items()]
+    return {name: spread(ms) for name, ms in interleaved(contenders, device, seconds).items()}
 
 
 def interleaved_bursts(contenders: Sequence[Contender], device: torch.device, seconds: float) -> dict[str, Bursts]:
@@ -102,7 +130,7 @@ def ratios(peer: Sequence[float], ours: Sequence[float]) -> Spread:
     return spread([a / b for a, b in zip(peer, ours, strict=True)])
 
 
-def _wall_ms(run: Callable[[], Any], device: torch.device) -> float:
+def _wall_ms(run: Call, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
@@ -112,7 +140,7 @@ def _wall_ms(run: Callable[[], Any], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def gpu_ms(run: Callable[[], Any], device: torch.device) -> float:
+def gpu_ms(run: Call, device: torch.device) -> float:
     """Milliseconds of one call between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
@@ -141,3 +169,67 @@ def captured(run: Callable[[int], Any], sets: int, device: torch.device) -> Call
     with torch.cuda.graph(graph):
         every_set()
     return graph.replay
+
+
+# ── one call ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gpu_launches(call: Call) -> Launches:
+    """Kernels and host launches of one call, by the profiler. Needs a GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    kernels = host = 0
+    for event in profile.events() or ():
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        kernels += on_device and not event.name.startswith(("Memcpy", "Memset"))
+        host += not on_device and event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch"))
+    return Launches(kernels, host)
+
+
+def synchronisations(call: Call) -> list[str]:
+    """Where one call waits for the GPU, as "file:line", by the warnings of torch's own debug mode. Needs a GPU."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
+
+
+def operators(call: Call) -> int:
+    """Operators of one call that touch data (no views, no allocations): a CPU's stand-in for kernels."""
+    call()
+    with _OperatorCount() as mode:
+        call()
+    return mode.count
+
+
+def peak_mib(call: Call, device: torch.device) -> float:
+    """The most that one call had allocated on the GPU beyond what was there before it, outputs included."""
+    call()
+    gc.collect()  # what dies during the call would count against it
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+class _OperatorCount(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        self.count += not is_view and schema.name not in NO_WORK
+        return func(*args, **(kwargs or {}))

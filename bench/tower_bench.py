@@ -19,10 +19,9 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench import baselines, roofline, towers
-from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
+from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, peak_mib, ratios, spread
 from fusedvit.bench.towers import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
-from fusedvit.cli.measure import peak_mib
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 

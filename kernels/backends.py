@@ -5,8 +5,9 @@
     HopperSwapABConfig              "swap_ab"   Gluon, sm_90, 16 bits, GEMMs of few rows
     HopperAttentionConfig           "hopper"    Gluon, sm_90, 16 bits
 
-A backend that the device or the installed Triton cannot run is never planned. One that fails to compile at its first
-launch raises `BackendFailed`; every later plan of the process is made without it (`Target.of` lists it in `without`).
+Here is how a configuration is chosen for each; `fusedvit.model.ops` runs it. A backend that the device or the installed
+Triton cannot run is never planned. One that fails to compile at its first launch raises `BackendFailed`; every later
+plan of the process is made without it (`Target.of` lists it in `without`).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.errors import TritonError
 
-from fusedvit.kernels import attention as triton_attention
-from fusedvit.kernels import linear as triton_linear
 from fusedvit.kernels import tile_configs
-from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import attention_configs, gemm_configs, gemm_swap_ab_configs, gluon_compat
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
-
-if gluon_compat.AVAILABLE:  # elsewhere these modules cannot be imported
-    from fusedvit.kernels.hopper import attention as hopper_attention
-    from fusedvit.kernels.hopper import gemm as hopper_gemm
-    from fusedvit.kernels.hopper import gemm_swap_ab as hopper_swap_ab
 
 LINEAR, ATTENTION = "linear", "attention"
 
@@ -68,8 +59,7 @@ class Backend:
             tables are tied to it.
         config: type of its configurations, a flat frozen dataclass. That of a linear backend has `block_n`, the width
             of the row statistics it writes; that of an attention backend `block_m`, the queries of a tile.
-        run: signature of `linear.linear` or `attention.attention`.
-        absent: (target, dtype) -> why the backend cannot run there, or "".
+        absent: (compute capability, dtype) -> why the backend cannot run there, or "".
         wrong: (key, configuration, target, dtype) -> why it cannot run, or would spill registers, or "".
         heuristic: (key, dtype, target, widest plain Triton tile whose epilogue does not spill) -> a configuration, or
             None if another backend is to be used.
@@ -80,8 +70,7 @@ class Backend:
     op: str
     version: int
     config: type
-    run: Callable[..., torch.Tensor]
-    absent: Callable[[Target, torch.dtype], str]
+    absent: Callable[[int, torch.dtype], str]
     wrong: Callable[[Key, Any, Target, torch.dtype], str]
     heuristic: Callable[[Key, torch.dtype, Target, int], Any]
     candidates: Callable[[Key, torch.dtype, Target, int], list[Any]]
@@ -119,7 +108,6 @@ def _hopper_linears() -> tuple[Backend, ...]:
         op=LINEAR,
         version=1,
         config=gemm_swap_ab_configs.HopperSwapABConfig,
-        run=hopper_swap_ab.linear,
         absent=gluon_compat.absent,
         wrong=_valid_and_unspilled(
             gemm_swap_ab_configs.wrong_hopper_swap_ab,
@@ -133,7 +121,6 @@ def _hopper_linears() -> tuple[Backend, ...]:
         op=LINEAR,
         version=1,
         config=gemm_configs.HopperGemmConfig,
-        run=hopper_gemm.linear,
         absent=gluon_compat.absent,
         wrong=_valid_and_unspilled(
             gemm_configs.wrong_hopper_gemm, lambda key, config: gemm_configs.spills(config, key.kind)
@@ -150,7 +137,6 @@ def _hopper_attention() -> Backend:
         op=ATTENTION,
         version=2,
         config=attention_configs.HopperAttentionConfig,
-        run=hopper_attention.attention,
         absent=gluon_compat.absent,
         wrong=_valid_and_unspilled(
             attention_configs.wrong_hopper_attention, lambda key, config: attention_configs.spills(config, key.k)
@@ -167,8 +153,7 @@ def _triton_backends() -> tuple[Backend, ...]:
             op=LINEAR,
             version=1,
             config=LinearConfig,
-            run=triton_linear.linear,
-            absent=lambda target, dtype: "",
+            absent=lambda capability, dtype: "",
             wrong=lambda key, config, target, dtype: tile_configs.wrong_linear(config, target, dtype),
             heuristic=lambda key, dtype, target, widest: tile_configs.linear_config(
                 key.rows, key.n, key.k, dtype, target, max_block_n=widest
@@ -182,8 +167,7 @@ def _triton_backends() -> tuple[Backend, ...]:
             op=ATTENTION,
             version=1,
             config=AttentionConfig,
-            run=triton_attention.attention,
-            absent=lambda target, dtype: "",
+            absent=lambda capability, dtype: "",
             wrong=lambda key, config, target, dtype: tile_configs.wrong_attention(config, target, dtype),
             heuristic=lambda key, dtype, target, widest: tile_configs.attention_config(
                 key.rows, key.n, key.k, dtype, target
@@ -212,7 +196,7 @@ def backend_named(op: str, name: str) -> Backend | None:
 
 def why_unavailable(backend: Backend, target: Target, dtype: torch.dtype) -> str:
     """Why `backend` cannot run on `target`, or ""."""
-    return dict(target.without).get(backend.id) or backend.absent(target, dtype)
+    return dict(target.without).get(backend.id) or backend.absent(target.capability, dtype)
 
 
 def available_backends(op: str, target: Target, dtype: torch.dtype) -> list[Backend]:
@@ -226,30 +210,3 @@ def unavailable_backends(target: Target, dtype: torch.dtype) -> Iterator[tuple[B
         reason = why_unavailable(backend, target, dtype)
         if reason:
             yield backend, reason
-
-
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, config: Any
-) -> torch.Tensor:
-    """`kernels.linear.linear` on the backend of `config`. Raises `BackendFailed`."""
-    return _run(backend_of(config), (x, weight, num_rows, out, epilogue, config))
-
-
-def attention(
-    qkv: torch.Tensor, segments: Segments, out: torch.Tensor, heads: int, head_dim: int, config: Any
-) -> torch.Tensor:
-    """`kernels.attention.attention` on the backend of `config`. Raises `BackendFailed`."""
-    return _run(backend_of(config), (qkv, segments, out, heads, head_dim, config))
-
-
-def _run(backend: Backend, arguments: tuple[Any, ...]) -> torch.Tensor:
-    if backend.name == "triton":  # nothing to fall back to
-        return backend.run(*arguments)
-    try:
-        return backend.run(*arguments)
-    except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except (TritonError, RuntimeError) as error:  # compilation and passes, ptxas, resources
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        tile_configs.note_failure(backend.id, reason)
-        raise BackendFailed(f"{backend.op} in its {backend.name} backend: {reason}") from error

@@ -1,6 +1,7 @@
 """What every command shares: errors that end in exit code 2, progress on stderr, and JSON documents."""
 
 import json
+import logging
 import math
 import sys
 import threading
@@ -40,6 +41,18 @@ class Outcome:
 
     document: dict[str, Any]
     passed: bool = True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without fusedvit's warnings: what they say is in the handle's report, which is printed."""
+    logger = logging.getLogger("fusedvit")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 # ── progress ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,14 +12,14 @@ from rich.markup import escape
 from torch import nn
 
 import fusedvit
+from fusedvit.bench.timing import gpu_launches, latency, operators, peak_mib
 from fusedvit.cli import demo_report, env, kernel_checks
 from fusedvit.cli.checkpoint import device_of, dtype_of, load_tower
-from fusedvit.cli.console import Outcome, Step, plain, progress
+from fusedvit.cli.console import Outcome, Step, plain, progress, quiet
 from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
-from fusedvit.cli.measure import gpu_launches, latency, operators, peak_mib
-from fusedvit.cli.media import Media, VisionInput
+from fusedvit.cli.media import Media, VisionInput, load_all
+from fusedvit.cli.parity import REFERENCE, Towers, call_tower, inputs_of, parity_of, side_by_side
 from fusedvit.cli.towers import geometry_of, random_tower
-from fusedvit.cli.verify import REFERENCE, Towers, call_tower, inputs_of, load_media, parity_of, quiet, side_by_side
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Work, pack
 from fusedvit.tolerance import summarize
@@ -34,7 +34,7 @@ def run(
 ) -> Outcome:
     """Compares both towers, prints the tables and draws the picture."""
     with quiet(), progress() as step:
-        files = load_media(media or [])
+        files = load_all(media or [])
         found = collect(files, model, step)
         step("drawing the picture")
         demo_report.draw(found, files, plot)

@@ -12,12 +12,12 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from fusedvit.bench.timing import Launches, Spread
 from fusedvit.cli.console import shorten, stem
 from fusedvit.cli.env import device_name
 from fusedvit.cli.kernel_checks import FAILED, NOT_RUN, OK, KernelCheck
-from fusedvit.cli.measure import Latency, Launches
 from fusedvit.cli.media import Media
-from fusedvit.cli.verify import OutputParity
+from fusedvit.cli.parity import OutputParity
 from fusedvit.tolerance import FACTOR_MAX, FACTOR_RMS, Summary
 
 SIDES = ("original", "fused")
@@ -46,7 +46,7 @@ class CallResult:
     patches: int
     tokens: int
     parity: list[OutputParity]
-    latency_ms: dict[str, Latency] | None
+    latency_ms: dict[str, Spread] | None
     launches: dict[str, Launches] | None
     operators: dict[str, int] | None
     peak_mib: dict[str, float] | None

@@ -4,9 +4,9 @@ Pillow finds a picture's format in the file, among a few that it is allowed. A v
 so that a playlist posing as a video cannot make FFmpeg open anything else. Patches come from Hugging Face's processors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,17 @@ def load(path: str | Path, frames: int = 8, limits: Limits | None = None) -> Med
         raise MediaError(f"{name}: at least 1 frame must be sampled, got {frames}")
     kept, total = _decode_video(path, name, frames, limits)
     return Media(name, "video", kept, total)
+
+
+def load_all(paths: Sequence[str | Path]) -> list[Media]:
+    """The given files, or those that we ship. Raises MediaError."""
+    media: dict[str, Media] = {}
+    for path in paths or (SAMPLE_IMAGE, SAMPLE_VIDEO):
+        item = load(path)
+        while item.name in media:  # results go by name
+            item = replace(item, name=f"another {item.name}")
+        media[item.name] = item
+    return list(media.values())
 
 
 def _check_path(given: str | Path) -> tuple[Path, str, str]:

@@ -2,27 +2,79 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from triton.errors import TritonError
 
-from fusedvit.kernels import backends, fingerprint, load_inputs, metadata, norms, store_outputs
+from fusedvit.kernels import attention as triton_attention
+from fusedvit.kernels import fingerprint, load_inputs, metadata, norms, store_outputs, tile_configs
+from fusedvit.kernels import linear as triton_linear
+from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.backends import BackendFailed, backend_of
+from fusedvit.kernels.epilogue import Epilogue
+from fusedvit.kernels.hopper import gluon_compat
+from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.reference import attention as attention_ref
 from fusedvit.kernels.reference import fingerprint as fingerprint_ref
 from fusedvit.kernels.reference import linear as linear_ref
 from fusedvit.kernels.reference import load_inputs as load_inputs_ref
 from fusedvit.kernels.reference import metadata as metadata_ref
-from fusedvit.kernels.reference import norms as gather_ref
-from fusedvit.kernels.reference import norms as head_norm_ref
-from fusedvit.kernels.reference import norms as layer_norm_ref
+from fusedvit.kernels.reference import norms as norms_ref
 from fusedvit.kernels.reference import store_outputs as store_outputs_ref
+from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig
+
+# What runs a configuration, by its type.
+KERNELS: dict[type, Callable[..., torch.Tensor]] = {
+    LinearConfig: triton_linear.linear,
+    AttentionConfig: triton_attention.attention,
+}
+if gluon_compat.AVAILABLE:  # elsewhere these modules cannot be imported
+    from fusedvit.kernels.hopper import attention as hopper_attention
+    from fusedvit.kernels.hopper import gemm as hopper_gemm
+    from fusedvit.kernels.hopper import gemm_swap_ab as hopper_swap_ab
+
+    KERNELS |= {
+        HopperGemmConfig: hopper_gemm.linear,
+        HopperSwapABConfig: hopper_swap_ab.linear,
+        HopperAttentionConfig: hopper_attention.attention,
+    }
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, num_rows: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, config: Any
+) -> torch.Tensor:
+    """`kernels.linear.linear` on the backend of `config`. Raises `BackendFailed`."""
+    return _run(config, x, weight, num_rows, out, epilogue)
+
+
+def attention(
+    qkv: torch.Tensor, segments: Segments, out: torch.Tensor, heads: int, head_dim: int, config: Any
+) -> torch.Tensor:
+    """`kernels.attention.attention` on the backend of `config`. Raises `BackendFailed`."""
+    return _run(config, qkv, segments, out, heads, head_dim)
+
+
+def _run(config: Any, *arguments: Any) -> torch.Tensor:
+    backend = backend_of(config)
+    kernel = KERNELS[backend.config]
+    if backend.name == "triton":  # nothing to fall back to
+        return kernel(*arguments, config)
+    try:
+        return kernel(*arguments, config)
+    except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TritonError, RuntimeError) as error:  # compilation and passes, ptxas, resources
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        tile_configs.note_failure(backend.id, reason)
+        raise BackendFailed(f"{backend.op} in its {backend.name} backend: {reason}") from error
 
 
 @dataclass(frozen=True)
 class Ops:
-    """Operations of one kind; signatures are those of the functions in `fusedvit.kernels`.
-
-    On the GPU, `linear` and `attention` run in the form that their configuration's type stands for.
-    """
+    """Operations of one kind; signatures are those of the functions in `fusedvit.kernels`."""
 
     name: str
     vision_metadata: Callable[..., metadata.Metadata]
@@ -39,8 +91,8 @@ class Ops:
 TRITON = Ops(
     "triton",
     metadata.vision_metadata,
-    backends.linear,
-    backends.attention,
+    linear,
+    attention,
     norms.layer_norm,
     norms.gather_rows,
     norms.head_norm_rope,
@@ -53,9 +105,9 @@ TORCH = Ops(
     metadata_ref.vision_metadata,
     linear_ref.linear,
     attention_ref.attention,
-    layer_norm_ref.layer_norm,
-    gather_ref.gather_rows,
-    head_norm_ref.head_norm_rope,
+    norms_ref.layer_norm,
+    norms_ref.gather_rows,
+    norms_ref.head_norm_rope,
     fingerprint_ref.fingerprint,
     load_inputs_ref.load_inputs,
     store_outputs_ref.store_outputs,

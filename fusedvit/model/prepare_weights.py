@@ -245,7 +245,7 @@ def _lined(linear: LinearWeights) -> LinearWeights:
 
 def _wants_lines(weight: torch.Tensor) -> bool:
     """Hopper: a product of 784 rows by 4304 columns was a fifth faster (docs/kernels.md)."""
-    return weight.is_cuda and not absent(Target.of(weight.device), weight.dtype)
+    return weight.is_cuda and not absent(Target.of(weight.device).capability, weight.dtype)
 
 
 def query_factor(spec: VisionSpec, rows: int) -> torch.Tensor:

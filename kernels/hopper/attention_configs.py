@@ -201,7 +201,7 @@ def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype:
     needed = config.ctas * shared_bytes(config, 64)
     if needed > target.max_shared:
         return f"{needed} bytes of shared memory, limit {target.max_shared}"
-    return absent(target, dtype)
+    return absent(target.capability, dtype)
 
 
 def spills(config: HopperAttentionConfig, head_dim: int) -> bool:
@@ -302,7 +302,7 @@ def hopper_attention_config(
     Lengths are not known here: of the schedules timed with frames as long as any of `contents`, the one that is nearest
     to the best of each, on average, one picture counting for more.
     """
-    if absent(target, dtype) or head_dim not in MEASURED:
+    if absent(target.capability, dtype) or head_dim not in MEASURED:
         return None
     held = contents(rows, kind)
     longest = max((length for _, length in held), default=0)

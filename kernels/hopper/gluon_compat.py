@@ -15,8 +15,6 @@ import torch
 import triton
 from triton.language import core
 
-from fusedvit.kernels.tile_configs import Target
-
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -45,13 +43,13 @@ def usable(capability: int) -> bool:
     return AVAILABLE and capability == 90 and not triton.knobs.runtime.interpret
 
 
-def absent(target: Target, dtype: torch.dtype) -> str:
-    """Why the kernel cannot run there, or ""."""
+def absent(capability: int, dtype: torch.dtype) -> str:
+    """Why kernels in Gluon cannot run on a device of `capability` in `dtype`, or ""."""
     if dtype.itemsize != 2:
         return "bfloat16 and float16 only"
     if not AVAILABLE:
         return MISSING
-    return "" if usable(target.capability) else f"Hopper only, not sm_{target.capability} or the interpreter"
+    return "" if usable(capability) else f"Hopper only, not sm_{capability} or the interpreter"
 
 
 def barrier_offsets(ptx: str) -> list[int | None]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fusedvit
+from fusedvit.bench.timing import gpu_launches, peak_mib, synchronisations
 from fusedvit.checks import fallback
-from fusedvit.cli.measure import gpu_launches, peak_mib, synchronisations
 from fusedvit.cli.towers import cast_parameters_
 from fusedvit.model import ops
 from fusedvit.tolerance import Comparison, compare, summarize

@@ -20,6 +20,7 @@ from fusedvit.kernels.hopper.attention_configs import (
 )
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
+from fusedvit.model import ops
 from fusedvit.tolerance import summarize
 from tests.kernels import attention_cases
 from tests.kernels.attention_cases import packed, segments, with_room
@@ -48,7 +49,7 @@ def shipped(head_dim: int, device: torch.device) -> list[HopperAttentionConfig]:
 @pytest.fixture(scope="module")
 def backend(device: torch.device) -> backends.Backend:
     found = backends.backend_named(backends.ATTENTION, "hopper")
-    reason = "no Gluon in this Triton" if found is None else found.absent(Target.of(device), BF16)
+    reason = "no Gluon in this Triton" if found is None else found.absent(Target.of(device).capability, BF16)
     if found is None or reason:
         pytest.skip(reason)
     return found
@@ -68,7 +69,7 @@ def compiled(backend: backends.Backend, device: torch.device) -> None:
 def attend(qkv: torch.Tensor, lengths: list[int], head_dim: int, config: HopperAttentionConfig) -> torch.Tensor:
     """Through `backends`, as the encoder does; tiles past the count would overwrite the first rows."""
     segs = segments(lengths, config.block_m, qkv.device, room=5)
-    return attention_cases.run(backends.attention, qkv, segs, head_dim, config)
+    return attention_cases.run(ops.attention, qkv, segs, head_dim, config)
 
 
 def check(qkv: torch.Tensor, lengths: list[int], head_dim: int, config: HopperAttentionConfig, what: str) -> None:
@@ -169,8 +170,8 @@ def test_quick_two_lists(device: torch.device) -> None:
     for lengths in ([600, 196, 4, 512, 513, 64, 900], [196] * 9, [700, 800]):
         qkv = packed(lengths, 72, BF16, device, heads=HEADS)
         out = torch.full((len(qkv), HEADS * 72), NAN, dtype=BF16, device=device)
-        backends.attention(qkv, segments(lengths, 192, device, 5, above=limit), out, HEADS, 72, long)
-        backends.attention(qkv, segments(lengths, 128, device, 5, up_to=limit), out, HEADS, 72, short)
+        ops.attention(qkv, segments(lengths, 192, device, 5, above=limit), out, HEADS, 72, long)
+        ops.attention(qkv, segments(lengths, 128, device, 5, up_to=limit), out, HEADS, 72, short)
         for rows, frame in zip(qkv.split(lengths), out.split(lengths), strict=True):
             alone = attend(rows.contiguous(), [len(rows)], 72, short if len(rows) <= limit else long)
             assert torch.equal(frame, alone), f"{len(rows)} of {lengths}"
@@ -182,10 +183,10 @@ def test_quick_replayed_with_other_frames(device: torch.device) -> None:
         qkv = packed([1500], 72, BF16, device, heads=HEADS)
         held = segments([1500], config.block_m, device, room=40)
         out = torch.full((1500, HEADS * 72), NAN, dtype=BF16, device=device)
-        backends.attention(qkv, held, out, HEADS, 72, config)
+        ops.attention(qkv, held, out, HEADS, 72, config)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            backends.attention(qkv, held, out, HEADS, 72, config)
+            ops.attention(qkv, held, out, HEADS, 72, config)
         for lengths in ([300, 1, 64, 700], [1400], [196] * 6):
             fresh = segments(lengths, config.block_m, device)
             held.tiles.zero_()[: len(fresh.tiles)] = fresh.tiles
@@ -212,8 +213,8 @@ def test_quick_overlapped(device: torch.device) -> None:
 
             def chain(wide=wide, thin=thin, segs=segs, chosen=chosen) -> None:
                 for _ in range(10):
-                    backends.attention(qkv, segs, wide, 12, 64, chosen)
-                    backends.attention(wide, segs, thin, 4, 64, chosen)
+                    ops.attention(qkv, segs, wide, 12, 64, chosen)
+                    ops.attention(wide, segs, thin, 4, 64, chosen)
                     wide.fill_(0.5)
 
             chain()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.kernels.backends import linear
 from fusedvit.kernels.epilogue import RowStats
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, hopper_gemm_candidates
@@ -17,6 +16,7 @@ from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.reference.linear import linear as linear_ref
 from fusedvit.kernels.reference.linear import moments, store_moments
 from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.model.ops import linear
 from fusedvit.tolerance import summarize
 from tests.kernels.linear_cases import EPS, Fused, Layer, fused, tensors
 from tests.kernels.support import assert_rounded_once, count

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.kernels import backends
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.attention_configs import LONG, TINY, schedules
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
+from fusedvit.model import ops
 from tests.gpu.test_hopper_gemm import CASES
 from tests.kernels import attention_cases
 from tests.kernels.attention_cases import packed, segments
@@ -31,14 +31,14 @@ def linear_of(name: str, device: torch.device) -> Callable[[], object]:
     layer, config = CASES[name]
     arguments = fused(layer, tensors(layer, torch.bfloat16, device), layer.rows + 70)
     config = replace(config, pdl=True)
-    return lambda: arguments.run(backends.linear, config)
+    return lambda: arguments.run(ops.linear, config)
 
 
 def attention_of(name: str, device: torch.device) -> Callable[[], object]:
     head_dim, config = ATTENTIONS[name]
     qkv, lengths = packed([4096], head_dim, torch.bfloat16, device, heads=16), [4096]
     segs = segments(lengths, config.block_m, device)
-    return lambda: attention_cases.run(backends.attention, qkv, segs, head_dim, config)
+    return lambda: attention_cases.run(ops.attention, qkv, segs, head_dim, config)
 
 
 def case_of(name: str, device: torch.device) -> Callable[[], object]:

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from fusedvit import FuseConfig, fuse, unfuse
 from fusedvit.bench import graph_stress
 from fusedvit.bench.parity import build, pixels_of
-from fusedvit.cli.measure import synchronisations
+from fusedvit.bench.timing import synchronisations
 from fusedvit.fused_encoder import FusedEncoder
 
 pytestmark = pytest.mark.gpu

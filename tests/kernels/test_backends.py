@@ -17,6 +17,7 @@ from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.tuning_table import Table
+from fusedvit.model import ops
 from fusedvit.model.ops import TORCH
 from fusedvit.model.plan import plan_for, tasks
 from fusedvit.runtime import captured_encoder
@@ -32,28 +33,25 @@ class OtherConfig:
     block_n: int = 192
 
 
-def other(run: Any) -> backends.Backend:
-    """A linear backend for bf16 on sm_90, of one kind of epilogue."""
-    return backends.Backend(
-        name="other",
-        op=backends.LINEAR,
-        version=1,
-        config=OtherConfig,
-        run=run,
-        absent=lambda target, dtype: "" if target.capability == 90 and dtype == BF16 else "bf16 on sm_90 only",
-        wrong=lambda key, config, target, dtype: "",
-        heuristic=lambda key, dtype, target, widest: OtherConfig() if key.kind == "residual+stats" else None,
-        candidates=lambda key, dtype, target, widest: [OtherConfig()],
-    )
+OTHER = backends.Backend(
+    name="other",
+    op=backends.LINEAR,
+    version=1,
+    config=OtherConfig,
+    absent=lambda capability, dtype: "" if capability == 90 and dtype == BF16 else "bf16 on sm_90 only",
+    wrong=lambda key, config, target, dtype: "",
+    heuristic=lambda key, dtype, target, widest: OtherConfig() if key.kind == "residual+stats" else None,
+    candidates=lambda key, dtype, target, widest: [OtherConfig()],
+)  # a linear backend for bf16 on sm_90, of one kind of epilogue
 
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Calls that the other backend got."""
     calls: list[Any] = []
-    backend = other(lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(backends, "BACKENDS", (backend, *backends.BACKENDS))
-    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, backend)
+    monkeypatch.setattr(backends, "BACKENDS", (OTHER, *backends.BACKENDS))
+    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, OTHER)
+    monkeypatch.setitem(ops.KERNELS, OtherConfig, lambda *arguments: calls.append(arguments))
     yield calls
     tile_configs._failed.clear()
 
@@ -84,10 +82,10 @@ def test_the_table_comes_before_heuristics(registered: list[Any]) -> None:
 
 
 def test_the_type_of_the_config_decides(registered: list[Any]) -> None:
-    backends.linear("x", "w", "rows", "out", "epilogue", OtherConfig())
+    ops.linear("x", "w", "rows", "out", "epilogue", OtherConfig())
     assert registered == [("x", "w", "rows", "out", "epilogue", OtherConfig())]
     with pytest.raises(AssertionError, match="no backend runs a str"):
-        backends.attention(None, None, None, 1, 64, "config")
+        ops.attention(None, None, None, 1, 64, "config")
 
 
 @pytest.mark.parametrize("error", [OutOfResources(3, 2, "shared memory"), RuntimeError("PassManager::run failed")])
@@ -97,9 +95,9 @@ def test_a_failed_backend_is_out_of_later_plans(
     def fail(*arguments: Any) -> torch.Tensor:
         raise error
 
-    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, other(fail))
+    monkeypatch.setitem(ops.KERNELS, OtherConfig, fail)
     with pytest.raises(backends.BackendFailed, match="linear in its other backend"):
-        backends.linear(None, None, None, None, None, OtherConfig())
+        ops.linear(None, None, None, None, None, OtherConfig())
     without = replace(H200, without=tuple(tile_configs._failed.items()))
     assert "other" not in plan_for(QWEN3_VL_8B, 784, BF16, without, Table()).choices().values()
     assert any("linear in its other backend: " in line for line in choices(QWEN3_VL_8B, BF16, without, [784]))
@@ -109,9 +107,9 @@ def test_device_errors_are_not_a_reason_to_fall_back(registered: list[Any], monk
     def fail(*arguments: Any) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError("no memory")
 
-    monkeypatch.setitem(backends._BY_CONFIG, OtherConfig, other(fail))
+    monkeypatch.setitem(ops.KERNELS, OtherConfig, fail)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        backends.linear(None, None, None, None, None, OtherConfig())
+        ops.linear(None, None, None, None, None, OtherConfig())
     assert not tile_configs._failed
 
 

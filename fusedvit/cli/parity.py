@@ -1,0 +1,98 @@
+"""A fused tower beside its original and a reference, and every output of a call of them compared."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.cli.media import Media, VisionInput, prepare
+from fusedvit.cli.towers import cast_parameters_, layout_of, takes_single_frames
+from fusedvit.tolerance import Comparison, compare
+
+REFERENCE = torch.float64  # not fp32: no TF32 to keep out, and the fp32 tower can be judged by it as well
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """One output of one call, judged by fusedvit.tolerance."""
+
+    output: str
+    shape: tuple[int, ...]
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Towers:
+    """The same parameters three times."""
+
+    original: nn.Module
+    fused: nn.Module
+    reference: nn.Module  # the original with its parameters as REFERENCE
+    handle: Any  # of `fused`
+    dtype: torch.dtype
+    device: torch.device
+
+    def calls(self, item: VisionInput) -> dict[str, Callable[[], Any]]:
+        return {"original": lambda: call_tower(self.original, item), "fused": lambda: call_tower(self.fused, item)}
+
+
+def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
+    """A fused tower, its original and a reference, which are copies."""
+    original = fusedvit.unfuse(copy.deepcopy(handle.tower))
+    reference = copy.deepcopy(original)
+    cast_parameters_(reference, REFERENCE)
+    return Towers(original, handle.tower, reference, handle, dtype, device)
+
+
+def inputs_of(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
+    """Each medium preprocessed for these towers; several of them once more all at once."""
+    spec = towers.handle.spec
+    inputs = {item.name: prepare(item, layout_of(spec)) for item in media}
+    if takes_single_frames(spec):
+        inputs = {name: _frame_by_frame(item) for name, item in inputs.items()}
+    if len(inputs) > 1:
+        rows, grids = zip(*((i.pixel_values, i.grid_thw) for i in inputs.values()), strict=True)
+        inputs["all at once"] = VisionInput(torch.cat(rows), torch.cat(grids))
+    return {
+        name: VisionInput(item.pixel_values.to(towers.device, towers.dtype), item.grid_thw.to(towers.device))
+        for name, item in inputs.items()
+    }
+
+
+def _frame_by_frame(item: VisionInput) -> VisionInput:
+    rows = [[1, h, w] for t, h, w in item.grid_thw.tolist() for _ in range(t)]
+    return VisionInput(item.pixel_values, torch.tensor(rows))
+
+
+def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
+    """Every output of one call, by the tolerance rule."""
+    ref = _outputs(call_tower(towers.reference, VisionInput(item.pixel_values.to(REFERENCE), item.grid_thw)))
+    pt, ours = (_outputs(call()) for call in towers.calls(item).values())
+    if not ref.keys() == pt.keys() == ours.keys():
+        raise RuntimeError(f"outputs {sorted(pt)} expected, got {sorted(ours)}")
+    return [
+        OutputParity(name, tuple(ours[name].shape), compare(ours[name], ref[name], pt[name], towers.dtype))
+        for name in ours
+    ]
+
+
+def call_tower(module: nn.Module, item: VisionInput) -> Any:
+    """The module's own record of outputs."""
+    with torch.inference_mode():
+        return module(item.pixel_values, grid_thw=item.grid_thw)
+
+
+def _outputs(answer: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a tower's record, by name; a list of deepstack features gives one each."""
+    found: dict[str, torch.Tensor] = {}
+    for name in ("pooler_output", "last_hidden_state", "deepstack_features"):
+        value = getattr(answer, name, None)
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif value is not None:
+            found.update({f"{name}[{i}]": feature for i, feature in enumerate(value)})
+    return found
