@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedvit.kernels.launch import launch
 from fusedvit.kernels.positions import frequencies, packed_width, store_bicubic, store_bilinear, store_rope
 
 TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
@@ -419,36 +420,23 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         f"packed cos/sin: expected {packed_width(layout.head_dim)} columns, or 0, got {packed_cols}"
     )
     ends, sizes = _program_ranges(out, layout)
-    _metadata_kernel[(ends[-1],)](
-        grid,
-        inv_freq,
-        out.counts,
-        out.rope,
-        out.packed_cos_sin,
-        out.tap_index,
-        out.tap_weight,
-        out.cu_seqlens,
-        out.tiles,
-        out.short_tiles,
-        out.order,
-        out.window_cu_seqlens,
-        out.window_tiles,
-        grid.shape[0],
-        pairs,
-        *ends[:5],
-        *sizes,
-        MERGE=layout.merge,
-        PAIRS=pairs,
-        PACKED_COLS=packed_cols,
-        SIDE=layout.side,
-        TAPS=layout.taps,
-        BLOCK_Q=layout.block_m,
-        WINDOW=layout.window,
-        WINDOW_Q=layout.window_block_m,
-        SHORT=layout.short,
-        SHORT_Q=layout.short_block_m,
-        BLOCK=BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
+    pointers = (
+        *(grid, inv_freq, out.counts, out.rope, out.packed_cos_sin, out.tap_index, out.tap_weight, out.cu_seqlens),
+        *(out.tiles, out.short_tiles, out.order, out.window_cu_seqlens, out.window_tiles),
     )
+    constants = {
+        "MERGE": layout.merge,
+        "PAIRS": pairs,
+        "PACKED_COLS": packed_cols,
+        "SIDE": layout.side,
+        "TAPS": layout.taps,
+        "BLOCK_Q": layout.block_m,
+        "WINDOW": layout.window,
+        "WINDOW_Q": layout.window_block_m,
+        "SHORT": layout.short,
+        "SHORT_Q": layout.short_block_m,
+        "BLOCK": BLOCK,
+    }
+    scalars = grid.shape[0], pairs, *ends[:5], *sizes
+    launch(_metadata_kernel, ends[-1], (), pointers, constants, {"num_warps": 4}, scalars)
     return out

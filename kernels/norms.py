@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from fusedvit.kernels.epilogue import RowStats, Taps, activate, add_taps, store_moments
+from fusedvit.kernels.launch import launch
 
 # ── layer_norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -137,20 +138,19 @@ def layer_norm(
     block_m = 4 if n <= 2048 else 2
     programs = min(max_programs, triton.cdiv(rows, block_m))
     if programs:
-        _layer_norm_kernel[(programs,)](
-            *(x, weight, bias, taps.table, taps.index, taps.weight, after.order, stats, out, num_rows),
-            N=n,
-            EPS=eps,
-            ACT=after.activation,
-            TAPS=0 if taps.index is None else taps.index.shape[1],
-            UNIT=after.unit,
-            X_PITCH=x.stride(0),
-            OUT_PITCH=out.stride(0),
-            BLOCK_M=block_m,
-            BLOCK_N=triton.next_power_of_2(n),
-            num_warps=8,
-            enable_fp_fusion=True,
-        )
+        pointers = (x, weight, bias, taps.table, taps.index, taps.weight, after.order, stats, out, num_rows)
+        constants = {
+            "N": n,
+            "EPS": eps,
+            "ACT": after.activation,
+            "TAPS": 0 if taps.index is None else taps.index.shape[1],
+            "UNIT": after.unit,
+            "X_PITCH": x.stride(0),
+            "OUT_PITCH": out.stride(0),
+            "BLOCK_M": block_m,
+            "BLOCK_N": triton.next_power_of_2(n),
+        }
+        launch(_layer_norm_kernel, programs, (), pointers, constants, {"num_warps": 8})
     return out
 
 
@@ -218,20 +218,15 @@ def head_norm_rope(
     block = 32
     programs = min(max_programs, triton.cdiv(qkv.shape[0] * 2 * heads, block))
     if programs:
-        _head_norm_rope_kernel[(programs,)](
-            qkv,
-            weight,
-            rope,
-            num_rows,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            EPS=eps,
-            PITCH=qkv.stride(0),
-            BLOCK=block,
-            PAIRS=triton.next_power_of_2(head_dim // 2),
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+        constants = {
+            "HEADS": heads,
+            "HEAD_DIM": head_dim,
+            "EPS": eps,
+            "PITCH": qkv.stride(0),
+            "BLOCK": block,
+            "PAIRS": triton.next_power_of_2(head_dim // 2),
+        }
+        launch(_head_norm_rope_kernel, programs, (), (qkv, weight, rope, num_rows), constants, {"num_warps": 4})
     return qkv
 
 
@@ -278,17 +273,13 @@ def gather_rows(
     block_m = 4
     programs = min(max_programs, triton.cdiv(x.shape[0], block_m))
     if programs:
-        _gather_rows_kernel[(programs,)](
-            x,
-            order,
-            out,
-            num_rows,
-            N=x.shape[1],
-            UNIT=unit,
-            X_PITCH=x.stride(0),
-            OUT_PITCH=out.stride(0),
-            BLOCK_M=block_m,
-            BLOCK_N=triton.next_power_of_2(x.shape[1]),
-            num_warps=4,
-        )
+        constants = {
+            "N": x.shape[1],
+            "UNIT": unit,
+            "X_PITCH": x.stride(0),
+            "OUT_PITCH": out.stride(0),
+            "BLOCK_M": block_m,
+            "BLOCK_N": triton.next_power_of_2(x.shape[1]),
+        }
+        launch(_gather_rows_kernel, programs, (), (x, order, out, num_rows), constants, {"num_warps": 4})
     return out
