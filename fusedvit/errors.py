@@ -23,3 +23,12 @@ class Reason(NamedTuple):
 
 class UnsupportedModel(ValueError):
     """The model contains no supported vision tower; the message names the supported ones."""
+
+
+class InputError(ValueError):
+    """A file, folder or option that the user gave cannot be used; the message names it. Commands exit with 2."""
+
+
+def first_line(error: BaseException, room: int = 300) -> str:
+    """What an error says, in one line: its first sentence lines up to an empty one."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())[:room] or type(error).__name__

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 import fusedvit
-from fusedvit.cli.console import STDOUT, InputError, Outcome, progress, write
-from fusedvit.errors import UnsupportedModel
+from fusedvit.cli.console import STDOUT, Outcome, progress, write
+from fusedvit.errors import InputError, UnsupportedModel
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2  # exit codes; UNUSABLE is click's own for bad usage
 

@@ -24,15 +24,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fusedvit.errors import InputError
+
 Step = Callable[[str], None]
 CountedStep = Callable[[str, int, int], None]
 SECONDS_BETWEEN_LINES = 1.0
 SECONDS_OF_SILENCE = 3.0
 STDOUT = "-"  # as `--json -`
-
-
-class InputError(ValueError):
-    """What the user gave cannot be used. The command prints the message and exits with 2."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +204,3 @@ def shorten(name: str, room: int) -> str:
 def stem(name: str, room: int) -> str:
     """`shorten` of a file name without its suffix."""
     return shorten(name.rpartition(".")[0] or name, room)
-
-
-def first_line(error: BaseException, room: int = 300) -> str:
-    """What an error says, in one line: its first sentence lines up to an empty one."""
-    return " ".join(str(error).strip().split("\n\n")[0].split())[:room] or type(error).__name__

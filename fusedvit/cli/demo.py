@@ -14,12 +14,12 @@ from torch import nn
 import fusedvit
 from fusedvit.bench.timing import gpu_launches, latency, operators, peak_mib
 from fusedvit.cli import demo_report, env, kernel_checks
-from fusedvit.cli.checkpoint import device_of, dtype_of, load_tower
 from fusedvit.cli.console import Outcome, Step, plain, progress, quiet
 from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
 from fusedvit.cli.media import Media, VisionInput, load_all
 from fusedvit.cli.parity import REFERENCE, Towers, call_tower, inputs_of, parity_of, side_by_side
 from fusedvit.cli.towers import geometry_of, random_tower
+from fusedvit.cli.verify import checkpoint_tower, device_of
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Work, pack
 from fusedvit.tolerance import summarize
@@ -56,7 +56,7 @@ def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
     on_gpu = device.type == "cuda"
     with contextlib.nullcontext() if on_gpu else kernel_checks.started() as checks:
         step("building the tower")
-        tower = load_tower(model_id, device, dtype_of(None, device), step) if model_id else random_tower(device)
+        tower = checkpoint_tower(model_id, device, None, step) if model_id else random_tower(device)
         step("fusing")
         handle = fusedvit.fuse(tower.model)
         towers = side_by_side(handle, tower.dtype, device)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from fusedvit.cli.console import InputError, first_line
+from fusedvit.errors import InputError, first_line
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 SAMPLE_IMAGE = ASSETS / "grace_hopper.jpg"

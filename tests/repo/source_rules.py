@@ -29,11 +29,12 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "fused_encoder": (*CORE, "pixels", "stats"),
     "lazy_outputs": (),
     "outputs": (*CORE, "fused_encoder", "lazy_outputs"),
+    "checkpoint": ("api", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}
-TRANSFORMERS = ("api", "checks", "families", "pixels", *OUTER)  # areas that may import it, inside functions
+TRANSFORMERS = ("api", "checkpoint", "checks", "families", "pixels", *OUTER)  # may import it, in functions
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120  # lines
 MAX_FOLDER, MAX_FOLDERS = 16, {"kernels/hopper": 10}  # Python files of one folder, __init__.py not counted

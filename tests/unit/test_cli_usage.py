@@ -22,7 +22,8 @@ transformers = pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
-from fusedvit.cli import checkpoint, env  # noqa: E402
+from fusedvit import checkpoint  # noqa: E402
+from fusedvit.cli import env, verify  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
@@ -82,14 +83,14 @@ def test_the_tower_is_loaded_without_the_language_model(
 ) -> None:
     monkeypatch.setattr(checkpoint, "_whole_model", None)
     cpu, steps = torch.device("cpu"), list[str]()
-    found = checkpoint.load_tower(str(qwen3), cpu, checkpoint.DTYPES[dtype], steps.append)
-    assert type(found.model).__name__ == "Qwen3VLVisionModel" and not found.model.training
-    whole = transformers.Qwen3VLForConditionalGeneration.from_pretrained(qwen3, dtype=checkpoint.DTYPES[dtype])
+    found = checkpoint.load_tower(str(qwen3), cpu, verify.DTYPES[dtype], steps.append)
+    assert type(found).__name__ == "Qwen3VLVisionModel" and not found.training
+    whole = transformers.Qwen3VLForConditionalGeneration.from_pretrained(qwen3, dtype=verify.DTYPES[dtype])
     expected = whole.model.visual.state_dict() | dict(whole.model.visual.named_buffers())
-    loaded = found.model.state_dict() | dict(found.model.named_buffers())
+    loaded = found.state_dict() | dict(found.named_buffers())
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    assert found.model.config._attn_implementation == whole.model.visual.config._attn_implementation
+    assert found.config._attn_implementation == whole.model.visual.config._attn_implementation
 
 
 def test_verify_in_another_dtype(qwen3: Path, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_verify_of_a_model_that_automodel_does_not_map(
 def test_weights_of_another_name_take_the_whole_model(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_prefix_of", lambda wanted, shards: None)
     found = checkpoint.load_tower(str(qwen3), torch.device("cpu"), torch.float32, lambda text: None)
-    assert type(found.model).__name__ == "Qwen3VLForConditionalGeneration"
+    assert type(found).__name__ == "Qwen3VLForConditionalGeneration"
 
 
 def test_a_prefix_is_unique_and_whole() -> None:

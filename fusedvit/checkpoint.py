@@ -5,7 +5,7 @@ not loaded.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,43 +15,17 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusedvit.api import find_tower
-from fusedvit.cli.console import InputError, Step, first_line
-from fusedvit.cli.towers import Tower
+from fusedvit.errors import InputError, first_line
 from fusedvit.families.registry import FAMILIES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Step = Callable[[str], None]  # told what comes next
 
 
-def device_of(name: str | None) -> torch.device:
-    """The device of that name; the GPU if there is one, else the CPU, without a name.
+def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step = lambda text: None) -> nn.Module:
+    """The tower of a checkpoint (a folder or a hub name), in eval mode, as `dtype` on `device`, or the model around it.
 
-    Raises:
-        InputError: no such device, or none that is here.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"--device: cpu, cuda or cuda:N expected, got {name!r}") from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
-        raise InputError(f"--device: no {name!r} here; torch sees the CPU and {count} GPUs")
-    return device
-
-
-def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
-    """bf16, fp16 or fp32 by name; without one bf16 on a GPU and fp32 on a CPU. Raises InputError for other names."""
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise InputError(f"--dtype: one of {', '.join(DTYPES)} expected, got {name!r}")
-    return DTYPES[name]
-
-
-def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step) -> Tower:
-    """The tower of a checkpoint, a folder or a hub name, as `dtype` on `device`.
+    `step` hears what is being done.
 
     Raises:
         InputError: no such checkpoint, or one that does not load.
@@ -65,7 +39,7 @@ def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step)
     model = _tower_alone(where, config, dtype, step)
     if model is None:
         model = _whole_model(where, config, dtype, step)
-    return Tower(where, model.eval().to(device), dtype)
+    return model.eval().to(device)
 
 
 def _config_of(where: str) -> Any:
