@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ from fusedvit.kernels.hopper.gluon_compat import barrier_offsets, misplaced_oper
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MAX_REGISTERS, REGISTERS_OF_SM = 255, 65536
 HARMLESS_SPILL = 16  # bytes a thread, where ptxas had registers to spare
-MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+MAX_SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -40,9 +41,10 @@ _TYPES = {
     torch.int64: "i64",
 }
 _EXPECTED = {  # what a 16-bit product is made of, and how its operands arrive
-    80: ("mma.sync", "cp.async.cg"),
+    **dict.fromkeys((80, 86, 89), ("mma.sync", "cp.async.cg")),
     90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
     100: ("tcgen05.mma", "cp.async.bulk.tensor"),
+    120: ("mma.sync", "cp.async.bulk.tensor"),
 }
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl", "enable_fp_fusion")
 
@@ -64,7 +66,8 @@ class Launch:
     def describe(self) -> str:
         """One line that tells this launch from its siblings."""
         consts = " ".join(f"{k}={v}" for k, v in self.constants if v is not None)
-        dtypes = sorted({t.strip("*") for _, t in self.signature if t.startswith(("*bf", "*fp", "tensordesc"))})
+        described = [t for _, t in self.signature if t.startswith(("*bf", "*fp", "tensordesc"))]
+        dtypes = sorted({t.strip("*").partition(",NVMMA")[0] for t in described})
         return f"{self.name} {','.join(dtypes)} {consts} {dict(self.options)}"
 
 
@@ -82,14 +85,41 @@ class Compiled:
 
 def record(run: Callable[[], object]) -> list[Launch]:
     """The distinct kernel launches that `run()` would make, in order."""
-    launches: dict[Launch, None] = {}
+    return list(compilations(run))
+
+
+@dataclass(frozen=True)
+class AbsentGPU:
+    """A GPU of `capability` (90), as far as Triton asks for one while it compiles. For processes that launch nothing:
+    `triton.runtime.driver.set_active(AbsentGPU(90))`."""
+
+    capability: int
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # by which Triton keeps kernels apart
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compilations(run: Callable[[], object]) -> dict[Launch, Callable[[], CompiledKernel]]:
+    """Each distinct kernel launch that `run()` would make, and what compiles it for the active driver's GPU.
+
+    Compiled by the code that a launch would run, so that a launch finds the kernel in Triton's cache on disk.
+    """
+    found: dict[Launch, Callable[[], CompiledKernel]] = {}
+    launched = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches[launch_of(self, args, kwargs)] = None
+        compiling = partial(launched, self, *args, grid=grid, warmup=True, **kwargs)
+        found.setdefault(launch_of(self, args, kwargs), compiling)
 
     with mock.patch.object(JITFunction, "run", note):
         run()
-    return list(launches)
+    return found
 
 
 def launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
@@ -103,8 +133,9 @@ def launch_of(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
         signature.append((param.name, kind))
         if kind == "constexpr":
             constants.append((param.name, value))
-        elif isinstance(value, torch.Tensor) and value.storage_offset() * value.element_size() % 16 == 0:
-            aligned.append(param.name)
+        elif isinstance(value, torch.Tensor) and not param.do_not_specialize_on_alignment:
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                aligned.append(param.name)
     return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), options)
 
 
@@ -227,7 +258,7 @@ def _problems(capability: int, said: str, spills: int, shared: int) -> list[str]
     if spills:
         problems.append(f"{spills} bytes of spill stores")
     problems += sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", said)))
-    limit = MAX_SHARED.get(capability, 227 * 1024)
+    limit = MAX_SHARED[capability]
     if shared > limit:
         problems.append(f"{shared} bytes of shared memory, limit {limit}")
     return problems

@@ -12,25 +12,22 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 import triton
 
-from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, compile_launch, record
+from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, build, compile_launch, record
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
 from fusedvit.kernels.store_outputs import PLANES
 from fusedvit.kernels.tile_configs import Target, ladder
-from fusedvit.model.buffers import Capacity, allocate
-from fusedvit.model.encoder import encode
 from fusedvit.model.merger_overlap import BLOCKS
 from fusedvit.model.ops import TRITON
-from fusedvit.model.param_names import parameter_shapes, plain_names
 from fusedvit.model.plan import EncoderPlan, plan_for
-from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
-from fusedvit.model.weights import EncoderWeights
-from fusedvit.runtime.inputs import Item
+from fusedvit.runtime.gpus import GPUS, target_named
+from fusedvit.runtime.tower_launches import by_family, meta_weights, run_on_meta, tower_launches
 
 QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
 QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
@@ -61,12 +58,13 @@ FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels a
     **dict.fromkeys(("hd64", "hd80"), (64, 256, 1024, 4096, 16384)),
     **dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096)),
 }
+DEAREST = 12  # kernels that `count` names
 ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same
 SIZES = {  # of a layer: kernels that differ in nothing else are alike in what a compiler makes of them
     "N", "K", "EPS", "IN_PARTS", "IN_WIDTH", "IN_LENGTH", "ROPE_COLS",
     "X_PITCH", "W_PITCH", "OUT_PITCH", "RESIDUAL_PITCH",
 }  # fmt: skip
-SMS = {80: 108, 90: 132, 100: 148}
+SMS = {90: 132, 80: 108, 86: 84, 89: 142, 100: 148, 120: 170}
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,6 @@ class Matrix:
     towers: tuple[str, ...]
     budgets: tuple[int, ...] | None
     alike: bool = False
-
-
-def _meta_weights(spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
-    """Weights of the right shapes and no content."""
-    names = plain_names(spec)
-    shapes = dict(parameter_shapes(names, spec))
-    return prepare(spec, names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
 
 
 def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPlan]:
@@ -110,12 +101,8 @@ def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Targe
 
 def recorded(spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0) -> list[Launch]:
     """What `plan` launches on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
-    side = spec.merge_size
-    items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
-    capacity = Capacity.of(items, plan.layout(spec))
-    buffers = allocate(spec, capacity, dtype, torch.device("meta"), overlap=(overlapped, tokens))
-    weights = _meta_weights(spec, dtype)
-    return record(lambda: encode(spec, weights, buffers, TRITON, plan))
+    weights = meta_weights(spec, dtype)
+    return record(lambda: run_on_meta(spec, weights, plan, dtype, tokens, overlapped))
 
 
 def _launches_around_encoder() -> list[Launch]:
@@ -187,6 +174,48 @@ def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
         return list(pool.map(partial(_compile, matrix=matrix), range(len(jobs)), chunksize=4))
 
 
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds that compiling one kernel took: in this process, and in ptxas."""
+
+    launch: str
+    python: float
+    ptxas: float
+
+
+def cost_of(launch: Launch, capability: int) -> Cost:
+    """What compiling `launch` anew takes."""
+    before = os.times()
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        build(launch, capability)
+    after = os.times()
+    own = after.user + after.system - before.user - before.system
+    others = after.children_user + after.children_system - before.children_user - before.children_system
+    return Cost(launch.describe(), own, others)
+
+
+def count(towers: list[str], gpu: str, timed: bool) -> dict[str, object]:
+    """Prints how many kernels the default ladder of each tower launches on a GPU in bf16, by kernel and with what tells
+    them apart; if `timed` also what compiling them takes on one core, the dearest first."""
+    target, found = target_named(gpu), dict[str, object]()
+    for tower in towers:
+        launches = tower_launches(TOWERS[tower], torch.bfloat16, target)
+        print(f"{tower} on {gpu}: {len(launches)} kernels")
+        families = by_family(launches)
+        for name, (kernels, differences) in families.items():
+            print(f"  {kernels:4} {name}: " + ", ".join(f"{k} {n}" for k, n in differences.items()))
+        costs = [cost_of(launch, target.capability) for launch in launches] if timed else []
+        if timed:
+            ptxas = sum(c.ptxas for c in costs)
+            print(f"  {sum(c.python for c in costs) + ptxas:.1f} CPU s, of them ptxas {ptxas:.1f}")
+        costs.sort(key=lambda c: -(c.python + c.ptxas))
+        for c in costs[:DEAREST]:
+            print(f"  {c.python:.2f} + {c.ptxas:.2f} s {c.launch}")
+        found[tower] = {"kernels": len(launches), "families": families, "costs": [asdict(c) for c in costs]}
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints a line per problem and a summary; the exit code is the number of failures, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -197,9 +226,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--alike", action="store_true", help="one of those that differ in sizes or bf16/fp16 alone")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", metavar="PATH", help="write every result here ('-' for standard output)")
+    parser.add_argument("--ladder", metavar="GPU", choices=list(GPUS), help="count what the default ladder launches")
+    parser.add_argument("--timed", action="store_true", help="with --ladder: CPU seconds of compiling each kernel, too")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
+    if args.ladder:
+        _write({"triton": triton.__version__} | count(args.tower, args.ladder, args.timed), args.json)
+        return 0
     budgets = None if args.budget is None else tuple(args.budget)
     matrix = Matrix(tuple(args.arch), tuple(args.dtype), tuple(args.tower), budgets, args.alike)
     results = compile_all(matrix, args.jobs)
@@ -207,15 +241,17 @@ def main(argv: list[str] | None = None) -> int:
     for r in bad:
         print(f"FAIL sm_{r.capability} {r.launch}: {'; '.join(r.problems)}", file=sys.stderr)
     summary = {"triton": triton.__version__, "compiled": len(results), "failed": len(bad)}
-    if args.json:
-        text = json.dumps(summary | {"results": [asdict(r) for r in results]}, indent=1)
-        if args.json == "-":
-            print(text)
-        else:
-            with open(args.json, "w", encoding="utf-8") as file:
-                file.write(text)
+    _write(summary | {"results": [asdict(r) for r in results]}, args.json)
     print(f"triton {triton.__version__}: {len(results)} kernels compiled, {len(bad)} failed", file=sys.stderr)
     return int(bool(bad))
+
+
+def _write(document: dict[str, object], path: str | None) -> None:
+    text = json.dumps(document, indent=1)
+    if path == "-":
+        print(text)
+    elif path:
+        Path(path).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,16 @@ def test_what_is_compiled_is_what_whole_towers_launch() -> None:
     assert done.stdout.splitlines() == ["256 0 0", "896 0 0", "1408 0 0", "4096 0 0"]
 
 
+MOST_KERNELS = 204  # of the default ladder of Qwen3-VL-8B
+
+
+def test_the_default_ladder_has_few_kernels_and_triton_counts_as_many() -> None:
+    done = run(str(Path(__file__).with_name("aot_ladder.py")), "hd72")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kernels"] == found["keys"] <= MOST_KERNELS
+
+
 @pytest.fixture(scope="module")
 def probes() -> dict[str, str]:
     """What the checks say of each probe, by its name; empty where they are content."""

@@ -1,0 +1,114 @@
+"""Every kernel that a fused tower launches on a GPU, listed without one: loading, each token budget, storing, the
+fingerprint of the weights, and eager runs beyond the largest budget.
+
+The launches are recorded from the code that makes them, run on meta tensors.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from triton.compiler import CompiledKernel
+
+from fusedvit.graphs.limits import Limits
+from fusedvit.kernels.codegen_checks import Launch, compilations
+from fusedvit.kernels.fingerprint import FingerprintSources
+from fusedvit.kernels.load_inputs import GRID_DTYPES
+from fusedvit.kernels.tile_configs import Target, ladder
+from fusedvit.model.buffers import Capacity, allocate
+from fusedvit.model.encoder import encode
+from fusedvit.model.items import Item
+from fusedvit.model.ops import TRITON
+from fusedvit.model.param_names import parameter_shapes, plain_names
+from fusedvit.model.plan import EncoderPlan, plan_for
+from fusedvit.model.prepare_weights import prepare
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import EncoderWeights
+from fusedvit.runtime.captured_encoder import CapturedEncoder, limits_for
+
+META = torch.device("meta")
+BEYOND = 4  # eager runs of up to so many times the largest budget are listed
+MEMORY = 80 << 30  # bytes: the default ladder of a GPU with less is the first part of this one's
+
+
+def default_limits(spec: VisionSpec, dtype: torch.dtype) -> Limits:
+    """The ladder of a tower where memory does not bound it."""
+    return limits_for(spec, dtype, MEMORY)
+
+
+def tower_launches(
+    spec: VisionSpec, dtype: torch.dtype, target: Target, limits: Limits | None = None
+) -> dict[Launch, Callable[[], CompiledKernel]]:
+    """Each distinct kernel once, in the order of first use, and what compiles it (see `codegen_checks.compilations`).
+
+    Args:
+        limits: the token budgets; None for the default ladder.
+    """
+    limits, weights = limits or default_limits(spec, dtype), meta_weights(spec, dtype)
+
+    def planned(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
+        return plan_for(spec, tokens, dtype, target)
+
+    def launches() -> None:
+        _fingerprints()
+        captured = CapturedEncoder(spec, TRITON, dtype, META, lambda: weights, planner=planned)
+        captured.allocate(limits)
+        for budget in limits.token_budgets:
+            captured.rehearse(budget)
+            captured.run(budget)
+        for tokens in _beyond(limits.token_budgets[-1] * spec.merge_unit):
+            run_on_meta(spec, weights, plan_for(spec, tokens, dtype, target), dtype, tokens)
+
+    return compilations(launches)
+
+
+def meta_weights(spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
+    """Weights of the right shapes and no content."""
+    names = plain_names(spec)
+    shapes = dict(parameter_shapes(names, spec))
+    return prepare(spec, names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
+
+
+def run_on_meta(
+    spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0
+) -> None:
+    """Runs `plan` eagerly on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
+    side = spec.merge_size
+    items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
+    capacity = Capacity.of(items, plan.layout(spec))
+    buffers = allocate(spec, capacity, dtype, META, overlap=(overlapped, tokens))
+    encode(spec, weights, buffers, TRITON, plan)
+
+
+def _beyond(largest: int) -> Iterator[int]:
+    """Row budgets of eager runs past `largest` patch tokens."""
+    return itertools.islice(ladder(largest, BEYOND * largest), 1, None)
+
+
+def _fingerprints() -> None:
+    """The fingerprint of the weights alone, and with a grid of each dtype."""
+    words = torch.empty(1, dtype=torch.int64, device=META)
+    sources = FingerprintSources((), words, words)
+    TRITON.fingerprint(sources, words.int())
+    for dtype in GRID_DTYPES:
+        grid = torch.empty(1, 3, dtype=dtype, device=META)
+        TRITON.fingerprint(sources, words.int(), grid, grid.long())
+
+
+def by_family(launches: Iterable[Launch]) -> dict[str, tuple[int, dict[str, int]]]:
+    """Of each kernel function: how many kernels, and of each argument or option in which they differ how many values it
+    has."""
+    found: dict[str, list[Launch]] = defaultdict(list)
+    for launch in launches:
+        found[launch.name].append(launch)
+    return {name: (len(of), _differences(of)) for name, of in found.items()}
+
+
+def _differences(launches: list[Launch]) -> dict[str, int]:
+    values: dict[str, set[object]] = defaultdict(set)
+    for launch in launches:
+        described = dict(launch.signature) | {name: repr(value) for name, value in launch.constants}
+        for name, value in (described | dict(launch.options) | {"alignment": launch.aligned}).items():
+            values[name].add(value)
+    return dict(Counter({name: len(of) for name, of in values.items() if len(of) > 1}).most_common())
