@@ -13,13 +13,13 @@ from torch import nn
 
 import fusedvit
 from fusedvit.bench.timing import gpu_launches, latency, operators, peak_mib
+from fusedvit.checkpoint import load_tower
 from fusedvit.cli import demo_report, env, kernel_checks
 from fusedvit.cli.console import Outcome, Step, plain, progress, quiet
 from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
 from fusedvit.cli.media import Media, VisionInput, load_all
 from fusedvit.cli.parity import REFERENCE, Towers, call_tower, inputs_of, parity_of, side_by_side
-from fusedvit.cli.towers import geometry_of, random_tower
-from fusedvit.cli.verify import checkpoint_tower, device_of
+from fusedvit.cli.towers import Tower, device_of, dtype_of, geometry_of, random_tower
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Work, pack
 from fusedvit.tolerance import summarize
@@ -56,7 +56,8 @@ def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
     on_gpu = device.type == "cuda"
     with contextlib.nullcontext() if on_gpu else kernel_checks.started() as checks:
         step("building the tower")
-        tower = checkpoint_tower(model_id, device, None, step) if model_id else random_tower(device)
+        of = dtype_of(None, device)
+        tower = Tower(model_id, load_tower(model_id, device, of, step), of) if model_id else random_tower(device)
         step("fusing")
         handle = fusedvit.fuse(tower.model)
         towers = side_by_side(handle, tower.dtype, device)

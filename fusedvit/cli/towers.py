@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from fusedvit.cli.media import PatchLayout
+from fusedvit.errors import InputError
 from fusedvit.model.spec import VisionSpec
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QWEN3_VL_8B: dict[str, Any] = {
     "depth": 27,
     "hidden_size": 1152,
@@ -50,6 +52,33 @@ def random_tower(device: torch.device, seed: int = 0) -> Tower:
     module.to(device)
     name = "Qwen3-VL-8B's tower, random weights" if on_gpu else "a small Qwen3-VL tower, random weights"
     return Tower(name, module, dtype)
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; the GPU if there is one, else the CPU, without a name.
+
+    Raises:
+        InputError: no such device, or none that is here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"--device: cpu, cuda or cuda:N expected, got {name!r}") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
+        raise InputError(f"--device: no {name!r} here; torch sees the CPU and {count} GPUs")
+    return device
+
+
+def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+    """bf16, fp16 or fp32 by name; without one bf16 on a GPU and fp32 on a CPU. Raises InputError for other names."""
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise InputError(f"--dtype: one of {', '.join(DTYPES)} expected, got {name!r}")
+    return DTYPES[name]
 
 
 def geometry_of(spec: VisionSpec) -> dict[str, Any]:

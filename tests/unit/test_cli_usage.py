@@ -23,7 +23,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit import checkpoint  # noqa: E402
-from fusedvit.cli import env, verify  # noqa: E402
+from fusedvit.cli import env, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
@@ -83,9 +83,9 @@ def test_the_tower_is_loaded_without_the_language_model(
 ) -> None:
     monkeypatch.setattr(checkpoint, "_whole_model", None)
     cpu, steps = torch.device("cpu"), list[str]()
-    found = checkpoint.load_tower(str(qwen3), cpu, verify.DTYPES[dtype], steps.append)
+    found = checkpoint.load_tower(str(qwen3), cpu, towers.DTYPES[dtype], steps.append)
     assert type(found).__name__ == "Qwen3VLVisionModel" and not found.training
-    whole = transformers.Qwen3VLForConditionalGeneration.from_pretrained(qwen3, dtype=verify.DTYPES[dtype])
+    whole = transformers.Qwen3VLForConditionalGeneration.from_pretrained(qwen3, dtype=towers.DTYPES[dtype])
     expected = whole.model.visual.state_dict() | dict(whole.model.visual.named_buffers())
     loaded = found.state_dict() | dict(found.named_buffers())
     assert loaded.keys() == expected.keys()

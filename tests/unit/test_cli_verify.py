@@ -29,7 +29,7 @@ RUNNER = CliRunner(env={"COLUMNS": "200"})
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """Stands in for one that is loaded."""
     tower = towers.random_tower(torch.device("cpu"))
-    monkeypatch.setattr(verify, "checkpoint_tower", lambda model, device, dtype, step: tower)
+    monkeypatch.setattr(verify, "load_tower", lambda model, device, dtype, step: tower.model)
     return tower.model
 
 
