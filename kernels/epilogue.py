@@ -109,8 +109,7 @@ class Scratch:
 
     Attributes:
         sums: flat fp32.
-        counters: `[4, tiles]` int32, zeros at first. Row 0 is plain Triton's, which leaves zeros; the others are
-            Hopper's, one for each power of two of parts, and only ever count up.
+        counters: `[tiles]` int32, zeros before and after each launch.
     """
 
     sums: torch.Tensor
@@ -121,7 +120,7 @@ class Scratch:
         """Room for so many partial sums and counters."""
         return Scratch(
             torch.empty(sums, dtype=torch.float32, device=device),
-            torch.zeros(4, counters, dtype=torch.int32, device=device),
+            torch.zeros(counters, dtype=torch.int32, device=device),
         )
 
 
@@ -163,6 +162,40 @@ class Epilogue:
     def gated(self) -> bool:
         """The output has one column for two of the product."""
         return self.activation == "swiglu"
+
+    def vectors(self) -> tuple[torch.Tensor | None, ...]:
+        """(bias, colsum, partial moments of the input): what a kernel reads of a tile's columns and rows."""
+        norm = self.norm or _NO_NORM
+        return self.bias, norm.colsum, None if norm.stats is None else norm.stats.partials
+
+    def tap_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """(table, index, weight) of the taps."""
+        return (None, None, None) if self.taps is None else (self.taps.table, self.taps.index, self.taps.weight)
+
+    def moments_out(self) -> torch.Tensor | None:
+        """Where partial moments of the output go."""
+        return None if self.stats is None else self.stats.partials
+
+    def constants(self, n: int, k: int) -> dict[str, int | float | str]:
+        """Compile-time arguments of a kernel of `n` output and `k` input features, in its order."""
+        norm, rope = self.norm or _NO_NORM, self.rope or _NO_ROPE
+        stats = norm.stats
+        return {
+            "N": n,
+            "K": k,
+            "EPS": norm.eps,
+            "IN_PARTS": 0 if stats is None else stats.parts,
+            "IN_WIDTH": 1 if stats is None else stats.width,
+            "IN_LENGTH": 1 if stats is None else stats.length,
+            "ROPE_COLS": rope.cols,
+            "HEAD_DIM": rope.head_dim,
+            "TAPS": 0 if self.taps is None or self.taps.index is None else self.taps.index.shape[1],
+            "ACT": self.activation,
+            "LIMIT": self.limit,
+        }
+
+
+_NO_NORM, _NO_ROPE = NormFold(), Rope()
 
 
 # ── jit functions ─────────────────────────────────────────────────────────────────────────────────────────────────────

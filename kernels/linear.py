@@ -32,10 +32,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.epilogue import (
     Epilogue,
-    NormFold,
     Rope,
     Scratch,
-    Taps,
     activate,
     add_taps,
     gate_pairs,
@@ -239,7 +237,7 @@ def _linear_kernel(
                 store_moments(out.to(tl.float32), stats_out_ptr, rows, mask_m, mask_n, tile_n, size, NUM_N)
 
 
-_NO_NORM, _NO_ROPE, _NO_TAPS = NormFold(), Rope(), Taps()
+_NO_ROPE = Rope()
 _NO_PITCHES = dict.fromkeys(("X_PITCH", "W_PITCH", "OUT_PITCH", "RESIDUAL_PITCH"), 0)
 
 
@@ -275,34 +273,20 @@ def linear(
         return out
     if triton.knobs.runtime.interpret:  # has no such launch option
         config = replace(config, pdl=False)
-    norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
-    factors, packed_cols = rope.factors(x.dtype)
+    factors, packed_cols = (e.rope or _NO_ROPE).factors(x.dtype)
+    own = (*e.vectors(), factors, *e.tap_tensors(), e.moments_out())
     launch(
         _linear_kernel,
         min(tiles * config.splits, config.max_programs),
         _descriptors(x, weight, out, e, config),
-        (*_pointers(e, norm, factors, taps), *_split_scratch(e.scratch, rows, n, config), num_rows),
-        _constants(n, k, e, norm, rope, taps)
+        (*own, *_split_scratch(e.scratch, rows, n, config), num_rows),
+        e.constants(n, k)
         | {"PACKED_COLS": packed_cols}
         | _pitches(x, weight, out, e.residual, config.copy_engine)
         | config.constants(),
         config.options(),
     )
     return out
-
-
-def _pointers(e: Epilogue, norm: NormFold, rope: torch.Tensor | None, taps: Taps) -> tuple[torch.Tensor | None, ...]:
-    """What the epilogue reads and writes, in the kernel's order."""
-    return (
-        e.bias,
-        norm.colsum,
-        None if norm.stats is None else norm.stats.partials,
-        rope,
-        taps.table,
-        taps.index,
-        taps.weight,
-        None if e.stats is None else e.stats.partials,
-    )
 
 
 def _split_scratch(
@@ -312,10 +296,10 @@ def _split_scratch(
     if config.splits == 1:
         return None, None
     sums, counters = config.scratch_sizes(rows, n)
-    if scratch is None or scratch.sums.numel() < sums or scratch.counters.shape[1] < counters:
-        got = "none" if scratch is None else f"{scratch.sums.numel()} and {scratch.counters.shape[1]}"
+    if scratch is None or scratch.sums.numel() < sums or scratch.counters.numel() < counters:
+        got = "none" if scratch is None else f"{scratch.sums.numel()} and {scratch.counters.numel()}"
         raise ValueError(f"split-K takes scratch for {sums} sums and {counters} counters, got {got}")
-    return scratch.sums, scratch.counters[0]
+    return scratch.sums, scratch.counters
 
 
 def _descriptors(
@@ -337,21 +321,3 @@ def _pitches(
         return _NO_PITCHES
     pitches = (0 if t is None else t.stride(0) for t in (x, weight, out, residual))
     return dict(zip(_NO_PITCHES, pitches, strict=True))
-
-
-def _constants(n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps) -> dict[str, int | float | str]:
-    """The compile-time arguments that come from shapes and the epilogue."""
-    stats = norm.stats
-    return {
-        "N": n,
-        "K": k,
-        "EPS": norm.eps,
-        "IN_PARTS": 0 if stats is None else stats.parts,
-        "IN_WIDTH": 1 if stats is None else stats.width,
-        "IN_LENGTH": 1 if stats is None else stats.length,
-        "ROPE_COLS": rope.cols,
-        "HEAD_DIM": rope.head_dim,
-        "TAPS": 0 if taps.index is None else taps.index.shape[1],
-        "ACT": e.activation,
-        "LIMIT": e.limit,
-    }

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper.gemm_configs import CHUNK, HopperGemmConfig, vector_width, warpgroups
 from fusedvit.kernels.hopper.gemm_epilogue import (
     HALF_LINES,
@@ -449,7 +449,6 @@ def _hopper_gemm_kernel(
     K: gl.constexpr,
     EPS: gl.constexpr,
     IN_PARTS: gl.constexpr,
-    CENTRED: gl.constexpr,
     IN_WIDTH: gl.constexpr,
     IN_LENGTH: gl.constexpr,
     ROPE_COLS: gl.constexpr,
@@ -457,6 +456,7 @@ def _hopper_gemm_kernel(
     TAPS: gl.constexpr,
     ACT: gl.constexpr,
     LIMIT: gl.constexpr,
+    CENTRED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     OUT_WIDTH: gl.constexpr,
@@ -520,9 +520,6 @@ def _hopper_gemm_kernel(
         gl.warp_specialize([(_consumer_0, args), (_consumer_1, args), (_producer, args)], [4, 1], [232, 40])
 
 
-_NO_NORM, _NO_ROPE, _NO_TAPS = NormFold(), Rope(), Taps()
-
-
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -546,13 +543,13 @@ def linear(
     tiles = config.tiles(rows, n)
     if tiles == 0:
         return out
-    norm, rope, taps = e.norm or _NO_NORM, e.rope or _NO_ROPE, e.taps or _NO_TAPS
+    pointers = *e.vectors(), *e.tap_tensors(), e.moments_out()
     launch(
         _hopper_gemm_kernel,
         min(tiles, config.max_programs),
         _descriptors(x, weight, out, e, config),
-        tuple(num_rows if p is None else p for p in _pointers(e, norm, taps)) + (num_rows,),
-        epilogue_constants(n, k, e, norm, rope, taps) | config.constants(),
+        tuple(num_rows if p is None else p for p in pointers) + (num_rows,),
+        epilogue_constants(n, k, e) | config.constants(),
         config.options(),
     )
     return out
@@ -568,19 +565,6 @@ def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperGemmConfig) 
     if e.stats is not None and (e.stats.width != config.block_n or n % CHUNK):
         return f"statistics of whole {CHUNK}s in parts of {config.block_n}, got {n} in parts of {e.stats.width}"
     return unsupported_operands(e, x)
-
-
-def _pointers(e: Epilogue, norm: NormFold, taps: Taps) -> tuple[torch.Tensor | None, ...]:
-    """Tensors that the kernel reads and writes without a descriptor, in its order; None for absent ones."""
-    return (
-        e.bias,
-        norm.colsum,
-        None if norm.stats is None else norm.stats.partials,
-        taps.table,
-        taps.index,
-        taps.weight,
-        None if e.stats is None else e.stats.partials,
-    )
 
 
 def _descriptors(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper.gemm_configs import CHUNK
 from fusedvit.kernels.hopper.gluon_compat import TensorDescriptor, gl, gluon, record, reinterpret
 from fusedvit.kernels.tma import rows_behind
@@ -323,24 +323,10 @@ def descriptor(t: torch.Tensor, rows: int, layout: Any = LINES, tile: int = 1) -
     return found
 
 
-def epilogue_constants(
-    n: int, k: int, e: Epilogue, norm: NormFold, rope: Rope, taps: Taps
-) -> dict[str, int | float | str]:
-    """The compile-time arguments that come from shapes and the epilogue."""
-    stats = norm.stats
-    return {
-        "N": n,
-        "K": k,
-        "EPS": norm.eps,
-        "IN_PARTS": 0 if stats is None else stats.parts,
-        "CENTRED": norm.colsum is not None,
-        "IN_WIDTH": 1 if stats is None else stats.width,
-        "IN_LENGTH": 1 if stats is None else stats.length,
-        "ROPE_COLS": rope.cols,
-        "HEAD_DIM": rope.head_dim,
-        "TAPS": 0 if taps.index is None else taps.index.shape[1],
-        "ACT": e.activation,
-        "LIMIT": e.limit,
+def epilogue_constants(n: int, k: int, e: Epilogue) -> dict[str, int | float | str]:
+    """`Epilogue.constants`, and whether what a kernel has no None for is there."""
+    return e.constants(n, k) | {
+        "CENTRED": e.norm is not None and e.norm.colsum is not None,
         "HAS_BIAS": e.bias is not None,
         "HAS_RESIDUAL": e.residual is not None,
         "OUT_WIDTH": 0 if e.stats is None else e.stats.width,

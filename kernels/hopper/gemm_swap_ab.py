@@ -28,7 +28,7 @@ import torch
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, Taps
+from fusedvit.kernels.epilogue import Epilogue
 from fusedvit.kernels.hopper import gemm_swap_ab_configs as configs
 from fusedvit.kernels.hopper.gemm_epilogue import (
     LINES,
@@ -584,7 +584,6 @@ def _hopper_swap_ab_kernel(
     K: gl.constexpr,
     EPS: gl.constexpr,
     IN_PARTS: gl.constexpr,
-    CENTRED: gl.constexpr,
     IN_WIDTH: gl.constexpr,
     IN_LENGTH: gl.constexpr,
     ROPE_COLS: gl.constexpr,
@@ -592,6 +591,7 @@ def _hopper_swap_ab_kernel(
     TAPS: gl.constexpr,
     ACT: gl.constexpr,
     LIMIT: gl.constexpr,
+    CENTRED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     OUT_WIDTH: gl.constexpr,
@@ -647,7 +647,6 @@ def _hopper_swap_ab_kernel(
         gl.warp_specialize([(_consumer_0, args), (_producer, args)], [1], [PRODUCER_REGISTERS])
 
 
-_NO_NORM, _NO_ROPE, _NO_TAPS = NormFold(), Rope(), Taps()
 _checked: set[Loaded] = set()  # compiled kernels whose pipeline begins where shared memory does
 
 
@@ -671,15 +670,13 @@ def linear(
     if reason:
         raise ValueError(f"the swap-AB GEMM takes {reason}")
     assert weight.shape[1] == k and out.shape == (rows, n), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
-    norm, rope = e.norm or _NO_NORM, e.rope or _NO_ROPE
-    stats_in, stats_out = (None if stats is None else stats.partials for stats in (norm.stats, e.stats))
-    pointers = e.bias, norm.colsum, stats_in, stats_out
+    pointers = *e.vectors(), e.moments_out()
     loaded = launch(
         _hopper_swap_ab_kernel,
         config.tiles(rows, n),
         _descriptors(x, weight, out, e, config),
         tuple(num_rows if p is None else p for p in pointers) + (num_rows,),
-        epilogue_constants(n, k, e, norm, rope, _NO_TAPS) | config.constants(),
+        epilogue_constants(n, k, e) | config.constants(),
         config.options(),
     )
     if loaded is not None and loaded not in _checked:

@@ -19,6 +19,7 @@ from tests.support.towers import (
     assert_bitwise,
     assert_same,
     copy_of,
+    precomputed,
     prompt,
     ran_fused,
     ran_original,
@@ -40,29 +41,7 @@ class Case:
 
 
 def _precomputed(name: str) -> Callable[[Tower, Call], dict[str, Any]]:
-    return lambda tower, call: {name: _precompute(tower, call)[name]}
-
-
-def _precompute(tower: Tower, call: Call) -> dict[str, Any]:
-    """What transformers.vision_utils would compute within the call."""
-    from transformers import vision_utils as v
-
-    index, weight = v.get_vision_interpolation_indices_and_weights(
-        call.grid,
-        num_grid_per_side=tower.num_grid_per_side,
-        mode=tower.interpolation_mode,
-        align_corners=tower.interpolation_align_corners,
-        spatial_merge_size=tower.config.spatial_merge_size,
-        kwargs={},
-    )
-    ends, longest = v.get_vision_attention_seqlens(call.grid, tower.config, kwargs={})
-    return {
-        "cu_seqlens": ends,
-        "max_seqlen": longest if longest is not None else 32,
-        "position_ids": v.get_vision_position_ids(call.grid, tower.config.spatial_merge_size, kwargs={}),
-        "interp_indices": index,
-        "interp_weights": weight,
-    }
+    return lambda tower, call: {name: precomputed(tower, call)[name]}
 
 
 class Doubled(nn.Linear):
@@ -209,9 +188,9 @@ CASES = [
     Case(
         "taps",
         fallback.PRECOMPUTED,
-        arguments=lambda t, c: {n: v for n, v in _precompute(t, c).items() if n.startswith("interp")},
+        arguments=lambda t, c: {n: v for n, v in precomputed(t, c).items() if n.startswith("interp")},
     ),
-    Case("all of them", fallback.PRECOMPUTED, arguments=_precompute),
+    Case("all of them", fallback.PRECOMPUTED, arguments=precomputed),
     *(Case(change.__name__, fallback.HOOKS, change) for change in (forward_hook, forward_pre_hook)),
     Case("hook_with_named_arguments", fallback.HOOKS, hook_with_named_arguments),
     *(
@@ -474,7 +453,7 @@ def test_precomputed_metadata_through_the_model() -> None:
     inputs = prompt(model.model.visual, GRIDS["images"])
     original = copy_of(model)
     handle = fusedvit.fuse(model)
-    made = _precompute(model.model.visual, Call(inputs["pixel_values"], inputs["image_grid_thw"]))
+    made = precomputed(model.model.visual, Call(inputs["pixel_values"], inputs["image_grid_thw"]))
     arguments = {f"image_{name}": made[name] for name in ("cu_seqlens", "position_ids")}
     with torch.no_grad():
         ours, ref = (

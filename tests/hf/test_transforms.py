@@ -191,28 +191,6 @@ def test_modes_that_change_no_operation_run_fused() -> None:
 # compiled and exported
 
 
-def precomputed(tower: Any, call: Call) -> dict[str, Any]:
-    """What lets Hugging Face's tower be traced as one graph."""
-    from transformers import vision_utils
-
-    index, weight = vision_utils.get_vision_interpolation_indices_and_weights(
-        call.grid,
-        num_grid_per_side=tower.num_grid_per_side,
-        mode=tower.interpolation_mode,
-        align_corners=tower.interpolation_align_corners,
-        spatial_merge_size=tower.config.spatial_merge_size,
-        kwargs={},
-    )
-    ends, longest = vision_utils.get_vision_attention_seqlens(call.grid, tower.config, kwargs={})
-    return {
-        "cu_seqlens": ends,
-        "max_seqlen": 32 if longest is None else longest,
-        "position_ids": vision_utils.get_vision_position_ids(call.grid, tower.config.spatial_merge_size, kwargs={}),
-        "interp_indices": index,
-        "interp_weights": weight,
-    }
-
-
 def exported(strict: bool) -> Callable[[Any, Call, dict[str, Any]], dict[str, torch.Tensor]]:
     def run(tower: Any, call: Call, more: dict[str, Any]) -> dict[str, torch.Tensor]:
         program = torch.export.export(tower, (call.pixels,), {"grid_thw": call.grid, **more}, strict=strict)

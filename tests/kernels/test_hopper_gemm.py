@@ -237,7 +237,7 @@ def test_plans_take_it_where_it_can(on_hopper: None) -> None:
 
 def test_scratch_and_packed_cos_sin_are_held_only_where_used_and_counted() -> None:
     spec, capacity = replace(QWEN3_VL_8B, depth=1, deepstack=()), Capacity(64, 1, 1, 1)
-    packed, scratch = 64 * packed_width(72), MAX_SUMS + 4 * MAX_COUNTERS
+    packed, scratch = 64 * packed_width(72), MAX_SUMS + MAX_COUNTERS
     for tower, dtype, held in (
         (spec, BF16, packed + scratch),
         (replace(spec, qk_norm=True), BF16, scratch),

@@ -244,6 +244,28 @@ def ran_original(handle: Any, reason: str, calls: int = 1) -> None:
     assert handle.stats()["original"] == {reason: calls}
 
 
+def precomputed(tower: Any, call: Call) -> dict[str, Any]:
+    """What transformers.vision_utils would compute within the call; with it the tower can be traced as one graph."""
+    from transformers import vision_utils
+
+    index, weight = vision_utils.get_vision_interpolation_indices_and_weights(
+        call.grid,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.config.spatial_merge_size,
+        kwargs={},
+    )
+    ends, longest = vision_utils.get_vision_attention_seqlens(call.grid, tower.config, kwargs={})
+    return {
+        "cu_seqlens": ends,
+        "max_seqlen": 32 if longest is None else longest,
+        "position_ids": vision_utils.get_vision_position_ids(call.grid, tower.config.spatial_merge_size, kwargs={}),
+        "interp_indices": index,
+        "interp_weights": weight,
+    }
+
+
 def prompt(tower: Any, images: Grid = (), videos: Grid = (), seed: int = 1) -> dict[str, torch.Tensor]:
     """Arguments of `generate` for one sequence: some text, the images, the videos (a placeholder run per frame)."""
     merge = tower.config.spatial_merge_size**2
