@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
 from fusedvit.checks.own_code import ORIGINAL, own_class
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
-from fusedvit.families.registry import FAMILIES, family_of
-from fusedvit.families.unsupported import UNSUPPORTED
+from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import to_hugging_face
 
@@ -66,9 +66,9 @@ def unfuse(model: nn.Module) -> nn.Module:
         UnsupportedModel: no supported tower.
         TypeError: `model` is no module.
     """
-    towers = _towers_in(model)
+    towers = towers_in(model)
     if not towers:
-        raise UnsupportedModel(_nothing_in(model))
+        raise UnsupportedModel(nothing_in(model))
     for tower in towers.values():
         handle = tower.__dict__.pop(_HANDLE, None)
         if handle is not None and handle.serves(tower):
@@ -76,28 +76,6 @@ def unfuse(model: nn.Module) -> nn.Module:
         original = own_class(type(tower))
         _replace_base(tower, _fused_class(original), original)
     return model
-
-
-def find_tower(model: nn.Module) -> nn.Module:
-    """The one supported tower in `model`.
-
-    Raises:
-        UnsupportedModel: none, or several; the message names what is supported.
-    """
-    found = _towers_in(model)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if not found:
-        raise UnsupportedModel(_nothing_in(model))
-    names = ", ".join(map(repr, found))
-    raise UnsupportedModel(f"{type(model).__name__} holds {len(found)} vision towers ({names}): fuse each by itself")
-
-
-def _towers_in(model: nn.Module) -> dict[str, nn.Module]:
-    """Supported towers by their paths. Raises TypeError where `model` is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    return {name: m for name, m in model.named_modules() if family_of(own_class(type(m)).__name__) is not None}
 
 
 @functools.cache
@@ -109,14 +87,6 @@ def _with_base(cls: Any, old: type, new: type) -> Any:
         return cls
     body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, tuple(_with_base(base, old, new) for base in cls.__bases__), body)
-
-
-def _nothing_in(model: nn.Module) -> str:
-    """Why nothing in `model` can be fused, and what could."""
-    known = "; ".join(f"{family.name} ({', '.join(family.class_names)})" for family in FAMILIES)
-    held = dict.fromkeys(name for name in (type(m).__name__ for m in model.modules()) if name in UNSUPPORTED)
-    why = "".join(f" {name} is not: {UNSUPPORTED[name]}." for name in held)
-    return f"{type(model).__name__} holds no supported vision tower.{why} Supported: {known}"
 
 
 def _replace_base(tower: nn.Module, old: Any, new: Any) -> None:

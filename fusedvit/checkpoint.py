@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fusedvit.api import find_tower
+from fusedvit.checks.find_tower import find_tower
 from fusedvit.errors import InputError, first_line
 from fusedvit.families.registry import FAMILIES
 

@@ -15,7 +15,7 @@ import fusedvit
 from fusedvit.checks import fallback, transforms
 from fusedvit.graphs.limits import check_limits
 from tests.support.families import TINY, family_tower
-from tests.support.towers import Call, assert_same, copy_of, outputs_of, tiny_tower
+from tests.support.towers import Call, assert_same, copy_of, outputs_of, precomputed, tiny_tower
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
 SMALL = [(1, 4, 4), (1, 8, 4)]

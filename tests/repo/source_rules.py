@@ -29,7 +29,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "fused_encoder": (*CORE, "pixels", "stats"),
     "lazy_outputs": (),
     "outputs": (*CORE, "fused_encoder", "lazy_outputs"),
-    "checkpoint": ("api", "families", "errors"),
+    "checkpoint": ("checks", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.

@@ -1,0 +1,38 @@
+"""The supported vision towers in a model."""
+
+from torch import nn
+
+from fusedvit.checks.own_code import own_class
+from fusedvit.errors import UnsupportedModel
+from fusedvit.families.registry import FAMILIES, family_of
+from fusedvit.families.unsupported import UNSUPPORTED
+
+
+def find_tower(model: nn.Module) -> nn.Module:
+    """The one supported tower in `model`.
+
+    Raises:
+        UnsupportedModel: none, or several; the message names what is supported.
+    """
+    found = towers_in(model)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
+        raise UnsupportedModel(nothing_in(model))
+    names = ", ".join(map(repr, found))
+    raise UnsupportedModel(f"{type(model).__name__} holds {len(found)} vision towers ({names}): fuse each by itself")
+
+
+def towers_in(model: nn.Module) -> dict[str, nn.Module]:
+    """Supported towers by their paths. Raises TypeError where `model` is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return {name: m for name, m in model.named_modules() if family_of(own_class(type(m)).__name__) is not None}
+
+
+def nothing_in(model: nn.Module) -> str:
+    """Why nothing in `model` can be fused, and what could."""
+    known = "; ".join(f"{family.name} ({', '.join(family.class_names)})" for family in FAMILIES)
+    held = dict.fromkeys(name for name in (type(m).__name__ for m in model.modules()) if name in UNSUPPORTED)
+    why = "".join(f" {name} is not: {UNSUPPORTED[name]}." for name in held)
+    return f"{type(model).__name__} holds no supported vision tower.{why} Supported: {known}"
