@@ -1,0 +1,135 @@
+"""NVIDIA Dynamo's encoder backend: `--custom-encoder-class fusedvit.serving.dynamo.FusedVisionEncoder`.
+
+Dynamo calls `preprocess` on a pool of threads, batches by merged tokens across requests, and calls `forward_batch` on
+one thread; the language model runs in stock vLLM, which takes the embeddings. Importing this module needs Dynamo.
+Images only, as in Dynamo.
+"""
+
+import asyncio
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from dynamo.vllm.multimodal_utils.custom_encoder.adapter.qwen3_vl import Qwen3VLImageEncoding
+from dynamo.vllm.multimodal_utils.custom_encoder.backend.base import Preprocessed, VisionEncoderBackend
+
+from fusedvit.api import fuse
+from fusedvit.checkpoint import load_tower
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
+from fusedvit.serving.embeddings import VisionEmbeddings
+
+MAX_THREADS = 8  # that decode and resize beside the one that runs the tower
+
+
+@dataclass(frozen=True)
+class Image:
+    """A preprocessed image: `pixels` `[patches, width]` on the CPU, `grid_thw` `[1, 3]`."""
+
+    pixels: torch.Tensor
+    grid_thw: torch.Tensor
+
+
+class FusedVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo is not installed where types are checked
+    """Images to embeddings for Qwen3-VL and Qwen3.5 decoders, whose adapter takes `Qwen3VLImageEncoding`.
+
+    The tower is a checkpoint's, in bf16 on a GPU and in fp32 on a CPU.
+    """
+
+    max_batch_cost = LARGEST_BUDGET  # merged tokens
+    buckets = None  # the tower has graphs of its own
+    preprocess_concurrency = min(MAX_THREADS, os.cpu_count() or 1)
+
+    def build(self, model_id: str) -> None:
+        """Loads the checkpoint's tower and image processor, fuses them, and captures every graph.
+
+        Raises:
+            InputError, UnsupportedModel: the checkpoint does not load, or holds no tower that can be fused.
+        """
+        from transformers import AutoImageProcessor
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        self._model = load_tower(model_id, self._device, dtype)
+        self._handle: FusedEncoder = fuse(self._model)
+        self._merge = self._handle.spec.merge_size
+        self._processor = AutoImageProcessor.from_pretrained(model_id)
+        self._loader = _Loader()
+        self._handle.warmup()
+
+    def preprocess(self, raw: Any) -> Preprocessed:
+        """Patches of one image, at a cost of its merged tokens. Runs on several threads at once.
+
+        Args:
+            raw: a URL (`http:`, `https:` or `data:`, fetched by Dynamo's own loader under its policy), or what Hugging
+                Face's image processor takes: a PIL image, an array.
+
+        Raises:
+            ValueError, TypeError: an image that cannot be decoded or that the processor refuses.
+        """
+        image = self._loader.load(raw) if isinstance(raw, str) else raw
+        found = self._processor(images=[image], return_tensors="pt", device="cpu")
+        item = Image(found["pixel_values"], found["image_grid_thw"])
+        return Preprocessed(item, int(item.grid_thw.prod()) // self._merge**2)
+
+    def forward_batch(self, items: list[Image], target_bucket: int | None = None) -> list[Any]:
+        """The images' artifacts on the CPU, in their order."""
+        if not items:
+            return []
+        grid = torch.cat([item.grid_thw for item in items])
+        pixels = torch.cat([item.pixels for item in items])
+        if self._device.type == "cuda":
+            pixels = pixels.pin_memory()
+        with torch.inference_mode():
+            rows = self._rows(pixels.to(self._device, non_blocking=True), grid)
+        levels = 0 if rows.shape[1] == self._handle.spec.out_size else len(self._handle.spec.deepstack)
+        embeddings = VisionEmbeddings(rows.cpu(), grid, self._merge, levels)  # the copy waits for the tower
+        return [self._artifact(item) for item in embeddings.items()]
+
+    def close(self) -> None:
+        """Gives back the tower's graphs and prepared weights."""
+        self._handle.release()
+        self._loader.close()
+
+    def _rows(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return self._handle.concatenated(pixels, grid)
+
+    def _artifact(self, image: VisionEmbeddings) -> Any:
+        t, h, w = (int(n) for n in image.grid_thw[0])
+        return Qwen3VLImageEncoding(image.rows, (t, h, w))
+
+
+class FusedLinearEncoder(FusedVisionEncoder):
+    """Images to `[tokens, out]`, without deepstack features: for text decoders, whose adapter takes plain tensors."""
+
+    def _rows(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return super()._rows(pixels, grid)[:, : self._handle.spec.out_size]
+
+    def _artifact(self, image: VisionEmbeddings) -> torch.Tensor:
+        return image.rows.contiguous()
+
+
+class _Loader:
+    """Dynamo's image loader, on an event loop of its own: preprocessing runs on threads that have none."""
+
+    def __init__(self) -> None:
+        from dynamo.common.multimodal.image_loader import ImageLoader
+
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fusedvit-images", daemon=True)
+        self._thread.start()
+        self._images = ImageLoader()
+
+    def load(self, url: str) -> Any:
+        """A PIL image. Raises what Dynamo's loader raises, with its HTTP status."""
+        found: Future[Any] = asyncio.run_coroutine_threadsafe(self._images.load_image(url), self._loop)
+        return found.result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._loop.is_running():
+            self._loop.close()

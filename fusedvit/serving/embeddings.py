@@ -1,0 +1,86 @@
+"""Vision embeddings that were computed elsewhere, in the forms in which engines and transformers take them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class VisionEmbeddings:
+    """What a tower makes of images or videos, for language models that shall not run the tower themselves.
+
+    Attributes:
+        rows: `[tokens, (1 + n) * out]`, as `FusedEncoder.concatenated` gives them: of each merged token the merger's
+            output, then that of each of n deepstack mergers.
+        grid_thw: `[N, 3]`, frames and rows and columns of patches of each item.
+        merge_size: patches per side of a merged token.
+        levels: n, the deepstack mergers.
+    """
+
+    rows: torch.Tensor
+    grid_thw: torch.Tensor
+    merge_size: int
+    levels: int = 0
+
+    def __post_init__(self) -> None:
+        if self.grid_thw.ndim != 2 or self.grid_thw.shape[1] != 3:
+            raise ValueError(f"fusedvit: grid_thw must be [N, 3], got shape {tuple(self.grid_thw.shape)}")
+        tokens = sum(self.tokens())
+        if self.rows.ndim != 2 or self.rows.shape[0] != tokens or self.rows.shape[1] % (1 + self.levels):
+            raise ValueError(
+                f"fusedvit: rows must be [{tokens}, a multiple of {1 + self.levels}] for this grid_thw, "
+                f"got shape {tuple(self.rows.shape)}"
+            )
+
+    def tokens(self) -> list[int]:
+        """Merged tokens of each item."""
+        return [int(n) for n in self.grid_thw.prod(1) // self.merge_size**2]
+
+    def items(self) -> list["VisionEmbeddings"]:
+        """One record an item; rows are views."""
+        parts = self.rows.split(self.tokens())
+        return [
+            VisionEmbeddings(part, self.grid_thw[i : i + 1], self.merge_size, self.levels)
+            for i, part in enumerate(parts)
+        ]
+
+    def for_vllm(self, modality: str = "image") -> dict[str, Any]:
+        """vLLM's `multi_modal_data` (`--enable-mm-embeds`): `{"image": {"image_embeds": …, "image_grid_thw": …}}`.
+
+        Args:
+            modality: "image" or "video".
+        """
+        _check_modality(modality)
+        return {modality: {f"{modality}_embeds": self.rows.cpu(), f"{modality}_grid_thw": self.grid_thw.cpu()}}
+
+    def for_sglang(self, modality: str = "image") -> list[dict[str, Any]]:
+        """SGLang's `image_data=` or `video_data=`: one entry, which holds every item of a request.
+
+        Args:
+            modality: "image" or "video".
+        """
+        _check_modality(modality)
+        entry = {"format": "precomputed_embedding", "modality": modality.upper()}
+        return [entry | {"precomputed_embeddings": self.rows.cpu(), f"{modality}_grid_thw": self.grid_thw.cpu()}]
+
+    def for_transformers(self, modality: str = "image") -> dict[str, Any]:
+        """transformers' `mm_encoder_outputs=` (5.23 and later), as `model.get_image_features` would return it.
+
+        Args:
+            modality: "image" or "video".
+        """
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        _check_modality(modality)
+        merged, *deepstack = [list(level.split(self.tokens())) for level in self.rows.chunk(1 + self.levels, dim=1)]
+        if not deepstack:
+            return {modality: BaseModelOutputWithPooling(pooler_output=merged)}
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
+
+        return {modality: BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=deepstack)}
+
+
+def _check_modality(modality: str) -> None:
+    if modality not in ("image", "video"):
+        raise ValueError(f"fusedvit: modality must be 'image' or 'video', got {modality!r}")

@@ -1,0 +1,146 @@
+"""Dynamo's own driver and adapter, around the fused encoder. Runs where `make test-serving` has put Dynamo's wheel."""
+
+import asyncio
+import base64
+import importlib.util
+import io
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("dynamo.common.multimodal.image_loader", reason="Dynamo is not installed")
+transformers = pytest.importorskip("transformers")
+
+import numpy as np  # noqa: E402
+from PIL import Image as Pillow  # noqa: E402
+
+from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+
+CUSTOM = "dynamo.vllm.multimodal_utils.custom_encoder"
+SIZES = ((64, 96), (160, 64), (96, 96))
+
+
+def _without_vllm() -> None:
+    """Packages whose `__init__` imports vLLM become empty ones over the same files; vLLM's prompts are dictionaries."""
+    for name in ("dynamo.vllm", "dynamo.vllm.multimodal_utils", CUSTOM):
+        found = importlib.util.find_spec(name)
+        assert found is not None and found.submodule_search_locations is not None
+        package = types.ModuleType(name)
+        package.__path__ = list(found.submodule_search_locations)
+        sys.modules[name] = package
+    inputs: Any = types.ModuleType("vllm.inputs")
+    inputs.TokensPrompt = inputs.EmbedsPrompt = dict
+    sys.modules |= {"vllm": types.ModuleType("vllm"), "vllm.inputs": inputs}
+
+
+@pytest.fixture(scope="module")
+def dynamo() -> Any:
+    """(our module, Dynamo's driver, its adapter for Qwen3-VL)"""
+    before = {name: module for name, module in sys.modules.items() if name.startswith(("dynamo.vllm", "vllm"))}
+    _without_vllm()
+    ours = importlib.import_module("fusedvit.serving.dynamo")
+    driver = importlib.import_module(f"{CUSTOM}.async_encoder").AsyncVisionEncoder
+    adapter = importlib.import_module(f"{CUSTOM}.adapter.qwen3_vl").Qwen3VLNativeAdapter
+    yield ours, driver, adapter
+    for name in [name for name in sys.modules if name.startswith(("dynamo.vllm", "vllm", "fusedvit.serving.dynamo"))]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen3VLConfig(
+        text_config=text | {"num_key_value_heads": 1, "head_dim": 48, "vocab_size": 200}, vision_config=dict(TINY)
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    random_weights_(model)
+    folder = tmp_path_factory.mktemp("qwen3")
+    model.save_pretrained(folder)
+    _processor().save_pretrained(folder)
+    return folder
+
+
+def _processor() -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 512 * 512})
+
+
+def _pictures() -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [Pillow.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
+
+
+def _url(picture: Any) -> str:
+    file = io.BytesIO()
+    picture.save(file, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _encoded(dynamo: Any, cls: str, checkpoint: Path, requests: list[list[str]]) -> list[list[Any]]:
+    """What Dynamo's driver gives for concurrent requests."""
+    ours, driver, _ = dynamo
+    encoder = driver(getattr(ours, cls)())
+    encoder.load(str(checkpoint))
+    try:
+
+        async def all_of_them() -> list[list[Any]]:
+            return await asyncio.gather(*(encoder.encode(urls) for urls in requests))
+
+        return asyncio.run(all_of_them())
+    finally:
+        encoder.shutdown()
+
+
+def _expected(checkpoint: Path) -> list[torch.Tensor]:
+    """Hugging Face's own rows of each picture, with its deepstack features."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    rows = []
+    for picture in _pictures():
+        inputs = _processor()(images=[picture], return_tensors="pt")
+        with torch.no_grad():
+            found = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+        rows.append(torch.cat([found.pooler_output, *found.deepstack_features], 1))
+    return rows
+
+
+def test_requests_through_dynamo(dynamo: Any, checkpoint: Path) -> None:
+    urls, expected = [_url(picture) for picture in _pictures()], _expected(checkpoint)
+    found = _encoded(dynamo, "FusedVisionEncoder", checkpoint, [urls, urls[1:], urls[:1]])
+    assert [len(artifacts) for artifacts in found] == [3, 2, 1]
+    for artifacts, wanted in zip(found, (expected, expected[1:], expected[:1]), strict=True):
+        for artifact, rows in zip(artifacts, wanted, strict=True):
+            torch.testing.assert_close(artifact.embeddings, rows, atol=1e-4, rtol=1e-4)
+    config = types.SimpleNamespace(hf_config=types.SimpleNamespace(vision_config=types.SimpleNamespace(
+        spatial_merge_size=2)))  # fmt: skip
+    prompt = dynamo[2](config).prepare_prompt([1, 2], found[0])["multi_modal_data"]["image"]
+    torch.testing.assert_close(prompt["image_embeds"], torch.cat(expected), atol=1e-4, rtol=1e-4)
+    assert prompt["image_grid_thw"].tolist() == [[1, h // 16, w // 16] for h, w in SIZES]
+
+
+def test_rows_for_text_decoders(dynamo: Any, checkpoint: Path) -> None:
+    (artifacts,) = _encoded(dynamo, "FusedLinearEncoder", checkpoint, [[_url(p) for p in _pictures()]])
+    for artifact, rows in zip(artifacts, _expected(checkpoint), strict=True):
+        torch.testing.assert_close(artifact, rows[:, : TINY["out_hidden_size"]], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "file:///etc/hostname", "data:text/plain;base64,AAAA"])
+def test_a_bad_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, url: str) -> None:
+    ours, driver, _ = dynamo
+    encoder = driver(ours.FusedVisionEncoder())
+    encoder.load(str(checkpoint))
+    try:
+
+        async def both() -> list[Any]:
+            good = _url(_pictures()[0])
+            return await asyncio.gather(encoder.encode([good]), encoder.encode([good, url]), return_exceptions=True)
+
+        good, bad = asyncio.run(both())
+    finally:
+        encoder.shutdown()
+    assert len(good) == 1 and isinstance(bad, Exception)
