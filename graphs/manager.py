@@ -125,13 +125,16 @@ class GraphManager:
             self.stats.add(batch if budget == batch.budget else replace(batch, budget=budget))
             return True
 
-    def replay_if_captured(self, budget: int, load: Callable[[int], None], unload: Callable[[int], None]) -> bool:
+    def replay_if_captured(self, budget: int, load: Callable[[int], object], unload: Callable[[int], None]) -> bool:
         """Replays the graph of `budget`, as `replay` does, of content that the host may have yet to read.
 
         The caller counts it once the content is known, by `count_replay` or `count_misprediction`.
 
+        Args:
+            load: may return False for the graph not to run, of what it sees while the GPU loads.
+
         Returns:
-            False, with nothing done, where `budget` has no graph yet.
+            Whether it ran: not where `budget` has no graph yet.
         """
         with self._lock:
             graph = self._graphs.get(budget)
@@ -139,7 +142,8 @@ class GraphManager:
                 return False
             self._capture.before_use()
             try:  # `_buffers_in_use` would cost every call a microsecond
-                load(budget)
+                if load(budget) is False:
+                    return False
                 graph.replay()
                 unload(budget)
             finally:

@@ -1,6 +1,7 @@
 """What a vision tower is, in numbers: a frozen record that knows nothing of Hugging Face."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "swiglu")
 NORMS = ("layer", "rms")
@@ -97,12 +98,12 @@ class VisionSpec:
         if wrong or len(set(blocks)) != len(blocks):
             raise ValueError(f"{name} must name distinct blocks of 0..{self.depth - 1}, got {list(blocks)}")
 
-    @property
+    @cached_property  # asked while the GPU waits for its first launch
     def patch_width(self) -> int:
         """Values of a flattened patch: channels, frames, rows, columns."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
-    @property
+    @cached_property
     def merge_unit(self) -> int:
         """Patches of a merged token."""
         return self.merge_size**2

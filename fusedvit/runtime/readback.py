@@ -16,6 +16,7 @@ from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
 from fusedvit.model.ops import ops_for
 
 SMALLEST_SLOT = 64  # items
+BEGINNING = 2**14  # bytes of a prepared copy: as many as `kernels.fingerprint` reads one after another
 
 
 class StreamMark(NamedTuple):
@@ -132,8 +133,12 @@ class ContentCheck:
 
     @staticmethod
     def of(parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor] = ()) -> "ContentCheck":
-        """Fingerprints `parameters` and `copies` as they are; waits for the GPU."""
-        sources = FingerprintSources.of([*parameters, *copies])
+        """Fingerprints `parameters` and the beginnings of flat `copies` as they are; waits for the GPU.
+
+        Memory that loses its content loses all of it; a call's read is short, as the encoder shares the GPU with it.
+        """
+        beginnings = [copy[: BEGINNING // copy.itemsize] for copy in copies]
+        sources = FingerprintSources.of([*parameters, *beginnings])
         device = sources.pointers.device
         ops = ops_for(device)
         found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))

@@ -27,7 +27,7 @@ class SpeculativeReplay:
     Attributes:
         runtime, graphs: what it runs on.
         budget: whose graph is replayed.
-        mark: the point in the caller's stream before it, for the read of grid and weights.
+        mark: the point in the caller's stream between its inputs and the graph, for the read of grid and weights.
         weights_version: the prepared weights that it runs with.
         outputs: where its outputs will be; None once it is accepted or dropped.
     """
@@ -70,19 +70,19 @@ def begin(runtime: Runtime | None, pixels: object, grid: object) -> SpeculativeR
         return None
     assert isinstance(pixels, torch.Tensor) and isinstance(grid, torch.Tensor)
     graphs, rows, unit = runtime.graphs, pixels.shape[0], runtime.spec.merge_unit
-    budget = None if rows % unit else sole_budget(rows // unit, grid.shape[0], graphs.limits)
+    budget = None if rows % unit else sole_budget(rows // unit, grid.shape[0], graphs.manager.limits)
     if budget is None:
         return None
     weights = runtime.weights
-    version = weights.version
-    # `weights.in_place()` less a call of Python before the replay: otherwise the graph would read what was freed.
-    if list(map(torch.Tensor.data_ptr, weights.borrowed)) != weights.addresses:
-        return None
-    mark = weights.mark()
-    found = SpeculativeReplay(runtime, graphs, budget, mark, version, None)
+    found = SpeculativeReplay(runtime, graphs, budget, None, weights.version, None)
 
-    def load(budget: int) -> None:
+    def load(budget: int) -> bool:
         graphs.encoder.load(budget, grid, pixels)
+        # What the graph needs and its inputs do not: the GPU loads these meanwhile.
+        if not weights.in_place():  # the graph would read memory that was freed
+            return False
+        found.mark = weights.mark()
+        return weights.version == found.weights_version
 
     def store(budget: int) -> None:
         found.outputs = runtime.new_outputs(rows)
