@@ -33,7 +33,7 @@ class Image:
     grid_thw: torch.Tensor
 
 
-class FusedVisionEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo is not installed where types are checked
+class FusedVisionEncoder(VisionEncoderBackend):
     """Images to embeddings for Qwen3-VL and Qwen3.5 decoders, whose adapter takes `Qwen3VLImageEncoding`.
 
     The tower is a checkpoint's, in bf16 on a GPU and in fp32 on a CPU.

@@ -9,7 +9,7 @@ GRID = torch.tensor([[1, 4, 6], [2, 2, 4]])  # 6 and 4 merged tokens
 ROWS = torch.arange(10 * 3 * 8.0).view(10, 24)  # two deepstack levels
 
 
-def test_the_forms() -> None:
+def test_what_engines_take() -> None:
     whole = VisionEmbeddings(ROWS, GRID, 2, levels=2)
     assert [item.rows.tolist() for item in whole.items()] == [ROWS[:6].tolist(), ROWS[6:].tolist()]
     assert whole.for_vllm()["image"].keys() == {"image_embeds", "image_grid_thw"}
