@@ -1,19 +1,18 @@
 """`fusedvit bench` and `fusedvit bench kernels`."""
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 
 from fusedvit.bench import ops, report, workloads
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.bench.towers import known
-from fusedvit.cli.console import Outcome, progress, write
+from fusedvit.cli.console import Outcome, progress, refuse_unknown, write
+from fusedvit.errors import InputError
 from fusedvit.kernels import backends
 from fusedvit.kernels.tile_configs import note_failure
 
@@ -63,7 +62,7 @@ def run(**options: Any) -> Outcome:
 def _leave_out(names: list[str]) -> None:
     """As if these backends did not compile here."""
     others = {f"{backend.op}/{backend.name}" for backend in backends.BACKENDS if backend.name != "triton"}
-    _refuse_unknown(names, others, "--without")
+    refuse_unknown(names, others, "--without")
     for backend in names:
         note_failure(backend, "left out by --without")
 
@@ -86,7 +85,7 @@ def _run_towers(asked: Asked) -> Outcome:
 
 def _options(asked: Asked, device: torch.device) -> Options:
     grids = _grids(asked.workload, not asked.short if asked.sweep is None else asked.sweep)
-    _refuse_unknown(asked.compile_on or [], grids, "--compile")
+    refuse_unknown(asked.compile_on or [], grids, "--compile")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     seconds = (SHORT_SECONDS if asked.short else SECONDS) if asked.seconds is None else asked.seconds
     compiled = tuple(asked.compile_on or ())
@@ -117,23 +116,17 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _device(names: tuple[str, ...]) -> torch.device:
-    _refuse_unknown(list(names), known(), "--tower")
+    refuse_unknown(list(names), known(), "--tower")
     if torch.cuda.is_available():
         return torch.device("cuda")
     if set(names) - {"tiny"}:
-        raise typer.BadParameter("needs an NVIDIA GPU; without one only the tiny tower runs", param_hint="--tower")
+        raise InputError("--tower: needs an NVIDIA GPU; without one only the tiny tower runs")
     return torch.device("cpu")
 
 
 def _grids(chosen: list[str] | None, sweep: bool) -> dict[str, workloads.Grid]:
     none = chosen == ["none"]
     if chosen and not none:
-        _refuse_unknown(chosen, workloads.WORKLOADS | workloads.sweep(), "--workload")
+        refuse_unknown(chosen, workloads.WORKLOADS | workloads.sweep(), "--workload")
         return {name: (workloads.WORKLOADS | workloads.sweep())[name] for name in chosen}
     return ({} if none else dict(workloads.WORKLOADS)) | (workloads.sweep() if sweep else {})
-
-
-def _refuse_unknown(names: list[str], there: Iterable[str], option: str) -> None:
-    unknown = sorted(set(names) - set(there))
-    if unknown:
-        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(map(repr, there))}", param_hint=option)

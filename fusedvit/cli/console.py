@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -51,6 +51,13 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def refuse_unknown(names: Iterable[str], there: Iterable[str], option: str) -> None:
+    """Raises InputError where one of `names`, given as `option`, is not in `there`."""
+    unknown = sorted(set(names) - set(there))
+    if unknown:
+        raise InputError(f"{option}: no {unknown[0]!r}; there are {', '.join(map(repr, there))}")
 
 
 # ── progress ──────────────────────────────────────────────────────────────────────────────────────────────────────────

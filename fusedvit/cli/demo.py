@@ -100,7 +100,7 @@ def _compare_call(name: str, item: VisionInput, towers: Towers, step: Step) -> C
         parity=parity,
         latency_ms=latency(calls, towers.device) if on_gpu else None,
         launches={side: gpu_launches(calls[side]) for side in SIDES} if on_gpu else None,
-        operators=None if on_gpu else {side: operators(calls[side]) for side in SIDES},
+        operators=None if on_gpu else operators(calls["original"]),
         peak_mib={side: peak_mib(calls[side], towers.device) for side in SIDES} if on_gpu else None,
     )
 

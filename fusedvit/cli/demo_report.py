@@ -38,8 +38,8 @@ WHAT_A_GPU_ADDS = (
 
 @dataclass(frozen=True)
 class CallResult:
-    """One call of both towers. Per side ("original", "fused"); Costs on a GPU; on a CPU `operators` alone, as its
-    times and memory say nothing about a GPU."""
+    """One call of both towers. On a GPU its costs per side ("original", "fused"). Times and memory of a CPU say nothing
+    about one: there it is the original's operators alone, counted in a dispatch mode, in which no tower runs fused."""
 
     name: str
     grid_thw: list[list[int]]
@@ -48,7 +48,7 @@ class CallResult:
     parity: list[OutputParity]
     latency_ms: dict[str, Spread] | None
     launches: dict[str, Launches] | None
-    operators: dict[str, int] | None
+    operators: int | None
     peak_mib: dict[str, float] | None
 
 
@@ -179,19 +179,19 @@ def _cost_table(demo: Demo) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for call in demo.calls:
         grid = ", ".join(map(str, call.grid_thw[0])) if len(call.grid_thw) == 1 else f"{len(call.grid_thw)} items"
-        table.add_row(escape(stem(call.name, 16)), grid, str(call.patches), *_times(call), *_counts(call))
+        table.add_row(escape(stem(call.name, 16)), grid, str(call.patches), *_times(call), *_counts(call, demo))
     return table
 
 
 def _count_columns(on_gpu: bool) -> tuple[str, ...]:
-    return ("GPU kernels", "launches", "peak MiB") if on_gpu else ("operators",)
+    return ("GPU kernels", "launches", "peak MiB") if on_gpu else ("operators → kernels",)
 
 
 def _kernel_note(calls: dict[str, int]) -> str:
     each = ", ".join(f"{count} {name}" for name, count in calls.items() if count)
     return (
-        "Operators are torch's, views and allocations left out; the fused tower's torch operations are not fused.\n"
-        f"On a GPU it launches {sum(calls.values())} kernels of ours in their place: {each}."
+        "Operators are the original's of torch, views and allocations left out. On a GPU the fused tower launches\n"
+        f"kernels in their place: {each}."
     )
 
 
@@ -202,9 +202,9 @@ def _times(call: CallResult) -> tuple[str, ...]:
     return f"{before:.2f} → {after:.2f}", f"{before / after:.2f}x"
 
 
-def _counts(call: CallResult) -> tuple[str, ...]:
-    if call.operators:
-        return (f"{call.operators['original']} → {call.operators['fused']}",)
+def _counts(call: CallResult, demo: Demo) -> tuple[str, ...]:
+    if demo.fused_kernels:
+        return (f"{call.operators} → {sum(demo.fused_kernels.values())}",)
     launches, peak = call.launches or {}, call.peak_mib or {}
     return (
         " → ".join(str(launches[side].kernels) for side in launches),
@@ -250,6 +250,8 @@ def _verdict(demo: Demo) -> str:
     for outcome, said in ((OK, "kernel checks passed"), (FAILED, "FAILED"), (NOT_RUN, "not run, for want of time")):
         number = sum(check.outcome == outcome for check in demo.kernels)
         counts += [f"{number} {said}"] if number else []
+    original = sum(demo.stats["original"].values())
+    counts += [f"{original} calls of the fused tower ran the original code"] if original else []
     word = "[bold green]passed[/]" if demo.passed else "[bold red]failed[/]"
     return f"{word}: {', '.join(counts)}; {demo.seconds:.0f} s"
 
@@ -368,7 +370,7 @@ def _draw_latency(axes: Any, calls: Sequence[CallResult]) -> None:
 def _draw_counts(axes: Any, demo: Demo) -> None:
     """Kernels as profiled; on a CPU the original's operators, and what the fused tower would launch on a GPU."""
     if demo.fused_kernels:
-        before = [(call.operators or {})["original"] for call in demo.calls]
+        before = [call.operators for call in demo.calls]
         after = [sum(demo.fused_kernels.values())] * len(demo.calls)
         sides = {"original, torch operators": before, "fused, kernels on a GPU": after}
         axes.set_title("operations of a call", loc="left", weight="bold")

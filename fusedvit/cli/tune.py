@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +14,8 @@ from fusedvit import __version__
 from fusedvit.bench import tune, tune_candidates
 from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.bench.tune_candidates import TuningTask
-from fusedvit.cli.console import Outcome, progress_bar
+from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown
+from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
 
 CPU_NAME = "CPU"
@@ -38,8 +38,7 @@ def run(
     names, jobs = _names(tower or list(MOST_USED)), jobs or os.cpu_count() or 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not dry_run and set(names) - {"tiny"}:
-        said = "needs an NVIDIA GPU; without one only --dry-run and the tiny tower"
-        raise typer.BadParameter(said, param_hint="tune")
+        raise InputError("tune: needs an NVIDIA GPU; without one only --dry-run and the tiny tower")
     dtype = torch.bfloat16 if device.type == "cuda" or dry_run else torch.float32
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
     waves, console = _waves(names, budget, operation, dtype), Console()
@@ -66,17 +65,15 @@ def _waves(
     """What is to be decided, the most used towers first."""
     specs, most_used = ([spec_of(GEOMETRIES[name]) for name in of] for of in (names, MOST_USED))
     every = tune_candidates.tuning_tasks(specs, budgets or tune_candidates.BUDGETS, dtype)
+    refuse_unknown(operations or [], dict.fromkeys(item.task.name for item in every), "--op")
     chosen = [item for item in every if not operations or item.task.name in operations]
     return tune_candidates.in_waves(chosen, most_used)
 
 
 def _names(asked: list[str]) -> tuple[str, ...]:
-    there = known()
     if asked == ["all"]:
-        return tuple(name for name in there if name != "tiny")
-    unknown = sorted(set(asked) - set(there))
-    if unknown:
-        raise typer.BadParameter(f"no {unknown[0]!r}; there are {', '.join(there)}", param_hint="--tower")
+        return tuple(name for name in known() if name != "tiny")
+    refuse_unknown(asked, known(), "--tower")
     return tuple(asked)
 
 

@@ -423,6 +423,8 @@ def test_the_commands_dry_run_and_refusals(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "Qwen3-VL-8B"])
     assert result.exit_code == 0 and "qkv norm+rope 3456 x 1152, 1024 rows" in result.output
     assert "8 operations, " in result.output and " compilations" in result.output
+    result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--op", "fc3"])
+    assert result.exit_code == 2 and "--op: no 'fc3'; there are 'patch'" in result.output
     result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "all", "--op", "fc1"])
     assert result.exit_code == 0 and all(f"fc1 {kind}" in result.output for kind in ("norm+gelu_tanh", "rms+swiglu"))
     result = RUNNER.invoke(app, ["tune", "--tower", "huge"])
