@@ -7,6 +7,7 @@ Both evaluate the same cubic (a = -1/2) in fp64 and round the weights to fixed p
 import functools
 import math
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ _VERTICAL_FIRST_SINCE = 13  # Pillow's major version; before, always the width f
 
 
 class Weights(NamedTuple):
-    """Of one axis. first: `[n]` int32; weights: `[taps, n]` int32; bits of their fraction. See `kernels.patches.Taps`."""
+    """Of one axis, as `kernels.patches.Taps`: `[n]` int32, `[taps, n]` int32, bits of the fraction."""
 
     first: np.ndarray
     weights: np.ndarray
@@ -80,10 +81,9 @@ def torch_weights(size: int, out: int) -> Weights:
     return _fixed(first, weights, bits)
 
 
+@functools.lru_cache(maxsize=1024)
 def _pillow_down_first(height: int, width: int, new_height: int, new_width: int) -> bool:
-    import PIL
-
-    if int(PIL.__version__.split(".")[0]) < _VERTICAL_FIRST_SINCE:
+    if int(version("pillow").split(".")[0]) < _VERTICAL_FIRST_SINCE:
         return False
     return new_height < height and height - new_height > 2 * (width - new_width)
 

@@ -1,0 +1,330 @@
+"""Subclasses of Hugging Face's image and video processors that give bytes, and one call of such a processor.
+
+Sizes, grids and the order of a video's frames are decided by the processor's own code, which runs on images that have a
+shape alone. What an argument changes beyond that leads to the backend's own code on the CPU, or to the original code.
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from fusedvit.kernels.patches import PatchLayout
+from fusedvit.model.normalization import Normalization
+from fusedvit.pixels.byte_pixels import BytePixels
+from fusedvit.pixels.patches import Source, patches_of
+from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
+
+STATE = "_fusedvit"  # in a swapped processor's __dict__
+ORIGINAL = "_fusedvit_original"  # of a swapped class
+_OUTPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+_BICUBIC = 3  # of Pillow and transformers
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a swapped processor computes when a call does not say."""
+
+    device: torch.device | None  # None: the current GPU if there is one
+    process: int
+    ours: bool = True  # on a GPU our kernels run; else the backend's code on the CPU, whatever the device
+    checking: bool = False  # on a CPU the reference of our kernels runs
+
+    def resolve(self, asked: Any) -> torch.device:
+        """In another process than the one that swapped, which may be a fork, and in a DataLoader's workers: the CPU."""
+        if asked is not None:
+            return torch.device(asked)
+        if os.getpid() != self.process or torch.utils.data.get_worker_info() is not None:
+            return torch.device("cpu")
+        if self.device is None:
+            return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        return self.device
+
+    def on_gpu(self, asked: Any) -> bool:
+        """Whether our kernels will run."""
+        return self.ours and self.resolve(asked).type == "cuda"
+
+
+class Backend(NamedTuple):
+    """name: as `Normalization` has it; base: transformers' class; resizing: what it computes on a CPU."""
+
+    name: str
+    base: type
+    resizing: Resizing
+
+
+class Classes(NamedTuple):
+    """Subclasses of a processor's class. swapped: what it becomes; sizes: decides and resizes nothing; host: resizes
+    with the backend's own code and cuts bytes into patches."""
+
+    original: Any
+    swapped: Any
+    sizes: Any
+    host: Any
+    backend: Backend
+    outputs: tuple[str, str]
+
+    @property
+    def still(self) -> bool:
+        return self.outputs == _OUTPUTS[0]
+
+
+def outputs_of(original: Any) -> tuple[str, str] | None:
+    named = tuple(getattr(original, "model_input_names", ()))
+    return next((outputs for outputs in _OUTPUTS if named[:2] == outputs), None)
+
+
+def backend_of(original: Any) -> Backend | None:
+    from transformers import image_processing_backends as backends
+
+    for name, base, resizing in (
+        ("torchvision", backends.TorchvisionBackend, TORCH),
+        ("pil", backends.PilBackend, PILLOW),
+    ):
+        if base in original.__mro__:
+            return Backend(name, base, resizing)
+    return None
+
+
+@functools.cache
+def classes_of(original: Any) -> Classes:
+    backend, outputs = backend_of(original), outputs_of(original)
+    assert backend is not None and outputs is not None, "only supported processors are swapped"
+    named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    sizes, host = _sizes_class(original, backend), _host_class(original, outputs == _OUTPUTS[0])
+    swapped = type(original.__name__, (original,), named | {ORIGINAL: original})
+    classes = Classes(original, swapped, sizes, host, backend, outputs)
+    for name, value in _methods(classes).items():
+        setattr(swapped, name, value)
+    return classes
+
+
+def _sizes_class(original: Any, backend: Backend) -> Any:
+    """`original` on images that have a shape alone; `resized` is the size that it decides on."""
+
+    def resize(self: Any, image: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+        self.resized = size.height, size.width
+        shape = (*image.shape[:-2], *self.resized)
+        return _shape_alone(shape) if isinstance(image, np.ndarray) else image.new_empty(shape)
+
+    def patchify(self: Any, image: Any, patch_size: int, **kwargs: Any) -> Any:
+        h, w = (side // patch_size for side in image.shape[-2:])
+        return np.empty((h * w, 0)), h, w
+
+    # between `original`, which decides, and the backend's class, which resizes
+    resizer = type("Sizes", (backend.base,), {"resize": resize})
+    body = {"patchify": patchify} if backend.name == "pil" else {}
+    return type(original.__name__, (original, resizer), body)
+
+
+def _shape_alone(shape: Sequence[int]) -> np.ndarray:
+    return np.broadcast_to(np.uint8(0), tuple(shape))
+
+
+def _host_class(original: Any, still: bool) -> Any:
+    """`original`, but for stills cut into patches of one frame, whatever the dtype."""
+
+    def patchify(self: Any, images: Any, patch_size: int, merge_size: int, **kwargs: Any) -> Any:
+        sides = {"mh": merge_size, "mw": merge_size, "ph": patch_size, "pw": patch_size}
+        h, w = (side // patch_size for side in images.shape[-2:])
+        return rearrange(images, "... c (h mh ph) (w mw pw) -> ... (h w mh mw) (c ph pw)", **sides), h, w
+
+    def image_patchify(self: Any, image: Any = None, images: Any = None, **kwargs: Any) -> Any:
+        return patchify(self, image if images is None else images, **kwargs)
+
+    return type(original.__name__, (original,), {"patchify": image_patchify} if still else {})
+
+
+def _methods(classes: Classes) -> dict[str, Any]:
+    original = classes.original
+
+    def process_image(self: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
+        home = self.__dict__.get(STATE)
+        if home is None or args or not home.on_gpu(kwargs.get("device")):
+            return original.process_image(self, image, *args, **kwargs)
+        seen = _rgb(image, kwargs.get("input_data_format"))
+        if seen is None:
+            return original.process_image(self, image, **kwargs | {"device": None})
+        return seen if classes.backend.name == "pil" else torch.from_numpy(seen)
+
+    def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
+        home = self.__dict__.get(STATE)
+        device = kwargs.get("device")
+        if home is None or args or not home.on_gpu(device):
+            return original._prepare_input_videos(self, videos, *args, **kwargs)
+        seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
+        if any(video is None for video in seen):
+            prepared = original._prepare_input_videos(self, videos, **kwargs | {"device": None})
+        else:
+            prepared = [torch.from_numpy(video) for video in seen]
+        return _Videos(prepared, device)
+
+    def preprocess(self: Any, images: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.pop("videos", images) if not classes.still else images
+        home = self.__dict__.get(STATE)
+        asked = given.device if isinstance(given, _Videos) else kwargs.get("device")
+        if home is not None and not args:
+            found = _bytes_of(classes, self, given, kwargs, home, home.resolve(asked))
+            if found is not None:
+                return found
+        if home is not None and asked is not None and classes.backend.name == "torchvision":
+            given = [image.contiguous().to(asked) for image in given]
+        return original._preprocess(self, given, *args, **kwargs)
+
+    def to_dict(self: Any) -> Any:
+        saved = original.to_dict(self)
+        saved.pop(STATE, None)
+        return saved
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        if type(self) is not classes.swapped:  # somebody's subclass
+            return original.__reduce_ex__(self, protocol)
+        return _rebuild, (original,), self.__dict__.copy()
+
+    methods = {"_preprocess": preprocess, "to_dict": to_dict, "__reduce_ex__": reduce}
+    if original.process_image is classes.backend.base.process_image:
+        methods["process_image"] = process_image
+    if not classes.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos:
+        methods["_prepare_input_videos"] = prepare_input_videos
+    return methods
+
+
+def _base_of_videos() -> Any:
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    return BaseVideoProcessor
+
+
+def _rebuild(original: Any) -> Any:
+    """An empty swapped processor, for copy and pickle to fill."""
+    return object.__new__(classes_of(original).swapped)
+
+
+class _Videos(list[torch.Tensor]):
+    """Prepared videos, and the device that the call asked for, which the original code does not pass on."""
+
+    def __init__(self, videos: Any, device: Any) -> None:
+        super().__init__(videos)
+        self.device = device
+
+
+def _rgb(image: Any, layout: Any) -> np.ndarray | None:
+    """A view with the channels before the height, of what every version takes for 8-bit RGB with channels last."""
+    if layout is not None:
+        return None
+    if getattr(image, "mode", None) == "RGB":
+        image = np.array(image)
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim not in (3, 4):
+        return None
+    first = image.shape[-3]
+    if image.shape[-1] != 3 or first in (1, 3, 4) or (image.ndim == 4 and image.shape[1] in (1, 3, 4)):
+        return None
+    return np.moveaxis(image if image.flags.writeable else image.copy(), -1, -3)
+
+
+# ── one call ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _bytes_of(
+    classes: Classes, part: Any, images: Any, kwargs: dict[str, Any], home: Home, device: torch.device
+) -> Any:
+    """The call's outputs with bytes; None where the original code must run."""
+    normalization = _normalization_of(classes, kwargs)
+    if normalization is None or not all(_is_bytes(image, normalization.channels) for image in images):
+        return None
+    asked = kwargs | {"do_rescale": False, "do_normalize": False}
+    outputs = None
+    if home.ours and (device.type == "cuda" or home.checking):
+        outputs = _on_device(classes, part, images, asked, device)
+    if outputs is None:
+        outputs = classes.host._preprocess(as_class(classes.host, part), list(images), **asked)
+    pixels, _ = classes.outputs
+    outputs[pixels] = BytePixels.mark(outputs[pixels].to(device), normalization, classes.still)
+    return outputs
+
+
+def _normalization_of(classes: Classes, kwargs: dict[str, Any]) -> Normalization | None:
+    """None where the call asks for something else than normalised torch tensors."""
+    torch_asked = kwargs.get("return_tensors") == "pt" or (
+        kwargs.get("return_tensors") is None and classes.backend.name == "torchvision"
+    )
+    if not (torch_asked and kwargs.get("do_rescale") and kwargs.get("do_normalize")):
+        return None
+    try:
+        return Normalization(
+            rescale_factor=kwargs["rescale_factor"],
+            mean=kwargs["image_mean"],
+            std=kwargs["image_std"],
+            patch=kwargs["patch_size"],
+            temporal_patch=kwargs["temporal_patch_size"] or 1,
+            backend=classes.backend.name,
+        )
+    except (ValueError, TypeError):  # the original code says what is wrong with them
+        return None
+
+
+def _is_bytes(image: Any, channels: int) -> bool:
+    return image.dtype in (np.uint8, torch.uint8) and image.shape[-3] == channels
+
+
+@functools.cache
+def _bicubic() -> tuple[Any, ...]:
+    """What `resample` may be for a bicubic filter."""
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():
+        return (_BICUBIC,)
+    from torchvision.transforms.v2.functional import InterpolationMode
+
+    return (_BICUBIC, InterpolationMode.BICUBIC)
+
+
+def as_class(cls: Any, part: Any) -> Any:
+    """A shallow copy of `part`, of another class."""
+    other = object.__new__(cls)
+    other.__dict__.update(part.__dict__)
+    return other
+
+
+def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+    """The outputs, computed by our kernels; None where they do not do what is asked for."""
+    from transformers import BatchFeature
+
+    if not kwargs.get("do_resize") or kwargs.get("resample") not in _bicubic():
+        return None
+    decided: dict[tuple[int, ...], tuple[tuple[int, int, int], tuple[int, int]]] = {}
+    sources = []
+    for image in images:
+        shape = tuple(image.shape)
+        if shape not in decided:
+            decided[shape] = _decide(classes, part, shape, kwargs)
+        grid, size = decided[shape]
+        if any(new > n * kwargs["patch_size"] for new, n in zip(size, grid[1:], strict=True)):
+            return None  # it resizes without telling
+        frames = torch.from_numpy(image) if isinstance(image, np.ndarray) else image
+        frames = frames.movedim(-3, -1)
+        sources.append(Source(frames[None] if classes.still else frames, grid, size))
+    temporal = 1 if classes.still else kwargs["temporal_patch_size"]
+    layout = PatchLayout(kwargs["patch_size"], kwargs["merge_size"], temporal)
+    pixels, grid_name = classes.outputs
+    rows = patches_of(sources, layout, classes.backend.resizing, device)
+    return BatchFeature({pixels: rows, grid_name: torch.tensor([source.grid for source in sources])})
+
+
+def _decide(
+    classes: Classes, part: Any, shape: tuple[int, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """(grid, size resized to), by the processor's own code on an image that has this shape and no pixels."""
+    sizes = as_class(classes.sizes, part)
+    sizes.resized = shape[-2:]
+    image = (
+        _shape_alone(shape) if classes.backend.name == "pil" else torch.empty(shape, dtype=torch.uint8, device="meta")
+    )
+    found = sizes._preprocess([image], **kwargs | {"return_tensors": None})
+    t, h, w = (int(n) for n in found[classes.outputs[1]][0])
+    return (t, h, w), sizes.resized
