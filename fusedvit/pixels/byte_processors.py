@@ -54,7 +54,7 @@ class Backend(NamedTuple):
     """name: as `Normalization` has it; base: transformers' class; resizing: what it computes on a CPU."""
 
     name: str
-    base: type
+    base: Any
     resizing: Resizing
 
 
@@ -141,28 +141,8 @@ def _host_class(original: Any, still: bool) -> Any:
 
 
 def _methods(classes: Classes) -> dict[str, Any]:
+    """What a swapped class has of its own, besides the intake of images."""
     original = classes.original
-
-    def process_image(self: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
-        home = self.__dict__.get(STATE)
-        if home is None or args or not home.on_gpu(kwargs.get("device")):
-            return original.process_image(self, image, *args, **kwargs)
-        seen = _rgb(image, kwargs.get("input_data_format"))
-        if seen is None:
-            return original.process_image(self, image, **kwargs | {"device": None})
-        return seen if classes.backend.name == "pil" else torch.from_numpy(seen)
-
-    def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
-        home = self.__dict__.get(STATE)
-        device = kwargs.get("device")
-        if home is None or args or not home.on_gpu(device):
-            return original._prepare_input_videos(self, videos, *args, **kwargs)
-        seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
-        if any(video is None for video in seen):
-            prepared = original._prepare_input_videos(self, videos, **kwargs | {"device": None})
-        else:
-            prepared = [torch.from_numpy(video) for video in seen]
-        return _Videos(prepared, device)
 
     def preprocess(self: Any, images: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop("videos", images) if not classes.still else images
@@ -186,7 +166,37 @@ def _methods(classes: Classes) -> dict[str, Any]:
             return original.__reduce_ex__(self, protocol)
         return _rebuild, (original,), self.__dict__.copy()
 
-    methods = {"_preprocess": preprocess, "to_dict": to_dict, "__reduce_ex__": reduce}
+    return {"_preprocess": preprocess, "to_dict": to_dict, "__reduce_ex__": reduce} | _intake(classes)
+
+
+def _intake(classes: Classes) -> dict[str, Any]:
+    """Images taken as they lie in memory where our kernels will read them: nothing is moved or transposed on the CPU.
+
+    Only in place of the backend's own methods, not of a model's.
+    """
+    original = classes.original
+
+    def process_image(self: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
+        home = self.__dict__.get(STATE)
+        if home is None or args or not home.on_gpu(kwargs.get("device")):
+            return original.process_image(self, image, *args, **kwargs)
+        seen = _rgb(image, kwargs.get("input_data_format"))
+        if seen is None:
+            return original.process_image(self, image, **kwargs | {"device": None})
+        return seen if classes.backend.name == "pil" else torch.from_numpy(seen)
+
+    def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
+        home, device = self.__dict__.get(STATE), kwargs.get("device")
+        if home is None or args or not home.on_gpu(device):
+            return original._prepare_input_videos(self, videos, *args, **kwargs)
+        seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
+        if any(video is None for video in seen):
+            prepared = original._prepare_input_videos(self, videos, **kwargs | {"device": None})
+        else:
+            prepared = [torch.from_numpy(video) for video in seen]
+        return _Videos(prepared, device)
+
+    methods: dict[str, Any] = {}
     if original.process_image is classes.backend.base.process_image:
         methods["process_image"] = process_image
     if not classes.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos:

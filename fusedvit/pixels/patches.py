@@ -102,12 +102,13 @@ def _computed(
         images = sent.get(id(run))
         if images is None:
             images = torch.cat([source.frames for source in run.sources])
-        down, across = (
-            Taps(*(sent.get(id(table), torch.from_numpy(table)) for table in (axis.first, axis.weights)), axis.bits)
-            for axis in (run.down, run.across)
-        )
-        op(images, down, across, layout, run.grid, rows, run.down_first)
+        op(images, _taps(run.down, sent), _taps(run.across, sent), layout, run.grid, rows, run.down_first)
     return out
+
+
+def _taps(axis: Weights, sent: dict[int, torch.Tensor]) -> Taps:
+    first, weights = (sent.get(id(table), torch.from_numpy(table)) for table in (axis.first, axis.weights))
+    return Taps(first, weights, axis.bits)
 
 
 def _sent(runs: Sequence[_Run], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:

@@ -102,7 +102,8 @@ def _difference(plain: Any, home: Home) -> str:
 
 
 def _agrees(plain: Any, home: Home, height: int, width: int) -> bool:
-    classes = classes_of(type(plain))
+    original: Any = type(plain)
+    classes = classes_of(original)
     frames = np.random.default_rng(0).integers(0, 256, (1 if classes.still else 3, height, width, 3), dtype=np.uint8)
     given = {"images": [frames[0]]} if classes.still else {"videos": [frames], "do_sample_frames": False}
     given |= {"return_tensors": "pt", "do_resize": True, "do_rescale": True, "do_normalize": True, "device": "cpu"}
