@@ -8,19 +8,20 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fusedvit.api import fuse, unfuse
+    from fusedvit.api import fuse, fuse_tower, unfuse
     from fusedvit.config import FuseConfig
     from fusedvit.errors import UnsupportedModel
     from fusedvit.model.spec import VisionSpec
 
 __version__ = "0.2.0"  # pyproject.toml reads it from here
-__all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse", "unfuse"]
+__all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse", "fuse_tower", "unfuse"]
 
 _HOMES = {
     "FuseConfig": "fusedvit.config",
     "UnsupportedModel": "fusedvit.errors",
     "VisionSpec": "fusedvit.model.spec",
     "fuse": "fusedvit.api",
+    "fuse_tower": "fusedvit.api",
     "unfuse": "fusedvit.api",
 }
 

@@ -1,4 +1,4 @@
-"""`fuse` and `unfuse` on Hugging Face models: the one place of the core that knows their classes.
+"""`fuse` and `unfuse` on Hugging Face models, and `fuse_tower` for the towers that serving engines build.
 
 A tower keeps its module, parameters and names; only its `__class__` becomes a subclass of its own class, under the
 same name, whose `forward` runs fused or falls back to the original.
@@ -7,18 +7,24 @@ same name, whose `forward` runs fused or falls back to the original.
 import functools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedvit.checks.as_built import Built
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
 from fusedvit.checks.own_code import ORIGINAL, own_class
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
+from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs import to_hugging_face
+
+EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
 
 _HANDLE = "_fusedvit"  # in a fused tower's __dict__
 
@@ -57,6 +63,38 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
     return handle
 
 
+def fuse_tower(
+    tower: nn.Module,
+    family: Family,
+    spec: VisionSpec,
+    config: FuseConfig | None = None,
+    *,
+    built: Built,
+    call: EngineCall,
+) -> FusedEncoder:
+    """Fuses a tower of an engine's own, in place: the seam for towers that are not Hugging Face's.
+
+    It is judged by the same checks as Hugging Face's: its code must be what the sources of the engine's packages
+    define, its parameters what `spec` gives them, modules and numbers as built.
+
+    Args:
+        tower: any module.
+        family: the engine's dialect of a family: its record with `names` and `engine` replaced.
+        spec: what the engine's config gives by that record.
+        config: options.
+        built: `Built.of(tower, family.engine)`, taken as the tower's constructor returned.
+        call: the tower's new `forward`: `call(handle, tower, *args, **kwargs)` runs `handle(tower, pixels, grid, {})`
+            and returns what the engine's `forward` would, or None, and that runs.
+
+    Returns:
+        The tower's handle. `fusedvit.unfuse` gives the class back.
+    """
+    original = type(tower)
+    handle = tower.__dict__[_HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig(), built)
+    _set_class(tower, _engine_class(original, call))
+    return handle
+
+
 def unfuse(model: nn.Module) -> nn.Module:
     """Gives every tower of `model` its own class back and frees what was prepared; returns `model`.
 
@@ -74,7 +112,8 @@ def unfuse(model: nn.Module) -> nn.Module:
         if handle is not None and handle.serves(tower):
             handle.end()
         original = own_class(type(tower))
-        _replace_base(tower, _fused_class(original), original)
+        fused = next((cls for cls in type(tower).__mro__ if ORIGINAL in vars(cls)), original)
+        _replace_base(tower, fused, original)
     return model
 
 
@@ -151,6 +190,24 @@ def _fused_class(original: Any) -> Any:
 def _rebuild(original: Any) -> nn.Module:
     """An empty fused tower, for copy and pickle to fill."""
     return nn.Module.__new__(_fused_class(original))
+
+
+@functools.cache
+def _engine_class(original: Any, call: EngineCall) -> Any:
+    """The fused subclass of an engine's tower class, under its names."""
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handle: FusedEncoder | None = self.__dict__.get(_HANDLE)
+        if handle is None or torch.compiler.is_dynamo_compiling():
+            return original.forward(self, *args, **kwargs)
+        found = call(handle, self, *args, **kwargs)
+        return original.forward(self, *args, **kwargs) if found is None else found
+
+    body = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__, ORIGINAL: original}
+    fused = type(original)(original.__name__, (original,), body)
+    fused.__qualname__ = original.__qualname__
+    return fused
 
 
 def _graph_may_break() -> bool:

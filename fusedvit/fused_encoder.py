@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import fallback, transforms
+from fusedvit.checks.as_built import Built
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import Reason
@@ -64,10 +65,14 @@ class FusedEncoder:
     pickles of a tower keep the configuration and make their own weights, graphs and counters.
     """
 
-    def __init__(self, tower: nn.Module, family: Family, spec: VisionSpec, config: FuseConfig) -> None:
+    def __init__(
+        self, tower: nn.Module, family: Family, spec: VisionSpec, config: FuseConfig, built: Built | None = None
+    ) -> None:
+        """A handle of `tower`; `built` is its structure as an engine built it, None for Hugging Face's towers."""
         self.family = family
         self.spec = spec
         self.config = config
+        self.built = built
         self._start(tower)
 
     def _start(self, tower: nn.Module) -> None:
@@ -80,13 +85,13 @@ class FusedEncoder:
         self._turn = threading.Lock()
         self._runtime: Runtime | None = None
         self.weights = WeightCache(
-            functools.partial(_source_of, self._tower, self.family, self.spec),
+            functools.partial(_source_of, self._tower, self.family, self.spec, self.built),
             functools.partial(_told, this, FusedEncoder._weights_moved),
             functools.partial(_told, this, FusedEncoder._release_graphs),
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("tower", "family", "spec", "config")}
+        return {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tower = state.pop("tower")
@@ -95,7 +100,7 @@ class FusedEncoder:
 
     def of_copy(self, tower: nn.Module) -> "FusedEncoder":
         """A new handle with the options of this one."""
-        return FusedEncoder(tower, self.family, self.spec, self.config)
+        return FusedEncoder(tower, self.family, self.spec, self.config, self.built)
 
     @property
     def tower(self) -> nn.Module:
@@ -144,7 +149,7 @@ class FusedEncoder:
         return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
 
     def _source(self) -> CheckedTower:
-        return CheckedTower(self.tower, self.family, self.spec)
+        return CheckedTower(self.tower, self.family, self.spec, self.built)
 
     # what a user calls
 
@@ -478,11 +483,11 @@ class FusedEncoder:
             return self._runtime
 
 
-def _source_of(tower: weakref.ref[nn.Module], family: Family, spec: VisionSpec) -> CheckedTower:
+def _source_of(tower: weakref.ref[nn.Module], family: Family, spec: VisionSpec, built: Built | None) -> CheckedTower:
     alive = tower()
     if alive is None:
         raise RuntimeError("fusedvit: the tower is gone: a handle does not keep its model")
-    return CheckedTower(alive, family, spec)
+    return CheckedTower(alive, family, spec, built)
 
 
 def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None]) -> None:

@@ -1,6 +1,5 @@
 """A fused call's outputs in the record that the original `forward` returns."""
 
-import operator
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ from fusedvit.checks.arguments import asked_for, rules_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.lazy_outputs import HIDDEN_STATES, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.model.encoder import EncoderOutputs
+from fusedvit.model.spec import VisionSpec
 
 
 def to_hugging_face(
@@ -37,14 +37,19 @@ def to_hugging_face(
     return record.to_tuple() if wants_dict is False else record
 
 
+def side_by_side(outputs: EncoderOutputs, spec: VisionSpec) -> torch.Tensor:
+    """What serving engines hand to a language model: `[tokens, (1 + n) * out]`, n the deepstack features by block."""
+    features = outputs.deepstack_by_block(spec)
+    return torch.cat([outputs.pooled, *features], dim=1) if features else outputs.pooled
+
+
 def _record(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> Any:
     record = getattr(sys.modules[original.__module__], handle.family.output_class)
     fields: dict[str, Any] = {"last_hidden_state": outputs.last_hidden_state(handle.spec)}
     if handle.spec.merged_outputs:
         fields["pooler_output"] = outputs.pooled
     if handle.family.has_deepstack:
-        pairs = sorted(zip(handle.spec.deepstack, outputs.deepstack, strict=True), key=operator.itemgetter(0))
-        fields["deepstack_features"] = [features for _, features in pairs]  # Hugging Face lists them by block
+        fields["deepstack_features"] = outputs.deepstack_by_block(handle.spec)  # as Hugging Face lists them
     return record(**fields)
 
 

@@ -1,7 +1,8 @@
 """What a tower's modules and parameters must be for the fused encoder to stand for them.
 
 Parameters are as the spec says. Modules, their classes and their plain attributes (numbers, strings, flags) are as in a
-tower that transformers builds from the same config, without memory, to compare with.
+tower that transformers builds from the same config, without memory, to compare with. An engine builds no second tower:
+its adapter takes the structure of the first (`Built.of`) as its constructor returns, before anybody else sees it.
 """
 
 import copy
@@ -19,16 +20,10 @@ from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code import is_own, own_class
 from fusedvit.families.base import Family
+from fusedvit.families.engine import HUGGING_FACE, Engine
 from fusedvit.model.param_names import DownsampleNames, LastNormNames, parameter_shapes
 from fusedvit.model.spec import VisionSpec
 
-# Modules without parameters that repeat a known function, by our names of it.
-_ACTIVATIONS = {
-    "gelu_tanh": "GELUTanh",
-    "gelu": "GELUActivation",
-    "quick_gelu": "QuickGELUActivation",
-    "swiglu": "SiLUActivation",
-}
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
 # Attributes of the tower that the spec gives too, by what the spec says of them.
 _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
@@ -37,11 +32,11 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
     "num_grid_per_side": lambda spec: spec.position_side,
     "window_size": lambda spec: spec.window * spec.merge_size * spec.patch_size,
 }
+_GELU = ("GELU", "none")
 _FULL_ATTENTION = "fullatt_block_indexes"
 _NUMBERS = ("eps", "variance_epsilon", "swiglu_limit")
 DROPOUT = "attention_dropout"  # only in training mode
 _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
-_ROTARY = "inv_freq"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its frequencies, for good
 _NOT_READ = {*vars(nn.Module()), "config"}  # compared by themselves
 
@@ -59,6 +54,26 @@ class Built:
         """Builds a tower of the class and config of `tower`, on the meta device; a config that is known, once."""
         return _built(own_class(type(tower)), _Config(repr(vars(tower.config)), tower.config))
 
+    @staticmethod
+    def of(tower: nn.Module, engine: Engine = HUGGING_FACE) -> "Built":
+        """The structure of `tower` as it stands.
+
+        Raises:
+            ValueError: a module's class is neither torch's nor the engine's.
+        """
+        modules = dict(tower.named_modules(remove_duplicate=False))
+        for path, module in modules.items():
+            if not is_own(own_class(type(module)), engine):  # and not kept: it may be there for a while only
+                raise ValueError(f"{path} is of class {_name_of(type(module))}")
+        return Built(
+            {path: type(m) for path, m in modules.items()},
+            {
+                path: {n: v for n, v in vars(m).items() if n not in _NOT_READ and _is_plain_value(v)}
+                for path, m in modules.items()
+            },
+            {path: tuple(m._modules) for path, m in modules.items()},
+        )
+
 
 @dataclass(frozen=True)
 class _Config:
@@ -73,22 +88,13 @@ def _built(cls: Callable[[Any], nn.Module], key: _Config) -> Built:
     config = copy.deepcopy(key.config)
     config._attn_implementation_internal = "eager"  # any other may be refused by the constructor
     with torch.device("meta"):
-        modules = dict(cls(config).named_modules())
-    for path, module in modules.items():
-        if not is_own(type(module)):  # and not kept: it may be there for a while only
-            raise ValueError(f"{path} is of class {_name_of(type(module))}")
-    return Built(
-        {path: type(m) for path, m in modules.items()},
-        {
-            path: {n: v for n, v in vars(m).items() if n not in _NOT_READ and _is_plain_value(v)}
-            for path, m in modules.items()
-        },
-        {path: tuple(m._modules) for path, m in modules.items()},
-    )
+        return Built.of(cls(config))
 
 
 def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
-    """What the tower's config gives by now, other than `spec`; "" for nothing."""
+    """What the tower's config gives by now, other than `spec`; "" for nothing, or where the tower keeps no config."""
+    if "config" not in vars(tower) and family.engine is not HUGGING_FACE:
+        return ""
     try:
         now = family.spec_from_config(tower.config)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -101,15 +107,24 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
     """The first parameter that is missing, left over or of another shape or class; "" for none."""
     found = {family.aliases.get(n, n): p for n, p in plain.parameters().items()}
     expected = dict(parameter_shapes(family.names, spec))
+    table = f"{family.names.position}.weight"
+    if table in expected:
+        rows, width = expected[table]
+        expected[table] = (-(-rows // family.engine.position_rows) * family.engine.position_rows, width)
     for name, shape in expected.items():
         if name not in found:
             return f"parameter {name} is missing"
         if _flat(tuple(found[name].shape)) != shape:
             return _differs(f"the shape of {name}", tuple(found[name].shape), shape)
-        if type(found[name]) is not nn.Parameter:
+        if type(found[name]) is not nn.Parameter and not _is_engines(type(found[name]), family.engine):
             return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
     left = found.keys() - expected.keys()
     return f"parameter {min(left)} is not expected" if left else ""
+
+
+def _is_engines(cls: type, engine: Engine) -> bool:
+    """Whether `cls` is an engine's class of parameters, which knows how to load itself."""
+    return engine is not HUGGING_FACE and issubclass(cls, nn.Parameter) and is_own(cls, engine)
 
 
 def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) -> str:
@@ -141,23 +156,25 @@ def _fused_patch_embed(found: Mapping[str, nn.Module]) -> tuple[str, ...]:
 
 
 def _wrong_activations(found: Mapping[str, nn.Module], family: Family, spec: VisionSpec) -> str:
-    for path, name in _activation_paths(family, spec).items():
+    for path, (name, approximate) in _activation_paths(family, spec).items():
         cls = type(found[path])
-        if cls.__name__ != name or not cls.__module__.startswith(("torch.nn.", "transformers.activations")):
+        if cls.__name__ != name or not cls.__module__.startswith(("torch.nn.", *family.engine.packages)):
             return _differs(path, _name_of(cls), name)
+        if approximate is not None and getattr(found[path], "approximate", None) != approximate:
+            return _differs(f"{path}.approximate", getattr(found[path], "approximate", "missing"), approximate)
     return ""
 
 
-def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, str]:
-    """Where activations hang, and the class that must be there."""
-    names = family.names
-    paths = {names.act.format(i): _ACTIVATIONS[spec.activation] for i in range(spec.depth)}
+def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[str, str | None]]:
+    """Where activations hang, the class that must be there, and its `approximate` if it is torch's GELU."""
+    names, activations = family.names, family.engine.activations
+    paths = {names.act.format(i): activations[spec.activation] for i in range(spec.depth)}
     if isinstance(names.merger, DownsampleNames):
-        return paths | {names.merger.proj_act: "GELU", names.merger.act: _ACTIVATIONS["swiglu"]}
+        return paths | {names.merger.proj_act: _GELU, names.merger.act: activations["swiglu"]}
     if isinstance(names.merger, LastNormNames):
         return paths
     deepstack = [names.deepstack.at(i).act for i in range(len(spec.deepstack))] if names.deepstack else []
-    return paths | dict.fromkeys([names.merger.act, *deepstack], "GELU")
+    return paths | dict.fromkeys([names.merger.act, *deepstack], _GELU)
 
 
 def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
@@ -171,19 +188,33 @@ def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpe
         for name, value in expected.items():
             if name in names and (name not in own or not _is_same(own[name], value)):
                 return _differs(_dotted(path, name), own.get(name, "missing"), value)
-        for name, number in numbers(path).items():
-            if own.get(name, number) != number:
-                return _differs(_dotted(path, name), own[name], number)
+        wrong = _wrong_values(path, own, numbers(path) | dict(family.engine.values), family.engine)
+        if wrong:
+            return wrong
         if module.training and own.get(DROPOUT):
             return _differs(_dotted(path, DROPOUT), own[DROPOUT], "0 in training mode")
     return _wrong_tower(plain.tower, spec)
 
 
-def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, float]]:
+def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object], engine: Engine) -> str:
+    """The first of a module's attributes that has another value than it must, or an object of another class."""
+    for name, value in values.items():
+        if own.get(name, value) != value:
+            return _differs(_dotted(path, name), own[name], value)
+    for name in own.keys() & engine.objects.keys():
+        if _name_of(type(own[name])) not in engine.objects[name]:
+            return _differs(_dotted(path, name), _name_of(type(own[name])), min(engine.objects[name]))
+    return ""
+
+
+def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, object]]:
     """What numbers the spec gives must be, by a module's path: a norm's epsilon, a gated MLP's limit."""
     merger = family.names.merger
-    everywhere = {"eps": spec.norm_eps, "variance_epsilon": spec.norm_eps, "swiglu_limit": spec.glu_limit}
-    odd = {merger.proj_norm: {"eps": spec.merger_eps}} if isinstance(merger, DownsampleNames) else {}
+    everywhere: dict[str, object] = {"eps": spec.norm_eps, "variance_epsilon": spec.norm_eps}
+    everywhere["swiglu_limit"] = spec.glu_limit
+    odd: dict[str, dict[str, object]] = {}
+    if isinstance(merger, DownsampleNames):
+        odd[merger.proj_norm] = {"eps": spec.merger_eps}
     return lambda path: odd.get(path, everywhere)
 
 
@@ -200,24 +231,23 @@ def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
     return ""
 
 
-def wrong_buffers(tower: nn.Module, spec: VisionSpec, names: Collection[str]) -> str:
+def wrong_buffers(tower: nn.Module, engine: Engine, spec: VisionSpec, names: Collection[str]) -> str:
     """The first buffer that a forward reads and that does not hold what it was built with; waits for the GPU."""
     for path, buffer in tower.named_buffers(remove_duplicate=False):
         name = path.rpartition(".")[2]
-        if name not in names or buffer.device.type == "meta":
+        if name not in names or buffer.device.type == "meta" or path.startswith(engine.outside):
             continue
-        if name != _ROTARY:
+        if name not in engine.buffers:
             return f"buffer {path} is not expected"
-        steps = torch.arange(0, spec.head_dim // 2, 2, dtype=torch.float32) / (spec.head_dim // 2)
-        expected = 1.0 / spec.rope_theta**steps
+        expected = engine.buffers[name](spec, tuple(buffer.shape))
         found = buffer.detach().float().cpu()
-        if not any(_is_close(found, expected.to(dtype).float()) for dtype in _DTYPES):
+        if not any(_is_close(found, expected.to(dtype).float(), engine.tolerance) for dtype in _DTYPES):
             return f"buffer {path} does not hold the rotary frequencies of base {spec.rope_theta:g}"
     return ""
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=0.0)
+def _is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=tolerance)
 
 
 def dropouts(tower: nn.Module) -> Iterator[nn.Module]:

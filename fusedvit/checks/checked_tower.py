@@ -29,11 +29,16 @@ FINGERPRINTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass
 class CheckedTower:
-    """Implements `runtime.weight_cache.Source` for a Hugging Face tower."""
+    """Implements `runtime.weight_cache.Source`.
+
+    Attributes:
+        built: the tower as an engine built it; None for Hugging Face's, which is built again to compare with.
+    """
 
     tower: nn.Module
     family: Family
     spec: VisionSpec
+    built: Built | None = None
     _code: OwnCode | None = field(default=None, init=False)
 
     def reason(self) -> Reason | None:
@@ -41,7 +46,7 @@ class CheckedTower:
         path = hooked(self.tower)
         if path:
             return Reason(fallback.HOOKS, f"on {path}")
-        foreign = foreign_class(self.tower)
+        foreign = foreign_class(self.tower, self.family.engine)
         if foreign:
             return Reason(fallback.FOREIGN_CODE, foreign)
         tower, family, spec, plain = self.tower, self.family, self.spec, Plain.of(self.tower)
@@ -52,20 +57,21 @@ class CheckedTower:
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
         try:
-            built = Built.like(tower)
+            built = self.built or Built.like(tower)
         except Exception as error:  # whatever a constructor of transformers says of a config that somebody changed
             return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {error}")
         wrong = wrong_modules(plain, built, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
-        self._code = own_code(plain)
+        self._code = own_code(plain, family.engine)
         if self._code.foreign:
             return Reason(fallback.FOREIGN_CODE, self._code.foreign)
         reason = _reason_of_parameters(plain.parameters())
         if reason is not None:
             return reason
         names = self._code.names
-        wrong = wrong_attributes(plain, built, family, spec, names) or wrong_buffers(tower, spec, names)
+        wrong = wrong_attributes(plain, built, family, spec, names)
+        wrong = wrong or wrong_buffers(tower, family.engine, spec, names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -95,7 +101,7 @@ class CheckedTower:
 
     def _own_code(self) -> OwnCode:
         if self._code is None:
-            self._code = own_code(Plain.of(self.tower))
+            self._code = own_code(Plain.of(self.tower), self.family.engine)
         return self._code
 
 

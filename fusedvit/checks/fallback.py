@@ -44,7 +44,7 @@ ADVICE = {
     AUTOCAST: "load the tower in the dtype that autocast computes in",
     HOOKS: "a hook on an inner module would not fire in the fused encoder",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
-    FOREIGN_CODE: "what would run is not the code that transformers defines",
+    FOREIGN_CODE: "what would run is not the code that transformers, or the engine, defines",
     ADAPTER: "LoRA without dropout is folded into the weights; merge any other adapter to run fused",
     META: "some parameters are offloaded",
     DEVICES: "the tower's parameters lie on several devices",

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fusedvit.checks.own_code import own_class
+from fusedvit.checks.own_code import ORIGINAL, own_class
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.families.unsupported import UNSUPPORTED
@@ -27,7 +27,12 @@ def towers_in(model: nn.Module) -> dict[str, nn.Module]:
     """Supported towers by their paths. Raises TypeError where `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    return {name: m for name, m in model.named_modules() if family_of(own_class(type(m)).__name__) is not None}
+    return {name: m for name, m in model.named_modules() if _is_tower(type(m))}
+
+
+def _is_tower(cls: type) -> bool:
+    """Whether it is a tower class of a family's, or one that was fused: an engine's is in no family."""
+    return family_of(own_class(cls).__name__) is not None or any(ORIGINAL in vars(c) for c in cls.__mro__)
 
 
 def nothing_in(model: nn.Module) -> str:

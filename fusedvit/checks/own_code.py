@@ -1,21 +1,23 @@
-"""Whether what a tower would run is the code that transformers defines.
+"""Whether what a tower would run is the code that transformers, or the engine whose tower it is, defines.
 
 The walk begins with `forward` of every class in the tower and follows the names that its code mentions: methods of the
 class, functions of its module and of transformers' helpers, functions of torch, and the attention function that would
-be looked up. Each must be the one that its module's source defines. The walk also lists where these things are kept,
-so that change detection can compare them by identity.
+be looked up; in an engine's tower also the methods and objects that modules hold and call. Each must be the one that
+its module's source defines. The walk also lists where these things are kept, so that change detection can compare them
+by identity.
 """
 
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.source_code import Definition, defines, definition_of, names_in, wrapped_by
+from fusedvit.families.engine import HUGGING_FACE, Engine
 
 ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
 _WRAPPING = ("torch.distributed.", "torch.nn.utils.")
@@ -31,7 +33,6 @@ _ATTENTION = {
     "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
 }
 _FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
-_DECORATORS = ("transformers.", "torch.utils._contextlib")  # modules whose decorators leave the result as it is
 _CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
@@ -64,19 +65,22 @@ def own_class(cls: Any) -> Any:
     return next(c for c in cls.__mro__ if ORIGINAL not in vars(c) and not c.__module__.startswith(_WRAPPING))
 
 
-def foreign_class(tower: nn.Module) -> str:
-    """The class of `tower`, if it is not one of transformers' own."""
+def foreign_class(tower: nn.Module, engine: Engine = HUGGING_FACE) -> str:
+    """The class of `tower`, if it is not one of the engine's own."""
     cls = own_class(type(tower))
-    own = cls.__module__.startswith("transformers.models.") and defines(cls.__module__, cls.__qualname__)
+    own = cls.__module__.startswith(engine.towers) and defines(cls.__module__, cls.__qualname__)
     return "" if own else f"the tower's class is {cls.__module__}.{cls.__qualname__}"
 
 
-def own_code(plain: Plain) -> OwnCode:
+def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     """Follows what a tower would run."""
-    walk = _Walk()
+    walk = _Walk(engine)
     tower, *inner = plain.modules.values()
     for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
         walk.follow_class(cls)
+    if engine is not HUGGING_FACE:
+        for path, module in plain.modules.items():
+            walk.follow_attributes(path, module)
     for layer in plain.layers.values():
         walk.slots[id(type(layer)), "forward"] = type(layer), "forward"
     for module in _distinct_configs(plain.modules.values()):
@@ -112,6 +116,7 @@ def _forward_names(cls: type) -> set[str]:
 class _Walk:
     """The walk of `own_code`: what was found so far."""
 
+    engine: Engine
     foreign: str = ""
     slots: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
     registries: list[tuple[dict[str, Any], str]] = field(default_factory=list)
@@ -121,6 +126,19 @@ class _Walk:
     def follow_class(self, cls: type) -> None:
         for name in _CALL:
             self._follow_method(cls, name)
+
+    def follow_attributes(self, path: str, module: nn.Module) -> None:
+        """Methods of its class that a module keeps to call them, and what the engine's `objects` would run."""
+        for name, value in vars(module).items():
+            if name not in self.names:
+                continue
+            if isinstance(value, MethodType) and value.__self__ is module:
+                self._follow_method(type(module), value.__func__.__name__)
+                if getattr(type(module), value.__func__.__name__, None) is not value.__func__:
+                    self._found_foreign(f"{path}.{name} is {_describe(value.__func__)}")
+            elif name in self.engine.objects:
+                for method in sorted(self.names & vars(type(value)).keys()):
+                    self._follow_method(type(value), method)
 
     def follow_attention(self, module: nn.Module) -> None:
         """What `module` would call for attention, by its config."""
@@ -176,9 +194,11 @@ class _Walk:
     def _follow(self, value: object, expected: Definition, where: str) -> FunctionType | None:
         """Follows the function at `where`, through decorators; returns the one that `expected` names, if that is it."""
         found, function = definition_of(value), value
-        while found is not None and found != expected and found.module.startswith(_DECORATORS):
+        while found is not None and found != expected and found.module.startswith(self.engine.decorators):
             assert isinstance(function, FunctionType)
             self.functions[id(function)] = function
+            if expected.path.endswith(".__call__") and found.path.endswith(".__call__"):  # of a class's decorator
+                return None
             function = wrapped_by(function)
             found = definition_of(function)
         if found != expected or not isinstance(function, FunctionType):
@@ -204,13 +224,14 @@ class _Walk:
         if (id(module), name) in self.slots:
             return
         self.slots[id(module), name] = module, name
+        value = _held_function(value)
         where = f"{module.__name__}.{name}"
         if isinstance(value, type):
             if defines(module.__name__, name) and (value.__module__, value.__qualname__) != (module.__name__, name):
                 self._found_foreign(f"{where} is {_describe(value)}")
         elif isinstance(value, FunctionType):
             self._follow_function(value, module, name)
-        elif _is_foreign_object(value):
+        elif _is_foreign_object(value, self.engine):
             self._found_foreign(f"{where} is {_describe(value)}")
 
     def _follow_function(self, value: FunctionType, module: ModuleType, name: str) -> None:
@@ -219,7 +240,7 @@ class _Walk:
             self._follow(value, Definition(module.__name__, name), where)
             return
         origin = self._undecorated(value)
-        if origin is not None and origin.path == name and origin.module.startswith("transformers."):
+        if origin is not None and origin.path == name and origin.module.startswith(self.engine.packages):
             self._follow(value, origin, where)
         elif not _is_torchs(value):
             self._found_foreign(f"{where} is {_describe(value)}")
@@ -244,16 +265,16 @@ class _Walk:
                 self.slots[id(module), name] = module, name
                 if isinstance(value, ModuleType):
                     pending.append(value)
-                elif _is_foreign_object(value) or _is_foreign_function(value, name):
+                elif _is_foreign_object(value, self.engine) or _is_foreign_function(value, name):
                     self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
 
 
-def is_own(cls: type) -> bool:
-    """Whether torch or transformers define `cls`, or join it of classes of theirs without adding to them."""
-    if not cls.__module__.startswith(("torch.", "transformers.")):
+def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:
+    """Whether torch or the engine define `cls`, or join it of classes of theirs without adding to them."""
+    if not cls.__module__.startswith(("torch.", *engine.packages)):
         return False
     adds = any(isinstance(value, FunctionType) for value in vars(cls).values())
-    return defines(cls.__module__, cls.__qualname__) or (not adds and all(map(is_own, cls.__bases__)))
+    return defines(cls.__module__, cls.__qualname__) or (not adds and all(is_own(c, engine) for c in cls.__bases__))
 
 
 def _is_foreign_function(value: object, name: str) -> bool:
@@ -263,16 +284,24 @@ def _is_foreign_function(value: object, name: str) -> bool:
     return isinstance(value, FunctionType) and not (_is_torchs(value) and value.__name__ == name)
 
 
+def _held_function(value: object) -> object:
+    """What a cache of functools or a kernel of Triton holds; anything else itself."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind == "functools._lru_cache_wrapper":
+        return _held_function(getattr(value, "__wrapped__", None))
+    return _held_function(getattr(value, "fn", None)) if kind.startswith("triton.runtime.") else value
+
+
 def _is_torchs(value: FunctionType) -> bool:
     found = definition_of(value)
     return found is not None and found.module.startswith("torch.") and not found.module.startswith("torch._dynamo")
 
 
-def _is_foreign_object(value: object) -> bool:
-    """Whether `value` is something to call, neither function nor class, that torch and transformers do not make."""
+def _is_foreign_object(value: object, engine: Engine) -> bool:
+    """Whether `value` is something to call, neither function nor class, that torch and the engine do not make."""
     if not callable(value) or isinstance(value, type | FunctionType | BuiltinFunctionType):
         return False
-    return not f"{type(value).__module__}.".startswith(("torch.", "transformers.", "typing.", "builtins."))
+    return not f"{type(value).__module__}.".startswith(("torch.", *engine.packages, "typing.", "builtins."))
 
 
 def _describe(value: object) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fusedvit.families.engine import HUGGING_FACE, Engine
 from fusedvit.model.param_names import WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import TensorSource
@@ -27,6 +28,8 @@ class Family:
         has_deepstack: the output record has `deepstack_features`.
         also_in: `model_type`s of transformers that contain one of these towers and define no tower class.
         aliases: other parameter name -> name in `names`, for loading options that rename parameters.
+        engine: whose towers they are. An engine's dialect of a family is the family's record with this and `names`
+            replaced.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Family:
     has_deepstack: bool = False
     also_in: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    engine: Engine = HUGGING_FACE
 
     def source(self, parameters: Mapping[str, torch.Tensor]) -> TensorSource:
         """A lookup `name -> tensor` over `parameters`, by the names in `names`."""

@@ -4,6 +4,7 @@ Safe to capture: nothing here reads from the device, and no shape depends on con
 """
 
 import functools
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,11 @@ class EncoderOutputs:
     def deepstack(self) -> tuple[torch.Tensor, ...]:
         """One `[tokens / merge_unit, out]` per deepstack merger."""
         return self.merged[1:]
+
+    def deepstack_by_block(self, spec: VisionSpec) -> list[torch.Tensor]:
+        """Deepstack features in the order of the blocks that they come from."""
+        pairs = zip(spec.deepstack, self.deepstack, strict=False)  # a downsampling tail has another output there
+        return [features for _, features in sorted(pairs, key=operator.itemgetter(0))]
 
     def last_hidden_state(self, spec: VisionSpec) -> torch.Tensor:
         """What Hugging Face calls so: `hidden`, or `[tokens / merge_unit, out]` after a downsampling convolution."""

@@ -34,7 +34,7 @@ class DownsampleNames:
     proj: str
     proj_norm: str
     proj_act: str
-    fc1: tuple[str, str]
+    fc1: tuple[str, ...]  # gate and up, or both merged
     fc2: str
     act: str
 
@@ -52,7 +52,7 @@ class WeightNames:
 
     Attributes:
         qkv: one fused linear layer, or those of q, k and v.
-        fc1: one linear layer, or gate and up of a gated MLP.
+        fc1: one linear layer, or gate and up of a gated MLP, which an engine may have merged into one, gate first.
         act: the MLP's activation module.
         merger: what follows the blocks.
         deepstack: the deepstack mergers, if there are any.
@@ -140,7 +140,7 @@ def _block_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
     yield from _linear(names.proj, c, c, bias["proj"])
     yield from _norm(names.norm2, c, spec.norm)
     for name in names.fc1:
-        yield from _linear(name, inner, c, bias["mlp"])
+        yield from _linear(name, inner * (2 if spec.gated else 1) // len(names.fc1), c, bias["mlp"])
     yield from _linear(names.fc2, c, inner, bias["mlp"])
 
 
@@ -158,7 +158,7 @@ def _downsample_shapes(m: DownsampleNames, spec: VisionSpec) -> Shapes:
     yield from _linear(m.proj, out, out, bias)
     yield from _norm(m.proj_norm, out, "layer")
     for name in m.fc1:
-        yield from _linear(name, spec.merger_size, out, bias)
+        yield from _linear(name, 2 * spec.merger_size // len(m.fc1), out, bias)
     yield from _linear(m.fc2, out, spec.merger_size, bias)
 
 

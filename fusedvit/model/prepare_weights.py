@@ -55,7 +55,7 @@ def prepare(
         prepared = EncoderWeights(
             patch=maker.patch(names.patch),
             patch_norm=maker.norm(names.patch_norm) if names.patch_norm else None,
-            position=source(f"{names.position}.weight").detach() if spec.position_side else None,
+            position=maker.position(names.position) if names.position and spec.position_side else None,
             blocks=tuple(maker.block(names, i) for i in range(spec.depth)),
             merger=maker.tail(names.merger),
             deepstack=tuple(maker.folded_merger(names.deepstack, i) for i in range(len(spec.deepstack))),
@@ -81,6 +81,10 @@ class _Maker:
         layer = self.spec.norm == "layer" if layer is None else layer
         bias = self.source(f"{name}.bias").detach().clone() if layer else None
         return NormWeights(self.source(f"{name}.weight").detach().clone(), bias, own=("weight", "bias"))
+
+    def position(self, name: str) -> torch.Tensor:
+        """The position table, without rows that an engine has padded it with."""
+        return self.source(f"{name}.weight").detach()[: self.spec.position_side**2]
 
     def plain(self, name: str, part: str) -> LinearWeights:
         return self._plain(self.source(f"{name}.weight").detach(), name, part)
