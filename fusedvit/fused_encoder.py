@@ -85,7 +85,7 @@ class FusedEncoder:
         self._turn = threading.Lock()
         self._runtime: Runtime | None = None
         self.weights = WeightCache(
-            functools.partial(_source_of, self._tower, self.family, self.spec, self.built),
+            functools.partial(_source_of, self._tower, self._name, self.family, self.spec, self.built),
             functools.partial(_told, this, FusedEncoder._weights_moved),
             functools.partial(_told, this, FusedEncoder._release_graphs),
         )
@@ -109,10 +109,7 @@ class FusedEncoder:
         Raises:
             RuntimeError: nobody holds it any more.
         """
-        tower = self._tower()
-        if tower is None:
-            raise RuntimeError(f"fusedvit: {self._name} of this handle is gone: a handle does not keep its model")
-        return tower
+        return _held(self._tower, self._name)
 
     def serves(self, tower: nn.Module) -> bool:
         """Whether it is the handle of this very tower, and not of one that this is a copy of."""
@@ -483,11 +480,17 @@ class FusedEncoder:
             return self._runtime
 
 
-def _source_of(tower: weakref.ref[nn.Module], family: Family, spec: VisionSpec, built: Built | None) -> CheckedTower:
+def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:
     alive = tower()
     if alive is None:
-        raise RuntimeError("fusedvit: the tower is gone: a handle does not keep its model")
-    return CheckedTower(alive, family, spec, built)
+        raise RuntimeError(f"fusedvit: {name} of this handle is gone: a handle does not keep its model")
+    return alive
+
+
+def _source_of(
+    tower: weakref.ref[nn.Module], name: str, family: Family, spec: VisionSpec, built: Built | None
+) -> CheckedTower:
+    return CheckedTower(_held(tower, name), family, spec, built)
 
 
 def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None]) -> None:

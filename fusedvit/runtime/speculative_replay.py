@@ -25,15 +25,16 @@ class SpeculativeReplay:
     """A replay under way.
 
     Attributes:
-        runtime, graphs: what it runs on.
+        graphs: what it runs on.
+        merge_unit: patch tokens that are merged into one.
         budget: whose graph is replayed.
         mark: the point in the caller's stream between its inputs and the graph, for the read of grid and weights.
         weights_version: the prepared weights that it runs with.
         outputs: where its outputs will be; None once it is accepted or dropped.
     """
 
-    runtime: Runtime
     graphs: TowerGraphs
+    merge_unit: int
     budget: int
     mark: StreamMark | None
     weights_version: int
@@ -42,7 +43,7 @@ class SpeculativeReplay:
     def accept(self, items: Sequence[Item]) -> EncoderOutputs | None:
         """The outputs, if what ran is the plan for `items`; else None, and the replay is dropped."""
         outputs = self.outputs
-        batch = sole_batch(items, self.runtime.spec.merge_unit, self.graphs.limits)
+        batch = sole_batch(items, self.merge_unit, self.graphs.limits)
         if outputs is None or batch is None or batch.budget != self.budget:
             self.drop()
             return None
@@ -74,7 +75,7 @@ def begin(runtime: Runtime | None, pixels: object, grid: object) -> SpeculativeR
     if budget is None:
         return None
     weights = runtime.weights
-    found = SpeculativeReplay(runtime, graphs, budget, None, weights.version, None)
+    found = SpeculativeReplay(graphs, unit, budget, None, weights.version, None)
 
     def load(budget: int) -> bool:
         graphs.encoder.load(budget, grid, pixels)
