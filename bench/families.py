@@ -134,7 +134,7 @@ def _replays(handle: FusedEncoder) -> dict[str, Any]:
     stats = handle.stats()
     graphs = stats.get("graphs", {})
     kept = {name: graphs.get(name) for name in ("replays", "held_mib", "token_budgets")}
-    return kept | {"weights_mib": stats["weights_mib"], "eager": stats["eager"]}
+    return kept | {"weights_mib": stats["weights_mib"], "eager": stats["eager_runs"]}
 
 
 def main(argv: list[str] | None = None) -> int:

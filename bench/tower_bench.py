@@ -149,7 +149,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
         "calls_in_a_burst": min((burst.calls for burst in bursts.values()), default=0),
         "clock": {c.name: c.clock for c in calls},
         "failed": failed,
-        "ran_eagerly": dict(s.handle.stats()["eager"]),
+        "ran_eagerly": dict(s.handle.stats()["eager_runs"]),
     }
     by_engine = {name: found["ms"][name]["median"] for name in times if name in engines}
     found["engine_like"] = min(by_engine, key=by_engine.__getitem__, default=None)

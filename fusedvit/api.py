@@ -42,6 +42,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
     Raises:
         UnsupportedModel: no supported tower, or several; the message names what is supported.
         TypeError: `model` is no module, or `config` no `FuseConfig`.
+        ValueError: an option that this tower cannot meet; the message names it.
     """
     if config is not None and not isinstance(config, FuseConfig):
         raise TypeError(f"config must be a FuseConfig, got {type(config).__name__}")

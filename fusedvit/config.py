@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusedvit.graphs.limits import check_limits
+from fusedvit.graphs.limits import MOST, check_limits
 
-ANY_BUDGET = 2**31  # placeholder for budgets that are inferred later
+ANY_BUDGET = MOST  # placeholder for budgets that are inferred later
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ class FusedEncoder:
         self.spec = spec
         self.config = config
         self.built = built
+        self._check(config)
         self._start(tower)
 
     def _start(self, tower: nn.Module) -> None:
@@ -151,7 +152,7 @@ class FusedEncoder:
     # what a user calls
 
     def stats(self) -> dict[str, Any]:
-        """Counters as plain values: calls, by path and reason, items, tokens, graphs, and MiB held by what.
+        """Counters as plain values, and MiB held by what; docs/using.md has the unit of each.
 
         `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU; `state`
         is that of `state()`.
@@ -164,7 +165,10 @@ class FusedEncoder:
         }
         graphs = self._graphs()
         if graphs is not None:
-            more["graphs"] = graphs.manager.stats.as_dict() | {
+            counted = graphs.manager.stats.as_dict()
+            runs = counted["replays"] + sum(self._stats.eager_runs.values())
+            more["graphs"] = counted | {
+                "hit_rate": counted["replays"] / runs if runs else 0.0,
                 "token_budgets": graphs.limits.token_budgets,
                 "max_items": graphs.limits.max_items,
                 "max_frames": graphs.limits.max_frames,
@@ -234,8 +238,10 @@ class FusedEncoder:
 
         Raises:
             RuntimeError: the tower was unfused, or is gone.
+            ValueError: an option that it cannot meet.
         """
         self._live_tower()
+        self._check(config)
         with self._lock:
             self._release_graphs()
             self.config = config
@@ -303,8 +309,15 @@ class FusedEncoder:
 
     def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:
         """The budgets that this tower has in `dtype` where `free_bytes` of device memory are free."""
-        options = self.config
+        return self._limits(self.config, dtype, free_bytes)
+
+    def _limits(self, options: FuseConfig, dtype: torch.dtype, free_bytes: int) -> Limits:
         return limits_for(self.spec, dtype, free_bytes, options.token_budgets, options.max_items, options.max_frames)
+
+    def _check(self, options: FuseConfig) -> None:
+        """Raises ValueError, which names the option, where this tower could have no limits however much memory is
+        free."""
+        self._limits(options, torch.float32, 0)
 
     # a call
 
@@ -339,7 +352,7 @@ class FusedEncoder:
                 replay.drop()
         if isinstance(found, Reason):
             return self._fall_back(found)
-        self._stats.add(fused=1, items=len(found.items), tokens=sum([item.tokens for item in found.items]))
+        self._stats.add(fused=1, items=len(found.items), patch_tokens=sum([item.tokens for item in found.items]))
         return found.outputs
 
     def _run_until_unchanged(
@@ -388,13 +401,13 @@ class FusedEncoder:
         mark = mark if replay is None else replay.mark
         items, outputs = inputs.items, None
         if items is not None:
-            outputs = run(runtime, inputs.pixels, items, self._stats.eager)
+            outputs = run(runtime, inputs.pixels, items, self._stats.eager_runs)
         found = weights.read_back(mark, check_content, inputs.grid)
         if items is None:
             items = check_items(found.rows, inputs.pixels.shape[0], self.spec.merge_size)
             outputs = None if replay is None else replay.accept(items)
             if outputs is None and found.unchanged:
-                outputs = run(runtime, inputs.pixels, items, self._stats.eager)
+                outputs = run(runtime, inputs.pixels, items, self._stats.eager_runs)
         return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
     def _fall_back(self, reason: Reason) -> EncoderOutputs | None:

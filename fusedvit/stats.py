@@ -32,18 +32,18 @@ class Stats:
         fused: calls that ran fused.
         original: calls that took the original code, by kind of reason.
         details: what the last reason of each kind was about.
-        eager: runs of the fused encoder outside a graph, by reason.
+        eager_runs: runs of the fused encoder outside a graph, by reason.
         items: images and videos of fused calls.
-        tokens: patch tokens of fused calls.
+        patch_tokens: of fused calls.
     """
 
     calls: int = 0
     fused: int = 0
     original: Counter[str] = field(default_factory=Counter)
     details: dict[str, str] = field(default_factory=dict)
-    eager: Counter[str] = field(default_factory=Counter)
+    eager_runs: Counter[str] = field(default_factory=Counter)
     items: int = 0
-    tokens: int = 0
+    patch_tokens: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **amounts: int) -> None:
@@ -68,9 +68,9 @@ class Stats:
             "fused": self.fused,
             "original": dict(self.original),
             "details": {kind: detail for kind, detail in self.details.items() if detail},
-            "eager": dict(self.eager),
+            "eager_runs": dict(self.eager_runs),
             "items": self.items,
-            "tokens": self.tokens,
+            "patch_tokens": self.patch_tokens,
         }
 
 
@@ -138,15 +138,15 @@ def _calls(stats: dict[str, Any]) -> list[str]:
     """Calls by path, and the reasons of those that were not fused or not replayed."""
     lines = [
         f"  {stats['calls']} calls: {stats['fused']} fused, {sum(stats['original'].values())} original code; "
-        f"{stats['items']} items, {stats['tokens']} patch tokens, {stats['refreshes']} weight preparations"
+        f"{stats['items']} items, {stats['patch_tokens']} patch tokens, {stats['refreshes']} weight preparations"
     ]
     if "graphs" in stats:
         g = stats["graphs"]
         lines.append(
-            f"  {g['replays']} replays ({g['padding']:.0%} padding), {g['mispredictions']} mispredictions, "
-            f"{g['captures']} graphs captured, {g['capture_failures']} failed"
+            f"  {g['replays']} replays ({g['hit_rate']:.0%} of runs, {g['padding']:.0%} padding), "
+            f"{g['mispredictions']} mispredictions, {g['captures']} graphs captured, {g['capture_failures']} failed"
         )
-    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager"].items()]
+    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager_runs"].items()]
     return lines + [
         f"  original code, {count} calls: {with_advice(Reason(kind, stats['details'].get(kind, '')))}"
         for kind, count in stats["original"].items()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 DEFAULT_ITEMS = 64
 DEFAULT_FRAMES = 256  # a video of 64 frames has 32, each of two pictures
 FRAMES_PER_ITEM = 4
+MOST = 2**31 - 1  # of anything that is counted
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ def _check_count(name: str, count: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(count).__name__}")
     if count < 1:
         raise ValueError(f"{name} must be at least 1, got {count}")
+    if count > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, as tokens are counted in 32 bits; got {count}")
 
 
 def _check_ladder_ends(smallest: int, largest: int) -> None:

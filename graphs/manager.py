@@ -50,18 +50,18 @@ class GraphStats:
 
     Attributes:
         replays: by the budget whose graph ran.
-        items: pieces (images, videos or parts of videos) replayed.
-        tokens: merged tokens replayed.
-        launched_tokens: merged tokens that the replayed graphs have room for.
+        pieces: images, videos and parts of videos replayed.
+        merged_tokens: replayed.
+        budget_tokens: merged tokens that the replayed graphs have room for.
         captures: graphs captured.
         failures: captures that failed.
         mispredictions: speculative replays whose content turned out to need another plan.
     """
 
     replays: Counter[int] = field(default_factory=Counter)
-    items: int = 0
-    tokens: int = 0
-    launched_tokens: int = 0
+    pieces: int = 0
+    merged_tokens: int = 0
+    budget_tokens: int = 0
     captures: int = 0
     failures: int = 0
     mispredictions: int = 0
@@ -69,19 +69,19 @@ class GraphStats:
     def add(self, batch: Batch) -> None:
         """Counts a replay of `batch` by the graph of its budget."""
         self.replays[batch.budget] += 1
-        self.items += len(batch.pieces)
-        self.tokens += sum([piece.tokens for piece in batch.pieces])
-        self.launched_tokens += batch.budget
+        self.pieces += len(batch.pieces)
+        self.merged_tokens += sum([piece.tokens for piece in batch.pieces])
+        self.budget_tokens += batch.budget
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, a copy."""
-        padding = 1 - self.tokens / self.launched_tokens if self.launched_tokens else 0.0
+        padding = 1 - self.merged_tokens / self.budget_tokens if self.budget_tokens else 0.0
         return {
             "replays": sum(self.replays.values()),
             "replays_by_budget": dict(sorted(self.replays.items())),
-            "items": self.items,
-            "tokens": self.tokens,
-            "launched_tokens": self.launched_tokens,
+            "pieces": self.pieces,
+            "merged_tokens": self.merged_tokens,
+            "budget_tokens": self.budget_tokens,
             "padding": padding,
             "captures": self.captures,
             "capture_failures": self.failures,

@@ -228,7 +228,7 @@ def limits_for(
     Raises:
         TypeError, ValueError: what was given; the message names the option.
     """
-    return infer_limits(
+    limits = infer_limits(
         smallest=SMALLEST_BUDGET,
         largest=LARGEST_BUDGET,
         dense=[rows // spec.merge_unit for rows in DENSE],
@@ -239,6 +239,10 @@ def limits_for(
         max_items=max_items,
         max_frames=max_frames,
     )
+    if limits.largest > load_inputs.MAX_ROWS // spec.merge_unit:
+        most = load_inputs.MAX_ROWS // spec.merge_unit
+        raise ValueError(f"token_budgets must be at most {most} for this tower, got {limits.largest}")
+    return limits
 
 
 def _bar(budgets: Iterable[int]) -> Iterable[int]:

@@ -155,15 +155,16 @@ def run(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Co
         eager[runtime.no_graphs] += 1
         return run_eager(runtime, pixels, items)
     steps = plan_steps(tuple(items), runtime.spec.merge_unit, runtime.graphs.limits)
-    if all(step.batch is None for step in steps):
-        eager.update(step.reason for step in steps)
+    if len(steps) == 1 and steps[0].batch is None:
+        eager[steps[0].reason] += 1
         return run_eager(runtime, pixels, items)
     answer = _Answer(runtime, _tokens(items))
     for step in steps:
         if step.batch is not None and _replay(runtime.graphs, step, step.batch, pixels, answer):
             continue
         eager[step.reason or CAPTURE_FAILED] += 1
-        rows = torch.cat([pixels[source : source + length] for source, _, length in step.spans])
+        parts = [pixels[source : source + length] for source, _, length in step.spans]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         answer.keep(run_eager(runtime, rows, [Item(*row) for row in step.rows]), step.spans)
     return answer.outputs()
 

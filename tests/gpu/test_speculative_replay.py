@@ -82,7 +82,7 @@ def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, Fu
         given = on_gpu if i % 2 else on_gpu.int().repeat(1, 2)[:, :3]
         assert same(graph_stress.call(tower, pixels, given), graph_stress.call(tower, pixels, grid)), grid
     stats = handle.stats()
-    assert stats["graphs"]["mispredictions"] == 2 and stats["fused"] == 2 + 20 and stats["eager"] == {}
+    assert stats["graphs"]["mispredictions"] == 2 and stats["fused"] == 2 + 20 and stats["eager_runs"] == {}
 
 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])

@@ -181,3 +181,25 @@ def test_flags_must_be_booleans(name: str, value: Any) -> None:
 def test_limits_are_integers(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=name):
         fusedvit.FuseConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_items": 20000}, "max_items must be at most the largest of token_budgets, 16384"),
+        ({"token_budgets": (64, 2**61)}, r"token_budgets\[1\] must be at most 2147483647"),
+        ({"token_budgets": (2**30,)}, "token_budgets must be at most 536870911 for this tower, got 1073741824"),
+        ({"max_frames": 2**40}, "max_frames must be at most 2147483647"),
+        ({"max_items": 2**33}, "max_items must be at most 2147483647"),
+    ],
+)
+def test_options_that_no_tower_can_meet(options: dict[str, Any], message: str) -> None:
+    """At `fuse`, and not at a call; a tower that is fused keeps its options."""
+    tower = tiny_tower()
+    with pytest.raises(ValueError, match=message):
+        fusedvit.fuse(tower, fusedvit.FuseConfig(**options))
+    assert "_fusedvit" not in vars(tower)
+    handle = fusedvit.fuse(tower)
+    with pytest.raises(ValueError, match=message):
+        fusedvit.fuse(tower, fusedvit.FuseConfig(**options))
+    assert handle.config == fusedvit.FuseConfig()

@@ -316,7 +316,7 @@ def test_stats_count_items_and_tokens() -> None:
         Call.of(tower, grid).run(tower)
     stats = handle.stats()
     assert (stats["calls"], stats["fused"], stats["items"]) == (3, 3, 7)
-    assert stats["tokens"] == patches_of(GRIDS["mix"]) + patches_of(GRIDS["video"]) + 4
+    assert stats["patch_tokens"] == patches_of(GRIDS["mix"]) + patches_of(GRIDS["video"]) + 4
     assert stats["refreshes"] == 1
     stats["original"]["mine"] = 1
     ran_fused(handle, calls=3)

@@ -63,7 +63,7 @@ def test_every_field_is_named(record: Any, name: str) -> None:
 
 
 def test_every_reason_and_its_advice_are_listed() -> None:
-    part = page("docs/using.md").split("## Why a call falls back")[1].split('`stats()["eager"]`')[0]
+    part = page("docs/using.md").split("## Why a call falls back")[1].split('`stats()["eager_runs"]`')[0]
     assert {cells[0].strip("`"): cells[1] for cells in rows_of(part)} == ADVICE
 
 

@@ -9,7 +9,8 @@ import torch
 
 from fusedvit.checks import fallback
 from fusedvit.config import FuseConfig
-from fusedvit.runtime import speculative_replay
+from fusedvit.graphs.packing import TOKENS
+from fusedvit.runtime import runner, speculative_replay
 from fusedvit.runtime.inputs import check_items
 from tests.support.graphs_on_cpu import (
     BAD,
@@ -35,7 +36,7 @@ def test_only_captured_budgets_are_replayed_before_the_grid_is_read(case: Case) 
     assert all(right(case, GRID) for _ in range(3))
     assert notes == [False, True, True]
     stats = case[2].manager.stats
-    assert stats.replays == {16: 3} and stats.items == 6 and stats.tokens == 42 and stats.mispredictions == 0
+    assert stats.replays == {16: 3} and stats.pieces == 6 and stats.merged_tokens == 42 and stats.mispredictions == 0
     assert case[1].stats()["fused"] == case[1].stats()["calls"] == 3
 
 
@@ -54,7 +55,7 @@ def test_a_video_over_the_frame_budget_is_a_misprediction(case: Case) -> None:
     video, image = [(9, 2, 2)], [(1, 2, 18)]
     assert right(case, video)
     stats = case[2].manager.stats
-    assert stats.mispredictions == 1 and stats.items == 2, "two pieces"
+    assert stats.mispredictions == 1 and stats.pieces == 2
     assert right(case, image) and stats.mispredictions == 1
     assert not case[2].encoder.buffers(4).grid.any() or right(case, video)
 
@@ -122,6 +123,19 @@ def test_one_host_read_a_call(case: Case, grid: Any) -> None:
     with mock.patch.object(handle.weights, "read_back", wraps=handle.weights.read_back) as read:
         answer(tower, Call.of(tower, grid).pixels, grid)
     assert read.call_count == 1
+
+
+@pytest.mark.parametrize("others", [[], GRID], ids=["alone", "with what is replayed"])
+def test_what_overflows_runs_item_by_item(case: Case, others: Any) -> None:
+    """One large batch would take other memory, and give other bits than the same items elsewhere."""
+    tower, handle, _ = case
+    grid = [(1, 20, 20), (1, 18, 20), *others]
+    with mock.patch("fusedvit.runtime.runner.run_eager", wraps=runner.run_eager) as run:
+        assert right(case, grid)
+    assert [len(call.args[2]) for call in run.call_args_list] == [1, 1]
+    stats, replays = handle.stats(), len(others) > 0
+    assert stats["eager_runs"] == {TOKENS: 2} and stats["graphs"]["replays"] == replays
+    assert stats["graphs"]["hit_rate"] == replays / (replays + 2)
 
 
 def test_the_call_is_checked_under_its_replay(case: Case) -> None:

@@ -209,7 +209,7 @@ def test_a_failed_budget_gives_its_work_to_the_next_larger_graph(caplog: pytest.
     assert not manager.ready(4)
     assert budget_of_a_replay(manager, 4) == 16 and budget_of_a_replay(manager, 64) == 64
     stats = manager.stats.as_dict()
-    assert stats["replays_by_budget"] == {16: 1, 64: 1} and stats["launched_tokens"] == 80, "what ran, not what failed"
+    assert stats["replays_by_budget"] == {16: 1, 64: 1} and stats["budget_tokens"] == 80, "what ran, not what failed"
     assert not manager.replay_if_captured(4, lambda _: log.add("load"), lambda _: log.add("unload"))
 
 
