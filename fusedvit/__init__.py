@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fusedvit.api import fuse, fuse_tower, unfuse
     from fusedvit.config import FuseConfig
+    from fusedvit.data_parallel import DataParallelEncoder
     from fusedvit.errors import UnsupportedModel
     from fusedvit.model.spec import VisionSpec
 
 __version__ = "0.2.0"  # pyproject.toml reads it from here
-__all__ = ["FuseConfig", "UnsupportedModel", "VisionSpec", "__version__", "fuse", "fuse_tower", "unfuse"]
+__all__ = [
+    "DataParallelEncoder",
+    "FuseConfig",
+    "UnsupportedModel",
+    "VisionSpec",
+    "__version__",
+    "fuse",
+    "fuse_tower",
+    "unfuse",
+]
 
 _HOMES = {
+    "DataParallelEncoder": "fusedvit.data_parallel",
     "FuseConfig": "fusedvit.config",
     "UnsupportedModel": "fusedvit.errors",
     "VisionSpec": "fusedvit.model.spec",

@@ -1,4 +1,4 @@
-"""How much work an item is, for balancing items over GPUs.
+"""How much work an item is, and how items are balanced over GPUs.
 
 A frame of p patches costs linear layers work in proportion to p, and attention in proportion to p² (attention stays
 within a frame). Counted in multiply-adds of one block:
@@ -11,7 +11,9 @@ Divided by 2 h the cost is p · (p + constant), with constant = 2 h + m i / 2. T
 embedding and the mergers (a tenth of that tower's linear layers), windows of attention, and the speed of each kernel.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from fusedvit.graphs.packing import Piece, Work
 
 
 def patch_constant(hidden_size: int, intermediate_size: int, mlp_matrices: int = 2) -> float:
@@ -33,3 +35,65 @@ def load(frames: Iterable[tuple[int, int]], constant: float) -> float:
         constant: `patch_constant` of the tower.
     """
     return sum(count * patches * (patches + constant) for count, patches in frames)
+
+
+def balance(works: Sequence[Work], parts: int, constant: float) -> tuple[tuple[Piece, ...], ...]:
+    """Divides items over `parts` GPUs, so that the largest share of the load is small; the same for the same arguments.
+
+    Images go, the largest first, to the part with the least load. Then videos are poured into what is left below the
+    common level, and cut between frames where a part is full: attention never crosses frames, so that no bit changes.
+
+    Args:
+        works: the items; `frame_tokens` counts patches here. Items without patches appear in no part.
+        parts: at least 1.
+        constant: `patch_constant` of the tower.
+
+    Returns:
+        Pieces of each part in the caller's order, which together hold every frame of every item once.
+
+    Raises:
+        ValueError: `parts` is not positive.
+    """
+    if parts < 1:
+        raise ValueError(f"items are balanced over at least 1 GPU, got {parts}")
+    shares: list[list[Piece]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    by_load = sorted((-load([work], constant), item) for item, work in enumerate(works) if all(work))
+    for negative, item in by_load:
+        if works[item].frames == 1:
+            least = loads.index(min(loads))
+            loads[least] -= negative
+            shares[least].append(Piece(item, 0, 1, works[item].frame_tokens))
+    _pour([(item, works[item]) for _, item in by_load if works[item].frames > 1], shares, loads, constant)
+    return tuple(tuple(sorted(share)) for share in shares)
+
+
+def _pour(videos: Iterable[tuple[int, Work]], shares: list[list[Piece]], loads: list[float], constant: float) -> None:
+    """Adds videos to `shares`, the emptiest first, each up to the level at which all that are filled end alike."""
+    queue = [(item, work, 0) for item, work in reversed(list(videos))]  # with the first frame that is left
+    left = sum(load([work], constant) for _, work, _ in queue)
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    for i, part in enumerate(order):
+        room = _level(left, [loads[other] for other in order[i:]]) - loads[part]
+        while queue:
+            item, work, first = queue.pop()
+            one = load([Work(1, work.frame_tokens)], constant)
+            rest = work.frames - first
+            frames = rest if i == len(order) - 1 else min(rest, round(room / one))
+            if frames:
+                shares[part].append(Piece(item, first, frames, frames * work.frame_tokens))
+                room, left = room - frames * one, left - frames * one
+            if frames < rest:
+                queue.append((item, work, first + frames))
+                break
+
+
+def _level(poured: float, loads: Sequence[float]) -> float:
+    """How high `poured` stands over `loads`, ascending: those that it covers end at this level."""
+    below = 0.0
+    for count, load_of in enumerate(loads, 1):
+        below += load_of
+        level = (poured + below) / count
+        if count == len(loads) or level <= loads[count]:
+            return level
+    return poured

@@ -31,6 +31,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "outputs": (*CORE, "fused_encoder", "lazy_outputs"),
     "checkpoint": ("checks", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
+    "data_parallel": (*CORE, "api", "fused_encoder"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}

@@ -1,0 +1,207 @@
+"""One call over several GPUs: each has a copy of the tower, and takes a share of the images and video frames."""
+
+import copy
+import operator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fusedvit.api import fuse
+from fusedvit.checks.find_tower import find_tower
+from fusedvit.config import FuseConfig
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.graphs.load import balance, patch_constant
+from fusedvit.graphs.packing import Piece, Work
+from fusedvit.model.encoder import EncoderOutputs
+from fusedvit.runtime.inputs import Grid, check_grid
+
+MOST_RUNS = 3  # of a call during which the tower changes, before it runs on the tower's own GPU alone
+
+
+class _Share(NamedTuple):
+    """What one GPU encodes: its pieces, their pixels and their grid."""
+
+    pieces: tuple[Piece, ...]
+    pixels: torch.Tensor
+    grid: torch.Tensor
+
+    def on(self, device: torch.device) -> "_Share":
+        """The same with the pixels on `device`, copied in the caller's streams."""
+        return self._replace(pixels=self.pixels.to(device, non_blocking=True))
+
+
+class DataParallelEncoder:
+    """A model's vision tower on several GPUs: `DataParallelEncoder(model, ["cuda:0", "cuda:1"])(pixel_values, grid)`.
+
+    The model's tower is fused in place and takes part. The other devices hold copies of it (in bf16 Qwen3-VL-8B's takes
+    1.1 GiB and as much again for what is prepared), which follow its weights: when a call finds them changed, copies
+    are brought up to date and the call is run again. What cannot run fused runs on the tower's own device alone, in the
+    original code. Items are balanced by their load, and videos are cut between frames, which changes no bit.
+
+    Args:
+        model: as `fuse` takes it.
+        devices: at least one; the one that the tower lies on serves through the tower itself.
+        config: as `fuse` takes it.
+
+    Raises:
+        UnsupportedModel, TypeError: as `fuse`.
+        ValueError: no devices.
+    """
+
+    def __init__(
+        self, model: nn.Module, devices: Sequence[str | torch.device], config: FuseConfig | None = None
+    ) -> None:
+        if not devices:
+            raise ValueError("fusedvit: devices must name at least one device")
+        self._handle = fuse(model, config)
+        self._tower = find_tower(model)
+        own = self._handle.weights.first_parameter().device
+        others = [torch.device(device) for device in devices]
+        if own in others:
+            others.remove(own)
+        self._copies = [_Copy(self._tower, device, self._handle.config) for device in others]
+        self._synced = -1  # the version of the tower's weights that the copies have
+        self._pool = ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="fusedvit-device")
+
+    def __call__(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
+        """The tower's rows, as `FusedEncoder.concatenated` gives them, on the tower's device.
+
+        Args:
+            pixel_values, grid_thw: as the tower takes them.
+
+        Returns:
+            `[tokens, (1 + n) * out]` in the caller's order.
+
+        Raises:
+            TypeError, ValueError: as a call of the tower.
+        """
+        grid = check_grid(grid_thw).cpu()
+        for _ in range(MOST_RUNS):
+            self._bring_copies_up_to_date()
+            found = self._run(pixel_values, grid)
+            if found is None:
+                break
+            if self._handle.weights.version == self._synced:
+                return found
+        return self._handle.concatenated(pixel_values, grid)
+
+    def close(self) -> None:
+        """Frees the copies; the model stays fused."""
+        self._pool.shutdown()
+        self._copies.clear()
+
+    def _bring_copies_up_to_date(self) -> None:
+        if self._synced < 0:
+            self._handle.refresh()
+        version = self._handle.weights.version
+        if version == self._synced:
+            return
+        for copied in self._copies:
+            copied.take(self._tower)
+        self._synced = version
+
+    def _run(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor | None:
+        """The gathered rows, or None where the tower itself ran its original code."""
+        shares = self._shares(pixel_values, grid)
+        if shares is None:
+            return None
+        others = [
+            self._pool.submit(copied.run, share.on(copied.device), _stream_on(copied.device))
+            for copied, share in zip(self._copies, shares[1:], strict=True)
+            if share.pieces
+        ]
+        own = None
+        try:
+            own = self._handle(self._tower, shares[0].pixels, shares[0].grid, {})
+        finally:
+            rows = [other.result() for other in others]  # before anything is raised: nothing runs on afterwards
+        if own is None:
+            return None
+        ran = [shares[0].pieces, *(share.pieces for share in shares[1:] if share.pieces)]
+        return self._gathered(ran, [_concatenated(self._handle, own), *rows])
+
+    def _shares(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[_Share] | None:
+        """Every device's share, the tower's first. None where pixels and grid do not fit, which the tower says best."""
+        works = [Work(t, h * w) for t, h, w in grid.tolist()]
+        if min([n for work in works for n in work], default=0) <= 0 or pixel_values.ndim != 2:
+            return None
+        if len(pixel_values) != sum(frames * patches for frames, patches in works):
+            return None
+        spec = self._handle.spec
+        constant = patch_constant(spec.hidden_size, spec.intermediate_size, 3 if spec.gated else 2)
+        first_rows = [0]
+        for frames, patches in works:
+            first_rows.append(first_rows[-1] + frames * patches)
+        shares = []
+        for pieces in balance(works, 1 + len(self._copies), constant):
+            rows = [pixel_values[:0]] + [_rows_of(pixel_values, first_rows, works, piece) for piece in pieces]
+            grids = grid[[piece.item for piece in pieces]]
+            grids[:, 0] = torch.tensor([piece.frames for piece in pieces], dtype=grid.dtype)
+            shares.append(_Share(pieces, torch.cat(rows), grids))
+        return shares
+
+    def _gathered(self, ran: Sequence[tuple[Piece, ...]], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows in the caller's order, on the device of the first."""
+        device = rows[0].device
+        parts: dict[tuple[int, int], torch.Tensor] = {}
+        for pieces, found in zip(ran, rows, strict=True):
+            patches = sum(piece.tokens for piece in pieces) // max(1, len(found))  # of each row
+            split = found.to(device, non_blocking=True).split([piece.tokens // max(1, patches) for piece in pieces])
+            parts |= {(piece.item, piece.first_frame): part for piece, part in zip(pieces, split, strict=True)}
+        return torch.cat([parts[key] for key in sorted(parts)]) if parts else rows[0]
+
+
+class _Copy:
+    """A fused copy of a tower on another device."""
+
+    def __init__(self, tower: nn.Module, device: torch.device, config: FuseConfig) -> None:
+        self.device = device
+        self._config = config
+        self._build(tower)
+
+    def _build(self, tower: nn.Module) -> None:
+        memo: dict[int, object] = {}
+        for tensor in (*tower.parameters(), *tower.buffers()):
+            moved = tensor.detach().to(self.device, copy=True)
+            memo[id(tensor)] = nn.Parameter(moved, False) if isinstance(tensor, nn.Parameter) else moved
+        self._tower = copy.deepcopy(tower, memo)
+        self._handle = fuse(self._tower, self._config)
+
+    def take(self, tower: nn.Module) -> None:
+        """Takes over the weights of `tower`: in place where they have the same shapes."""
+        mine, theirs = _tensors_of(self._tower), _tensors_of(tower)
+        shapes = [{name: (t.shape, t.dtype) for name, t in tensors.items()} for tensors in (mine, theirs)]
+        if shapes[0] != shapes[1]:
+            self._build(tower)
+            return
+        with torch.no_grad():
+            for name, tensor in theirs.items():
+                mine[name].copy_(tensor)
+
+    def run(self, share: _Share, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """The rows of `share`, on this device, in the caller's stream there."""
+        with torch.inference_mode(), torch.cuda.stream(stream):  # of None: nothing
+            return self._handle.concatenated(share.pixels, share.grid)
+
+
+def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(tower.named_parameters()) | dict(tower.named_buffers())
+
+
+def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _rows_of(pixels: torch.Tensor, first_rows: Sequence[int], works: Sequence[Work], piece: Piece) -> torch.Tensor:
+    start = first_rows[piece.item] + piece.first_frame * works[piece.item].frame_tokens
+    return pixels[start : start + piece.tokens]
+
+
+def _concatenated(handle: FusedEncoder, outputs: EncoderOutputs) -> torch.Tensor:
+    if not handle.spec.merged_outputs:
+        return outputs.hidden
+    pairs = zip(handle.spec.deepstack, outputs.deepstack, strict=True) if handle.family.has_deepstack else ()
+    return torch.cat([outputs.pooled, *(rows for _, rows in sorted(pairs, key=operator.itemgetter(0)))], dim=1)

@@ -1,0 +1,101 @@
+"""A call over several devices, which are the CPU several times here: the rows of one fused tower, bit for bit."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.data_parallel import DataParallelEncoder
+from tests.support.families import INSTALLED, family_tower
+
+GRIDS = {
+    "images": [(1, 4, 6), (1, 8, 4), (1, 2, 2), (1, 6, 6)],
+    "one image": [(1, 4, 4)],
+    "video": [(9, 4, 4)],
+    "mixed": [(1, 4, 4), (5, 2, 4), (1, 8, 8), (2, 4, 4)],
+}
+
+
+def pixels_of(tower: nn.Module, grid: list[tuple[int, int, int]]) -> torch.Tensor:
+    handle = fusedvit.fuse(tower)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(sum(t * h * w for t, h, w in grid), handle.spec.patch_width, generator=generator)
+
+
+def expected_of(tower: nn.Module, grid: list[tuple[int, int, int]]) -> torch.Tensor:
+    """Each item by itself on a plain copy: on the CPU a row's last bits depend on how many rows run together."""
+    plain = fusedvit.unfuse(copy.deepcopy(tower))
+    return fusedvit.fuse(plain).concatenated(pixels_of(tower, grid), torch.tensor(grid))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_rows_in_the_callers_order(devices: int, grid: list[tuple[int, int, int]]) -> None:
+    tower = family_tower("Qwen3VLVisionModel")
+    encoder = DataParallelEncoder(tower, ["cpu"] * devices, fusedvit.FuseConfig(strict=True))
+    pixels = pixels_of(tower, grid)
+    torch.testing.assert_close(encoder(pixels, grid), expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+    encoder.close()
+
+
+@pytest.mark.parametrize("name", [name for name in INSTALLED if "Glm" not in name])
+def test_every_family(name: str) -> None:
+    tower, grid = family_tower(name), GRIDS["mixed"]
+    encoder = DataParallelEncoder(tower, ["cpu", "cpu"])
+    found = encoder(pixels_of(tower, grid), torch.tensor(grid))
+    torch.testing.assert_close(found, expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+
+
+def _in_place(tower: nn.Module) -> None:
+    with torch.no_grad():
+        next(tower.parameters()).mul_(2)
+
+
+def _past_autograd(tower: Any) -> None:
+    tower.blocks[0].mlp.linear_fc1.weight.data.mul_(2)
+
+
+def _hook(tower: Any) -> None:
+    tower.blocks[1].register_forward_hook(lambda module, given, found: found * 2)
+
+
+def _attribute(tower: Any) -> None:
+    tower.blocks[0].norm1.eps = 1.0
+
+
+@pytest.mark.parametrize("change", [_in_place, _past_autograd, _hook, _attribute])
+def test_changes_of_the_tower_are_followed(change: Callable[[nn.Module], None]) -> None:
+    tower, grid = family_tower("Qwen3VLVisionModel"), GRIDS["mixed"]
+    encoder = DataParallelEncoder(tower, ["cpu", "cpu"])
+    before = encoder(pixels_of(tower, grid), grid)
+    change(tower)
+    found = encoder(pixels_of(tower, grid), grid)
+    torch.testing.assert_close(found, expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, before)
+
+
+@pytest.mark.parametrize(
+    "grid, expected",
+    [([(1, 4, 4), (1, 2, 2)], "16"), ([(1, 3, 4)], "merge"), ([(-1, 4, 4)], "t")],
+)
+def test_wrong_input_is_what_the_tower_says(grid: list[tuple[int, int, int]], expected: str) -> None:
+    encoder = DataParallelEncoder(family_tower("Qwen3VLVisionModel"), ["cpu", "cpu"])
+    pixels = pixels_of(family_tower("Qwen3VLVisionModel"), [(1, 4, 4)])[: 12 if grid == [(1, 3, 4)] else 16]
+    with pytest.raises(ValueError, match=expected):
+        encoder(pixels, grid)
+
+
+def test_no_devices() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        DataParallelEncoder(family_tower("Qwen3VLVisionModel"), [])
+
+
+def test_nothing_to_encode() -> None:
+    tower = family_tower("Qwen3VLVisionModel")
+    encoder = DataParallelEncoder(tower, ["cpu", "cpu"])
+    pixels = pixels_of(tower, [(1, 2, 2)])[:0]
+    assert encoder(pixels, torch.empty(0, 3, dtype=torch.long)).shape == expected_of(tower, [(1, 2, 2)])[:0].shape
