@@ -1,16 +1,23 @@
 """`python -m fusedvit.bench.graph_stress`: whether replayed graphs give right outputs under stress. Needs a GPU.
 
 On a tower of Qwen3-VL-8B's width with four blocks, so that tens of thousands of calls fit in a minute. Each check
-returns counts, and of those that count what is wrong every one must be zero.
+returns counts; those in `BAD` count what is wrong, and every one must be zero. The document is written after each
+check, so that what stops one loses none of the others. `--two-gpus` runs the checks that need two.
 """
 
 import argparse
 import contextlib
+import copy
+import datetime
+import functools
 import json
 import random
+import statistics
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse, unfuse
+from fusedvit.api import fuse
 from fusedvit.bench.parity import build, pixels_of
 from fusedvit.bench.report import passport
 from fusedvit.bench.workloads import Grid, tokens
@@ -30,6 +37,7 @@ from fusedvit.runtime.runner import Runtime, run_eager
 
 DEVICE = torch.device("cuda")
 CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64)
+BAD = ("wrong", "with_nan", "changed", "wrongly_answered", "not_right", "compiles")  # counts of a check: 0 each
 FREE_MIB: list[float] = [4096, 256, 128, 64, 32, 16, 8, 4, 2, 2048]
 
 
@@ -212,7 +220,7 @@ def captures_under_load(tower: nn.Module, handle: FusedEncoder, captures: int) -
     stop.set()
     other.join()
     captured = handle.stats()["graphs"]["captures"] - before
-    return {"captures": captured, "right": right, "disturbances": done[0]}
+    return {"captures": captured, "right": right, "wrong": captures - right, "disturbances": done[0]}
 
 
 def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float]) -> Iterator[dict[str, Any]]:
@@ -269,39 +277,279 @@ def _only(room: float) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def stress(scale: float = 1.0) -> dict[str, Any]:
-    """Every check, and what each took in seconds; `scale` shortens them all."""
+def soak(tower: nn.Module, handle: FusedEncoder, calls: int) -> dict[str, Any]:
+    """Random calls in one process: device and host memory, latency and compiles over time.
+
+    Every 16th output is compared with an eager run's. Memory is sampled ten times after the first tenth, in which
+    allocators settle; a slope is the last sample less the first, by 1,000 calls. The drift is the 99th percentile of
+    the last tenth over that of the second.
+    """
+    rng = random.Random(4)
+    cases = []
+    for i in range(96):
+        grid = random_grid(rng, 700)
+        pixels = pixels_of(grid, torch.bfloat16, i)
+        cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
+    wrong, took, memory = 0, [], []
+    compiles = handle.stats()["compiles"]
+    for i in range(calls):
+        grid, pixels, want = rng.choice(cases)
+        begin = time.perf_counter_ns()
+        got = call(tower, pixels, grid)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter_ns() - begin)
+        if i % 16 == 0:
+            wrong += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        if i % max(1, calls // 10) == calls // 10 - 1 and i > calls // 10:
+            del got
+            memory.append((torch.cuda.memory_allocated() / 1024, _resident_kib()))
+    thousands = max(1e-3, (len(memory) - 1) * (calls // 10) / 1000)
+    tenths = [took[i * calls // 10 : (i + 1) * calls // 10] for i in range(10)]
+    p99 = [statistics.quantiles(tenth, n=100)[98] / 1e3 for tenth in tenths]
+    return {
+        "calls": calls,
+        "wrong": wrong,
+        "compiles": handle.stats()["compiles"] - compiles,
+        "device_kib_per_1000_calls": (memory[-1][0] - memory[0][0]) / thousands,
+        "host_kib_per_1000_calls": (memory[-1][1] - memory[0][1]) / thousands,
+        "p50_us": statistics.median(took) / 1e3,
+        "p99_us_by_tenth": p99,
+        "p99_drift": p99[-1] / p99[1] - 1,
+    }
+
+
+def _resident_kib() -> float:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4.0
+
+
+def hostile_grids(tower: nn.Module, handle: FusedEncoder, grids: int) -> dict[str, int]:
+    """Grids with an entry replaced, on either side: what is no grid of its pixels raises, and leaves the next right."""
+    rng = random.Random(5)
+    entries = (0, -1, -2, 1, 3, 2**31 - 1, 2**31, 2**32 + 2, 2**62, -(2**63))
+    refused = answered = wrongly_answered = not_right = 0
+    for i in range(grids):
+        good = random_grid(rng, 400)
+        pixels = pixels_of(good, torch.bfloat16, i)
+        rows = [list(row) for row in good]
+        rows[rng.randrange(len(rows))][rng.randrange(3)] = rng.choice(entries)
+        try:
+            call(tower, pixels, somewhere([(t, h, w) for t, h, w in rows], i))
+            answered += 1
+            wrongly_answered += not _is_grid(rows, len(pixels))
+        except ValueError:
+            refused += 1
+            not_right += _is_grid(rows, len(pixels))
+        got, want = call(tower, pixels, somewhere(good, i)), eager(handle, pixels, good)
+        not_right += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    counts = {"refused": refused, "answered": answered, "wrongly_answered": wrongly_answered, "not_right": not_right}
+    return {"grids": grids} | counts
+
+
+def _is_grid(rows: list[list[int]], patches: int) -> bool:
+    each = all(t >= 0 and h > 0 and w > 0 and h % 2 == w % 2 == 0 for t, h, w in rows)
+    return each and sum(t * h * w for t, h, w in rows) == patches
+
+
+def bad_pixels(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str, int]:
+    """NaN or Inf in one item of several: every other item keeps its bits, the buffers poisoned before each call."""
+    rng = random.Random(6)
+    wrong = 0
+    for i in range(batches):
+        grid: Grid = [(rng.randint(1, 3), 2 * rng.randint(1, 6), 2 * rng.randint(1, 6)) for _ in range(4)]
+        pixels, bad = pixels_of(grid, torch.bfloat16, i), rng.randrange(4)
+        ends = [sum(t * h * w for t, h, w in grid[: j + 1]) for j in range(4)]
+        first, last = ([0, *ends])[bad], ends[bad]
+        broken = pixels.clone()
+        broken[rng.randrange(first, last)] = rng.choice((float("nan"), float("inf")))
+        want = call(tower, pixels, somewhere(grid, i))
+        poison(handle)
+        got = call(tower, broken, somewhere(grid, i))
+        for a, b in zip(got, want, strict=True):
+            unit = len(pixels) // len(a)
+            rest = [slice(0, first // unit), slice(last // unit, None)]
+            wrong += not all(torch.equal(a[part], b[part]) for part in rest)
+    return {"batches": batches, "wrong": wrong}
+
+
+def repeats(tower: nn.Module, calls: int) -> dict[str, int]:
+    """The same calls again, now in a graph's other contents: the same bits."""
+    rng = random.Random(7)
+    cases = [(grid, pixels_of(grid, torch.bfloat16, i)) for i, grid in enumerate(random_grid(rng) for _ in range(8))]
+    first = [call(tower, pixels, grid) for grid, pixels in cases]
+    wrong = 0
+    for i in range(calls):
+        j = rng.randrange(len(cases))
+        got = call(tower, cases[j][1], somewhere(cases[j][0], i))
+        wrong += not all(torch.equal(a, b) for a, b in zip(got, first[j], strict=True))
+    return {"calls": calls, "wrong": wrong}
+
+
+def long_videos(tower: nn.Module, frames: tuple[int, ...]) -> dict[str, Any]:
+    """Videos of so many frames, cut into graphs: each frame has the bits that it has in a shorter one; MiB at most."""
+    clip = pixels_of([(16, 8, 8)], torch.bfloat16, 0)
+    want = call(tower, clip, [(16, 8, 8)])
+    wrong, peaks = 0, {}
+    for count in frames:
+        torch.cuda.reset_peak_memory_stats()
+        pixels = clip.repeat(count // 16, 1)
+        before = torch.cuda.memory_allocated()
+        got = call(tower, pixels, [(count, 8, 8)])
+        torch.cuda.synchronize()
+        peaks[str(count)] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        for a, b in zip(got, want, strict=True):
+            wrong += not torch.equal(a.view(-1, *b.shape)[[0, -1]], b.expand(2, *b.shape))
+        del pixels, got
+    return {"videos": len(frames), "wrong": wrong, "peak_mib_by_frames": peaks}
+
+
+# two GPUs
+
+
+def towers_on_two(calls: int) -> dict[str, int]:
+    """A tower on each GPU, called from one thread with either device current, and from two threads at once."""
+    towers = [build(4, torch.bfloat16, False)[0]]
+    towers.append(copy.deepcopy(towers[0]).to("cuda:1"))
+    handles = [fuse(tower, CONFIG) for tower in towers]
+    rng, wrong = random.Random(8), [0, 0]
+    cases = []
+    for i in range(8):
+        grid = random_grid(rng, 900)
+        pixels = pixels_of(grid, torch.bfloat16, i)
+        cases.append((grid, pixels, call(towers[0], pixels, grid)))
+
+    def work(me: int, current: int) -> None:
+        with torch.inference_mode(), torch.cuda.device(current):
+            for _ in range(calls):
+                grid, pixels, want = cases[rng.randrange(len(cases))]
+                got = call(towers[me], pixels.to(f"cuda:{me}"), torch.tensor(grid, device=f"cuda:{me}"))
+                wrong[me] += not all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, want, strict=True))
+
+    for me in (0, 1):
+        for current in (0, 1):
+            work(me, current)
+    threads = [threading.Thread(target=work, args=(me, me)) for me in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fused = sum(handle.stats()["fused"] for handle in handles)
+    return {"calls": 6 * calls + len(cases), "fused": fused, "wrong": sum(wrong)}
+
+
+def data_parallel(calls: int) -> dict[str, int]:
+    """`nn.DataParallel` over a fused tower: replicas take the original code, on either GPU."""
     tower, _ = build(4, torch.bfloat16, False)
+    grid: Grid = [(1, 8, 8)] * 4
+    pixels, table = pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device=DEVICE)
+    want = [tower(pixels[i : i + 128], grid_thw=table[:2]).pooler_output for i in (0, 128)]
     handle = fuse(tower, CONFIG)
-    handle.warmup()
+    replicas = nn.DataParallel(_Pooled(tower), device_ids=[0, 1])
+    wrong = sum(not torch.allclose(replicas(pixels, table), torch.cat(want), atol=0.05) for _ in range(calls))
+    return {"calls": calls, "wrong": wrong, "original": sum(handle.stats()["original"].values())}
+
+
+class _Pooled(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.tower(pixels, grid_thw=grid).pooler_output
+        return found
+
+
+def sharded(calls: int) -> dict[str, Any]:
+    """FSDP2 over NCCL, a process a GPU, parameters freed between uses: right, and by which code."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_sharded_rank, (folder, calls), nprocs=2)
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+    return {"calls": 2 * calls, "wrong": sum(f["wrong"] for f in found), "stats": [f["stats"] for f in found]}
+
+
+def _sharded_rank(rank: int, folder: str, calls: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    tower, _ = build(4, torch.bfloat16, False)
+    grid: Grid = [(1, 8, 8), (2, 4, 6)]
+    pixels, table = pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device="cuda")
+    with torch.inference_mode():
+        want = tower(pixels, grid_thw=table).pooler_output
+    handle = fuse(tower, CONFIG)
+    blocks: Any = tower.blocks
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(tower)
+    with torch.no_grad():
+        wrong = sum(
+            not torch.allclose(tower(pixels, grid_thw=table).pooler_output, want, atol=0.05) for _ in range(calls)
+        )
+    stats = {key: handle.stats()[key] for key in ("calls", "fused", "original", "refreshes")}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({"wrong": wrong, "stats": stats}), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+# the program
+
+
+def on_one_gpu(scale: float) -> dict[str, Callable[[], Any]]:
+    """Every check of one GPU by name, on one fused tower; `scale` shortens them all."""
 
     def times(n: int) -> int:
         return max(1, int(n * scale))
 
-    checks: dict[str, Callable[[], Any]] = {
-        "graph_equals_eager": lambda: graph_equals_eager(tower, handle, times(500)),
-        "equal_totals": lambda: equal_totals(tower, handle, times(2000)),
-        "held_outputs": lambda: held_outputs(tower, times(10_000)),
-        "threads_and_streams": lambda: threads_and_streams(tower, handle, 8, 4, times(1250)),
-        "captures_under_load": lambda: captures_under_load(tower, handle, times(100)),
-        "out_of_memory": lambda: list(out_of_memory(tower, handle, FREE_MIB)),
+    tower, _ = build(4, torch.bfloat16, False)
+    handle = fuse(tower, CONFIG)
+    handle.warmup()
+    one = functools.partial
+    return {
+        "graph_equals_eager": one(graph_equals_eager, tower, handle, times(500)),
+        "equal_totals": one(equal_totals, tower, handle, times(2000)),
+        "held_outputs": one(held_outputs, tower, times(10_000)),
+        "repeats": one(repeats, tower, times(1000)),
+        "bad_pixels": one(bad_pixels, tower, handle, times(200)),
+        "hostile_grids": one(hostile_grids, tower, handle, times(2000)),
+        "long_videos": one(long_videos, tower, (64, 512, 4096, 8192)),
+        "threads_and_streams": one(threads_and_streams, tower, handle, 8, 4, times(1250)),
+        "captures_under_load": one(captures_under_load, tower, handle, times(100)),
+        "out_of_memory": one(out_of_memory_rows, tower, handle, FREE_MIB),
+        "soak": one(soak, tower, handle, max(100, times(100_000))),
     }
-    report: dict[str, Any] = {}
-    seconds: dict[str, float] = {}
-    for name, check in checks.items():
-        begin = time.perf_counter()
-        report[name] = check()
-        seconds[name] = time.perf_counter() - begin
-    unfuse(tower)
-    return report | {"took_s": seconds}
 
 
-def wrong_in(found: dict[str, Any]) -> int:
-    """Wrong outputs of all checks."""
-    wrong = sum(found[name]["wrong"] for name in ("graph_equals_eager", "equal_totals", "threads_and_streams"))
-    wrong += found["held_outputs"]["changed"]
-    wrong += found["captures_under_load"]["captures"] - found["captures_under_load"]["right"]
-    return wrong + sum(row["answer"] == "wrong" or row["afterwards"] != "right" for row in found["out_of_memory"])
+def out_of_memory_rows(tower: nn.Module, handle: FusedEncoder, free_mib: list[float]) -> dict[str, Any]:
+    """`out_of_memory`, with counts."""
+    rows = list(out_of_memory(tower, handle, free_mib))
+    wrong = sum(row["answer"] == "wrong" or row["afterwards"] != "right" for row in rows)
+    return {"rooms": len(rows), "wrong": wrong, "rows": rows}
+
+
+def on_two_gpus(scale: float) -> dict[str, Callable[[], Any]]:
+    """Every check that needs two GPUs."""
+    calls = max(1, int(100 * scale))
+    return {
+        "towers_on_two": functools.partial(towers_on_two, calls),
+        "data_parallel": functools.partial(data_parallel, calls),
+        "sharded": functools.partial(sharded, calls),
+    }
+
+
+def run(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a check found and how long it took; `error` where it raised."""
+    begin = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            found = check()
+        torch.cuda.synchronize()
+    except Exception:  # whatever it was: the other checks still run, and the document says so
+        found = {"error": traceback.format_exc()}
+    return found | {"took_s": time.perf_counter() - begin}
+
+
+def wrong_in(found: dict[str, dict[str, Any]]) -> int:
+    """What is wrong in all checks; one that raised counts too."""
+    return sum("error" in part or sum(part.get(name, 0) for name in BAD) for part in found.values())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -310,13 +558,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="PATH", required=True)
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the repetitions")
+    parser.add_argument("--only", nargs="*", metavar="CHECK", help="these checks alone")
+    parser.add_argument("--two-gpus", action="store_true", help="the checks that need two GPUs")
     args = parser.parse_args(argv)
-    given = {"--scale": args.scale, "--json": Path(args.json)}
-    with torch.inference_mode():
-        found = stress(args.scale)
-    print(json.dumps(found, indent=1))
-    document = {"passport": passport("python -m fusedvit.bench.graph_stress", given, args.commit), "trust": found}
-    Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    given = {"--scale": args.scale, "--two-gpus": args.two_gpus, "--json": Path(args.json)}
+    found: dict[str, dict[str, Any]] = {}
+    document = {
+        "passport": passport("python -m fusedvit.bench.graph_stress", given, args.commit),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "trust": found,
+    }
+    checks = on_two_gpus(args.scale) if args.two_gpus else on_one_gpu(args.scale)
+    for name in args.only or checks:
+        found[name] = run(checks[name])
+        print(name, json.dumps(found[name]), flush=True)
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(wrong_in(found) > 0)
 
 

@@ -1,6 +1,7 @@
 """`python -m fusedvit.bench.sanitize`: every kernel once at a tiny size, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 7 python -m fusedvit.bench.sanitize
+    python -m fusedvit.bench.sanitize --tool memcheck --json PATH       # the same, counted in a document
 
 Every tensor is an allocation of its own, so that a step past its end is seen. First each operation alone, in every
 configuration that is chosen at any of four budgets (with `--candidates`, also those that the tuner tries), with as much
@@ -8,16 +9,22 @@ content as there is room for and with less. Then whole towers of few blocks: met
 """
 
 import argparse
+import datetime
 import itertools
+import json
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fusedvit.api import fuse
 from fusedvit.bench.ops import Case, attention_case, linear_case, supported
+from fusedvit.bench.report import passport
 from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
 from fusedvit.kernels import backends, load_inputs, tuning_table
@@ -115,12 +122,41 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def sanitized(args: argparse.Namespace) -> int:
+    """Runs this program under compute-sanitizer, which must be on the path, and writes what it counted."""
+    options = ["--tower", *args.tower, *(["--candidates"] if args.candidates else [])]
+    inner = [sys.executable, "-m", "fusedvit.bench.sanitize", *options]
+    command = ["compute-sanitizer", "--tool", args.tool, "--error-exitcode", "7", *inner]
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None, "its standard output is ours"
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    errors = [int(n) for line in lines for n in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", line)]
+    wrong = int(process.returncode != 0 or not errors)
+    found = {"launches": sum(not line.startswith("=") for line in lines), "errors": sum(errors), "wrong": wrong}
+    given = {"--tool": args.tool, "--candidates": args.candidates, "--json": args.json}
+    document = {
+        "passport": passport("python -m fusedvit.bench.sanitize", given, args.commit),
+        "date": datetime.date.today().isoformat(),
+        "trust": {args.tool: found | {"code": process.returncode}},
+    }
+    args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return wrong
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints a line for each thing that ran. compute-sanitizer reports errors, by its exit code too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tower", nargs="*", default=list(TOWERS), choices=list(GEOMETRIES))
     parser.add_argument("--candidates", action="store_true", help="also what the tuner tries")
+    parser.add_argument("--tool", choices=["memcheck", "racecheck"], help="run under compute-sanitizer, counted")
+    parser.add_argument("--json", type=Path, help="where the counts go, with --tool")
+    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     args = parser.parse_args(argv)
+    if args.tool:
+        return sanitized(args)
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
     device, dtype = torch.device("cuda"), torch.bfloat16
     chosen = {name: GEOMETRIES[name] for name in args.tower if class_of(GEOMETRIES[name]) is not None}
