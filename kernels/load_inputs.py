@@ -4,9 +4,12 @@ out[i] = (t, h, w)[i]   i < n, if every item has t, h, w >= 1 and h, w multiples
                         sum t h w = rows and sum t <= frames;  else 0.  Rows from n on are 0.
 
 Kernels that read `out` then stay within buffers sized for `rows` patch tokens and `frames` frames, whatever the
-caller's grid held. Pixels are rounded to nearest, as `Tensor.copy_` rounds.
+caller's grid held. Float pixels are rounded to nearest, as `Tensor.copy_` rounds. Bytes are centred:
+
+into = (byte - 128) / 128, exact in every float dtype.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ from fusedvit.kernels.launch import Loaded, launch
 
 GRID_DTYPES = (torch.int64, torch.int32)
 PIXEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOADED_DTYPES = (*PIXEL_DTYPES, torch.uint8)
+FLOATS, BYTES, STILL_BYTES = KINDS = range(3)  # of pixels; still: a row holds one frame of those that a patch has
+CENTRE = 128  # of bytes, and half their range
 MAX_ROWS = 2**31 - 1  # also the largest stride of a grid
 _CHUNK = 4096  # pixel values that a program copies, 32 a thread
 
@@ -43,10 +49,12 @@ def _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE: tl.
 def _load_grid(
     grid_ptr,
     out_ptr,
+    counts_ptr,
     num_items,
     rows,
     item_pitch,
     side_pitch,
+    kind,
     FRAMES: tl.constexpr,
     MERGE: tl.constexpr,
     ROOM: tl.constexpr,
@@ -76,44 +84,85 @@ def _load_grid(
         tl.store(out_ptr + 3 * i, zeros, mask=refused & (i < ROOM))
         tl.store(out_ptr + 3 * i + 1, zeros, mask=refused & (i < ROOM))
         tl.store(out_ptr + 3 * i + 2, zeros, mask=refused & (i < ROOM))
+    if counts_ptr is not None:
+        each = tl.arange(0, 4)
+        tl.store(counts_ptr + 4 * each, tl.where(refused, 0, tl.where(each == kind, rows, 0)), mask=each < 3)
+
+
+@triton.jit
+def _load_pixels(
+    pixels_ptr,
+    into_ptr,
+    length,
+    pid,
+    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Copies a chunk of values, to rows that may lie further apart; bytes are centred."""
+    offs = pid.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    here = offs < length.to(tl.int64) * WIDTH
+    x = tl.load(pixels_ptr + offs, mask=here)
+    if pixels_ptr.dtype.element_ty == tl.uint8:
+        x = (x.to(tl.float32) - 128.0) * 0.0078125
+    if PITCH != WIDTH:  # GROUP values that begin at a multiple of GROUP are in one row
+        offs += offs // WIDTH * (PITCH - WIDTH)
+        offs = tl.max_contiguous(tl.multiple_of(offs, GROUP), GROUP)
+    tl.store(into_ptr + offs, x.to(into_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit(
-    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch", "length"],
+    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch", "length", "kind"],
     do_not_specialize_on_alignment=["grid_ptr"],
 )
 def _load_inputs_kernel(
     grid_ptr,  # [num_items, 3] int64 or int32
-    pixels_ptr,  # [length, WIDTH] of any float; nothing where WIDTH is 0
-    into_ptr,  # [length or more, WIDTH] of any float; nothing where WIDTH is 0
+    pixels_ptr,  # [length, WIDTH] of any float or uint8; nothing where WIDTH is 0
+    into_ptr,  # [length or more, WIDTH or more] of any float, rows PITCH apart; nothing where WIDTH is 0
+    counts_ptr,  # [3, 4] int32 or None
     out_ptr,  # [ROOM, 3] int32
     num_items,
     rows,
     item_pitch,
     side_pitch,
     length,
+    kind,
     FRAMES: tl.constexpr,
     MERGE: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
+    GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid == 0:
-        _load_grid(grid_ptr, out_ptr, num_items, rows, item_pitch, side_pitch, FRAMES, MERGE, ROOM, BLOCK)
+        _load_grid(
+            grid_ptr, out_ptr, counts_ptr, num_items, rows, item_pitch, side_pitch, kind, FRAMES, MERGE, ROOM, BLOCK
+        )
     elif WIDTH:
-        offs = (pid - 1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-        here = offs < length.to(tl.int64) * WIDTH
-        x = tl.load(pixels_ptr + offs, mask=here)
-        tl.store(into_ptr + offs, x.to(into_ptr.dtype.element_ty), mask=here)
+        _load_pixels(pixels_ptr, into_ptr, length, pid - 1, WIDTH, PITCH, GROUP, CHUNK)
+
+
+def kind_of(pixels: torch.Tensor, width: int) -> int:
+    """One of `KINDS`, of `pixels` `[length, …]` for patches of `width` values."""
+    if pixels.dtype != torch.uint8:
+        return FLOATS
+    return BYTES if pixels.shape[1] == width else STILL_BYTES
+
+
+def centred(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the encoder takes for bytes, in `dtype`: `(byte - 128) / 128`."""
+    return pixels.to(dtype).sub_(CENTRE).div_(CENTRE)
 
 
 def can_load(pixels: torch.Tensor, device: torch.device) -> bool:
     """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: dense, there, of no tensor subclass."""
     return (
         type(pixels) in (torch.Tensor, torch.nn.Parameter)
-        and pixels.dtype in PIXEL_DTYPES
+        and pixels.dtype in LOADED_DTYPES
         and pixels.device == device
         and pixels.is_contiguous()
         and not pixels.is_neg()
@@ -132,6 +181,8 @@ def load_inputs(
     out: torch.Tensor,
     pixels: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    kind: int = FLOATS,
 ) -> torch.Tensor:
     """Fills all of `out` from `grid`, with zeros if anything in `grid` is wrong; one launch.
 
@@ -142,27 +193,31 @@ def load_inputs(
         merge: what h and w are multiples of.
         out: `[room, 3]` int32, contiguous, `n <= room`.
         pixels: `[length, width]` for which `can_load` holds, copied whatever `grid` holds; None for none.
-        into: `[length or more, width]` of any of `PIXEL_DTYPES`, contiguous, aligned to 16 bytes: where they go.
+        into: `[length or more, width or more]` of any of `PIXEL_DTYPES`, aligned to 16 bytes: where they go, in the
+            first columns.
+        counts: `[3, 4]` int32: column 0 of row `kind` becomes `rows`, of the others 0; of all 0 if anything is wrong.
+        kind: one of `KINDS`.
     """
     room = out.shape[0]
     assert grid.dtype in GRID_DTYPES and grid.shape[0] <= room and out.is_contiguous(), (
         f"expected at most {room} items of {GRID_DTYPES}, got {grid.shape[0]} of {grid.dtype}"
     )
-    length, width = (0, 0) if pixels is None or into is None else pixels.shape
-    scalars = (grid.shape[0], rows, *grid.stride(), length)
+    length, width, pitch = (0, 0, 0) if pixels is None or into is None else (*pixels.shape, into.stride(0))
+    scalars = (grid.shape[0], rows, *grid.stride(), length, kind)
     programs = 1 - (-length * width // _CHUNK)
-    if pixels is None or into is None or not grid.is_cuda:
-        _launch(grid, pixels, into, out, programs, scalars, (frames, merge, room, width))
+    fixed = frames, merge, room, width, pitch
+    if pixels is None or into is None or counts is None or not grid.is_cuda:
+        _launch(grid, pixels, into, out, counts, programs, scalars, fixed)
         return out
     # The GPU idles until this launch, so the key is shorter than that of `launch`.
-    addresses = grid.data_ptr(), pixels.data_ptr(), into.data_ptr(), out.data_ptr()
-    aligned = not (addresses[1] | addresses[2] | addresses[3]) % 16
-    key = grid.dtype, pixels.dtype, into.dtype, frames, merge, room, width, out.device, aligned
+    addresses = grid.data_ptr(), pixels.data_ptr(), into.data_ptr(), counts.data_ptr(), out.data_ptr()
+    aligned = not (addresses[1] | addresses[2] | addresses[3] | addresses[4]) % 16
+    key = grid.dtype, pixels.dtype, into.dtype, *fixed, out.device, aligned
     loaded = _loaded.get(key)
     if loaded is not None:
         loaded.launch(programs, (*addresses, *scalars))
         return out
-    loaded = _launch(grid, pixels, into, out, programs, scalars, (frames, merge, room, width))
+    loaded = _launch(grid, pixels, into, out, counts, programs, scalars, fixed)
     if loaded is not None and aligned:
         _loaded[key] = loaded
     return out
@@ -173,12 +228,15 @@ def _launch(
     pixels: torch.Tensor | None,
     into: torch.Tensor | None,
     out: torch.Tensor,
+    counts: torch.Tensor | None,
     programs: int,
     scalars: tuple[int, ...],
-    fixed: tuple[int, int, int, int],
+    fixed: tuple[int, int, int, int, int],
 ) -> Loaded | None:
-    frames, merge, room, width = fixed
+    frames, merge, room, width, pitch = fixed
     block = min(max(32, 1 << (room - 1).bit_length()), 1024)  # Triton's own function for this takes 5 us
-    constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block, "WIDTH": width, "CHUNK": _CHUNK}
+    common = math.gcd(width, pitch)
+    constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block, "WIDTH": width, "PITCH": pitch}
+    constants |= {"GROUP": min(common & -common, 16), "CHUNK": _CHUNK}
     options = {"num_warps": 4 if block < 1024 else 8}
-    return launch(_load_inputs_kernel, programs, (), (grid, pixels, into, out), constants, options, scalars)
+    return launch(_load_inputs_kernel, programs, (), (grid, pixels, into, counts, out), constants, options, scalars)

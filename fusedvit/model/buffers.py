@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.kernels.epilogue import Scratch
+from fusedvit.kernels.load_inputs import KINDS
 from fusedvit.kernels.metadata import Layout, Metadata
 from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.tile_configs import MAX_COUNTERS, MAX_SUMS
@@ -95,6 +96,8 @@ class EncoderBuffers:
     Attributes:
         pixels: `[tokens, patch_width]`, input.
         grid: `[items, 3]` int32, input; rows of zeros past the last item.
+        row_counts: `[3, 4]` int32, input; column 0 holds the patch tokens of each kind of pixels
+            (`kernels.load_inputs.KINDS`): all of one, none of the others.
         meta: filled on the device from `grid`.
         hidden: `[tokens, hidden]`, the residual stream; the last hidden state at the end.
         wide: flat; in window order the pixels first; then q | k | v, the MLP's hidden layer, a merger's.
@@ -108,6 +111,7 @@ class EncoderBuffers:
 
     pixels: torch.Tensor
     grid: torch.Tensor
+    row_counts: torch.Tensor
     meta: Metadata
     hidden: torch.Tensor
     wide: torch.Tensor
@@ -127,6 +131,7 @@ class EncoderBuffers:
         return EncoderBuffers(
             pixels=self.pixels[:tokens],
             grid=self.grid[: capacity.items],
+            row_counts=self.row_counts,
             meta=Metadata(
                 counts=meta.counts,
                 rope=meta.rope[:tokens],
@@ -196,6 +201,7 @@ def allocate(
     return EncoderBuffers(
         pixels=aligned(tokens, spec.patch_width) if pixels is None else pixels,
         grid=torch.zeros(capacity.items, 3, dtype=torch.int32, device=device),
+        row_counts=torch.zeros(len(KINDS), 4, dtype=torch.int32, device=device),
         meta=_allocate_meta(spec, capacity, dtype, device),
         hidden=empty(tokens, spec.hidden_size),
         wide=empty(widest),

@@ -189,22 +189,30 @@ def _tail(run: _Run) -> None:
 
 def _patch_embed(run: _Run) -> _Stream:
     """Pixels into the residual stream, in window order where there are windows; positions are added."""
-    b, w, config = run.buffers, run.weights, run.plan.patch
+    b, w = run.buffers, run.weights
     tokens, pixels = b.meta.count(TOKENS), b.pixels
     if run.spec.window:
         pixels = b.rows_of_wide(*b.pixels.shape)
         run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
-        stream = run.stream(config.block_n)
-        epilogue = Epilogue(bias=w.patch.bias, taps=taps, stats=stream.stats, scratch=b.scratch)
-        run.ops.linear(pixels, w.patch.weight, tokens, stream.hidden, epilogue, config)
+        stream = run.stream(run.plan.patch.block_n)
+        _embed(run, pixels, stream.hidden, Epilogue(taps=taps, stats=stream.stats, scratch=b.scratch))
         return stream
-    epilogue = Epilogue(bias=w.patch.bias, scratch=b.scratch)
-    run.ops.linear(pixels, w.patch.weight, tokens, b.hidden, epilogue, config)
+    _embed(run, pixels, b.hidden, Epilogue(scratch=b.scratch))
     stream = run.stream(run.spec.hidden_size)
     run.norm(b.hidden, w.patch_norm, TOKENS, stream.hidden, run.spec.norm_eps, After(taps=taps, stats=stream.stats))
     return stream
+
+
+def _embed(run: _Run, pixels: torch.Tensor, out: torch.Tensor, epilogue: Epilogue) -> None:
+    """One launch for each kind of pixels that the tower takes: of those that this call has not, there are no rows."""
+    patches = [(kind, linear) for kind, linear in enumerate(run.weights.patches()) if linear is not None]
+    for kind, linear in patches:
+        width = linear.weight.shape[1]
+        tokens = run.buffers.row_counts[kind, :1] if len(patches) > 1 else run.buffers.meta.count(TOKENS)
+        full = replace(epilogue, bias=linear.bias)
+        run.ops.linear(pixels[:, :width], linear.weight, tokens, out, full, run.plan.of_patch(width))
 
 
 def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:

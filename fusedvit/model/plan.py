@@ -19,6 +19,7 @@ from fusedvit.kernels.hopper.attention_configs import (
     WINDOWS,
     two_lists,
 )
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import UNIT, HopperSwapABConfig
 from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import Table
@@ -54,6 +55,12 @@ class EncoderPlan:
     def overlapped(self) -> tuple[int, ...]:
         """Deepstack mergers that read the residual stream while blocks go on, in the order of their buffers."""
         return () if self.overlap is None else self.overlap.mergers
+
+    def of_patch(self, width: int) -> Any:
+        """The configuration of the patch embedding of `width` values: `patch`, with stages for shorter rows only."""
+        steps = -(-width // UNIT)
+        too_deep = isinstance(self.patch, HopperSwapABConfig) and self.patch.stages > steps
+        return replace(self.patch, stages=steps) if too_deep else self.patch
 
     def of_deepstack(self, merger: int) -> "EncoderPlan":
         """The plan of one of the deepstack mergers."""

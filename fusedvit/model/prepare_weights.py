@@ -7,8 +7,14 @@ rotary pairs                    : rows of q and k within a head go from (i, i + 
 heads of k and v shared         : repeated, once for each head of q
 gated MLP                       : rows of gate and up interleaved, so that the two factors meet in one tile
 convolution [N, C, m, m]        : [N, m m C], for tokens that lie side by side in merge-block order
+bytes, x = f byte + s a channel : W' = round(128 f W),  b' = b + sum_k W'[:, k] (1 + s / (128 f))[k]
+                                  for u = (byte - 128) / 128, since x = 128 f (u + 1 + s / (128 f))
+frames of a still image         : equal, so W' is rounded after the sum over frames
+
+b' comes from the rounded W' and stays in fp32: what all pixels have in common, the mean, then cancels exactly.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +22,9 @@ from einops import rearrange, repeat
 
 from fusedvit.kernels.attention import query_scale
 from fusedvit.kernels.hopper.gluon_compat import absent
+from fusedvit.kernels.load_inputs import CENTRE
 from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.normalization import Normalization
 from fusedvit.model.param_names import DownsampleNames, LastNormNames, MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import (
@@ -42,6 +50,7 @@ def prepare(
     source: TensorSource,
     reuse: EncoderWeights | None = None,
     own: frozenset[str] = frozenset(),
+    normalizations: Mapping[bool, Normalization] | None = None,
 ) -> EncoderWeights:
     """Prepared weights from `source(name) -> tensor`.
 
@@ -49,8 +58,9 @@ def prepare(
         own: names whose tensors are nobody else's: adapters were folded into them.
         reuse: earlier weights of the same tower: prepared copies are rewritten in place where shape, dtype and
             device agree, so that captured graphs stay valid.
+        normalizations: of bytes that the tower is to take, by whether they are of still images.
     """
-    maker = _Maker(spec, source, own)
+    maker, by_still = _Maker(spec, source, own), normalizations or {}
     with torch.no_grad():
         prepared = EncoderWeights(
             patch=maker.patch(names.patch),
@@ -60,6 +70,8 @@ def prepare(
             merger=maker.tail(names.merger),
             deepstack=tuple(maker.folded_merger(names.deepstack, i) for i in range(len(spec.deepstack))),
             inv_freq=rope_frequencies(spec).to(source(f"{names.patch}.weight").device),
+            byte_patch=maker.byte_patch(names.patch, by_still[False], False) if False in by_still else None,
+            still_patch=maker.byte_patch(names.patch, by_still[True], True) if True in by_still else None,
         )
         return prepared if reuse is None else rewrite(reuse, prepared)
 
@@ -113,6 +125,22 @@ class _Maker:
         if linear.bias is not None:
             return linear
         return replace(linear, bias=weight.new_zeros(weight.shape[0]))
+
+    def byte_patch(self, name: str, normalization: Normalization, still: bool) -> LinearWeights:
+        """The patch embedding of centred bytes; every tensor our own."""
+        spec, weight = self.spec, self.source(f"{name}.weight").detach()
+        factor, shift = (t.to(weight.device) for t in normalization.affine())
+        shape = len(weight), spec.in_channels, spec.temporal_patch_size, spec.patch_size**2
+        exact = CENTRE * factor[:, None, None] * weight.reshape(shape).double()
+        if still:
+            exact = exact.sum(2, keepdim=True)
+        rounded = exact.to(weight.dtype)
+        offset = 1 + shift / (CENTRE * factor)
+        common = (rounded.double().sum((2, 3)) * offset).sum(1)
+        if "patch" not in spec.without_bias:
+            common += self.source(f"{name}.bias").double()
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return LinearWeights(_pitched(rounded.flatten(1), own=True), common.to(wide), None, ("weight", "bias"))
 
     def joined(self, names: tuple[str, ...], part: str) -> LinearWeights:
         """Linear layers one above the other."""

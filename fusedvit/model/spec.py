@@ -104,6 +104,11 @@ class VisionSpec:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @cached_property
+    def still_width(self) -> int:
+        """Values of a flattened patch of one frame."""
+        return self.in_channels * self.patch_size**2
+
+    @cached_property
     def merge_unit(self) -> int:
         """Patches of a merged token."""
         return self.merge_size**2

@@ -105,7 +105,11 @@ class DownsampleWeights:
 
 @dataclass(frozen=True)
 class EncoderWeights:
-    """All of a tower. `position` is `[side * side, hidden]` or None; `inv_freq` `[head_dim / 4]` fp32."""
+    """All of a tower. `position` is `[side * side, hidden]` or None; `inv_freq` `[head_dim / 4]` fp32.
+
+    `byte_patch` and `still_patch` are the patch embedding for centred bytes, of all frames and of still images, where
+    somebody brings them: see `prepare_weights`.
+    """
 
     patch: LinearWeights
     patch_norm: NormWeights | None
@@ -115,6 +119,12 @@ class EncoderWeights:
     deepstack: tuple[MergerWeights, ...]
     inv_freq: torch.Tensor
     own: tuple[str, ...] = ("inv_freq",)
+    byte_patch: LinearWeights | None = None
+    still_patch: LinearWeights | None = None
+
+    def patches(self) -> tuple[LinearWeights | None, ...]:
+        """The patch embedding of each kind of pixels (`kernels.load_inputs.KINDS`); None where nobody brings any."""
+        return self.patch, self.byte_patch, self.still_patch
 
     def pointers(self) -> tuple[int, ...]:
         """Addresses of every tensor: what captured launches hold."""

@@ -2,6 +2,8 @@
 
 import torch
 
+from fusedvit.kernels.load_inputs import FLOATS, centred
+
 
 def load_inputs(
     grid: torch.Tensor,
@@ -11,6 +13,8 @@ def load_inputs(
     out: torch.Tensor,
     pixels: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    kind: int = FLOATS,
 ) -> torch.Tensor:
     """See `fusedvit.kernels.load_inputs.load_inputs`."""
     sides = grid.long()
@@ -19,6 +23,10 @@ def load_inputs(
     out.zero_()
     if within and sum(t * h * w for t, h, w in items) == rows and sum(t for t, _, _ in items) <= frames:
         out[: len(items)] = sides
+    if counts is not None:
+        counts[:, 0] = 0
+        counts[kind, 0] = rows if bool(out.any()) else 0
     if pixels is not None and into is not None:
-        into[: pixels.shape[0]].copy_(pixels)
+        length, width = pixels.shape
+        into[:length, :width].copy_(centred(pixels, into.dtype) if pixels.dtype == torch.uint8 else pixels)
     return out

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES, can_load, load_inputs
+from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, KINDS, PIXEL_DTYPES, can_load, load_inputs
 from fusedvit.kernels.reference.load_inputs import load_inputs as load_inputs_ref
 from fusedvit.runtime.inputs import check_items
 
@@ -124,6 +124,27 @@ def test_pixels_are_copied_as_torch_copies_them(
         out = op(grid, ROWS, FRAMES, 2, table(device), pixels, into)
         assert torch.equal(into.view(torch.uint8), want.view(torch.uint8)) and out[:3].tolist() == GOOD
         assert not op(grid, ROWS + 1, FRAMES, 2, table(device), pixels, into).any(), "no items, whatever the pixels"
+
+
+@pytest.mark.parametrize("width, pitch", [(24, 24), (12, 24), (588, 1216), (1176, 1216), (768, 1536)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_bytes_are_centred_and_rows_lie_apart(
+    op: Callable[..., torch.Tensor], dtype: torch.dtype, width: int, pitch: int, device: torch.device
+) -> None:
+    """Every byte exactly, in every dtype; what lies between and after the rows stays."""
+    grid, length = torch.tensor(GOOD, device=device), 52
+    pixels = (torch.arange(length * width, device=device) % 256).to(dtype).view(length, width)
+    exact = PIXEL_DTYPES if device.type == "cuda" or op is load_inputs_ref else (torch.float32, torch.float16)
+    for into in (torch.full((length + 3, pitch), 7, dtype=d, device=device) for d in exact):
+        want, counts = into.clone(), torch.full((3, 4), 7, dtype=torch.int32, device=device)
+        want[:length, :width] = ((pixels.double() - 128) / 128 if dtype == torch.uint8 else pixels).to(into.dtype)
+        for kind in (*KINDS, *KINDS):
+            op(grid, ROWS, FRAMES, 2, table(device), pixels, into[:, :width], counts, kind)
+            assert torch.equal(into, want)
+            assert counts[:, 0].tolist() == [ROWS * (i == kind) for i in KINDS] and (counts[:, 1:] == 7).all()
+        op(grid, ROWS + 1, FRAMES, 2, table(device), pixels, into, counts, BYTES)
+        assert not counts[:, 0].any(), "no rows where there are no items"
 
 
 def test_pixels_that_are_left_to_torch(device: torch.device) -> None:
