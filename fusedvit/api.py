@@ -23,6 +23,7 @@ from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs import to_hugging_face
+from fusedvit.pixels.byte_pixels import as_floats
 
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
 
@@ -158,7 +159,8 @@ def _fused_class(original: Any) -> Any:
         handle: FusedEncoder | None = self.__dict__.get(_HANDLE)
         found = None if handle is None else handle(self, hidden_states, grid_thw, kwargs)
         if handle is None or found is None:
-            return original.forward(self, hidden_states, grid_thw, **kwargs)
+            given = hidden_states if handle is None else as_floats(hidden_states)
+            return original.forward(self, given, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found, (hidden_states, grid_thw, kwargs))
 
     uncompiled = torch.compiler.disable(forward)  # the graph breaks: the tower runs fused between two graphs

@@ -20,9 +20,12 @@ from fusedvit.errors import Reason
 from fusedvit.families.base import Family
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
+from fusedvit.kernels.load_inputs import FLOATS, kind_of
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
+from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
+from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, new_graphs
 from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items
@@ -77,16 +80,17 @@ class FusedEncoder:
         self._start(tower)
 
     def _start(self, tower: nn.Module) -> None:
-        self._name = type(tower).__name__
+        self._name, family, spec = type(tower).__name__, self.family, self.spec
         this = weakref.ref(self)  # below nothing holds the handle: it and its weights go with the last user's reference
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._ended = False
         self._stats = Stats()
+        self._normalizations: dict[bool, Normalization] = {}  # of bytes that were brought, by whether they are still
         self._lock = threading.RLock()
         self._turn = threading.Lock()
         self._runtime: Runtime | None = None
         self.weights = WeightCache(
-            functools.partial(_source_of, self._tower, self._name, self.family, self.spec, self.built),
+            functools.partial(_source_of, self._tower, self._name, family, spec, self.built, self._normalizations),
             functools.partial(_told, this, FusedEncoder._weights_moved),
             functools.partial(_told, this, FusedEncoder._release_graphs),
         )
@@ -328,7 +332,7 @@ class FusedEncoder:
 
         Args:
             tower: whose `forward` was called: the handle's own, or a copy that shares its attributes.
-            pixel_values: `[patches, patch_width]` of any float dtype, on any device.
+            pixel_values: `[patches, patch_width]` of any float dtype, or `BytePixels`, on any device.
             grid_thw: `[items, 3]` integers (t, h, w) in patches: a tensor on any device, or a list.
             extra: the call's other arguments.
 
@@ -342,11 +346,13 @@ class FusedEncoder:
         if reason is not None:
             self._stats.add(calls=1)
             return self._fall_back(reason)
-        replay = speculative_replay.begin(self._runtime, pixel_values, grid_thw)
+        marked = type(pixel_values) is BytePixels
+        pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]  # as mypy sees it
+        replay = speculative_replay.begin(self._runtime, pixels, grid_thw, marked)
         try:
             self._stats.add(calls=1)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra)
-            found = reason or self._run_until_unchanged(pixel_values, grid_thw, replay)
+            found = reason or self._run_until_unchanged(pixels, grid_thw, replay, marked)
         finally:
             if replay is not None:
                 replay.drop()
@@ -356,7 +362,7 @@ class FusedEncoder:
         return found.outputs
 
     def _run_until_unchanged(
-        self, pixel_values: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None
+        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
     ) -> Attempt | Reason:
         """Runs a call until a run began and ended with the weights that the tower has, or says why it cannot.
 
@@ -364,10 +370,10 @@ class FusedEncoder:
         """
         parameter = self.weights.first_parameter()
         with on_device(parameter.device):
-            reason = self._ensure_weights(parameter)
+            reason = self._ensure_weights(parameter, kind_of(pixels, self.spec.patch_width) if marked else FLOATS)
             if reason is not None:
                 return reason
-            inputs = check_inputs(pixel_values, grid_thw, self.spec, parameter.device)
+            inputs = check_inputs(pixels, grid_thw, self.spec, parameter.device, marked)
             for _ in range(OVERTAKEN):
                 found = self._run(inputs, replay)
                 if found.unchanged:
@@ -423,22 +429,42 @@ class FusedEncoder:
 
     # weights and graphs
 
-    def _ensure_weights(self, parameter: torch.Tensor) -> Reason | None:
-        """Prepares weights if there are none for the device and dtype of `parameter`; says why there can be none."""
-        version = self.weights.version
-        return None if self.weights.fits(parameter) else self._prepare_weights(version)
+    def expect(self, normalization: Normalization, still: bool) -> bool:
+        """Folds a normalisation into weights, now or when they are prepared; whether it is the one that is folded.
 
-    def _prepare_weights(self, version: int) -> Reason | None:
+        There is one for still images and one for all frames, the first that is expected or brought.
+
+        Raises:
+            ValueError: patches of another layout than the tower's.
+        """
+        spec = self.spec
+        wanted = spec.in_channels, spec.temporal_patch_size, spec.patch_size
+        got = normalization.channels, normalization.temporal_patch, normalization.patch
+        if got != wanted:
+            raise ValueError(f"pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
+        return self._normalizations.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
+
+    def _taken(self, pixels: BytePixels) -> torch.Tensor:
+        """What the encoder takes of them: bytes where their normalisation is in the weights, else floats."""
+        return pixels.unmarked() if self.expect(pixels.normalization, pixels.still) else pixels.pixels()
+
+    def _ensure_weights(self, parameter: torch.Tensor, kind: int) -> Reason | None:
+        """Prepares weights if there are none for pixels of `kind` on the device and in the dtype of `parameter`; says
+        why there can be none."""
+        version = self.weights.version
+        return None if self.weights.fits(parameter, kind) else self._prepare_weights(version, kind)
+
+    def _prepare_weights(self, version: int, kind: int = FLOATS) -> Reason | None:
         """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
         with self._nothing_launched():
-            return self._prepare_now(version)
+            return self._prepare_now(version, kind)
 
-    def _prepare_now(self, version: int) -> Reason | None:
+    def _prepare_now(self, version: int, kind: int = FLOATS) -> Reason | None:
         """As `_prepare_weights`, where nothing is launched already."""
         weights = self.weights
         if self._ended:
             return Reason(fallback.RELEASED)
-        if (weights.version != version and weights.fits(weights.first_parameter())) or weights.follow():
+        if (weights.version != version and weights.fits(weights.first_parameter(), kind)) or weights.follow():
             return None
         return weights.prepare()
 
@@ -501,9 +527,14 @@ def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:
 
 
 def _source_of(
-    tower: weakref.ref[nn.Module], name: str, family: Family, spec: VisionSpec, built: Built | None
+    tower: weakref.ref[nn.Module],
+    name: str,
+    family: Family,
+    spec: VisionSpec,
+    built: Built | None,
+    normalizations: dict[bool, Normalization],
 ) -> CheckedTower:
-    return CheckedTower(_held(tower, name), family, spec, built)
+    return CheckedTower(_held(tower, name), family, spec, built, normalizations)
 
 
 def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None]) -> None:

@@ -11,6 +11,7 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.lazy_outputs import HIDDEN_STATES, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.spec import VisionSpec
+from fusedvit.pixels.byte_pixels import BytePixels, as_floats
 
 
 def to_hugging_face(
@@ -59,7 +60,10 @@ def _hidden_states(
     """How to compute what the call that gave `record` asked for, in the dtypes that it would have had."""
     pixels, grid, arguments = call
     device = handle.weights.first_parameter().device
-    inputs = (TensorState.of(pixels), *([TensorState.of(grid)] if isinstance(grid, torch.Tensor) else []))
+    inputs = (
+        TensorState.of(pixels.unmarked() if isinstance(pixels, BytePixels) else pixels),
+        *([TensorState.of(grid)] if isinstance(grid, torch.Tensor) else []),
+    )
     rows = grid if isinstance(grid, torch.Tensor) else torch.tensor(grid)
     selection = arguments.get(f"output_{HIDDEN_STATES}", getattr(tower.config, f"output_{HIDDEN_STATES}", True))
     asked = dict(arguments) | {f"output_{HIDDEN_STATES}": selection, "return_dict": True}
@@ -68,7 +72,7 @@ def _hidden_states(
 
     def run() -> Any:
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=autocast):
-            return original.forward(tower, pixels.to(device), rows.to(device), **asked)
+            return original.forward(tower, as_floats(pixels).to(device), rows.to(device), **asked)
 
     last = record.last_hidden_state
     version = None if last.is_inference() else last._version

@@ -147,10 +147,10 @@ def _load_inputs_kernel(
 
 
 def kind_of(pixels: torch.Tensor, width: int) -> int:
-    """One of `KINDS`, of `pixels` `[length, …]` for patches of `width` values."""
+    """One of `KINDS`, of `pixels` `[…, values]` for patches of `width` values."""
     if pixels.dtype != torch.uint8:
         return FLOATS
-    return BYTES if pixels.shape[1] == width else STILL_BYTES
+    return BYTES if pixels.shape[-1] == width else STILL_BYTES
 
 
 def centred(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

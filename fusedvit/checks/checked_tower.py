@@ -20,6 +20,7 @@ from fusedvit.checks.change_detection import Snapshot, hooked
 from fusedvit.checks.own_code import OwnCode, foreign_class, own_code
 from fusedvit.errors import Reason
 from fusedvit.families.base import Family
+from fusedvit.model.normalization import Normalization
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
@@ -33,12 +34,14 @@ class CheckedTower:
 
     Attributes:
         built: the tower as an engine built it; None for Hugging Face's, which is built again to compare with.
+        normalizations: of bytes that the tower is to take: see `prepare_weights.prepare`.
     """
 
     tower: nn.Module
     family: Family
     spec: VisionSpec
     built: Built | None = None
+    normalizations: Mapping[bool, Normalization] = field(default_factory=dict)
     _code: OwnCode | None = field(default=None, init=False)
 
     def reason(self) -> Reason | None:
@@ -93,7 +96,8 @@ class CheckedTower:
             own = frozenset(self.family.aliases.get(name, name) for name in new)
         else:
             own = frozenset()
-        return prepare(self.spec, self.family.names, self.family.source(parameters), reuse=reuse, own=own)
+        source, names = self.family.source(parameters), self.family.names
+        return prepare(self.spec, names, source, reuse=reuse, own=own, normalizations=self.normalizations)
 
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""

@@ -111,6 +111,11 @@ class BytePixels(torch.Tensor):
             return found(func, args, kwargs)
 
 
+def as_floats(pixels: Any) -> Any:
+    """What Hugging Face would have made of marked bytes; anything else as it is."""
+    return pixels.pixels() if isinstance(pixels, BytePixels) else pixels
+
+
 def _refuse_operators() -> None:
     """Python's operators: torch turns a TypeError within them into Python's own answer, of `x == y` into False."""
     names = [f"__{side}{name}__" for name in _OPERATORS.split(",") for side in ("", "r", "i")]

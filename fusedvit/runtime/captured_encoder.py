@@ -3,6 +3,7 @@
 Budgets count merged tokens; buffers count patch tokens.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from fusedvit.graphs.side_stream import CapturedSideStream
 from fusedvit.kernels import load_inputs
 from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.launch import compiling_only
+from fusedvit.kernels.load_inputs import BYTES, FLOATS, STILL_BYTES, centred, kind_of
 from fusedvit.kernels.metadata import Layout
 from fusedvit.kernels.tile_configs import DENSE, Target
 from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
@@ -126,20 +128,22 @@ class CapturedEncoder:
         No random numbers: a failed capture may upset their generator.
         """
         part, unit, side = self._parts[budget], self._spec.merge_unit, self._spec.merge_size
-        part.pixels[:unit].fill_(0.5)
+        part.pixels[:unit].fill_(0.5)  # of bytes too, whose launches this one does not fill
         self._rehearse_loads(budget, [[1, side, side]], unit)
         hidden, *merged = [t.new_empty(t.shape) for t in (part.hidden[:unit], *(plane[:1] for plane in part.merged))]
         self.store(budget, EncoderOutputs(hidden, tuple(merged)))
 
     def _rehearse_loads(self, budget: int, grid: list[list[int]], rows: int) -> None:
-        """`load` for every dtype that a call may bring; the first pixels are 0.5 again."""
-        part = self._parts[budget]
-        for dtype in load_inputs.GRID_DTYPES:
+        """`load` for every kind and dtype of pixels that a call may bring; the first are 0.5 in the end."""
+        kinds = {BYTES: (torch.uint8,), STILL_BYTES: (torch.uint8,), FLOATS: load_inputs.PIXEL_DTYPES}
+        kinds = {kind: dtypes for kind, dtypes in kinds.items() if self._weights().patches()[kind] is not None}
+        for dtype, kind in itertools.product(load_inputs.GRID_DTYPES, kinds):
             table = torch.tensor(grid, dtype=dtype, device=self._device)
-            self._load(budget, table, rows)
-            for given in load_inputs.PIXEL_DTYPES if part.pixels.is_contiguous() else ():
-                pixels = torch.full((1, self._spec.patch_width), 0.5, dtype=given, device=self._device)
-                self._load(budget, table, rows, pixels)
+            self._load(budget, table, rows, kind)
+            for given in kinds[kind]:
+                width = self._spec.still_width if kind == STILL_BYTES else self._spec.patch_width
+                pixels = torch.full((1, width), 0.5, device=self._device).to(given)
+                self._load(budget, table, rows, kind, pixels)
 
     # content in and out
 
@@ -150,23 +154,34 @@ class CapturedEncoder:
 
         Args:
             grid: `[n, 3]` int64 or int32 on the device.
-            pixels: `[rows, patch_width]`, any float dtype, any device.
+            pixels: of any kind (`kernels.load_inputs.kind_of`), on any device.
         """
-        part, rows = self._parts[budget], pixels.shape[0]
-        if part.pixels.is_contiguous() and load_inputs.can_load(pixels, self._device):
-            self._load(budget, grid, rows, pixels)
+        rows, kind = pixels.shape[0], FLOATS
+        if pixels.dtype == torch.uint8:
+            kind, pixels = kind_of(pixels, self._spec.patch_width), pixels.to(self._device, non_blocking=True)
+        if load_inputs.can_load(pixels, self._device):
+            self._load(budget, grid, rows, kind, pixels)
             return
-        self._load(budget, grid, rows)
-        part.pixels[:rows].copy_(pixels, non_blocking=True)
+        self._load(budget, grid, rows, kind)
+        self.load_pixels(budget, pixels)
 
-    def load_grid(self, budget: int, rows: Rows) -> None:
-        """Fills the grid alone, of a batch whose pieces are `(t, h, w)` in `rows`."""
-        self._load(budget, self.grid(rows), sum([t * h * w for t, h, w in rows]))
+    def load_grid(self, budget: int, rows: Rows, pixels: torch.Tensor) -> None:
+        """Fills the grid alone, of a batch whose pieces are `(t, h, w)` in `rows`, for pixels of that kind."""
+        kind = kind_of(pixels, self._spec.patch_width)
+        self._load(budget, self.grid(rows), sum([t * h * w for t, h, w in rows]), kind)
 
-    def _load(self, budget: int, grid: torch.Tensor, rows: int, pixels: torch.Tensor | None = None) -> None:
-        part = self._parts[budget]
-        into = () if pixels is None else (pixels, part.pixels)
-        self._ops.load_inputs(grid, rows, self._max_frames, self._spec.merge_size, part.grid, *into)
+    def load_pixels(self, budget: int, pixels: torch.Tensor, first: int = 0) -> None:
+        """Fills rows of pixels, from row `first` on, by copies of torch's."""
+        into = self._parts[budget].pixels[first : first + pixels.shape[0], : pixels.shape[1]]
+        if pixels.dtype == torch.uint8:
+            pixels = centred(pixels.to(self._device, non_blocking=True), self._dtype)
+        into.copy_(pixels, non_blocking=True)
+
+    def _load(self, budget: int, grid: torch.Tensor, rows: int, kind: int, pixels: torch.Tensor | None = None) -> None:
+        part, spec = self._parts[budget], self._spec
+        into = None if pixels is None else part.pixels
+        counts = part.row_counts
+        self._ops.load_inputs(grid, rows, self._max_frames, spec.merge_size, part.grid, pixels, into, counts, kind)
 
     def grid(self, rows: Rows) -> torch.Tensor:
         """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch; recent ones are kept there.

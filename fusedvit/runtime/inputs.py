@@ -18,7 +18,7 @@ class Inputs:
     """A call's input, checked as far as the host knows it.
 
     Attributes:
-        pixels: `[tokens, patch_width]`, any float dtype, any device.
+        pixels: `[tokens, …]` of any kind (`kernels.load_inputs.kind_of`), any float dtype, any device.
         grid: `[n, 3]` integers on the tower's device, if the host has yet to read them; else None.
         items: what the grid says; None until it is read.
     """
@@ -28,13 +28,18 @@ class Inputs:
     items: list[Item] | None
 
 
-def check_inputs(pixel_values: torch.Tensor, grid_thw: Grid, spec: VisionSpec, device: torch.device) -> Inputs:
+def check_inputs(
+    pixel_values: torch.Tensor, grid_thw: Grid, spec: VisionSpec, device: torch.device, marked: bool = False
+) -> Inputs:
     """Checks a call's input; nothing is launched and nothing is read back from a GPU.
+
+    Args:
+        marked: the pixels came under a mark, so that they may be bytes.
 
     Raises:
         TypeError, ValueError: see `check_pixels`, `check_grid` and `check_items`.
     """
-    pixels = check_pixels(pixel_values, spec)
+    pixels = check_pixels(pixel_values, spec, marked)
     grid = check_grid(grid_thw)
     if is_on_gpu(grid):
         return Inputs(pixels, grid.to(device), None)
@@ -76,8 +81,8 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
 
 
-def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
-    """`pixel_values` as `[patches, spec.patch_width]`, floats.
+def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = False) -> torch.Tensor:
+    """`pixel_values` as `[patches, spec.patch_width]`, floats; if `marked`, bytes of all frames or one as well.
 
     Hugging Face's towers view whatever they are given as `[patches, channels, frames, rows, columns]`: a batch of one
     `[1, patches, width]`, flat pixels, pixels that are such patches already. These are taken as they take them.
@@ -88,6 +93,8 @@ def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
     """
     if not isinstance(pixel_values, torch.Tensor):
         raise TypeError(f"pixel_values must be a tensor, got {type(pixel_values).__name__}")
+    if marked and pixel_values.dtype == torch.uint8:
+        return _byte_rows(pixel_values, spec)
     if not pixel_values.dtype.is_floating_point:
         raise TypeError(
             f"pixel_values must be normalised floats, got {pixel_values.dtype}: run the image processor first"
@@ -101,6 +108,13 @@ def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
             f"got {pixel_values.shape[1]}"
         )
     return pixel_values
+
+
+def _byte_rows(pixels: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
+    widths = spec.still_width, spec.patch_width
+    if pixels.shape[-1] not in widths or (spec.rows_only and pixels.ndim != 2):
+        raise ValueError(f"pixel_values must be rows of {widths[0]} or {widths[1]} bytes, got {tuple(pixels.shape)}")
+    return pixels.reshape(-1, pixels.shape[-1])
 
 
 def _as_rows(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:

@@ -14,6 +14,7 @@ from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import CAPTURE_FAILED
 from fusedvit.graphs.packing import Batch, Piece, Work, pack
 from fusedvit.kernels.backends import BackendFailed
+from fusedvit.kernels.load_inputs import FLOATS, centred, kind_of
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
@@ -147,7 +148,7 @@ def run(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Co
     """Outputs of `items`, in their order, in memory of the caller's.
 
     Args:
-        pixels: `[tokens, patch_width]`, any float dtype, any device, rows of the items one after another.
+        pixels: of any kind (`kernels.load_inputs.kind_of`), on any device, rows of the items one after another.
         eager: counts of eager runs by reason, added to.
     """
     pixels = pixels.detach()
@@ -179,10 +180,9 @@ def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor,
             whole = length == pixels.shape[0]
             encoder.load(budget, encoder.grid(step.rows), pixels if whole else pixels[source : source + length])
             return
-        encoder.load_grid(budget, step.rows)
-        static = encoder.buffers(budget).pixels
+        encoder.load_grid(budget, step.rows, pixels)
         for source, target, length in step.spans:
-            static[target : target + length].copy_(pixels[source : source + length], non_blocking=True)
+            encoder.load_pixels(budget, pixels[source : source + length], target)
 
     def store(budget: int) -> None:
         static = encoder.buffers(budget)
@@ -229,8 +229,12 @@ def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> 
 def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
     spec, device, dtype = runtime.spec, runtime.device, runtime.dtype
     plan = plan_for(spec, runtime.plan_tokens(_tokens(items)), dtype, Target.of(device))
-    pixels = _aligned(pixels.to(device, dtype))
-    buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, device, pixels)
+    kind, capacity = kind_of(pixels, spec.patch_width), Capacity.of(items, plan.layout(spec))
+    floats = _aligned(pixels.to(device, dtype)) if kind == FLOATS else None
+    buffers = allocate(spec, capacity, dtype, device, floats)
+    if floats is None:
+        buffers.pixels[:, : pixels.shape[1]].copy_(centred(pixels.to(device), dtype))
+    buffers.row_counts[kind, 0].fill_(capacity.tokens)
     _fill_grid(buffers.grid, items)
     with torch.no_grad():
         outputs = encode(spec, runtime.weights.get(), buffers, ops_for(device), plan)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.graphs.packing import sole_budget
-from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
+from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS, kind_of
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.runtime.captured_encoder import TowerGraphs
@@ -58,7 +58,7 @@ class SpeculativeReplay:
             self.graphs.manager.count_misprediction()
 
 
-def begin(runtime: Runtime | None, pixels: object, grid: object) -> SpeculativeReplay | None:
+def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = False) -> SpeculativeReplay | None:
     """Enqueues a replay where the shapes of `pixels` and `grid` tell the plan; None where they do not.
 
     Until the replay is launched the GPU has nothing to do, so only what decides the launch is asked here.
@@ -66,8 +66,9 @@ def begin(runtime: Runtime | None, pixels: object, grid: object) -> SpeculativeR
     Args:
         runtime: what the last fused call ran on; None where there was none.
         pixels, grid: what the caller gave, unchecked.
+        marked: the pixels came under a mark, so that they may be bytes.
     """
-    if runtime is None or runtime.graphs is None or not _tells_its_shape(pixels, grid, runtime):
+    if runtime is None or runtime.graphs is None or not _tells_its_shape(pixels, grid, runtime, marked):
         return None
     assert isinstance(pixels, torch.Tensor) and isinstance(grid, torch.Tensor)
     graphs, rows, unit = runtime.graphs, pixels.shape[0], runtime.spec.merge_unit
@@ -92,7 +93,7 @@ def begin(runtime: Runtime | None, pixels: object, grid: object) -> SpeculativeR
     return found if graphs.manager.replay_if_captured(budget, load, store) else None
 
 
-def _tells_its_shape(pixels: object, grid: object, runtime: Runtime) -> bool:
+def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: bool) -> bool:
     """Whether these are plain tensors of the right shapes on the tower's device, which is current.
 
     A subclass may act on what is done to it, and so may what traces, captures or differentiates.
@@ -102,16 +103,23 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime) -> bool:
     device = runtime.device
     if pixels.device != device or grid.device != device or pixels.requires_grad:
         return False
+    full = runtime.spec.patch_width
     return (
         pixels.ndim == 2
-        and pixels.shape[1] == runtime.spec.patch_width
-        and pixels.dtype.is_floating_point
+        and (pixels.shape[1] == full if pixels.dtype.is_floating_point else marked and _takes_bytes(pixels, runtime))
         and grid.shape[1:] == (3,)
         and grid.dtype in GRID_DTYPES
         and max(grid.stride()) <= MAX_ROWS
         and _is_current(device)
         and not torch._C._is_tracing()
     )
+
+
+def _takes_bytes(pixels: torch.Tensor, runtime: Runtime) -> bool:
+    """Whether these are bytes, rows of them as wide as patches of a kind that the weights take."""
+    spec, width = runtime.spec, pixels.shape[1]
+    known = pixels.dtype == torch.uint8 and width in (spec.patch_width, spec.still_width)
+    return known and kind_of(pixels, spec.patch_width) in runtime.weights.kinds
 
 
 def _is_current(device: torch.device) -> bool:

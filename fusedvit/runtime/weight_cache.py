@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fusedvit.errors import Reason
+from fusedvit.kernels.load_inputs import FLOATS
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
 
@@ -77,6 +78,7 @@ class WeightCache:
         version: a run that began with an older version is not accepted.
         prepared: how often weights were prepared.
         moves: how often parameters have moved with their content unchanged, since weights were last released.
+        kinds: of pixels that the weights take, of `kernels.load_inputs.KINDS`.
     """
 
     def __init__(self, source: Callable[[], Source], on_move: Callable[[], None], on_loss: Callable[[], None]) -> None:
@@ -88,6 +90,7 @@ class WeightCache:
             on_loss: called when memory has lost its content, and static buffers may have too.
         """
         self.version = self.prepared = self.moves = 0
+        self.kinds: tuple[int, ...] = ()
         self._source = source
         self._on_move = on_move
         self._on_loss = on_loss
@@ -100,6 +103,7 @@ class WeightCache:
         self._pointers: tuple[int, ...] = ()
         self._lost = False
         self._borrowed = _Borrowed.of(())
+        self.kinds = ()
 
     def release(self) -> None:
         """Gives everything back; the next use prepares weights again."""
@@ -131,10 +135,14 @@ class WeightCache:
         found = None if snapshot is None else snapshot.first_parameter()
         return next(iter(self._source().parameters().values())) if found is None else found
 
-    def fits(self, parameter: torch.Tensor) -> bool:
-        """Whether weights are prepared, on the device and in the dtype of `parameter`, and lie where they did."""
+    def fits(self, parameter: torch.Tensor, kind: int = FLOATS) -> bool:
+        """Whether weights are prepared, on the device and in the dtype of `parameter`, and lie where they did.
+
+        Args:
+            kind: of the pixels that they are to take, one of `kernels.load_inputs.KINDS`.
+        """
         weights = self._weights
-        if self._snapshot is None or weights is None or not self.in_place():
+        if self._snapshot is None or weights is None or not self.in_place() or kind not in self.kinds:
             return False
         weight = weights.patch.weight
         return weight.device == parameter.device and weight.dtype == parameter.dtype
@@ -241,5 +249,6 @@ class WeightCache:
         pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved
         self._weights, self._content, self._snapshot = weights, content, snapshot
         self._borrowed, self._pointers = _Borrowed.of(weights.borrowed()), pointers
+        self.kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)
         if before and before != pointers:
             self._on_move()

@@ -28,7 +28,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "stats": (*CORE, "pixels"),
     "fused_encoder": (*CORE, "pixels", "stats"),
     "lazy_outputs": (),
-    "outputs": (*CORE, "fused_encoder", "lazy_outputs"),
+    "outputs": (*CORE, "pixels", "fused_encoder", "lazy_outputs"),
     "checkpoint": ("checks", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
     "data_parallel": (*CORE, "api", "fused_encoder"),

@@ -10,7 +10,9 @@ from tests.support.encoding import every_buffer
 def test_every_tensor_is_named_and_counted() -> None:
     made = every_buffer()
     found = made.tensors()
-    names = {"pixels", "grid", "hidden", "wide", "context", "stats"} | {f"merged.{i}" for i in range(len(made.merged))}
+    names = {"pixels", "grid", "row_counts", "hidden", "wide", "context", "stats"} | {
+        f"merged.{i}" for i in range(len(made.merged))
+    }
     names |= {f"meta.{name}" for name in Metadata.__annotations__} | {
         f"overlap.{name}" for name in OverlapBuffers.__annotations__
     }

@@ -1,0 +1,176 @@
+"""Bytes in a tower: fused, the answers to the processor's floats; in its original code, these very floats."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from fusedvit.model.normalization import Normalization
+from fusedvit.pixels.byte_pixels import BytePixels
+from tests.support.families import INSTALLED, family_tower
+from tests.support.towers import assert_rule, assert_same, copy_of, outputs_of, patches_of, tiny_model, tiny_tower
+
+CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+GRID = [(1, 8, 4), (1, 4, 6), (1, 2, 10)]
+KINDS = {"still": True, "frames": False}
+
+
+def normalization_for(tower: Any, **numbers: Any) -> Normalization:
+    c = tower.config
+    layout = {"temporal_patch": getattr(c, "temporal_patch_size", 1), "channels": c.in_channels}
+    return Normalization(**({"rescale_factor": 1 / 255, "patch": c.patch_size} | layout | CLIP | numbers))
+
+
+def bytes_for(tower: Any, still: bool, seed: int = 0, **numbers: Any) -> BytePixels:
+    """Smooth enough to be like images: a mean far from that of the normalisation, and neighbours alike."""
+    n = normalization_for(tower, **numbers)
+    generator = torch.Generator().manual_seed(seed)
+    rows = 180 + 25 * torch.randn(patches_of(GRID), n.width(still), generator=generator)
+    return BytePixels.mark(rows.clamp(0, 255).to(torch.uint8), n, still)
+
+
+def run(tower: Any, pixels: torch.Tensor, **arguments: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return outputs_of(tower(pixels, grid_thw=torch.tensor(GRID), **arguments))
+
+
+@pytest.mark.parametrize("still", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_family_takes_bytes(name: str, still: bool) -> None:
+    tower = family_tower(name)
+    pixels = bytes_for(tower, still)
+    ref = run(tower, pixels.pixels())
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    assert_same(run(tower, pixels), ref)
+    assert handle.stats()["fused"] == 1
+    assert_same(run(tower, pixels.pixels()), ref)
+    assert_same(run(tower, pixels), ref)
+    assert handle.stats()["refreshes"] == 1
+    fusedvit.unfuse(tower)
+    with pytest.raises(TypeError, match="BytePixels"):
+        run(tower, pixels)
+
+
+@pytest.mark.parametrize("numbers", [HALF, {"mean": None, "std": None}, {"rescale_factor": None}, {"backend": "pil"}])
+def test_any_normalization(numbers: dict[str, Any]) -> None:
+    tower = tiny_tower()
+    for still in KINDS.values():
+        pixels = bytes_for(tower, still, **numbers)
+        ref = run(copy_of(tower), pixels.pixels())
+        fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+        assert_same(run(tower, pixels), ref)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("still", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("numbers", [CLIP, HALF], ids=["clip", "half"])
+def test_within_the_rule_in_16_bits(dtype: torch.dtype, still: bool, numbers: dict[str, Any]) -> None:
+    exact = tiny_tower()
+    pixels = bytes_for(exact, still, **numbers)
+    tower = copy_of(exact, dtype)
+    ref, pt = run(exact, pixels.pixels()), run(tower, pixels.pixels().to(dtype))
+    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    assert_rule(run(tower, pixels.to(dtype)), ref, pt)
+
+
+def test_another_normalization_is_made_floats() -> None:
+    """One is folded for still images and one for all frames; pixels of any other are normalised first."""
+    tower = tiny_tower()
+    other, reference = bytes_for(tower, True, **HALF), copy_of(tower)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    run(tower, bytes_for(tower, True))
+    assert_same(run(tower, other), run(reference, other.pixels()))
+    video = bytes_for(tower, False, **HALF)
+    assert_same(run(tower, video), run(reference, video.pixels()))
+    assert handle.stats()["fused"] == 3 and handle.stats()["refreshes"] == 2
+
+
+def test_weights_that_change_take_the_bytes_along() -> None:
+    tower = tiny_tower()
+    pixels = bytes_for(tower, True)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    run(tower, pixels)
+    with torch.no_grad():
+        tower.patch_embed.proj.weight.mul_(1.5)
+    assert_same(run(tower, pixels), run(fusedvit.unfuse(copy_of(tower)), pixels.pixels()))
+    handle.release()
+    assert_same(run(tower, pixels), run(fusedvit.unfuse(copy_of(tower)), pixels.pixels()))
+
+
+@pytest.mark.parametrize("still", KINDS.values(), ids=KINDS)
+def test_the_original_code_sees_hugging_faces_pixels(still: bool) -> None:
+    """Bit for bit, in the dtype that the model cast them to."""
+    for dtype in (torch.float32, torch.bfloat16):
+        tower = copy_of(tiny_tower(), dtype)
+        pixels = bytes_for(tower, still)
+        seen: list[torch.Tensor] = []
+        handle = fusedvit.fuse(tower)
+        hook = tower.patch_embed.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+        answer = run(tower, pixels.type(dtype))
+        assert handle.stats()["original"] == {"hooks": 1} and type(seen[0]) is torch.Tensor
+        assert seen[0].dtype == dtype and torch.equal(seen[0], pixels.pixels().to(dtype))
+        hook.remove()
+        fusedvit.unfuse(tower)
+        ref = run(tower, pixels.pixels().to(dtype))
+        assert all(torch.equal(answer[name], ref[name]) for name in ref)
+
+
+def test_gradients_take_the_original_code() -> None:
+    tower = tiny_tower().requires_grad_(True)
+    pixels, reference = bytes_for(tower, True), copy_of(tower)
+    fusedvit.fuse(tower)
+    tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output.sum().backward()
+    reference(pixels.pixels(), grid_thw=torch.tensor(GRID)).pooler_output.sum().backward()
+    for ours, theirs in zip(tower.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is None if theirs.grad is None else torch.equal(ours.grad, theirs.grad)
+
+
+def test_hidden_states_read_later() -> None:
+    tower = tiny_tower()
+    pixels, reference = bytes_for(tower, True), copy_of(tower)
+    handle = fusedvit.fuse(tower)
+    with torch.no_grad():
+        found = tower(pixels, grid_thw=torch.tensor(GRID), output_hidden_states=True)
+        ref = reference(pixels.pixels(), grid_thw=torch.tensor(GRID), output_hidden_states=True)
+    assert handle.stats()["fused"] == 1
+    for ours, theirs in zip(found.hidden_states, ref.hidden_states, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    changed = tower(pixels, grid_thw=torch.tensor(GRID), output_hidden_states=True)
+    pixels.unmarked()[0] += 1
+    with pytest.raises(RuntimeError, match="pixel_values or grid_thw have changed"):
+        _ = changed.hidden_states
+
+
+def test_what_is_refused() -> None:
+    tower = tiny_tower()
+    pixels = bytes_for(tower, True)
+    fusedvit.fuse(tower)
+    run(tower, pixels)
+    for plain in (pixels.unmarked(), bytes_for(tower, False).unmarked(), pixels.unmarked().long()):
+        with pytest.raises(TypeError, match="normalised floats"):
+            run(tower, plain)
+    for layout in ({"patch": 2, "temporal_patch": 8}, {"channels": 12, "patch": 2, "mean": 0.5, "std": 0.5}):
+        with pytest.raises(ValueError, match="patches of"):
+            run(tower, bytes_for(tower, False, **layout))
+    with pytest.raises(ValueError, match="pixel_values has 75"):
+        run(tower, bytes_for(tower, True)[1:])
+    ref = run(tower, pixels)
+    assert_same(run(tower, pixels[None]), ref)
+    assert_same(run(tower, pixels.view(2, -1, pixels.shape[1])), ref)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_parents_cast_and_split_what_they_are_given(kind: str) -> None:
+    """A whole model: its own casts, and its features as with floats."""
+    model = tiny_model(kind)
+    images, videos = bytes_for(model.model.visual, True), bytes_for(model.model.visual, False, seed=3)
+    grid = torch.tensor(GRID)
+    with torch.no_grad():
+        ref = [model.get_image_features(images.pixels(), grid), model.get_video_features(videos.pixels(), grid)]
+        handle = fusedvit.fuse(model.requires_grad_(False), fusedvit.FuseConfig(strict=True))
+        found = [model.get_image_features(images, grid), model.get_video_features(videos, grid)]
+    for ours, theirs in zip(found, ref, strict=True):
+        torch.testing.assert_close(ours.pooler_output, theirs.pooler_output)
+    assert handle.stats()["fused"] == 2
