@@ -154,8 +154,7 @@ def _fused_class(original: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             chosen = uncompiled if may_break() else original.forward
             return chosen(self, hidden_states, grid_thw, **kwargs)
-        # An instance that nobody fused has no handle: made by this class's `from_pretrained`, or unfused since the call
-        # began.
+        # No handle: made by this class's `from_pretrained`, or unfused since the call began.
         handle: FusedEncoder | None = self.__dict__.get(_HANDLE)
         found = None if handle is None else handle(self, hidden_states, grid_thw, kwargs)
         if handle is None or found is None:

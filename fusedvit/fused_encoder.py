@@ -346,8 +346,8 @@ class FusedEncoder:
         if reason is not None:
             self._stats.add(calls=1)
             return self._fall_back(reason)
-        marked = type(pixel_values) is BytePixels
-        pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]  # as mypy sees it
+        marked = isinstance(pixel_values, BytePixels)
+        pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
         replay = speculative_replay.begin(self._runtime, pixels, grid_thw, marked)
         try:
             self._stats.add(calls=1)

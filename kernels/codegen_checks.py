@@ -39,6 +39,7 @@ _TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 _EXPECTED = {  # what a 16-bit product is made of, and how its operands arrive
     **dict.fromkeys((80, 86, 89), ("mma.sync", "cp.async.cg")),

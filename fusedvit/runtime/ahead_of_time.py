@@ -101,7 +101,7 @@ def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Targe
 
 def recorded(spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0) -> list[Launch]:
     """What `plan` launches on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
-    weights = meta_weights(spec, dtype)
+    weights = meta_weights(spec, dtype, takes_bytes=True)
     return record(lambda: run_on_meta(spec, weights, plan, dtype, tokens, overlapped))
 
 
@@ -112,14 +112,16 @@ def _launches_around_encoder() -> list[Launch]:
     table = torch.empty(64, 3, dtype=torch.int32, device="meta")
     grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in GRID_DTYPES]
     pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in PIXEL_DTYPES]
+    bytes_of_kinds = [torch.empty(4, width, dtype=torch.uint8, device="meta") for width in (1536, 768)]
+    counts = torch.empty(3, 4, dtype=torch.int32, device="meta")
 
     def launches() -> None:
         TRITON.fingerprint(sources, words.int())
         for grid in grids:
             TRITON.fingerprint(sources, words.int(), grid, grid.long())
-            TRITON.load_inputs(grid, 4, 256, 2, table)
-            for given, kept in itertools.product(pixels, pixels):
-                TRITON.load_inputs(grid, 4, 256, 2, table, given, kept)
+            TRITON.load_inputs(grid, 4, 256, 2, table, None, None, counts)
+            for given, kept in itertools.product((*pixels, *bytes_of_kinds), pixels):
+                TRITON.load_inputs(grid, 4, 256, 2, table, given, kept, counts)
         for like in pixels:
             hidden, merged = like.new_empty(4, 1152), like.new_empty(1, 4096)
             for planes in range(PLANES + 1):

@@ -19,6 +19,7 @@ from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
+from fusedvit.model.normalization import Normalization
 from fusedvit.model.ops import TRITON
 from fusedvit.model.param_names import parameter_shapes, plain_names
 from fusedvit.model.plan import EncoderPlan, plan_for
@@ -38,14 +39,15 @@ def default_limits(spec: VisionSpec, dtype: torch.dtype) -> Limits:
 
 
 def tower_launches(
-    spec: VisionSpec, dtype: torch.dtype, target: Target, limits: Limits | None = None
+    spec: VisionSpec, dtype: torch.dtype, target: Target, limits: Limits | None = None, takes_bytes: bool = False
 ) -> dict[Launch, Callable[[], CompiledKernel]]:
     """Each distinct kernel once, in the order of first use, and what compiles it (see `codegen_checks.compilations`).
 
     Args:
         limits: the token budgets; None for the default ladder.
+        takes_bytes: whether somebody brings `BytePixels`.
     """
-    limits, weights = limits or default_limits(spec, dtype), meta_weights(spec, dtype)
+    limits, weights = limits or default_limits(spec, dtype), meta_weights(spec, dtype, takes_bytes)
 
     def planned(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
         return plan_for(spec, tokens, dtype, target)
@@ -63,11 +65,17 @@ def tower_launches(
     return compilations(launches)
 
 
-def meta_weights(spec: VisionSpec, dtype: torch.dtype) -> EncoderWeights:
-    """Weights of the right shapes and no content."""
+def meta_weights(spec: VisionSpec, dtype: torch.dtype, takes_bytes: bool = False) -> EncoderWeights:
+    """Weights of the right shapes and no content; if `takes_bytes`, for bytes too."""
     names = plain_names(spec)
     shapes = dict(parameter_shapes(names, spec))
-    return prepare(spec, names, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
+    any_bytes = Normalization(1 / 255, None, None, spec.patch_size, spec.temporal_patch_size, spec.in_channels)
+    normalizations = dict.fromkeys((False, True), any_bytes) if takes_bytes else None
+
+    def source(name: str) -> torch.Tensor:
+        return torch.empty(shapes[name], dtype=dtype, device="meta")
+
+    return prepare(spec, names, source, normalizations=normalizations)
 
 
 def run_on_meta(

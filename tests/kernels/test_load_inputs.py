@@ -129,7 +129,7 @@ def test_pixels_are_copied_as_torch_copies_them(
 @pytest.mark.parametrize("width, pitch", [(24, 24), (12, 24), (588, 1216), (1176, 1216), (768, 1536)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_bytes_are_centred_and_rows_lie_apart(
+def test_bytes_are_centred_and_rows_have_a_pitch(
     op: Callable[..., torch.Tensor], dtype: torch.dtype, width: int, pitch: int, device: torch.device
 ) -> None:
     """Every byte exactly, in every dtype; what lies between and after the rows stays."""

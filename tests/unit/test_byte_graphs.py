@@ -79,12 +79,14 @@ def test_unmarked_bytes_begin_no_replay(case: Case) -> None:
 
 
 def test_layouts_of_bytes_that_no_kernel_loads(case: Case) -> None:
-    """Rows apart, and rows that begin anywhere."""
+    """Strided rows, and rows that begin anywhere."""
     for kind in (BYTES, STILL_BYTES):
         pixels = pixels_of(kind)
         want = answer(case[0], pixels, GRID)
-        apart = BytePixels.mark(torch.zeros(112, pixels.shape[1], dtype=torch.uint8)[::2], NORMALIZATION, pixels.still)
-        apart.unmarked().copy_(pixels.unmarked())
+        strided = BytePixels.mark(
+            torch.zeros(112, pixels.shape[1], dtype=torch.uint8)[::2], NORMALIZATION, pixels.still
+        )
+        strided.unmarked().copy_(pixels.unmarked())
         odd = torch.zeros(pixels.numel() + 1, dtype=torch.uint8)[1:].view(pixels.shape).copy_(pixels.unmarked())
-        for other in (apart, BytePixels.mark(odd, NORMALIZATION, pixels.still), pixels[None]):
+        for other in (strided, BytePixels.mark(odd, NORMALIZATION, pixels.still), pixels[None]):
             assert same(answer(case[0], other, GRID), want)
