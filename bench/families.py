@@ -31,7 +31,7 @@ from fusedvit.bench.towers import (
     build_one,
     class_of,
     outputs_of,
-    patch_width,
+    pixels_for,
     shallow,
     shared_copy,
     spec_of,
@@ -74,7 +74,8 @@ def measure(geometry: Geometry, device: torch.device, seconds: float) -> dict[st
     parity, cost = {}, {}
     for workload, grid in (TIMED | CHECKED).items():
         rows = geometry.rows(grid)
-        pixels, grid_thw = _pixels(tower, rows, device).bfloat16(), torch.tensor(rows, device=device)
+        pixels = pixels_for(tower, rows, torch.bfloat16, device, tokens(rows))
+        grid_thw = torch.tensor(rows, device=device)
         modules = (ours, torch.bfloat16), (wide, wider(torch.bfloat16)), (tower, torch.bfloat16)
         parity[workload] = verdict_of(*(outputs_of(m(pixels.to(d), grid_thw=grid_thw)) for m, d in modules))
         if workload in TIMED and parity[workload]["passed"]:
@@ -105,15 +106,9 @@ def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[s
     """Every output for every grid, from the same pixels in any dtype."""
     found = {}
     for name, grid in CHECKED_ON_CPU.items():
-        pixels = _pixels(tower, grid, torch.device("cpu")).to(dtype)
+        pixels = pixels_for(tower, grid, dtype, torch.device("cpu"), tokens(grid))
         found[name] = outputs_of(tower(pixels, grid_thw=torch.tensor(geometry.rows(grid))))
     return found
-
-
-def _pixels(tower: nn.Module, grid: Grid, device: torch.device) -> torch.Tensor:
-    """`[tokens, patch_width]` fp32, the same for every tower of a patch width."""
-    generator = torch.Generator(device).manual_seed(tokens(grid))
-    return torch.randn(tokens(grid), patch_width(tower), device=device, generator=generator)
 
 
 def cost_of(calls: list[Contender], device: torch.device, seconds: float) -> dict[str, Any]:

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench.parity import build, pixels_of
 from fusedvit.bench.report import passport
+from fusedvit.bench.towers import GEOMETRIES, build, pixels_for
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
@@ -36,6 +36,7 @@ from fusedvit.model.items import Item
 from fusedvit.runtime.runner import Runtime, run_eager
 
 DEVICE = torch.device("cuda")
+FOUR_BLOCKS = GEOMETRIES["Qwen3-VL-8B"].but(depth=4, deepstack_visual_indexes=[0])
 CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64)
 BAD = ("wrong", "with_nan", "changed", "wrongly_answered", "not_right", "compiles")  # counts of a check: 0 each
 FREE_MIB: list[float] = [4096, 256, 128, 64, 32, 16, 8, 4, 2, 2048]
@@ -101,7 +102,7 @@ def graph_equals_eager(tower: nn.Module, handle: FusedEncoder, batches: int) -> 
     grids = [random_grid(rng) for _ in range(batches)] + [[(1, 4, 4)], [(1, 48, 48)], [(1, 4, 4)]]
     wrong = nans = 0
     for i, grid in enumerate(grids):
-        pixels = pixels_of(grid, torch.bfloat16, i)
+        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
         want = eager(handle, pixels, grid)
         poison(handle)
         got = call(tower, pixels, somewhere(grid, i))
@@ -117,7 +118,7 @@ def held_outputs(tower: nn.Module, calls: int) -> dict[str, int]:
     changed = 0
     for i in range(calls):
         grid = random_grid(rng, 400)
-        got = call(tower, pixels_of(grid, torch.bfloat16, i), somewhere(grid, i))
+        got = call(tower, pixels_for(tower, grid, torch.bfloat16, DEVICE, i), somewhere(grid, i))
         held.append((got, _checksum(got)))
         if len(held) == 500:
             changed += _changed(held)
@@ -139,7 +140,7 @@ def equal_totals(tower: nn.Module, handle: FusedEncoder, pairs: int) -> dict[str
     wrong = 0
     for i in range(pairs):
         first, second = _equal_pair(rng)
-        pixels = pixels_of(first, torch.bfloat16, i)
+        pixels = pixels_for(tower, first, torch.bfloat16, DEVICE, i)
         for grid in (first, second):
             got, want = call(tower, pixels, somewhere(grid, i)), eager(handle, pixels, grid)
             wrong += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -167,7 +168,7 @@ def threads_and_streams(
     cases = []
     for i in range(16):
         grid = random_grid(rng, 900)
-        pixels = pixels_of(grid, torch.bfloat16, i)
+        pixels = pixels_for(towers[0], grid, torch.bfloat16, DEVICE, i)
         cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
     torch.cuda.synchronize()
     wrong = [0] * threads
@@ -210,7 +211,7 @@ def captures_under_load(tower: nn.Module, handle: FusedEncoder, captures: int) -
 
     other = threading.Thread(target=disturb)
     other.start()
-    pixels, grid = pixels_of([(1, 8, 8)], torch.bfloat16, 0), [(1, 8, 8)]
+    pixels, grid = pixels_for(tower, [(1, 8, 8)], torch.bfloat16, DEVICE, 0), [(1, 8, 8)]
     want = eager(handle, pixels, grid)
     right = 0
     before = handle.stats()["graphs"]["captures"]
@@ -229,7 +230,7 @@ def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float])
     Afterwards, with memory back, the output must be right, and the tower must hold nothing more than before.
     """
     grid: Grid = [(1, 16, 16), (2, 8, 8)]
-    pixels = pixels_of(grid, torch.bfloat16, 0)
+    pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
     want = eager(handle, pixels, grid)
     for room in free_mib:
         handle.graphs().manager.release()  # weights stay prepared
@@ -288,7 +289,7 @@ def soak(tower: nn.Module, handle: FusedEncoder, calls: int) -> dict[str, Any]:
     cases = []
     for i in range(96):
         grid = random_grid(rng, 700)
-        pixels = pixels_of(grid, torch.bfloat16, i)
+        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
         cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
     wrong, took, memory = 0, [], []
     compiles = handle.stats()["compiles"]
@@ -329,7 +330,7 @@ def hostile_grids(tower: nn.Module, handle: FusedEncoder, grids: int) -> dict[st
     refused = answered = wrongly_answered = not_right = 0
     for i in range(grids):
         good = random_grid(rng, 400)
-        pixels = pixels_of(good, torch.bfloat16, i)
+        pixels = pixels_for(tower, good, torch.bfloat16, DEVICE, i)
         rows = [list(row) for row in good]
         rows[rng.randrange(len(rows))][rng.randrange(3)] = rng.choice(entries)
         try:
@@ -356,7 +357,7 @@ def bad_pixels(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str
     wrong = 0
     for i in range(batches):
         grid: Grid = [(rng.randint(1, 3), 2 * rng.randint(1, 6), 2 * rng.randint(1, 6)) for _ in range(4)]
-        pixels, bad = pixels_of(grid, torch.bfloat16, i), rng.randrange(4)
+        pixels, bad = pixels_for(tower, grid, torch.bfloat16, DEVICE, i), rng.randrange(4)
         ends = [sum(t * h * w for t, h, w in grid[: j + 1]) for j in range(4)]
         first, last = ([0, *ends])[bad], ends[bad]
         broken = pixels.clone()
@@ -374,7 +375,8 @@ def bad_pixels(tower: nn.Module, handle: FusedEncoder, batches: int) -> dict[str
 def repeats(tower: nn.Module, calls: int) -> dict[str, int]:
     """The same calls again, now in a graph's other contents: the same bits."""
     rng = random.Random(7)
-    cases = [(grid, pixels_of(grid, torch.bfloat16, i)) for i, grid in enumerate(random_grid(rng) for _ in range(8))]
+    grids = [random_grid(rng) for _ in range(8)]
+    cases = [(grid, pixels_for(tower, grid, torch.bfloat16, DEVICE, i)) for i, grid in enumerate(grids)]
     first = [call(tower, pixels, grid) for grid, pixels in cases]
     wrong = 0
     for i in range(calls):
@@ -386,7 +388,7 @@ def repeats(tower: nn.Module, calls: int) -> dict[str, int]:
 
 def long_videos(tower: nn.Module, frames: tuple[int, ...]) -> dict[str, Any]:
     """Videos of so many frames, cut into graphs: each frame has the bits that it has in a shorter one; MiB at most."""
-    clip = pixels_of([(16, 8, 8)], torch.bfloat16, 0)
+    clip = pixels_for(tower, [(16, 8, 8)], torch.bfloat16, DEVICE, 0)
     want = call(tower, clip, [(16, 8, 8)])
     wrong, peaks = 0, {}
     for count in frames:
@@ -407,14 +409,14 @@ def long_videos(tower: nn.Module, frames: tuple[int, ...]) -> dict[str, Any]:
 
 def towers_on_two(calls: int) -> dict[str, int]:
     """A tower on each GPU, called from one thread with either device current, and from two threads at once."""
-    towers = [build(4, torch.bfloat16, False)[0]]
+    towers = [build(FOUR_BLOCKS, torch.bfloat16, DEVICE)[0]]
     towers.append(copy.deepcopy(towers[0]).to("cuda:1"))
     handles = [fuse(tower, CONFIG) for tower in towers]
     rng, wrong = random.Random(8), [0, 0]
     cases = []
     for i in range(8):
         grid = random_grid(rng, 900)
-        pixels = pixels_of(grid, torch.bfloat16, i)
+        pixels = pixels_for(towers[0], grid, torch.bfloat16, DEVICE, i)
         cases.append((grid, pixels, call(towers[0], pixels, grid)))
 
     def work(me: int, current: int) -> None:
@@ -438,9 +440,9 @@ def towers_on_two(calls: int) -> dict[str, int]:
 
 def data_parallel(calls: int) -> dict[str, int]:
     """`nn.DataParallel` over a fused tower: replicas take the original code, on either GPU."""
-    tower, _ = build(4, torch.bfloat16, False)
+    tower, _ = build(FOUR_BLOCKS, torch.bfloat16, DEVICE)
     grid: Grid = [(1, 8, 8)] * 4
-    pixels, table = pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device=DEVICE)
+    pixels, table = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0), torch.tensor(grid, device=DEVICE)
     want = [tower(pixels[i : i + 128], grid_thw=table[:2]).pooler_output for i in (0, 128)]
     handle = fuse(tower, CONFIG)
     replicas = nn.DataParallel(_Pooled(tower), device_ids=[0, 1])
@@ -471,9 +473,9 @@ def _sharded_rank(rank: int, folder: str, calls: int) -> None:
 
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    tower, _ = build(4, torch.bfloat16, False)
+    tower, _ = build(FOUR_BLOCKS, torch.bfloat16, DEVICE)
     grid: Grid = [(1, 8, 8), (2, 4, 6)]
-    pixels, table = pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device="cuda")
+    pixels, table = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0), torch.tensor(grid, device="cuda")
     with torch.inference_mode():
         want = tower(pixels, grid_thw=table).pooler_output
     handle = fuse(tower, CONFIG)
@@ -499,7 +501,7 @@ def on_one_gpu(scale: float) -> dict[str, Callable[[], Any]]:
     def times(n: int) -> int:
         return max(1, int(n * scale))
 
-    tower, _ = build(4, torch.bfloat16, False)
+    tower, _ = build(FOUR_BLOCKS, torch.bfloat16, DEVICE)
     handle = fuse(tower, CONFIG)
     handle.warmup()
     one = functools.partial

@@ -21,7 +21,8 @@ from fusedvit.api import fuse, unfuse
 from fusedvit.bench import towers
 from fusedvit.bench.report import passport
 from fusedvit.bench.timing import gpu_launches, latency, peak_mib, synchronisations
-from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
+from fusedvit.bench.towers import pixels_for
+from fusedvit.bench.workloads import WORKLOADS, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.tolerance import Comparison, compare, summarize
 
@@ -46,12 +47,6 @@ def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.
     return tower, wide
 
 
-def pixels_of(grid: Grid, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random normalised pixels `[T, 1536]` on the GPU."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(tokens(grid), 1536, device=DEVICE, generator=generator).to(dtype)
-
-
 def named_outputs(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that the tower returns."""
     yield "last_hidden_state", outputs.last_hidden_state
@@ -64,7 +59,7 @@ def compared(level: str, massive: bool) -> Iterator[dict[str, Any]]:
     """A row for every workload and output."""
     tower, wide = build(LEVELS[level], torch.bfloat16, massive)
     for name, grid in WORKLOADS.items():
-        pixels, grid_thw = pixels_of(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
+        pixels, grid_thw = pixels_for(tower, grid, torch.bfloat16, DEVICE), torch.tensor(grid, device=DEVICE)
         pt = tower(pixels, grid_thw=grid_thw)
         ref = wide(pixels.float(), grid_thw=grid_thw)
         handle = fuse(tower, EAGER)
@@ -83,7 +78,7 @@ def fp32_error() -> dict[str, float]:
     for name, grid in WORKLOADS.items():
         if tokens(grid) > MOST_TOKENS_FP32:
             continue
-        pixels, grid_thw = pixels_of(grid, torch.float32), torch.tensor(grid, device=DEVICE)
+        pixels, grid_thw = pixels_for(tower, grid, torch.float32, DEVICE), torch.tensor(grid, device=DEVICE)
         want = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
         fuse(tower, EAGER)
         got = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
@@ -98,7 +93,7 @@ def cost() -> dict[str, dict[str, Any]]:
     handle = fuse(tower, EAGER)
     rows: dict[str, dict[str, Any]] = {}
     for name, grid in WORKLOADS.items():
-        pixels, grid_thw = pixels_of(grid, torch.bfloat16), torch.tensor(grid, device=DEVICE)
+        pixels, grid_thw = pixels_for(tower, grid, torch.bfloat16, DEVICE), torch.tensor(grid, device=DEVICE)
         calls: dict[str, Callable[[], Any]] = {
             "hf": functools.partial(original, pixels, grid_thw=grid_thw),
             "fused": functools.partial(tower, pixels, grid_thw=grid_thw),

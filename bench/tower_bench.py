@@ -122,7 +122,8 @@ def set_up(name: str, options: Options, device: torch.device) -> Setting:
 
 def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, Any]:
     """One workload: parity, times, ratios, roofline, memory."""
-    pixels, grid_thw = inputs(s, options, grid)
+    pixels = towers.pixels_for(s.tower, grid, options.dtype, s.device, tokens(grid))
+    grid_thw = torch.tensor(grid, device=s.device)
     calls, engines, failed = contenders(s, options, workload, grid, pixels, grid_thw)
     outputs = {c.name: _outputs(c, engines) for c in calls if c.name != "hf"}
     assert s.handle.stats()["fused"], s.handle.report()
@@ -159,13 +160,6 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     if s.device.type == "cuda":
         found["peak_mib"] = {c.name: peak_mib(c.run, s.device) for c in calls if c.name in ("hf", OURS)}
     return found
-
-
-def inputs(s: Setting, options: Options, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels `[tokens, patch_width]` and the grid, on the device; the same at every call."""
-    generator = torch.Generator(s.device).manual_seed(tokens(grid))
-    pixels = torch.randn(tokens(grid), towers.patch_width(s.tower), device=s.device, generator=generator)
-    return pixels.to(options.dtype), torch.tensor(grid, device=s.device)
 
 
 def contenders(

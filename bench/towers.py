@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.bench.workloads import Grid
+from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.cli.towers import cast_parameters_, random_weights_
 from fusedvit.families.registry import family_of
 from fusedvit.model.prepare_weights import prepare
@@ -181,6 +181,12 @@ def patch_width(tower: nn.Module) -> int:
     """Values of a flattened patch."""
     config: Any = tower.config
     return int(config.in_channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
+
+
+def pixels_for(tower: nn.Module, grid: Grid, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Random normalised pixels `[tokens, patch_width]`, drawn in fp32: the same for every tower of a patch width."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(tokens(grid), patch_width(tower), device=device, generator=generator).to(dtype)
 
 
 def verdict_of(ours: list[torch.Tensor], ref: list[torch.Tensor], pt: list[torch.Tensor]) -> dict[str, Any]:

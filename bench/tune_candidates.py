@@ -30,11 +30,10 @@ from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, mean_us
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
-from fusedvit.kernels.tile_configs import Target, ladder
+from fusedvit.kernels.tile_configs import SMALLEST_BUDGET, Target, ladder
 from fusedvit.model.plan import Task, heuristic, tasks
 from fusedvit.model.spec import VisionSpec
 
-SMALLEST = 64  # row budget of any linear layer
 BUDGETS = tuple(ladder(256, 65536))  # patch tokens: the graphs' budgets from 256 on
 USUAL = range(256, 16384 + 1)  # patch tokens
 AT_LAUNCH = ("max_programs",)  # fields of a configuration that change no code
@@ -142,7 +141,7 @@ def compilation(item: TuningTask, candidate: Candidate) -> str:
 def contents_of(rows: int) -> tuple[int, int]:
     """Rows of content that a budget of `rows` is timed with: full, and halfway to the budget below. How many waves of
     tiles a launch takes depends on it."""
-    below = max(ladder(SMALLEST, rows - 1), default=0)
+    below = max(ladder(SMALLEST_BUDGET, rows - 1), default=0)
     return rows, (below + rows + 1) // 2
 
 

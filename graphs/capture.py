@@ -74,10 +74,9 @@ class CudaCapture:
     static buffers, whatever streams they are on; users that follow each other on one stream need no event for that.
     """
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        """`priority` of the captured launches, whatever stream they are replayed on; lower numbers go first."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=priority)
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._used = torch.cuda.Event()
         self._current = CurrentStream(device)

@@ -13,9 +13,9 @@ class CapturedSideStream:
     A graph's nodes keep the priority of the stream that they were captured on.
     """
 
-    def __init__(self, device: torch.device, priority: int = PRIORITY) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device, priority=priority)
+        self._side = torch.cuda.Stream(device, priority=PRIORITY)
         self._forked = False
 
     def fork(self, launches: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ KIB = 1024
 # 192 x 128 over 1024 columns, or of 144 x 192 over 1152.
 _LONG = {*range(2048, 4097, 256), *range(4096, 8193, 512), 6336}
 DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_LONG}))
+SMALLEST_BUDGET = 64  # rows
 PDL_MAX_ROWS = 2048  # programmatic dependent launch (PDL) up to here: most longer launches gain nothing by it
 SPLITS = tuple(range(1, 9))  # parts of split-K
 MAX_PARTS = 132  # CTAs of a split-K GEMM, [128, 256] sums each at most
@@ -152,13 +153,13 @@ def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
     return head, tail
 
 
-def budget(rows: int, smallest: int = 64) -> int:
+def budget(rows: int) -> int:
     """The row budget that `rows` falls into: the next of `DENSE`, or beyond its ends of 4, 5, 6 or 7 times a power of
-    two; at least `smallest`."""
+    two; at least `SMALLEST_BUDGET`."""
     if DENSE[0] < rows <= DENSE[-1]:
-        return max(smallest, DENSE[bisect_left(DENSE, rows)])
+        return DENSE[bisect_left(DENSE, rows)]
     step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
-    return max(smallest, -(-rows // step) * step)
+    return max(SMALLEST_BUDGET, -(-rows // step) * step)
 
 
 def ladder(smallest: int, largest: int) -> Iterator[int]:
