@@ -168,7 +168,7 @@ def threads_and_streams(
     cases = []
     for i in range(16):
         grid = random_grid(rng, 900)
-        pixels = pixels_for(towers[0], grid, torch.bfloat16, DEVICE, i)
+        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
         cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
     torch.cuda.synchronize()
     wrong = [0] * threads

@@ -370,7 +370,7 @@ def _draw_latency(axes: Any, calls: Sequence[CallResult]) -> None:
 def _draw_counts(axes: Any, demo: Demo) -> None:
     """Kernels as profiled; on a CPU the original's operators, and what the fused tower would launch on a GPU."""
     if demo.fused_kernels:
-        before = [call.operators for call in demo.calls]
+        before: list[Any] = [call.operators for call in demo.calls]
         after = [sum(demo.fused_kernels.values())] * len(demo.calls)
         sides = {"original, torch operators": before, "fused, kernels on a GPU": after}
         axes.set_title("operations of a call", loc="left", weight="bold")
