@@ -17,11 +17,12 @@ from fusedvit.checkpoint import load_tower
 from fusedvit.cli import demo_report, env, kernel_checks
 from fusedvit.cli.console import Outcome, Step, plain, progress, quiet
 from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
-from fusedvit.cli.media import Media, VisionInput, load_all
+from fusedvit.cli.media import VisionInput, load_all
 from fusedvit.cli.parity import REFERENCE, Towers, call_tower, inputs_of, parity_of, side_by_side
 from fusedvit.cli.towers import Tower, device_of, dtype_of, geometry_of, random_tower
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import Work, pack
+from fusedvit.pixels.media import Media
 from fusedvit.tolerance import summarize
 
 MANY = 100

@@ -16,8 +16,8 @@ from fusedvit.bench.timing import Launches, Spread
 from fusedvit.cli.console import shorten, stem
 from fusedvit.cli.env import device_name
 from fusedvit.cli.kernel_checks import FAILED, NOT_RUN, OK, KernelCheck
-from fusedvit.cli.media import Media
 from fusedvit.cli.parity import OutputParity
+from fusedvit.pixels.media import Media
 from fusedvit.tolerance import FACTOR_MAX, FACTOR_RMS, Summary
 
 SIDES = ("original", "fused")

@@ -1,11 +1,6 @@
-"""A user's pictures and videos: files decoded within limits, and turned into the patches that a tower takes.
+"""A user's images and videos turned into the patches that a tower takes, by Hugging Face's processors."""
 
-Pillow finds a picture's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone,
-so that a playlist posing as a video cannot make FFmpeg open anything else. Patches come from Hugging Face's processors.
-"""
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,163 +9,23 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from fusedvit.errors import InputError, first_line
+from fusedvit.errors import first_line
+from fusedvit.pixels.media import Media, MediaError, load_one
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 SAMPLE_IMAGE = ASSETS / "grace_hopper.jpg"
 SAMPLE_VIDEO = ASSETS / "big_buck_bunny.mp4"
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
-# suffix -> what FFmpeg calls the format
-VIDEO_FORMATS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
-
-
-class MediaError(InputError):
-    """A file that cannot be read as a picture or video."""
-
-
-class MediaTooLarge(MediaError):
-    """A file past one of the Limits; the message names the limit and what came."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What we are willing to decode. `max_pixels` holds for a picture, and for all frames kept of a video together."""
-
-    max_bytes: int = 256 * 2**20
-    max_pixels: int = 128 * 2**20
-    max_frames: int = 20_000  # frames in the file, of which few are kept
-
-
-@dataclass(frozen=True)
-class Media:
-    """A decoded picture (one frame) or video. frames: uint8 [F, H, W, 3]; source_frames: how many the file holds."""
-
-    name: str
-    kind: str  # "image" or "video"
-    frames: np.ndarray
-    source_frames: int
-
-
-def load(path: str | Path, frames: int = 8, limits: Limits | None = None) -> Media:
-    """Decode a picture, or `frames` frames of a video spread evenly from its first to its last.
-
-    Raises:
-        MediaError: no such file, an unknown suffix, or a file that does not decode.
-        MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
-    """
-    limits = limits or Limits()
-    path, name, suffix = _check_path(path)
-    _check_limit(name, "bytes", path.stat().st_size, limits.max_bytes)
-    if suffix in IMAGE_SUFFIXES:
-        return Media(name, "image", _decode_image(path, name, limits)[None], 1)
-    if frames < 1:
-        raise MediaError(f"{name}: at least 1 frame must be sampled, got {frames}")
-    kept, total = _decode_video(path, name, frames, limits)
-    return Media(name, "video", kept, total)
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Media]:
     """The given files, or those that we ship. Raises MediaError."""
     media: dict[str, Media] = {}
     for path in paths or (SAMPLE_IMAGE, SAMPLE_VIDEO):
-        item = load(path)
+        item = load_one(path)
         while item.name in media:  # results go by name
             item = replace(item, name=f"another {item.name}")
         media[item.name] = item
     return list(media.values())
-
-
-def _check_path(given: str | Path) -> tuple[Path, str, str]:
-    """(path, name to be printed, suffix) of a file that may be a picture or a video."""
-    if str(given).startswith(("http:/", "https:/")):
-        raise MediaError(f"{_printable(str(given))}: a URL; download it and give the file")
-    path = Path(given)
-    name, suffix = _printable(path.name or str(given)), path.suffix.lower()
-    if path.is_dir():
-        raise MediaError(f"{name}: a folder; give pictures and videos")
-    if not path.is_file():
-        raise MediaError(f"{name}: no such file")
-    if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
-        known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
-        raise MediaError(f"{name}: the suffix must be one of {known}")
-    return path, name, suffix
-
-
-def _decode_image(path: Path, name: str, limits: Limits) -> np.ndarray:
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path, formats=IMAGE_FORMATS) as picture:
-            _check_limit(name, "pixels", picture.width * picture.height, limits.max_pixels)
-            return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
-    except Image.DecompressionBombError:
-        # Pillow's own limit came first; its message may be trusted, the file may not
-        raise MediaTooLarge(f"{name}: more pixels than Pillow accepts, at most {limits.max_pixels} are read") from None
-    except MediaError:
-        raise
-    except (OSError, SyntaxError, EOFError, ValueError) as error:  # ValueError: a mode that has no RGB
-        raise MediaError(f"{name}: does not decode as a picture ({type(error).__name__})") from None
-
-
-def _decode_video(path: Path, name: str, frames: int, limits: Limits) -> tuple[np.ndarray, int]:
-    total = _count_frames(path, name, limits)
-    wanted = set(np.linspace(0, total - 1, min(frames, total)).round().astype(int).tolist())
-    kept: list[np.ndarray] = []
-    with _video_stream(path, name) as (container, stream):
-        _check_limit(name, "pixels", stream.width * stream.height * len(wanted), limits.max_pixels)
-        for index, frame in enumerate(container.decode(stream)):
-            if index not in wanted:
-                continue
-            if (frame.width, frame.height) != (stream.width, stream.height):
-                raise MediaError(
-                    f"{name}: frames of {stream.width}x{stream.height} expected, got {frame.width}x{frame.height}"
-                )
-            kept.append(frame.to_ndarray(format="rgb24"))
-            if len(kept) == len(wanted):
-                break
-    if not kept:
-        raise MediaError(f"{name}: at least 1 frame expected, got 0")
-    return np.stack(kept), total
-
-
-def _count_frames(path: Path, name: str, limits: Limits) -> int:
-    """Packets, not the header's count: that may be absent or untrue, and packets cost no decoding."""
-    count = 0
-    with _video_stream(path, name) as (container, stream):
-        for packet in container.demux(stream):
-            count += packet.size > 0
-            _check_limit(name, "frames", count, limits.max_frames)
-    if not count:
-        raise MediaError(f"{name}: at least 1 frame expected, got 0")
-    return count
-
-
-@contextmanager
-def _video_stream(path: Path, name: str) -> Iterator[tuple[Any, Any]]:
-    try:
-        import av
-    except ModuleNotFoundError:
-        raise MediaError(f'{name}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
-    try:
-        with path.open("rb") as file, av.open(file, format=VIDEO_FORMATS[path.suffix.lower()]) as container:
-            if not container.streams.video:
-                raise MediaError(f"{name}: one video stream expected, got none")
-            stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
-            yield container, stream
-    except (av.error.FFmpegError, OSError) as error:  # OSError: a seek that a broken file asks for
-        raise MediaError(f"{name}: does not decode as {path.suffix.lower()[1:]} ({type(error).__name__})") from None
-
-
-def _check_limit(name: str, what: str, got: int, limit: int) -> None:
-    if got > limit:
-        raise MediaTooLarge(f"{name}: at most {limit} {what} are read, got {got}")
-
-
-def _printable(name: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in name)[:80]
 
 
 # ── patches ───────────────────────────────────────────────────────────────────────────────────────────────────────────

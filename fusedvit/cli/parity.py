@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import fusedvit
-from fusedvit.cli.media import Media, VisionInput, prepare
+from fusedvit.cli.media import VisionInput, prepare
 from fusedvit.cli.towers import cast_parameters_, layout_of, takes_single_frames
+from fusedvit.pixels.media import Media
 from fusedvit.tolerance import Comparison, compare
 
 REFERENCE = torch.float64  # not fp32: no TF32 to keep out, and the fp32 tower can be judged by it as well

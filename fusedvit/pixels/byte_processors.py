@@ -183,7 +183,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
         seen = _rgb(image, kwargs.get("input_data_format"))
         if seen is None:
             return original.process_image(self, image, **kwargs | {"device": None})
-        return seen if classes.backend.name == "pil" else torch.from_numpy(seen)
+        return seen if classes.backend.name == "pil" else _tensor(seen)
 
     def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
         home, device = self.__dict__.get(STATE), kwargs.get("device")
@@ -193,7 +193,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
         if any(video is None for video in seen):
             prepared = original._prepare_input_videos(self, videos, **kwargs | {"device": None})
         else:
-            prepared = [torch.from_numpy(video) for video in seen]
+            prepared = [_tensor(video) for video in seen]
         return _Videos(prepared, device)
 
     methods: dict[str, Any] = {}
@@ -234,7 +234,12 @@ def _rgb(image: Any, layout: Any) -> np.ndarray | None:
     first = image.shape[-3]
     if image.shape[-1] != 3 or first in (1, 3, 4) or (image.ndim == 4 and image.shape[1] in (1, 3, 4)):
         return None
-    return np.moveaxis(image if image.flags.writeable else image.copy(), -1, -3)
+    return np.moveaxis(image, -1, -3)
+
+
+def _tensor(image: np.ndarray) -> torch.Tensor:
+    """The array as a tensor, of its memory if it may be written, as torch demands."""
+    return torch.from_numpy(image if image.flags.writeable else image.copy())
 
 
 # ── one call ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,7 +321,7 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
         grid, size = decided[shape]
         if any(new > n * kwargs["patch_size"] for new, n in zip(size, grid[1:], strict=True)):
             return None  # it resizes without telling
-        frames = torch.from_numpy(image) if isinstance(image, np.ndarray) else image
+        frames = _tensor(image) if isinstance(image, np.ndarray) else image
         frames = frames.movedim(-3, -1)
         sources.append(Source(frames[None] if classes.still else frames, grid, size))
     temporal = 1 if classes.still else kwargs["temporal_patch_size"]

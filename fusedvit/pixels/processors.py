@@ -62,6 +62,11 @@ def restore(processor: Any) -> Any:
     return processor
 
 
+def is_swapped(part: Any) -> bool:
+    """Whether an image or video processor gives bytes."""
+    return part is not None and STATE in part.__dict__
+
+
 def _parts_of(processor: Any) -> dict[str, Any]:
     found = {name: getattr(processor, name, None) for name in _PARTS}
     parts = {name: part for name, part in found.items() if part is not None}

@@ -20,6 +20,7 @@ import triton
 from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, build, compile_launch, record
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
+from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
 from fusedvit.kernels.store_outputs import PLANES
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.merger_overlap import BLOCKS
@@ -127,7 +128,22 @@ def _launches_around_encoder() -> list[Launch]:
             for planes in range(PLANES + 1):
                 TRITON.store_outputs(hidden, [merged] * planes, hidden, [merged] * planes)
 
-    return record(launches)
+    return record(launches) + record(_launches_of_pixels)
+
+
+def _launches_of_pixels() -> None:
+    """What turns an image or a video, and an image of planes, into patches."""
+
+    def taps(size: int) -> Taps:
+        table = torch.empty(9, size, dtype=torch.int32, device="meta")
+        return Taps(table[0], table, 22)
+
+    frames = torch.empty(2, 50, 60, 3, dtype=torch.uint8, device="meta")
+    planes = torch.empty(2, 3, 50, 60, dtype=torch.uint8, device="meta").movedim(1, -1)
+    for patch, temporal, images, down_first in itertools.product((14, 16), (1, 2), (frames, planes), (False, True)):
+        layout, grid = PatchLayout(patch, 2, temporal), (2 // temporal, 2, 2)
+        out = torch.empty(4 * grid[0], 3 * temporal * patch**2, dtype=torch.uint8, device="meta")
+        patches_from_images(images, taps(2 * patch), taps(2 * patch), layout, grid, out, down_first)
 
 
 @lru_cache(maxsize=1)  # once per process: it takes as long as some compilations

@@ -19,7 +19,8 @@ from typer.testing import CliRunner  # noqa: E402
 import fusedvit  # noqa: E402
 from fusedvit.cli import towers, verify  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.cli.media import SAMPLE_IMAGE, Media  # noqa: E402
+from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
+from fusedvit.pixels.media import Media  # noqa: E402
 from tests.support.families import INSTALLED, family_tower  # noqa: E402
 
 RUNNER = CliRunner(env={"COLUMNS": "200"})

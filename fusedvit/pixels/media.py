@@ -1,0 +1,274 @@
+"""Files and bytes of images and videos, decoded within limits and in threads.
+
+Pillow finds an image's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone
+(of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open anything else. Colours and
+rotation are as in transformers' `load_image`. Nothing is downloaded.
+"""
+
+import io
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fusedvit.errors import InputError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
+# suffix -> what FFmpeg calls the format
+VIDEO_FORMATS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
+
+ERRORS = ("raise", "skip")
+
+logger = logging.getLogger("fusedvit")
+
+
+class MediaError(InputError):
+    """A file that cannot be read as an image or video. index: which of the given sources."""
+
+    def __init__(self, message: str, index: int = 0) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+class MediaTooLarge(MediaError):
+    """A file past one of the Limits; the message names the limit and what came."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What we are willing to decode. `max_pixels` holds for an image, and for all frames kept of a video together."""
+
+    max_bytes: int = 256 * 2**20
+    max_pixels: int = 128 * 2**20
+    max_frames: int = 20_000  # frames in the file, of which few are kept
+
+
+class VideoFacts(NamedTuple):
+    """What is known of a video before any frame is decoded. fps is None where the file does not say."""
+
+    frames: int
+    fps: float | None
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Media:
+    """A decoded image (one frame) or video.
+
+    Attributes:
+        name: the file's, without its folder; of bytes, which ones they were.
+        kind: "image" or "video".
+        frames: `[F, H, W, 3]` uint8.
+        source_frames: how many the file holds.
+        index: which of the given sources.
+        fps: of the file; None of images, and where it does not say.
+        kept: numbers of the frames in the file.
+    """
+
+    name: str
+    kind: str
+    frames: np.ndarray
+    source_frames: int
+    index: int = 0
+    fps: float | None = None
+    kept: tuple[int, ...] = (0,)
+
+
+Source = str | Path | bytes
+Sampling = int | Callable[[VideoFacts], Sequence[int]]
+
+
+def load(
+    sources: Iterable[Source],
+    frames: Sampling = 8,
+    limits: Limits | None = None,
+    errors: str = "raise",
+    threads: int | None = None,
+) -> list[Media]:
+    """Decodes images and videos in threads, in the order given.
+
+    Args:
+        sources: paths, or the contents of files. URLs are refused.
+        frames: how many frames of a video to keep, spread evenly from the first to the last; or what returns their
+            numbers, ascending.
+        limits: on the bytes, pixels and frames of each.
+        errors: "raise" the first error, or "skip" what does not decode, with a warning that names it.
+        threads: as many as there are processors if left out.
+
+    Raises:
+        MediaError: no such file, an unknown suffix, or a file that does not decode.
+        MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
+        ValueError: `errors` is neither of the two.
+    """
+    if errors not in ERRORS:
+        raise ValueError(f"errors must be one of {ERRORS}, got {errors!r}")
+    if isinstance(sources, str | bytes | Path):
+        raise TypeError(f"sources must be a list of paths or bytes, got one {type(sources).__name__}")
+    found = []
+    with ThreadPoolExecutor(threads or processors()) as pool:
+        tasks = [pool.submit(load_one, source, frames, limits, i) for i, source in enumerate(sources)]
+        for task in tasks:
+            try:
+                found.append(task.result())
+            except MediaError as error:
+                if errors == "raise":
+                    pool.shutdown(cancel_futures=True)
+                    raise
+                logger.warning("fusedvit: skipped: %s", error)
+    return found
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None, index: int = 0) -> Media:
+    """`load` of one; `index` is what results and errors say."""
+    try:
+        return _load_one(source, frames, limits or Limits(), index)
+    except MediaError as error:
+        error.index = index
+        raise
+
+
+def _load_one(source: Source, frames: Sampling, limits: Limits, index: int) -> Media:
+    given = _opened(source, index)
+    _check_limit(given.name, "bytes", given.size, limits.max_bytes)
+    if given.video is None:
+        return Media(given.name, "image", _decode_image(given, limits)[None], 1, index)
+    if isinstance(frames, int) and frames < 1:
+        raise MediaError(f"{given.name}: at least 1 frame must be sampled, got {frames}")
+    return _decode_video(given, frames, limits, index)
+
+
+class _Given(NamedTuple):
+    """A source that may be an image or a video. video: FFmpeg's name of the format; None of an image."""
+
+    name: str
+    source: Path | bytes
+    size: int
+    video: str | None
+
+    def open(self) -> Any:
+        return io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source.open("rb")
+
+
+def _opened(source: Source, index: int) -> _Given:
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _Given(f"bytes {index}", bytes(source), len(source), _video_format(bytes(source[:16])))
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"sources must be paths or bytes, got {type(source).__name__}")
+    if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
+        raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
+    path = Path(source)
+    name, suffix = _printable(path.name or str(source)), path.suffix.lower()
+    if path.is_dir():
+        raise MediaError(f"{name}: a folder; give images and videos")
+    if not path.is_file():
+        raise MediaError(f"{name}: no such file")
+    if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
+        known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
+        raise MediaError(f"{name}: the suffix must be one of {known}")
+    return _Given(name, path, path.stat().st_size, VIDEO_FORMATS.get(suffix))
+
+
+def _video_format(head: bytes) -> str | None:
+    """FFmpeg's name of the video format that begins with `head`; None for anything else."""
+    if head[4:8] == b"ftyp":
+        return "mp4"
+    if head[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
+
+
+def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
+    from PIL import Image, ImageOps
+
+    try:
+        with given.open() as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+            _check_limit(given.name, "pixels", image.width * image.height, limits.max_pixels)
+            ImageOps.exif_transpose(image, in_place=True)
+            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    except Image.DecompressionBombError:
+        # Pillow's own limit came first; its message may be trusted, the file may not
+        limit = f"at most {limits.max_pixels} are read"
+        raise MediaTooLarge(f"{given.name}: more pixels than Pillow accepts, {limit}") from None
+    except MediaError:
+        raise
+    except (OSError, SyntaxError, EOFError, ValueError) as error:  # ValueError: a mode that has no RGB
+        raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
+
+
+def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int) -> Media:
+    facts = _facts_of(given, limits)
+    if callable(sampling):
+        wanted = [int(i) for i in sampling(facts)]
+    else:
+        wanted = np.linspace(0, facts.frames - 1, min(sampling, facts.frames)).round().astype(int).tolist()
+    if not wanted or min(wanted) < 0 or max(wanted) >= facts.frames:
+        raise MediaError(f"{given.name}: frames 0 to {facts.frames - 1} can be sampled, asked for {wanted[:8]}")
+    _check_limit(given.name, "pixels", facts.width * facts.height * len(wanted), limits.max_pixels)
+    decoded: dict[int, np.ndarray] = {}
+    with _video_stream(given) as (container, stream):
+        for i, frame in enumerate(container.decode(stream)):
+            if i not in wanted:
+                continue
+            if (frame.width, frame.height) != (facts.width, facts.height):
+                expected, got = f"{facts.width}x{facts.height}", f"{frame.width}x{frame.height}"
+                raise MediaError(f"{given.name}: frames of {expected} expected, got {got}")
+            decoded[i] = frame.to_ndarray(format="rgb24")
+            if i == max(wanted):
+                break
+    kept = tuple(i for i in wanted if i in decoded)  # fewer may decode than there are packets
+    if not kept:
+        raise MediaError(f"{given.name}: at least 1 frame expected, got 0")
+    return Media(given.name, "video", np.stack([decoded[i] for i in kept]), facts.frames, index, facts.fps, kept)
+
+
+def _facts_of(given: _Given, limits: Limits) -> VideoFacts:
+    """Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding."""
+    count = 0
+    with _video_stream(given) as (container, stream):
+        for packet in container.demux(stream):
+            count += packet.size > 0
+            _check_limit(given.name, "frames", count, limits.max_frames)
+        fps = None if not stream.average_rate else float(stream.average_rate)
+        facts = VideoFacts(count, fps, stream.width, stream.height)
+    if not count:
+        raise MediaError(f"{given.name}: at least 1 frame expected, got 0")
+    return facts
+
+
+@contextmanager
+def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
+    try:
+        import av
+    except ModuleNotFoundError:
+        raise MediaError(f'{given.name}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
+    try:
+        with given.open() as file, av.open(file, format=given.video) as container:
+            if not container.streams.video:
+                raise MediaError(f"{given.name}: one video stream expected, got none")
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            yield container, stream
+    except (av.error.FFmpegError, OSError) as error:  # OSError: a seek that a broken file asks for
+        raise MediaError(f"{given.name}: does not decode as {given.video} ({type(error).__name__})") from None
+
+
+def _check_limit(name: str, what: str, got: int, limit: int) -> None:
+    if got > limit:
+        raise MediaTooLarge(f"{name}: at most {limit} {what} are read, got {got}")
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name)[:80]

@@ -1,0 +1,239 @@
+"""A corpus of images and videos as batches of patches: decoded ahead in threads, resized on the GPU while it works.
+
+    for batch in stream(paths, processor):
+        tokens = tower(batch.pixel_values, grid_thw=batch.grid_thw).pooler_output
+
+Sizes, normalisation and the choice of a video's frames are the processor's.
+"""
+
+import copy
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fusedvit.errors import first_line
+from fusedvit.pixels.media import ERRORS, Limits, Media, MediaError, Source, VideoFacts, load_one, processors
+from fusedvit.pixels.processors import is_swapped, swap
+
+logger = logging.getLogger("fusedvit")
+
+_PACKED_AHEAD = 2  # batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sources that were packed together: several images, or one video.
+
+    Attributes:
+        pixel_values: `[P, width]` bytes of all patches, as the processor's `pixel_values` or `pixel_values_videos`.
+        grid_thw: `[n, 3]` int64 on the CPU.
+        indices: of the sources, in the order given, ascending.
+        names: of the sources.
+        kind: "image" or "video".
+    """
+
+    pixel_values: torch.Tensor
+    grid_thw: torch.Tensor
+    indices: tuple[int, ...]
+    names: tuple[str, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The processors, giving bytes; None where there is none, or none that can."""
+
+    image: Any
+    video: Any
+    device: torch.device
+
+    def sample(self, facts: VideoFacts) -> Sequence[int]:
+        """The numbers of the frames that the video processor takes."""
+        from transformers.video_utils import VideoMetadata
+
+        if self.video is None:
+            raise MediaError("a video, and no video processor gives bytes")
+        if not self.video.do_sample_frames:
+            return range(facts.frames)
+        duration = None if facts.fps is None else facts.frames / facts.fps
+        known = VideoMetadata(facts.frames, facts.fps, facts.width, facts.height, duration)
+        return [int(i) for i in self.video.sample_frames(metadata=known)]
+
+
+def stream(
+    sources: Iterable[Source],
+    processor: Any,
+    device: torch.device | str | None = None,
+    patches: int = 16384,
+    threads: int | None = None,
+    ahead: int = 64,
+    limits: Limits | None = None,
+    errors: str | Callable[[MediaError], object] = "raise",
+) -> Iterator[Batch]:
+    """Batches of patches of all sources, in the order given; endless sources are fine.
+
+    Args:
+        sources: paths of images and videos, or the contents of files.
+        processor: a Hugging Face processor, or an image processor; it stays as it is.
+        device: where patches are computed and stay; the current GPU if there is one.
+        patches: as many images go into a batch as have at most so many patches together. An image of more is alone,
+            and so is every video.
+        threads: that decode; as many as there are processors if left out.
+        ahead: how many sources are decoded before they are used. Decoded ones take 3 bytes a pixel.
+        limits: on the bytes, pixels and frames of each source.
+        errors: "raise" the first error, "skip" what does not decode with a warning that names it, or what is called
+            with the error (its `index` says which source) before the stream goes on.
+
+    Raises:
+        MediaError: a source that does not decode, or that the processor refuses.
+        UnsupportedModel: the processor cannot give bytes.
+        ValueError: an argument out of range.
+    """
+    if errors not in ERRORS and not callable(errors):
+        raise ValueError(f"errors must be one of {ERRORS} or callable, got {errors!r}")
+    if patches < 1 or ahead < 1:
+        raise ValueError(f"patches and ahead must be at least 1, got {patches} and {ahead}")
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    parts = _parts_of(processor, torch.device(device))
+    return _batches(sources, parts, patches, threads or processors(), ahead, limits, errors)
+
+
+def _parts_of(processor: Any, device: torch.device) -> _Parts:
+    """Swapped copies."""
+    found = {name: getattr(processor, f"{name}_processor", None) for name in ("image", "video")}
+    if found == {"image": None, "video": None}:
+        found["image"] = processor
+    copies = {name: None if part is None else copy.copy(part) for name, part in found.items()}
+    swap(SimpleNamespace(**{f"{name}_processor": part for name, part in copies.items()}), device)
+    return _Parts(**{name: part if is_swapped(part) else None for name, part in copies.items()}, device=device)
+
+
+def _batches(
+    sources: Iterable[Source],
+    parts: _Parts,
+    patches: int,
+    threads: int,
+    ahead: int,
+    limits: Limits | None,
+    errors: str | Callable[[MediaError], object],
+) -> Iterator[Batch]:
+    packed: deque[Future[_Packed]] = deque()
+    decoders, packer = ThreadPoolExecutor(threads, "fusedvit-decode"), ThreadPoolExecutor(1, "fusedvit-pack")
+    try:
+        decoded = _decoded(sources, parts, decoders, ahead, limits)
+        for group in _groups(_good(decoded, parts, errors), patches):
+            packed.append(packer.submit(_pack, group, parts))
+            if len(packed) > _PACKED_AHEAD:
+                yield packed.popleft().result().received()
+        while packed:
+            yield packed.popleft().result().received()
+    finally:
+        decoders.shutdown(wait=False, cancel_futures=True)
+        packer.shutdown(wait=False, cancel_futures=True)
+
+
+def _decoded(
+    sources: Iterable[Source], parts: _Parts, pool: ThreadPoolExecutor, ahead: int, limits: Limits | None
+) -> Iterator["Future[Media]"]:
+    tasks: deque[Future[Media]] = deque()
+    for index, source in enumerate(sources):
+        tasks.append(pool.submit(load_one, source, parts.sample, limits, index))
+        if len(tasks) > ahead:
+            yield tasks.popleft()
+    yield from tasks
+
+
+def _good(
+    decoded: Iterable["Future[Media]"], parts: _Parts, errors: str | Callable[[MediaError], object]
+) -> Iterator[tuple[Media, int]]:
+    """What decodes and is not refused, with its patches."""
+    for task in decoded:
+        try:
+            media = task.result()
+            count = _patches_of(media, parts)
+        except MediaError as error:
+            if errors == "raise":
+                raise
+            if callable(errors):
+                errors(error)
+            else:
+                logger.warning("fusedvit: skipped: %s", error)
+            continue
+        yield media, count
+
+
+def _patches_of(media: Media, parts: _Parts) -> int:
+    """How many patches an image gives; 0 for a video. Raises MediaError where the processor refuses it."""
+    if media.kind == "video":
+        return 0
+    if parts.image is None:
+        raise MediaError(f"{media.name}: an image, and no image processor gives bytes", media.index)
+    height, width = media.frames.shape[1:3]
+    try:
+        return int(parts.image.get_number_of_image_patches(height, width))
+    except ValueError as error:
+        said = f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}"
+        raise MediaError(said, media.index) from None
+
+
+def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[Media]]:
+    """What goes into one batch."""
+    group: list[Media] = []
+    used = 0
+    for item, count in media:
+        if group and ("video" in (item.kind, group[-1].kind) or used + count > patches):
+            yield group
+            group, used = [], 0
+        group.append(item)
+        used += count
+    if group:
+        yield group
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A batch and the event on its GPU after which it is there; None on a CPU."""
+
+    batch: Batch
+    ready: torch.cuda.Event | None
+
+    def received(self) -> Batch:
+        """The batch, for the current stream of the thread that calls."""
+        if self.ready is not None:
+            current = torch.cuda.current_stream(self.batch.pixel_values.device)
+            current.wait_event(self.ready)
+            self.batch.pixel_values.record_stream(current)
+        return self.batch
+
+
+def _pack(group: list[Media], parts: _Parts) -> _Packed:
+    if parts.device.type != "cuda":
+        return _Packed(_batch(group, parts), None)
+    with torch.cuda.stream(_packing_stream(parts.device)):
+        batch = _batch(group, parts)
+        return _Packed(batch, torch.cuda.current_stream().record_event())
+
+
+@functools.cache
+def _packing_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _batch(group: list[Media], parts: _Parts) -> Batch:
+    kind = group[0].kind
+    if kind == "image":
+        found = parts.image(images=[media.frames[0] for media in group], return_tensors="pt")
+        pixels, grid = found["pixel_values"], found["image_grid_thw"]
+    else:
+        videos = [media.frames for media in group]
+        found = parts.video(videos=videos, do_sample_frames=False, return_tensors="pt")
+        pixels, grid = found["pixel_values_videos"], found["video_grid_thw"]
+    return Batch(pixels, grid, tuple(m.index for m in group), tuple(m.name for m in group), kind)

@@ -1,0 +1,117 @@
+"""A corpus as batches: what one call of the processor gives, in order, whatever does not decode."""
+
+import io
+import itertools
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO
+from fusedvit.errors import UnsupportedModel
+from fusedvit.pixels import BytePixels, Limits, MediaError, stream
+from tests.support.processors import image_processor, noise, video_processor
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def png(height: int, width: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(noise(height, width)).save(file, format="PNG")
+    return file.getvalue()
+
+
+SIZES = [(40, 60), (64, 64), (30, 200), (90, 31), (64, 64), (33, 47), (128, 100)]
+
+
+def test_batches_are_what_the_processor_gives() -> None:
+    processor = image_processor()
+    sources = [png(*size) for size in SIZES]
+    batches = list(stream(sources, processor, patches=64, threads=3, ahead=2))
+    wanted = processor(images=[noise(*size) for size in SIZES], return_tensors="pt")
+    assert type(wanted["pixel_values"]) is torch.Tensor  # the processor itself stays as it is
+    assert torch.equal(torch.cat([b.pixel_values.pixels() for b in batches]).cpu(), wanted["pixel_values"])
+    assert torch.equal(torch.cat([b.grid_thw for b in batches]), wanted["image_grid_thw"])
+    assert [i for b in batches for i in b.indices] == list(range(len(SIZES)))
+    assert batches[0].names[0] == "bytes 0" and {b.kind for b in batches} == {"image"}
+    for batch in batches:
+        assert isinstance(batch.pixel_values, BytePixels)
+        assert len(batch.pixel_values) <= 64 or len(batch.indices) == 1
+        assert len(batch.pixel_values) == int(batch.grid_thw.prod(-1).sum())
+    full = [
+        len(a.pixel_values) + len(b.pixel_values[: int(b.grid_thw[0].prod())]) for a, b in itertools.pairwise(batches)
+    ]
+    assert all(rows > 64 for rows in full)  # no image would have fitted into the batch before
+
+
+def test_what_does_not_decode_is_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    sources = [png(40, 60), b"nothing", png(1, 300), png(64, 64), b""]
+    with pytest.raises(MediaError, match="bytes 1: does not decode"):
+        list(stream(sources, image_processor()))
+    with caplog.at_level("WARNING", "fusedvit"):
+        (batch,) = stream(sources, image_processor(), errors="skip")
+    assert batch.indices == (0, 3) and len(caplog.messages) == 3
+    assert any("bytes 2: Hugging Face's processor refuses it" in line for line in caplog.messages)
+    failed: list[MediaError] = []
+    (batch,) = stream(sources, image_processor(), errors=failed.append, limits=Limits(max_pixels=64 * 63))
+    assert batch.indices == (0,) and [error.index for error in failed] == [1, 2, 3, 4]
+    assert list(stream([b"nothing"], image_processor(), errors=failed.append)) == []
+
+
+def test_endless_sources_are_read_as_far_as_needed() -> None:
+    taken = 0
+
+    def endless() -> Any:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield png(32, 32)
+
+    batches = stream(endless(), image_processor(), patches=32, threads=2, ahead=5)
+    assert [batch.indices for batch in itertools.islice(batches, 3)] == [(0, 1), (2, 3), (4, 5)]
+    assert taken <= 20
+    batches.close()  # type: ignore[attr-defined]
+    end = time.monotonic() + 10
+    while any(thread.name.startswith("fusedvit-") for thread in threading.enumerate()):
+        assert time.monotonic() < end, "threads stay behind a stream that was closed"
+        time.sleep(0.05)
+
+
+def test_arguments_are_checked_before_anything_is_read() -> None:
+    for wrong in ({"errors": "ignore"}, {"patches": 0}, {"ahead": 0}):
+        with pytest.raises(ValueError, match=str(next(iter(wrong)))):
+            stream([], image_processor(), **wrong)
+    with pytest.raises(UnsupportedModel, match="cannot give bytes"):
+        stream([], object())
+
+
+def test_videos_are_sampled_by_their_processor() -> None:
+    pytest.importorskip("torchvision")
+    pytest.importorskip("av")
+    processor = video_processor()
+    both = type("Processor", (), {"image_processor": image_processor(), "video_processor": processor})()
+    image, video = stream([SAMPLE_IMAGE, SAMPLE_VIDEO], both)
+    assert (image.kind, video.kind) == ("image", "video") and video.names == (SAMPLE_VIDEO.name,)
+    frames = _every_frame()
+    from transformers.video_utils import VideoMetadata
+
+    metadata = VideoMetadata(total_num_frames=50, fps=_fps(), duration=50 / _fps())
+    wanted = processor(videos=[frames], video_metadata=[metadata], return_tensors="pt")
+    assert torch.equal(video.grid_thw, wanted["video_grid_thw"])
+    if not torch.cuda.is_available():
+        assert torch.equal(video.pixel_values.pixels(), wanted["pixel_values_videos"])
+
+
+def _every_frame() -> np.ndarray:
+    from fusedvit.pixels.media import load_one
+
+    return load_one(SAMPLE_VIDEO, frames=50).frames
+
+
+def _fps() -> float:
+    from fusedvit.pixels.media import load_one
+
+    return load_one(SAMPLE_VIDEO, frames=1).fps or 0.0

@@ -1,0 +1,351 @@
+"""Hugging Face's processors that give bytes: calls, sizes, grids and, once normalised, every bit as before."""
+
+import copy
+import itertools
+import math
+import pickle
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.utils import is_torchvision_available
+
+from fusedvit.errors import UnsupportedModel
+from fusedvit.pixels import BytePixels, restore, swap
+from fusedvit.pixels.byte_processors import STATE, Home
+from tests.support.processors import image_processor, noise, video_processor
+
+Image = pytest.importorskip("PIL.Image")
+
+TORCHVISION = is_torchvision_available()
+PROCESSORS = [
+    "Qwen2VLImageProcessor",
+    "Glm4vImageProcessor",
+    "Glm46VImageProcessor",
+    "GlmgaImageProcessor",
+    "Glm5NextImageProcessor",
+    "CohereCompassImageProcessor",
+    "Ernie4_5_VLMoeImageProcessor",
+]
+VIDEO_PROCESSORS = [
+    "Qwen2VLVideoProcessor",
+    "Qwen3VLVideoProcessor",
+    "Glm4vVideoProcessor",
+    "Glm46VVideoProcessor",
+    "GlmgaVideoProcessor",
+    "Glm5NextVideoProcessor",
+    "CohereCompassVideoProcessor",
+]
+needs_torchvision = pytest.mark.skipif(not TORCHVISION, reason="needs torchvision")
+
+
+def named(name: str, make: Any = image_processor, **settings: Any) -> Any:
+    """A processor by name, of the backend that there is. Skips where this transformers has none of that name."""
+    try:
+        return make(name, **settings)
+    except (AttributeError, ImportError):
+        pytest.skip(f"no {name} here")
+
+
+def every_image_processor() -> Iterator[str]:
+    for name in PROCESSORS:
+        yield f"{name}Pil"
+        if TORCHVISION:
+            yield name
+
+
+@contextmanager
+def swapped(processor: Any, checking: bool = True) -> Iterator[Any]:
+    """A copy that gives bytes, on the CPU: by the reference of our kernels, or by the backend's own resizing."""
+    twice = swap(copy.deepcopy(processor), "cpu")
+    if checking:
+        twice.__dict__[STATE] = Home(None, 0, twice.__dict__[STATE].ours, checking=True)
+    yield twice
+    restore(twice)
+    assert twice.to_dict() == processor.to_dict()
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
+    assert set(got) == set(wanted)
+    for name, value in wanted.items():
+        if name.startswith("pixel"):
+            assert isinstance(got[name], BytePixels) and torch.equal(got[name].pixels(), value)
+        else:
+            assert torch.equal(got[name], value) and got[name].dtype == value.dtype
+
+
+def kinds_of_images() -> dict[str, Any]:
+    picture = Image.fromarray(noise(45, 62))
+    alpha = Image.fromarray(np.random.default_rng(1).integers(0, 256, (45, 62, 4), dtype=np.uint8))
+    return {
+        "array": noise(45, 62),
+        "read-only array": np.asarray(picture),
+        "array, channels first": noise(45, 62).transpose(2, 0, 1).copy(),
+        "array, view": noise(90, 124)[::2, ::2],
+        "array of three rows": noise(3, 62),
+        "array, grey": noise(45, 62)[..., 0],
+        "array of floats": noise(45, 62).astype(np.float32) / 255,
+        "tensor": torch.from_numpy(noise(45, 62)).movedim(-1, 0).contiguous(),
+        "tensor, channels last": torch.from_numpy(noise(45, 62)),
+        "picture": picture,
+        "alpha": alpha,
+        "grey": picture.convert("L"),
+        "grey with alpha": alpha.convert("LA"),
+        "palette": picture.convert("P"),
+        "one bit": picture.convert("1"),
+        "cmyk": picture.convert("CMYK"),
+        "16 bits": Image.fromarray(noise(45, 62)[..., 0].astype(np.uint16) * 257),
+        "ycbcr": picture.convert("YCbCr"),
+    }
+
+
+def outcome(processor: Any, **given: Any) -> Any:
+    """What a call gives, or the error that it raises."""
+    try:
+        return processor(**given)
+    except Exception as error:  # whatever it is, both must raise it
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("kind", kinds_of_images())
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_every_kind_of_image(name: str, kind: str, checking: bool) -> None:
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor, image = named(name), kinds_of_images()[kind]
+    given = {"images": [image, noise(33, 50)], "return_tensors": "pt"}
+    wanted = outcome(processor, **given)
+    with swapped(processor, checking) as ours:
+        got = outcome(ours, **given)
+    if isinstance(wanted, tuple):
+        assert got == wanted
+    elif "floats" in kind:
+        assert type(got["pixel_values"]) is torch.Tensor and torch.equal(got["pixel_values"], wanted["pixel_values"])
+    else:
+        assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "settings", ({}, {"patch_size": 16}, {"merge_size": 1}, {"image_mean": [0.1, 0.2, 0.7]}), ids=str
+)
+@pytest.mark.parametrize("name", list(every_image_processor()))
+def test_every_family(name: str, settings: dict[str, Any]) -> None:
+    processor = named(name, **settings)
+    images = [noise(*size) for size in ((61, 45), (61, 45), (20, 90), (130, 40), (56, 56))]
+    with swapped(processor) as ours:
+        assert ours.__dict__[STATE].ours
+        assert_equal(ours(images=images, return_tensors="pt"), processor(images=images, return_tensors="pt"))
+
+
+def random_size(chance: random.Random) -> tuple[int, int]:
+    """(height, width): one pixel, thin, larger than the limit, near 200 times as wide as high, past it."""
+    longest = chance.choice((1, 8, 60, 300))
+    size = chance.randint(1, longest), chance.randint(1, longest)
+    if chance.random() < 0.3:
+        side = chance.randint(1, 8)
+        size = side, side * chance.randint(100, 210) + chance.randint(0, side)
+    return size if chance.random() < 0.5 else size[::-1]
+
+
+@pytest.mark.parametrize("name", list(every_image_processor()))
+def test_sizes_and_grids_of_random_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 sizes a processor, 2,800 in all: the grid, or the refusal, is the original's."""
+
+    def no_pixels(sources: Any, layout: Any, *others: Any) -> torch.Tensor:
+        rows = sum(math.prod(source.grid) for source in sources)
+        return torch.zeros(rows, 3 * layout.temporal * layout.patch**2, dtype=torch.uint8)
+
+    chance = random.Random(name)
+    processor = named(name)
+    with swapped(processor) as ours:
+        monkeypatch.setattr("fusedvit.pixels.byte_processors.patches_of", no_pixels)
+        for _ in range(400):
+            size = random_size(chance)
+            image = np.zeros((*size, 3), np.uint8)
+            given = {"images": [image], "return_tensors": "pt", "input_data_format": "channels_last"}
+            wanted, got = outcome(processor, **given), outcome(ours, **given)
+            if isinstance(wanted, tuple):
+                assert got == wanted, size
+            else:
+                assert torch.equal(got["image_grid_thw"], wanted["image_grid_thw"]), size
+                assert got["pixel_values"].pixels().shape == wanted["pixel_values"].shape, size
+
+
+@needs_torchvision
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("frames", (2, 3, 5))
+@pytest.mark.parametrize("name", VIDEO_PROCESSORS)
+def test_every_video_processor(name: str, frames: int, checking: bool) -> None:
+    processor = named(name, video_processor)
+    videos: list[Any] = [noise(frames, 50, 71), noise(4, 30, 90), noise(frames, 50, 71)]
+    if frames == 3:
+        videos = [torch.from_numpy(video).movedim(-1, 1) for video in videos]
+    given = {"videos": videos, "return_tensors": "pt", "do_sample_frames": False}
+    with swapped(processor, checking) as ours:
+        assert_equal(ours(**given), processor(**given))
+
+
+@needs_torchvision
+def test_a_videos_frames_are_sampled_as_before() -> None:
+    from transformers.video_utils import VideoMetadata
+
+    processor = named("Qwen3VLVideoProcessor", video_processor)
+    metadata = [VideoMetadata(total_num_frames=40, fps=8.0, duration=5.0)]
+    given = {"videos": [noise(40, 30, 40)], "return_tensors": "pt", "video_metadata": metadata, "return_metadata": True}
+    with swapped(processor) as ours:
+        got, wanted = ours(**given), processor(**given)
+    assert list(got["video_metadata"][0].frames_indices) == list(wanted["video_metadata"][0].frames_indices)
+    assert_equal(*({k: v for k, v in found.items() if k != "video_metadata"} for found in (got, wanted)))
+
+
+# arguments that change what follows the sizes
+ARGUMENTS: list[dict[str, Any]] = [
+    {"do_normalize": False},
+    {"do_rescale": False},
+    {"do_rescale": False, "do_normalize": False},
+    {"do_resize": False},
+    {"do_convert_rgb": False},
+    {"rescale_factor": 1 / 100},
+    {"image_mean": [0.2, 0.3, 0.4], "image_std": [0.5, 0.6, 0.7]},
+    {"image_std": (1.0, 2.0, 3.0)},
+    {"image_mean": [0.5]},
+    {"resample": 0},
+    {"resample": 2},
+    {"resample": 1},
+    {"size": {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}},
+    {"patch_size": 4},
+    {"temporal_patch_size": 1},
+    {"merge_size": 4},
+    {"return_tensors": "np"},
+    {"return_tensors": None},
+    {"input_data_format": "channels_last"},
+    {"device": "cpu"},
+    {"nonsense": 3},
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_arguments_of_a_call(name: str, arguments: dict[str, Any], checking: bool) -> None:
+    """Handled exactly, as bytes, or by the original code."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor = named(name)
+    given = {"images": [noise(56, 84), noise(56, 28)], "return_tensors": "pt"} | arguments
+    wanted = outcome(processor, **given)
+    with swapped(processor, checking) as ours:
+        got = outcome(ours, **given)
+    if isinstance(wanted, tuple):
+        assert got == wanted
+        return
+    assert set(got) == set(wanted)
+    for key, value in wanted.items():
+        mine = got[key].pixels() if isinstance(got[key], BytePixels) else got[key]
+        assert type(mine) is type(value) and np.asarray(mine).dtype == np.asarray(value).dtype
+        assert np.array_equal(np.asarray(mine), np.asarray(value))
+
+
+def test_what_a_processor_is_stays() -> None:
+    """Its class's name, what it saves and prints, copies and pickles; and `restore` leaves nothing behind."""
+    processor = named("Qwen2VLImageProcessor", patch_size=16)
+    before, cls, text = processor.to_dict(), type(processor), repr(processor)
+    attributes = dict(processor.__dict__)
+    assert swap(processor) is processor
+    assert isinstance(processor, cls) and type(processor).__name__ == cls.__name__
+    assert processor.to_dict() == before and repr(processor) == text
+    image, again = [noise(40, 50)], swap(processor)
+    wanted = again(images=image, return_tensors="pt")["pixel_values"]
+    for other in (copy.copy(processor), copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):
+        got = other(images=image, return_tensors="pt")["pixel_values"]
+        assert isinstance(got, BytePixels) and torch.equal(got.pixels(), wanted.pixels())
+    fresh = type(processor)(patch_size=16)  # nobody swapped it
+    assert type(fresh(images=image, return_tensors="pt")["pixel_values"]) is torch.Tensor
+    assert restore(processor) is processor and type(processor) is cls and processor.__dict__ == attributes
+    assert type(processor(images=image, return_tensors="pt")["pixel_values"]) is torch.Tensor
+    assert restore(processor) is processor  # of a processor that is its own
+
+
+def test_saved_and_loaded(tmp_path: Any) -> None:
+    processor = swap(named("Qwen2VLImageProcessor"))
+    processor.save_pretrained(tmp_path)
+    loaded = type(restore(processor)).from_pretrained(tmp_path)
+    assert type(loaded) is type(processor) and loaded.to_dict() == processor.to_dict()
+
+
+def test_settings_changed_later_count() -> None:
+    processor = named("Qwen2VLImageProcessor")
+    image = [noise(70, 90)]
+    with swapped(processor) as ours:
+        for setting, value in (("image_mean", (0.1, 0.2, 0.3)), ("patch_size", 8), ("do_normalize", False)):
+            for each in (processor, ours):
+                setattr(each, setting, value)
+            got, wanted = (each(images=image, return_tensors="pt")["pixel_values"] for each in (ours, processor))
+            assert torch.equal(got.pixels() if isinstance(got, BytePixels) else got, wanted)
+
+
+class Sideways(type(named("Qwen2VLImageProcessor"))):  # type: ignore[misc]
+    """Somebody's processor that cuts patches in another order."""
+
+    def patchify(self, *args: Any, **kwargs: Any) -> Any:
+        patches, h, w = super().patchify(*args, **kwargs)
+        return patches[..., ::-1].copy() if isinstance(patches, np.ndarray) else patches.flip(-1), h, w
+
+
+class Brighter(type(named("Qwen2VLImageProcessor"))):  # type: ignore[misc]
+    """Somebody's processor that changes what is resized."""
+
+    def resize(self, *args: Any, **kwargs: Any) -> Any:
+        return super().resize(*args, **kwargs) // 2
+
+
+def test_processors_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UnsupportedModel, match="Sideways.*lays patches out in another way"):
+        swap(Sideways())
+    processor = Brighter()  # only what it does itself is right
+    image = [noise(70, 90)]
+    wanted = processor(images=image, return_tensors="pt")
+    assert_equal(swap(processor, "cpu")(images=image, return_tensors="pt"), wanted)
+    assert not processor.__dict__[STATE].ours
+
+    class Both:
+        image_processor, video_processor = Sideways(), None
+
+    with pytest.raises(UnsupportedModel, match="Both cannot give bytes: image_processor"):
+        swap(Both())
+    Both.image_processor, Both.video_processor = named("Qwen2VLImageProcessor"), Sideways()
+    with caplog.at_level("WARNING", "fusedvit"):
+        swap(Both())
+    assert "left as it is, giving floats: video_processor (Sideways)" in caplog.text
+    assert type(Both.video_processor) is Sideways and STATE in Both.image_processor.__dict__
+
+
+class Images(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        found = self.processor(images=[noise(40 + index, 50)], return_tensors="pt")
+        return found["pixel_values"], found["image_grid_thw"]
+
+
+@pytest.mark.parametrize("workers", (0, 2))
+def test_data_loader_workers(workers: int) -> None:
+    """Forked ones too: nothing there touches the GPU."""
+    processor = named("Qwen2VLImageProcessor")
+    images = Images(swap(copy.deepcopy(processor)))
+    loader = torch.utils.data.DataLoader(images, batch_size=None, num_workers=workers)
+    for (pixels, grid), index in zip(loader, itertools.count()):
+        wanted = processor(images=[noise(40 + index, 50)], return_tensors="pt")
+        assert isinstance(pixels, BytePixels) and torch.equal(pixels.pixels().cpu(), wanted["pixel_values"])
+        assert torch.equal(grid, wanted["image_grid_thw"])
+        assert not workers or pixels.device.type == "cpu"

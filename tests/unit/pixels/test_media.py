@@ -1,0 +1,223 @@
+"""Decoding within limits: colours and rotation as transformers' `load_image`, errors that name the file."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusedvit.cli.media import ASSETS, SAMPLE_IMAGE, SAMPLE_VIDEO
+from fusedvit.pixels import Limits, MediaError, MediaTooLarge, load
+from fusedvit.pixels.media import VideoFacts, load_one
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def _noise(frames: int, height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+def test_shipped_media_are_small_and_decode() -> None:
+    assert sum(p.stat().st_size for p in ASSETS.iterdir()) < 400_000
+    picture = load_one(SAMPLE_IMAGE)
+    assert (picture.kind, picture.frames.shape) == ("image", (1, 600, 512, 3))
+    pytest.importorskip("av")
+    video = load_one(SAMPLE_VIDEO, frames=6)
+    assert (video.kind, video.frames.shape, video.source_frames) == ("video", (6, 180, 320, 3), 50)
+    assert all((a != b).any() for a, b in zip(video.frames, video.frames[1:], strict=False))
+
+
+@pytest.mark.parametrize("limits", [Limits(max_bytes=1000), Limits(max_pixels=1000)])
+@pytest.mark.parametrize("path", [SAMPLE_IMAGE, SAMPLE_VIDEO])
+def test_limits(path: Path, limits: Limits) -> None:
+    if path is SAMPLE_VIDEO:
+        pytest.importorskip("av")
+    with pytest.raises(MediaTooLarge, match=r"at most 1000 (bytes|pixels) are read, got \d+"):
+        load_one(path, limits=limits)
+
+
+def test_frame_limits() -> None:
+    pytest.importorskip("av")
+    with pytest.raises(MediaTooLarge, match="at most 49 frames are read, got 50"):
+        load_one(SAMPLE_VIDEO, limits=Limits(max_frames=49))
+    # the frames that are kept count together
+    one_frame = Limits(max_pixels=320 * 180)
+    assert load_one(SAMPLE_VIDEO, frames=1, limits=one_frame).frames.shape[0] == 1
+    with pytest.raises(MediaTooLarge, match="at most 57600 pixels"):
+        load_one(SAMPLE_VIDEO, frames=2, limits=one_frame)
+
+
+def _png_claiming(width: int, height: int) -> bytes:
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 8) + b"IDAT"  # the pixels never come
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [12_000, 60_000])  # past our limit; past Pillow's own as well
+def test_pixel_bomb_is_refused_by_its_header(tmp_path: Path, side: int) -> None:
+    bomb = tmp_path / "bomb.png"
+    bomb.write_bytes(_png_claiming(side, side))
+    with pytest.raises(MediaTooLarge, match="pixels"):
+        load_one(bomb)
+
+
+BAD_FILES = {
+    "cut.jpg": (lambda: SAMPLE_IMAGE.read_bytes()[:2000], "does not decode as an image"),
+    "text.png": (lambda: b"hello", "does not decode as an image"),
+    "photo.mp4": (SAMPLE_IMAGE.read_bytes, "does not decode as mp4"),  # the suffix names a video's decoder
+    "text.mp4": (lambda: b"hello" * 100, "does not decode as mp4"),
+    "list.mp4": (lambda: b"#EXTM3U\n#EXTINF:1,\nhttp://localhost/x.ts\n", "does not decode as mp4"),
+    "cut.mp4": (lambda: SAMPLE_VIDEO.read_bytes()[:300], "one video stream expected, got none"),
+    "empty.mp4": (lambda: b"", "does not decode as mp4"),
+    "notes.txt": (lambda: b"hello", "suffix must be one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    if name.endswith("mp4"):
+        pytest.importorskip("av")
+    content, message = BAD_FILES[name]
+    path = tmp_path / name
+    path.write_bytes(content())
+    with pytest.raises(MediaError, match=message) as caught:
+        load_one(path)
+    text = str(caught.value)
+    assert text.startswith(f"{name}: ") and "\n" not in text and "0x" not in text and len(text) < 200
+
+
+def test_missing_file_and_odd_names(tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match="no such file"):
+        load_one(tmp_path / "none.png")
+    for given, said in ((tmp_path, "a folder"), ("https://host/a.png", "a URL")):
+        with pytest.raises(MediaError, match=said):
+            load_one(given)
+    with pytest.raises(MediaError) as caught:
+        load_one(tmp_path / "a\x1b[31m\n.png")
+    assert "\x1b" not in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(MediaError, match="at least 1 frame must be sampled, got 0"):
+        load_one(SAMPLE_VIDEO, frames=0)
+
+
+def test_rotated_and_transparent_pictures(tmp_path: Path) -> None:
+    picture = Image.fromarray(_noise(1, 40, 60)[0])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    picture.save(tmp_path / "turned.jpg", exif=exif)
+    assert load_one(tmp_path / "turned.jpg").frames.shape == (1, 60, 40, 3)
+    picture.convert("RGBA").save(tmp_path / "alpha.png")
+    assert load_one(tmp_path / "alpha.png").frames.shape == (1, 40, 60, 3)
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("photo.jpg", "PNG"), ("photo.png", "JPEG"), ("a.tif", "TIFF"), ("b.TIFF", "TIFF")]
+)
+def test_a_pictures_format_is_found_in_the_file(tmp_path: Path, name: str, kind: str) -> None:
+    Image.fromarray(_noise(1, 40, 60)[0]).save(tmp_path / name, format=kind)
+    assert load_one(tmp_path / name).frames.shape == (1, 40, 60, 3)
+
+
+def test_short_video_gives_what_it_has() -> None:
+    pytest.importorskip("av")
+    assert load_one(SAMPLE_VIDEO, frames=500).frames.shape[0] == 50
+
+
+# ── many at once ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _encoded(image: "Image.Image", kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format=kind, **options)
+    return file.getvalue()
+
+
+def _turned(orientation: int) -> "Image.Exif":
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+_PICTURE = Image.fromarray(_noise(1, 30, 41)[0])
+_ALPHA = Image.fromarray(np.random.default_rng(1).integers(0, 256, (30, 41, 4), dtype=np.uint8))
+KINDS = {
+    "rgb": lambda: _encoded(_PICTURE, "PNG"),
+    "jpeg": lambda: _encoded(_PICTURE, "JPEG"),
+    "grey": lambda: _encoded(_PICTURE.convert("L"), "PNG"),
+    "grey jpeg": lambda: _encoded(_PICTURE.convert("L"), "JPEG"),
+    "grey with alpha": lambda: _encoded(_ALPHA.convert("LA"), "PNG"),
+    "alpha": lambda: _encoded(_ALPHA, "PNG"),
+    "palette": lambda: _encoded(_PICTURE.convert("P"), "PNG"),
+    "palette, one colour transparent": lambda: _encoded(_PICTURE.convert("P"), "PNG", transparency=7),
+    "one bit": lambda: _encoded(_PICTURE.convert("1"), "PNG"),
+    "16 bits": lambda: _encoded(Image.fromarray(_noise(1, 30, 41)[0, :, :, 0].astype(np.uint16) * 257), "PNG"),
+    "cmyk": lambda: _encoded(_PICTURE.convert("CMYK"), "JPEG"),
+    "tiff": lambda: _encoded(_PICTURE.convert("CMYK"), "TIFF"),
+    "webp": lambda: _encoded(_ALPHA, "WEBP", lossless=True),
+    "animated": lambda: _encoded(_PICTURE, "GIF", save_all=True, append_images=[_PICTURE.rotate(90)]),
+    "1 x 1": lambda: _encoded(_PICTURE.resize((1, 1)), "PNG"),
+    **{f"turned {i}": lambda i=i: _encoded(_PICTURE, "JPEG", exif=_turned(i)) for i in range(1, 9)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    image_utils = pytest.importorskip("transformers.image_utils")
+    data = KINDS[kind]()
+    wanted = np.array(image_utils.load_image(Image.open(io.BytesIO(data))))
+    path = tmp_path / "picture.png"  # the format is found in the file
+    path.write_bytes(data)
+    for media in load([data, str(path), path]):
+        assert media.frames.flags.writeable and np.array_equal(media.frames[0], wanted)
+
+
+def test_order_names_and_indices(tmp_path: Path) -> None:
+    data = [_encoded(Image.fromarray(_noise(1, 8, 9 + i)[0]), "PNG") for i in range(20)]
+    (tmp_path / "a.png").write_bytes(data[5])
+    found = load([*data[:5], tmp_path / "a.png", *data[6:]], threads=4)
+    assert [media.frames.shape[2] for media in found] == [9 + i for i in range(20)]
+    assert [media.index for media in found] == list(range(20))
+    assert found[5].name == "a.png" and found[6].name == "bytes 6"
+
+
+def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    good = _encoded(_PICTURE, "PNG")
+    given = [good, b"nothing", good, good[:100]]
+    with pytest.raises(MediaError, match="bytes 1: does not decode as an image") as caught:
+        load(given)
+    assert caught.value.index == 1
+    with caplog.at_level("WARNING", "fusedvit"):
+        assert [media.index for media in load(given, errors="skip")] == [0, 2]
+    assert [("bytes 1" in line, "bytes 3" in line) for line in caplog.messages] == [(True, False), (False, True)]
+    with pytest.raises(ValueError, match="errors must be one of"):
+        load(given, errors="ignore")
+    with pytest.raises(TypeError, match="a list of paths or bytes, got one str"):
+        load("a.png")
+    with pytest.raises(TypeError, match="paths or bytes, got int"):
+        load([3])
+
+
+@pytest.mark.parametrize("url", ("http://host/a.png", "https://host/a.mp4", "file:///a.png", "s3://bucket/a.png"))
+def test_urls_are_refused(url: str) -> None:
+    with pytest.raises(MediaError, match="a URL"):
+        load([url])
+
+
+def test_a_video_from_bytes_and_frames_that_are_chosen() -> None:
+    pytest.importorskip("av")
+    seen: list[VideoFacts] = []
+
+    def choose(facts: VideoFacts) -> list[int]:
+        seen.append(facts)
+        return [0, 3, 3, 49]
+
+    (media,) = load([SAMPLE_VIDEO.read_bytes()], frames=choose)
+    assert seen == [(50, seen[0].fps, 320, 180)] and seen[0].fps and media.fps == seen[0].fps
+    assert media.kept == (0, 3, 3, 49) and media.frames.shape == (4, 180, 320, 3)
+    assert np.array_equal(media.frames[1], media.frames[2])
+    every = load_one(SAMPLE_VIDEO, frames=50).frames
+    assert all(np.array_equal(frame, every[i]) for frame, i in zip(media.frames, media.kept, strict=True))
+    with pytest.raises(MediaError, match="frames 0 to 49 can be sampled"):
+        load([SAMPLE_VIDEO], frames=lambda facts: [50])

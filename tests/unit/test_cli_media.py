@@ -1,0 +1,99 @@
+"""Patch rows that a tower of Hugging Face would get from its own processors."""
+
+import numpy as np
+import pytest
+import torch
+from einops import rearrange
+
+from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO, PatchLayout, prepare, rows_from_frames
+from fusedvit.pixels.media import Media, MediaError, load_one
+
+pytest.importorskip("transformers")
+LAYOUT = PatchLayout()
+
+
+def _noise(frames: int, height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+def _video(frames: np.ndarray) -> Media:
+    return Media("noise", "video", frames, len(frames))
+
+
+def _by_hand(frames: np.ndarray, layout: PatchLayout) -> torch.Tensor:
+    """Merge-block order written out, for frames that need no resizing."""
+    pixels = (torch.from_numpy(frames).float() / 255 - torch.tensor(layout.mean)) / torch.tensor(layout.std)
+    return rearrange(
+        pixels,
+        "(t tp) (h mh ph) (w mw pw) c -> (t h w mh mw) (c tp ph pw)",
+        tp=layout.temporal_patch_size,
+        mh=layout.merge_size,
+        mw=layout.merge_size,
+        ph=layout.patch_size,
+        pw=layout.patch_size,
+    )
+
+
+def test_image_rows_and_grid() -> None:
+    item = prepare(load_one(SAMPLE_IMAGE), LAYOUT)
+    assert item.grid_thw.tolist() == [[1, 38, 32]]
+    assert item.pixel_values.shape == (38 * 32, 3 * 2 * 16 * 16)
+    assert item.pixel_values.dtype == torch.float32 and item.grid_thw.dtype == torch.int64
+    assert -1 <= item.pixel_values.min() < item.pixel_values.max() <= 1
+
+
+def test_still_video_is_the_image() -> None:
+    """Two identical frames resized, normalised and laid out as a video: bit for bit the picture."""
+    frame = _noise(1, 100, 150)
+    image = prepare(Media("noise", "image", frame, 1), LAYOUT)
+    for frames in (np.repeat(frame, 2, axis=0), frame):  # one frame alone is padded with itself
+        video = rows_from_frames(np.repeat(frame, 2, axis=0), LAYOUT) if len(frames) == 2 else None
+        video = video or prepare(_video(frames), LAYOUT)
+        assert video.grid_thw.tolist() == image.grid_thw.tolist() == [[1, 6, 10]]
+        assert torch.equal(video.pixel_values, image.pixel_values)
+
+
+@pytest.mark.parametrize("frames", [2, 6])
+@pytest.mark.parametrize("layout", [LAYOUT, PatchLayout(patch_size=14, mean=(0.48, 0.45, 0.4), std=(0.27, 0.26, 0.28))])
+def test_video_order_is_merge_block(frames: int, layout: PatchLayout) -> None:
+    side = layout.patch_size * layout.merge_size
+    clip = _noise(frames, 3 * side, 4 * side)
+    item = rows_from_frames(clip, layout)
+    assert item.grid_thw.tolist() == [[frames // 2, 6, 8]]
+    torch.testing.assert_close(item.pixel_values, _by_hand(clip, layout), rtol=1e-5, atol=1e-6)
+
+
+def test_image_order_is_merge_block() -> None:
+    clip = _noise(1, 64, 96)
+    item = prepare(Media("noise", "image", clip, 1), LAYOUT)
+    torch.testing.assert_close(item.pixel_values, _by_hand(np.repeat(clip, 2, 0), LAYOUT), rtol=1e-5, atol=1e-6)
+
+
+def test_odd_frame_count_repeats_the_last() -> None:
+    clip = _noise(3, 64, 64)
+    item = prepare(_video(clip), LAYOUT)
+    assert item.grid_thw.tolist() == [[2, 4, 4]]
+    last = rearrange(item.pixel_values, "(t n) (c tp p) -> t tp n c p", t=2, tp=2, c=3)[1]
+    assert torch.equal(last[0], last[1])
+
+
+@pytest.mark.gpu
+def test_agrees_with_the_video_processor() -> None:
+    pytest.importorskip("torchvision")
+    pytest.importorskip("av")
+    media = load_one(SAMPLE_VIDEO, frames=6)
+    ours, theirs = rows_from_frames(media.frames, LAYOUT), prepare(media, LAYOUT)
+    assert ours.grid_thw.tolist() == theirs.grid_thw.tolist()
+    # uint8 resizing may round to a neighbouring level: one level is 1 / 127.5
+    assert (ours.pixel_values - theirs.pixel_values).abs().max() <= 2.01 / 127.5
+
+
+def test_pixels_stay_within_the_layout() -> None:
+    item = prepare(load_one(SAMPLE_IMAGE), PatchLayout(max_pixels=128 * 128))
+    t, h, w = item.grid_thw[0].tolist()
+    assert t == 1 and h % 2 == w % 2 == 0 and h * w <= 64
+
+
+def test_a_picture_that_the_processor_refuses() -> None:
+    with pytest.raises(MediaError, match=r"noise: Hugging Face's processor refuses it: .*aspect ratio.*200"):
+        prepare(Media("noise", "image", _noise(1, 10, 2500), 1), LAYOUT)
