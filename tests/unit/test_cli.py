@@ -146,7 +146,7 @@ def test_demo_refuses_files_in_one_line(tmp_path: Path) -> None:
     broken.write_bytes(b"no picture")
     result, document = _demo(tmp_path, broken)
     assert result.exit_code == 2 and not document
-    assert "broken.png: does not decode as a picture" in result.output.replace("\n", " ")
+    assert "broken.png: does not decode as an image" in result.output.replace("\n", " ")
     assert "Traceback" not in result.output
 
 
