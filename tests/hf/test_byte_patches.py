@@ -6,29 +6,11 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.model.normalization import Normalization
-from fusedvit.pixels.byte_pixels import BytePixels
+from tests.support.byte_patches import CLIP, HALF, KINDS, bytes_for
 from tests.support.families import INSTALLED, family_tower
-from tests.support.towers import assert_rule, assert_same, copy_of, outputs_of, patches_of, tiny_model, tiny_tower
+from tests.support.towers import assert_rule, assert_same, copy_of, outputs_of, tiny_model, tiny_tower
 
-CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
-HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 GRID = [(1, 8, 4), (1, 4, 6), (1, 2, 10)]
-KINDS = {"still": True, "frames": False}
-
-
-def normalization_for(tower: Any, **numbers: Any) -> Normalization:
-    c = tower.config
-    layout = {"temporal_patch": getattr(c, "temporal_patch_size", 1), "channels": c.in_channels}
-    return Normalization(**({"rescale_factor": 1 / 255, "patch": c.patch_size} | layout | CLIP | numbers))
-
-
-def bytes_for(tower: Any, still: bool, seed: int = 0, **numbers: Any) -> BytePixels:
-    """Smooth enough to be like images: a mean far from that of the normalisation, and neighbours alike."""
-    n = normalization_for(tower, **numbers)
-    generator = torch.Generator().manual_seed(seed)
-    rows = 180 + 25 * torch.randn(patches_of(GRID), n.width(still), generator=generator)
-    return BytePixels.mark(rows.clamp(0, 255).to(torch.uint8), n, still)
 
 
 def run(tower: Any, pixels: torch.Tensor, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -40,7 +22,7 @@ def run(tower: Any, pixels: torch.Tensor, **arguments: Any) -> dict[str, torch.T
 @pytest.mark.parametrize("name", INSTALLED)
 def test_every_family_takes_bytes(name: str, still: bool) -> None:
     tower = family_tower(name)
-    pixels = bytes_for(tower, still)
+    pixels = bytes_for(tower, GRID, still)
     ref = run(tower, pixels.pixels())
     handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
     assert_same(run(tower, pixels), ref)
@@ -57,7 +39,7 @@ def test_every_family_takes_bytes(name: str, still: bool) -> None:
 def test_any_normalization(numbers: dict[str, Any]) -> None:
     tower = tiny_tower()
     for still in KINDS.values():
-        pixels = bytes_for(tower, still, **numbers)
+        pixels = bytes_for(tower, GRID, still, **numbers)
         ref = run(copy_of(tower), pixels.pixels())
         fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
         assert_same(run(tower, pixels), ref)
@@ -68,7 +50,7 @@ def test_any_normalization(numbers: dict[str, Any]) -> None:
 @pytest.mark.parametrize("numbers", [CLIP, HALF], ids=["clip", "half"])
 def test_within_the_rule_in_16_bits(dtype: torch.dtype, still: bool, numbers: dict[str, Any]) -> None:
     exact = tiny_tower()
-    pixels = bytes_for(exact, still, **numbers)
+    pixels = bytes_for(exact, GRID, still, **numbers)
     tower = copy_of(exact, dtype)
     ref, pt = run(exact, pixels.pixels()), run(tower, pixels.pixels().to(dtype))
     fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
@@ -78,18 +60,18 @@ def test_within_the_rule_in_16_bits(dtype: torch.dtype, still: bool, numbers: di
 def test_another_normalization_is_made_floats() -> None:
     """One is folded for still images and one for all frames; pixels of any other are normalised first."""
     tower = tiny_tower()
-    other, reference = bytes_for(tower, True, **HALF), copy_of(tower)
+    other, reference = bytes_for(tower, GRID, True, **HALF), copy_of(tower)
     handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    run(tower, bytes_for(tower, True))
+    run(tower, bytes_for(tower, GRID, True))
     assert_same(run(tower, other), run(reference, other.pixels()))
-    video = bytes_for(tower, False, **HALF)
+    video = bytes_for(tower, GRID, False, **HALF)
     assert_same(run(tower, video), run(reference, video.pixels()))
     assert handle.stats()["fused"] == 3 and handle.stats()["refreshes"] == 2
 
 
 def test_weights_that_change_take_the_bytes_along() -> None:
     tower = tiny_tower()
-    pixels = bytes_for(tower, True)
+    pixels = bytes_for(tower, GRID, True)
     handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
     run(tower, pixels)
     with torch.no_grad():
@@ -104,7 +86,7 @@ def test_the_original_code_sees_hugging_faces_pixels(still: bool) -> None:
     """Bit for bit, in the dtype that the model cast them to."""
     for dtype in (torch.float32, torch.bfloat16):
         tower = copy_of(tiny_tower(), dtype)
-        pixels = bytes_for(tower, still)
+        pixels = bytes_for(tower, GRID, still)
         seen: list[torch.Tensor] = []
         handle = fusedvit.fuse(tower)
         hook = tower.patch_embed.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
@@ -119,7 +101,7 @@ def test_the_original_code_sees_hugging_faces_pixels(still: bool) -> None:
 
 def test_gradients_take_the_original_code() -> None:
     tower = tiny_tower().requires_grad_(True)
-    pixels, reference = bytes_for(tower, True), copy_of(tower)
+    pixels, reference = bytes_for(tower, GRID, True), copy_of(tower)
     fusedvit.fuse(tower)
     tower(pixels, grid_thw=torch.tensor(GRID)).pooler_output.sum().backward()
     reference(pixels.pixels(), grid_thw=torch.tensor(GRID)).pooler_output.sum().backward()
@@ -129,7 +111,7 @@ def test_gradients_take_the_original_code() -> None:
 
 def test_hidden_states_read_later() -> None:
     tower = tiny_tower()
-    pixels, reference = bytes_for(tower, True), copy_of(tower)
+    pixels, reference = bytes_for(tower, GRID, True), copy_of(tower)
     handle = fusedvit.fuse(tower)
     with torch.no_grad():
         found = tower(pixels, grid_thw=torch.tensor(GRID), output_hidden_states=True)
@@ -145,17 +127,17 @@ def test_hidden_states_read_later() -> None:
 
 def test_what_is_refused() -> None:
     tower = tiny_tower()
-    pixels = bytes_for(tower, True)
+    pixels = bytes_for(tower, GRID, True)
     fusedvit.fuse(tower)
     run(tower, pixels)
-    for plain in (pixels.unmarked(), bytes_for(tower, False).unmarked(), pixels.unmarked().long()):
+    for plain in (pixels.unmarked(), bytes_for(tower, GRID, False).unmarked(), pixels.unmarked().long()):
         with pytest.raises(TypeError, match="normalised floats"):
             run(tower, plain)
     for layout in ({"patch": 2, "temporal_patch": 8}, {"channels": 12, "patch": 2, "mean": 0.5, "std": 0.5}):
         with pytest.raises(ValueError, match="patches of"):
-            run(tower, bytes_for(tower, False, **layout))
+            run(tower, bytes_for(tower, GRID, False, **layout))
     with pytest.raises(ValueError, match="pixel_values has 75"):
-        run(tower, bytes_for(tower, True)[1:])
+        run(tower, bytes_for(tower, GRID, True)[1:])
     ref = run(tower, pixels)
     assert_same(run(tower, pixels[None]), ref)
     assert_same(run(tower, pixels.view(2, -1, pixels.shape[1])), ref)
@@ -165,7 +147,7 @@ def test_what_is_refused() -> None:
 def test_parents_cast_and_split_what_they_are_given(kind: str) -> None:
     """A whole model: its own casts, and its features as with floats."""
     model = tiny_model(kind)
-    images, videos = bytes_for(model.model.visual, True), bytes_for(model.model.visual, False, seed=3)
+    images, videos = bytes_for(model.model.visual, GRID, True), bytes_for(model.model.visual, GRID, False, seed=3)
     grid = torch.tensor(GRID)
     with torch.no_grad():
         ref = [model.get_image_features(images.pixels(), grid), model.get_video_features(videos.pixels(), grid)]
