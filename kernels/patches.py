@@ -85,7 +85,7 @@ def _resize_kernel(
     grid_h,
     grid_w,
     PITCH_X: tl.constexpr,
-    ALONG_X: tl.constexpr,
+    AXIS: tl.constexpr,  # that is resized: 1 the height, 2 the width, 0 none
     CHANNELS: tl.constexpr,
     PATCH: tl.constexpr,
     MERGE: tl.constexpr,
@@ -103,25 +103,29 @@ def _resize_kernel(
 
     # a video's last frame stands for those that fill its last patch
     image_ptr += tl.minimum(n, frames - 1).to(tl.int64) * pitch_n + c * pitch_c.to(tl.int64)
-    i = tl.minimum(x, width - 1) if ALONG_X else tl.minimum(y, height - 1)
-    first = tl.load(first_ptr + i)
-    size = width if ALONG_X else height
-    total = tl.zeros((BLOCK_Y, BLOCK_X), tl.int32) + (1 << (bits - 1))
-    for t in range(taps):
-        weight = tl.load(weights_ptr + t * size + i)
-        at = tl.minimum(first + t, length - 1)  # beyond the end all weights are 0
-        if ALONG_X:
-            ptrs = image_ptr + y.to(tl.int64) * pitch_y + at * PITCH_X
-        else:
-            ptrs = image_ptr + at.to(tl.int64) * pitch_y + x * PITCH_X
-        total += tl.load(ptrs, mask=here, other=0).to(tl.int32) * weight
-    value = tl.minimum(tl.maximum(total >> bits, 0), 255).to(tl.uint8)
+    if AXIS == 0:
+        value = tl.load(image_ptr + y.to(tl.int64) * pitch_y + x * PITCH_X, mask=here, other=0)
+    else:
+        i = tl.minimum(x, width - 1) if AXIS == 2 else tl.minimum(y, height - 1)
+        first = tl.load(first_ptr + i)
+        weights_ptr += i
+        total = tl.zeros((BLOCK_Y, BLOCK_X), tl.int32) + (1 << (bits - 1))
+        for t in range(taps):
+            weight = tl.load(weights_ptr)
+            weights_ptr += width if AXIS == 2 else height
+            at = tl.minimum(first + t, length - 1)  # beyond the end all weights are 0
+            if AXIS == 2:
+                ptrs = image_ptr + y.to(tl.int64) * pitch_y + at * PITCH_X
+            else:
+                ptrs = image_ptr + at.to(tl.int64) * pitch_y + x * PITCH_X
+            total += tl.load(ptrs, mask=here, other=0).to(tl.int32) * weight
+        value = tl.minimum(tl.maximum(total >> bits, 0), 255).to(tl.uint8)
 
     if PATCH:
         block = (y // (PATCH * MERGE)) * (grid_w // MERGE) + x // (PATCH * MERGE)
         within = (y // PATCH % MERGE) * MERGE + x // PATCH % MERGE
         row = (n // TEMPORAL).to(tl.int64) * grid_h * grid_w + block * (MERGE * MERGE) + within
-        column = ((c * TEMPORAL + n % TEMPORAL) * PATCH + y % PATCH) * PATCH + x % PATCH
+        column = ((c.to(tl.int64) * TEMPORAL + n % TEMPORAL) * PATCH + y % PATCH) * PATCH + x % PATCH
         offs = row * (CHANNELS * TEMPORAL * PATCH * PATCH) + column
     else:
         offs = ((n.to(tl.int64) * CHANNELS + c) * height + y) * width + x
@@ -130,8 +134,8 @@ def _resize_kernel(
 
 def patches_from_images(
     images: torch.Tensor,
-    down: Taps,
-    across: Taps,
+    down: Taps | None,
+    across: Taps | None,
     layout: PatchLayout,
     grid: tuple[int, int, int],
     out: torch.Tensor,
@@ -141,8 +145,8 @@ def patches_from_images(
 
     Args:
         images: `[n, H, W, C]` uint8, of any strides: stills, or the frames of a video.
-        down, across: taps along the height and along the width, on the same device. Where they give less than `grid`
-            has, the rest is 0, at the bottom and to the right.
+        down, across: taps along the height and along the width, on the same device; None: that axis stays. Where they
+            give less than `grid` has, the rest is 0, at the bottom and to the right.
         layout: of the patches; `temporal` is 1 for stills.
         grid: (t, h, w) in patches, h and w multiples of the merge size. Of stills t is their number.
         out: `[t * h * w, C * temporal * patch^2]` uint8, contiguous.
@@ -150,42 +154,49 @@ def patches_from_images(
     """
     n, height, width, channels = images.shape
     t, h, w = grid
+    size = (height if down is None else down.size, width if across is None else across.size)
     shape = (t * h * w, channels * layout.temporal * layout.patch**2)
     assert images.dtype == out.dtype == torch.uint8 and out.is_contiguous(), (
         f"expected bytes, contiguous ones to write, got {images.dtype} and {out.dtype}"
     )
     assert tuple(out.shape) == shape, f"expected rows {shape}, got {tuple(out.shape)}"
-    assert down.size <= h * layout.patch and across.size <= w * layout.patch, (
-        f"expected at most {h} x {w} patches of {layout.patch} pixels, got {down.size} x {across.size} pixels"
+    assert size[0] <= h * layout.patch and size[1] <= w * layout.patch, (
+        f"expected at most {h} x {w} patches of {layout.patch} pixels, got {size[0]} x {size[1]} pixels"
     )
-    if down.size < h * layout.patch or across.size < w * layout.patch:
+    if size != (h * layout.patch, w * layout.patch):
         out.zero_()
-    middle = (down.size, width) if down_first else (height, across.size)
-    between = torch.empty((n, channels, *middle), dtype=torch.uint8, device=images.device)
-    passes = (down, across) if down_first else (across, down)
-    _launch(images, passes[0], not down_first, n, None, (1, 1), between)
-    _launch(between.permute(0, 2, 3, 1), passes[1], down_first, t * layout.temporal, layout, (h, w), out)
+    passes = [(1, down), (2, across)] if down_first else [(2, across), (1, down)]
+    passes = [(axis, taps) for axis, taps in passes if taps is not None] or [(0, None)]
+    if len(passes) == 2:
+        middle = (size[0], width) if down_first else (height, size[1])
+        between = torch.empty((n, channels, *middle), dtype=torch.uint8, device=images.device)
+        _launch(images, *passes[0], n, None, (1, 1), between)
+        images = between.permute(0, 2, 3, 1)
+    _launch(images, *passes[-1], t * layout.temporal, layout, (h, w), out)
     return out
 
 
 def _launch(
     images: torch.Tensor,
-    taps: Taps,
-    along_x: bool,
+    axis: int,
+    taps: Taps | None,
     n: int,
     layout: PatchLayout | None,
     grid: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
     """One pass over `n` images `[…, H, W, C]`; the last of `images` stands for those that are not there."""
-    frames, height, width, channels = images.shape
-    size = (height, taps.size) if along_x else (taps.size, width)
-    length = width if along_x else height
+    frames, *size, channels = images.shape
+    length, fixed = size[axis - 1], (0, 0)
+    if taps is not None:
+        size[axis - 1] = taps.size
+        fixed = taps.weights.shape[0], taps.bits
     programs = -(-size[0] // _BLOCK_Y), -(-size[1] // _BLOCK_X)
     pitch_n, pitch_y, pitch_x, pitch_c = images.stride()
     patch, merge, temporal = (0, 1, 1) if layout is None else (layout.patch, layout.merge, layout.temporal)
-    constants = {"PITCH_X": pitch_x, "ALONG_X": along_x, "CHANNELS": channels, "PATCH": patch, "MERGE": merge}
+    constants = {"PITCH_X": pitch_x, "AXIS": axis, "CHANNELS": channels, "PATCH": patch, "MERGE": merge}
     constants |= {"TEMPORAL": temporal, "BLOCK_Y": _BLOCK_Y, "BLOCK_X": _BLOCK_X}
-    scalars = (*programs, frames, *size, taps.weights.shape[0], length, taps.bits, pitch_n, pitch_c, pitch_y, *grid)
-    pointers = (images, taps.first, taps.weights, out)
+    taken = fixed[0], length, fixed[1]
+    scalars = (*programs, frames, *size, *taken, pitch_n, pitch_c, pitch_y, *grid)
+    pointers = (images, None if taps is None else taps.first, None if taps is None else taps.weights, out)
     launch(_resize_kernel, n * channels * programs[0] * programs[1], (), pointers, constants, {"num_warps": 4}, scalars)

@@ -193,7 +193,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
         if any(video is None for video in seen):
             prepared = original._prepare_input_videos(self, videos, **kwargs | {"device": None})
         else:
-            prepared = [_tensor(video) for video in seen]
+            prepared = [_tensor(video) for video in seen if video is not None]
         return _Videos(prepared, device)
 
     methods: dict[str, Any] = {}

@@ -25,9 +25,14 @@ class Weights(NamedTuple):
 
 
 class Resizing(NamedTuple):
-    """How a backend resizes. weights: (input size, output size) -> Weights; down_first: (H, W, h, w) -> bool."""
+    """How a backend resizes.
 
-    weights: Callable[[int, int], Weights]
+    Attributes:
+        weights: (input size, output size) -> Weights; None where the axis is copied.
+        down_first: (height, width, new height, new width) -> whether the height is resized first.
+    """
+
+    weights: Callable[[int, int], Weights | None]
     down_first: Callable[[int, int, int, int], bool]
 
 
@@ -59,21 +64,17 @@ def _fixed(first: np.ndarray, weights: np.ndarray, bits: int) -> Weights:
     return Weights(first.astype(np.int32), rounded.astype(np.int32), bits)
 
 
-def _unchanged(size: int) -> Weights:
-    return Weights(np.arange(size, dtype=np.int32), np.full((1, size), 2, np.int32), 1)
+@functools.lru_cache(maxsize=1024)
+def pillow_weights(size: int, out: int) -> Weights | None:
+    """Of `Image.resize` with `BICUBIC`, for bytes; None where the size stays: that axis is copied."""
+    return None if size == out else _fixed(*_normalized(size, out), _PILLOW_BITS)
 
 
 @functools.lru_cache(maxsize=1024)
-def pillow_weights(size: int, out: int) -> Weights:
-    """Of `Image.resize` with `BICUBIC`, for bytes; an axis whose size stays is copied."""
-    return _unchanged(size) if size == out else _fixed(*_normalized(size, out), _PILLOW_BITS)
-
-
-@functools.lru_cache(maxsize=1024)
-def torch_weights(size: int, out: int) -> Weights:
+def torch_weights(size: int, out: int) -> Weights | None:
     """Of `interpolate(mode="bicubic", antialias=True)` on bytes on a CPU, which torchvision's `resize` calls."""
     if size == out:
-        return _unchanged(size)
+        return None
     first, weights = _normalized(size, out)
     bits, largest = 0, weights.max()
     while bits < _PILLOW_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:

@@ -138,12 +138,13 @@ def _launches_of_pixels() -> None:
         table = torch.empty(9, size, dtype=torch.int32, device="meta")
         return Taps(table[0], table, 22)
 
-    frames = torch.empty(2, 50, 60, 3, dtype=torch.uint8, device="meta")
-    planes = torch.empty(2, 3, 50, 60, dtype=torch.uint8, device="meta").movedim(1, -1)
+    frames = torch.empty(2, 50, 52, 3, dtype=torch.uint8, device="meta")
+    planes = torch.empty(2, 3, 50, 52, dtype=torch.uint8, device="meta").movedim(1, -1)
     for patch, temporal, images, down_first in itertools.product((14, 16), (1, 2), (frames, planes), (False, True)):
-        layout, grid = PatchLayout(patch, 2, temporal), (2 // temporal, 2, 2)
-        out = torch.empty(4 * grid[0], 3 * temporal * patch**2, dtype=torch.uint8, device="meta")
-        patches_from_images(images, taps(2 * patch), taps(2 * patch), layout, grid, out, down_first)
+        layout, grid = PatchLayout(patch, 2, temporal), (2 // temporal, 4, 4)
+        out = torch.empty(16 * grid[0], 3 * temporal * patch**2, dtype=torch.uint8, device="meta")
+        patches_from_images(images, taps(4 * patch), taps(4 * patch), layout, grid, out, down_first)
+        patches_from_images(images, taps(4 * patch) if down_first else None, None, layout, grid, out)
 
 
 @lru_cache(maxsize=1)  # once per process: it takes as long as some compilations

@@ -8,8 +8,8 @@ from fusedvit.kernels.patches import PatchLayout, Taps
 
 def patches_from_images(
     images: torch.Tensor,
-    down: Taps,
-    across: Taps,
+    down: Taps | None,
+    across: Taps | None,
     layout: PatchLayout,
     grid: tuple[int, int, int],
     out: torch.Tensor,
@@ -18,11 +18,11 @@ def patches_from_images(
     """See `fusedvit.kernels.patches.patches_from_images`."""
     t, h, w = grid
     for taps, axis in ((down, 1), (across, 2)) if down_first else ((across, 2), (down, 1)):
-        images = _resize(images, taps, axis)
+        images = images if taps is None else _resize(images, taps, axis)
     missing = t * layout.temporal - images.shape[0]
     images = torch.cat([images, images[-1:].expand(missing, -1, -1, -1)])
     whole = images.new_zeros(images.shape[0], h * layout.patch, w * layout.patch, images.shape[3])
-    whole[:, : down.size, : across.size] = images
+    whole[:, : images.shape[1], : images.shape[2]] = images
     sides = {"tp": layout.temporal, "mh": layout.merge, "mw": layout.merge, "ph": layout.patch, "pw": layout.patch}
     pattern = "(t tp) (h mh ph) (w mw pw) c -> (t h w mh mw) (c tp ph pw)"
     return out.copy_(rearrange(whole, pattern, **sides))

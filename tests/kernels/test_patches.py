@@ -62,7 +62,7 @@ def run(
     height, width = images.shape[1:3]
     new = size or (grid[1] * layout.patch, grid[2] * layout.patch)
     down, across = (
-        Taps(*(torch.from_numpy(t).to(images.device) for t in weights[:2]), weights.bits)
+        weights and Taps(*(torch.from_numpy(t).to(images.device) for t in weights[:2]), weights.bits)
         for weights in (resizing.weights(height, new[0]), resizing.weights(width, new[1]))
     )
     rows, columns = grid[0] * grid[1] * grid[2], images.shape[3] * layout.temporal * layout.patch**2
