@@ -48,8 +48,8 @@ class Overlapped:
         """Outputs of random pixels, replayed or launched in line."""
         part = encoder.buffers(self.budget)
         generator = torch.Generator(DEVICE).manual_seed(seed)
-        encoder.load_grid(self.budget, tuple(self.grid))
         part.pixels[: self.rows].normal_(generator=generator)
+        encoder.load_grid(self.budget, tuple(self.grid), part.pixels[: self.rows])
         if encoder is self.encoder:
             self.manager.graph(self.budget).replay()
         else:

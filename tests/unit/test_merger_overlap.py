@@ -120,8 +120,8 @@ def test_graphs_of_several_budgets_in_the_same_buffers(encoder: Encoder, name: s
         for program, manager in zip(programs, managers, strict=True):
 
             def load(budget: int, program: CapturedEncoder = program) -> None:
-                program.load_grid(budget, tuple(grid))  # noqa: B023
-                program.buffers(budget).pixels[:tokens] = pixels_for(vision_tower(), grid, seed=seed)  # noqa: B023
+                pixels = pixels_for(vision_tower(), grid, seed=seed)  # noqa: B023
+                program.load(budget, program.grid(tuple(grid)), pixels)  # noqa: B023
 
             def unload(budget: int, program: CapturedEncoder = program) -> None:
                 part = program.buffers(budget)
