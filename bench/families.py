@@ -30,6 +30,7 @@ from fusedvit.bench.towers import (
     build,
     build_one,
     class_of,
+    depth_name,
     outputs_of,
     pixels_for,
     shallow,
@@ -39,7 +40,7 @@ from fusedvit.bench.towers import (
     wider,
 )
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.cli.towers import cast_parameters_
+from fusedvit.cli.towers import call_tower, cast_parameters_, inputs_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
 from fusedvit.fused_encoder import FusedEncoder
@@ -77,9 +78,10 @@ def measure(geometry: Geometry, device: torch.device, seconds: float) -> dict[st
         pixels = pixels_for(tower, rows, torch.bfloat16, device, tokens(rows))
         grid_thw = torch.tensor(rows, device=device)
         modules = (ours, torch.bfloat16), (wide, wider(torch.bfloat16)), (tower, torch.bfloat16)
-        parity[workload] = verdict_of(*(outputs_of(m(pixels.to(d), grid_thw=grid_thw)) for m, d in modules))
+        parity[workload] = verdict_of(*(outputs_of(call_tower(m, pixels.to(d), grid_thw)) for m, d in modules))
         if workload in TIMED and parity[workload]["passed"]:
-            calls = [Contender(who, functools.partial(module, pixels, grid_thw=grid_thw))
+            inputs, named = inputs_of(tower, pixels, grid_thw)
+            calls = [Contender(who, functools.partial(module, inputs, **named))
                      for who, module in (("hf", tower), ("ours", ours))]  # fmt: skip
             cost[workload] = cost_of(calls, device, seconds)
     found = {**_described(geometry, handle.spec), "parity": parity, "cost": cost, "graphs": _replays(handle)}
@@ -90,7 +92,7 @@ def measure(geometry: Geometry, device: torch.device, seconds: float) -> dict[st
 def measure_on_cpu(geometry: Geometry, depth: int = DEPTH_ON_CPU) -> dict[str, Any]:
     """Parity in fp32. One tower is widened to fp64 and narrowed again, which is exact: two would not fit in memory."""
     config = class_of(geometry).config_class(**geometry.numbers)
-    blocks = min(depth, config.depth)
+    blocks = min(depth, getattr(config, depth_name(config)))
     tower = build_one(shallow(geometry, blocks), torch.float32, torch.device("cpu"))
     cast_parameters_(tower, torch.float64)
     ref = _outputs(tower, geometry, torch.float64)
@@ -106,8 +108,9 @@ def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[s
     """Every output for every grid, from the same pixels in any dtype."""
     found = {}
     for name, grid in CHECKED_ON_CPU.items():
-        pixels = pixels_for(tower, grid, dtype, torch.device("cpu"), tokens(grid))
-        found[name] = outputs_of(tower(pixels, grid_thw=torch.tensor(geometry.rows(grid))))
+        rows = geometry.rows(grid)
+        pixels = pixels_for(tower, rows, dtype, torch.device("cpu"), tokens(rows))
+        found[name] = outputs_of(call_tower(tower, pixels, torch.tensor(rows)))
     return found
 
 

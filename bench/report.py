@@ -49,11 +49,19 @@ STRESS = (  # (part of the document, what is compared, its count, what must be z
     ("threads_and_streams", "calls from 8 threads on 4 streams each", "calls", "wrong"),
     ("held_outputs", "outputs held over later calls", "outputs", "changed"),
 )  # fmt: skip
-ACTIVATIONS = {"gelu_tanh": "GELU (tanh)", "gelu": "GELU", "quick_gelu": "quick GELU", "swiglu": "SwiGLU"}
+ACTIVATIONS = {
+    "gelu_tanh": "GELU (tanh)",
+    "gelu": "GELU",
+    "quick_gelu": "quick GELU",
+    "swiglu": "SwiGLU",
+    "geglu_tanh": "GEGLU (tanh)",
+}
+TABLES = {2: "two position tables, of rows and columns", 4: "bilinear position table", 16: "bicubic position table"}
 TAILS = {
     "merger": "merger",
     "downsample": "convolution and gated merger",
     "norm": "final norm (merging is outside the tower)",
+    "pool": "mean of a merged token's patches",
 }
 ELSEWHERE, NOT_MEASURED = {TOWER: "see performance.md"}, "not measured"
 
@@ -336,13 +344,19 @@ def _parts(tower: dict[str, Any]) -> str:
     parts = ["RMSNorm" if tower.get("norm") == "rms" else "LayerNorm"]
     parts.append(ACTIVATIONS[tower.get("activation", "gelu_tanh")] + limit)
     if tower.get("qk_norm"):
-        parts.append("norms of q and k")
+        parts.append("norms of q, k and v" if tower.get("v_norm") else "norms of q and k")
+    if tower.get("sandwich"):
+        parts.append("norms behind attention and MLP")
+    if tower.get("clipped"):
+        parts.append("clipped linear layers")
     if "position_side" in tower:
-        parts.append(f"{'bicubic' if tower.get('position_taps') == 16 else 'bilinear'} position table")
+        parts.append(TABLES[tower.get("position_taps", 4)])
     if "window" in tower:
         blocks = ", ".join(map(str, tower["full_attention"]))
         parts.append(f"windows of {tower['window']} x {tower['window']} merged tokens except in blocks {blocks}")
-    parts.append(TAILS[tower.get("tail", "merger")])
+    if tower.get("padded"):
+        parts.append("padded images")
+    parts.append(TAILS[tower.get("tail", "merger")] + (", standardised" if tower.get("standardized") else ""))
     if tower.get("deepstack"):
         parts.append(f"{len(tower['deepstack'])} deepstack mergers")
     return ", ".join(parts)

@@ -27,6 +27,7 @@ class Geometry:
         numbers: its config, where it differs from the class's defaults.
         others: checkpoints with the same tower, up to the width of its output.
         only_images: it takes every frame as an image, with its own row of the grid.
+        merge: patches on a side of a merged token.
     """
 
     class_name: str
@@ -34,13 +35,17 @@ class Geometry:
     numbers: dict[str, Any]
     others: str = ""
     only_images: bool = False
+    merge: int = 2
 
     def but(self, **numbers: Any) -> "Geometry":
         """The same with other numbers in its config."""
         return replace(self, numbers=self.numbers | numbers)
 
     def rows(self, grid: Grid) -> Grid:
-        """`grid` as the tower takes it: for some, every frame is an image."""
+        """`grid` as the tower takes it: for some, every frame is an image, or sides go to the nearest multiple of 3."""
+        if self.merge != 2:
+            near = [[max(1, round(side / self.merge)) * self.merge for side in (h, w)] for _, h, w in grid]
+            grid = [(t, h, w) for (t, _, _), (h, w) in zip(grid, near, strict=True)]
         return [(1, h, w) for t, h, w in grid for _ in range(t)] if self.only_images else grid
 
 
@@ -70,8 +75,23 @@ GEOMETRIES = {
         "Qwen3OmniMoeVisionEncoder", "qwen3_omni_moe", _DEEPSTACK | {"out_hidden_size": 2048}
     ),
     "Qwen3.5-9B": Geometry(
-        "Qwen3_5VisionModel", "qwen3_5", {"out_hidden_size": 4096}, "27B, 35B-A3B, 122B-A10B, 397B-A17B"
+        "Qwen3_5VisionModel",
+        "qwen3_5",
+        {"out_hidden_size": 4096},
+        "27B, 35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B, Qwen3.8-27B",
     ),
+    "Qwen3.5-2B": Geometry(
+        "Qwen3_5VisionModel",
+        "qwen3_5",
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048},
+        "4B",
+    ),
+    "Qwen3.5-0.8B": Geometry(
+        "Qwen3_5VisionModel",
+        "qwen3_5",
+        {"depth": 12, "hidden_size": 768, "num_heads": 12, "intermediate_size": 3072, "out_hidden_size": 1024},
+    ),
+    "Qwen4-Exp": Geometry("Qwen4ExpVisionModel", "qwen4_exp", {"out_hidden_size": 2560}),
     "GLM-4.1V-9B": Geometry("Glm4vVisionModel", "glm4v", {}, "4.5V with a merger of 10944", only_images=True),
     "GLM-OCR": Geometry("GlmOcrVisionModel", "glm_ocr", {}),
     "GLM-5.3-Flash": Geometry("Glm5NextVisionModel", "glm5_next", {}),
@@ -87,6 +107,25 @@ GEOMETRIES = {
             "out_hidden_size": 5120,
             "fullatt_block_indexes": [6, 13, 20, 27],
         },
+    ),
+    "Gemma-4-31B": Geometry(
+        "Gemma4VisionModel",
+        "gemma4",
+        {
+            "num_hidden_layers": 27,
+            "hidden_size": 1152,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 72,
+            "intermediate_size": 4304,
+            "standardize": True,
+        },
+        "26B-A4B",
+        only_images=True,
+        merge=3,
+    ),
+    "Gemma-4-E4B": Geometry(
+        "Gemma4VisionModel", "gemma4", {"use_clipped_linears": True}, "E2B", only_images=True, merge=3
     ),
     "ERNIE-4.5-VL-28B-A3B": Geometry("Ernie4_5_VLMoeVisionTransformerPretrainedModel", "ernie4_5_vl_moe", {}),
     "Qwen3-VL-2B": _QWEN3_VL_4B.but(out_hidden_size=2048),
@@ -118,7 +157,12 @@ def shallow(geometry: Geometry, depth: int) -> Geometry:
     config = class_of(geometry).config_class(**geometry.numbers)
     named = [name for name in ("deepstack_visual_indexes", "fullatt_block_indexes") if hasattr(config, name)]
     numbers = {name: [block * depth // config.depth for block in getattr(config, name)] for name in named}
-    return geometry.but(depth=depth, **numbers)
+    return geometry.but(**{depth_name(config): depth}, **numbers)
+
+
+def depth_name(config: Any) -> str:
+    """What a config calls its number of blocks."""
+    return "depth" if hasattr(config, "depth") else "num_hidden_layers"
 
 
 def spec_of(geometry: Geometry) -> VisionSpec:
@@ -159,7 +203,8 @@ def prepared(tower: nn.Module) -> tuple[VisionSpec, EncoderWeights]:
     family = family_of(type(tower).__name__)
     assert family is not None, f"{type(tower).__name__} is of no family"
     spec = family.spec_from_config(tower.config)
-    return spec, prepare(spec, family.names, family.source(dict(tower.named_parameters())))
+    tensors = {**dict(tower.named_buffers()), **dict(tower.named_parameters())}
+    return spec, prepare(spec, family.names, family.source(tensors))
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
@@ -173,14 +218,16 @@ def shared_copy(tower: nn.Module) -> nn.Module:
     with torch.device("meta"):
         other = type(tower)(config).eval()
     other.load_state_dict(tower.state_dict(), assign=True)
-    other.rotary_pos_emb = tower.rotary_pos_emb  # whose buffers are in no state_dict
+    modules = dict(tower.named_modules())
+    for path, module in other.named_modules():  # buffers that are in no state_dict
+        module._buffers |= {name: modules[path]._buffers[name] for name in module._non_persistent_buffers_set}
     return other
 
 
 def patch_width(tower: nn.Module) -> int:
     """Values of a flattened patch."""
     config: Any = tower.config
-    return int(config.in_channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
+    return int(getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
 
 
 def pixels_for(tower: nn.Module, grid: Grid, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:

@@ -149,7 +149,6 @@ def _set_class(tower: nn.Module, cls: type) -> None:
 def _fused_class(original: Any) -> Any:
     """The fused subclass of a tower class. It bears its parent's names: accelerate and transformers go by them."""
 
-    @functools.wraps(original.forward)
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             chosen = uncompiled if may_break() else original.forward
@@ -162,6 +161,7 @@ def _fused_class(original: Any) -> Any:
             return original.forward(self, given, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found, (hidden_states, grid_thw, kwargs))
 
+    forward = _with_its_names(original, forward)
     uncompiled = torch.compiler.disable(forward)  # the graph breaks: the tower runs fused between two graphs
     may_break = torch.compiler.assume_constant_result(_graph_may_break)
 
@@ -187,6 +187,13 @@ def _fused_class(original: Any) -> Any:
     }
     fused = type(original.__name__, (original,), body)
     return fused
+
+
+def _with_its_names(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` with the arguments of the original one."""
+    family = family_of(original.__name__)
+    renamed = forward if family is None or family.call is None else family.call(forward)
+    return functools.wraps(original.forward)(renamed)
 
 
 def _rebuild(original: Any) -> nn.Module:

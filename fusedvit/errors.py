@@ -5,6 +5,8 @@ Wrong input to a call raises ValueError or TypeError instead.
 
 from typing import NamedTuple
 
+ODD_POSITIONS = "odd positions"  # a kind of `Reason`
+
 
 class Reason(NamedTuple):
     """Why something cannot run fused.

@@ -373,9 +373,13 @@ class FusedEncoder:
             reason = self._ensure_weights(parameter, kind_of(pixels, self.spec.patch_width) if marked else FLOATS)
             if reason is not None:
                 return reason
-            inputs = check_inputs(pixels, grid_thw, self.spec, parameter.device, marked)
+            inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
+            if isinstance(inputs, Reason):
+                return inputs
             for _ in range(OVERTAKEN):
                 found = self._run(inputs, replay)
+                if isinstance(found, Reason):
+                    return found
                 if found.unchanged:
                     return found
                 replay, reason = None, self._prepare_weights(found.weights_version)
@@ -384,14 +388,14 @@ class FusedEncoder:
             with self._nothing_launched():
                 for _ in range(MOST_RUNS):
                     found = self._run(inputs, None)
-                    if found.unchanged:
+                    if isinstance(found, Reason) or found.unchanged:
                         return found
                     reason = self._prepare_now(found.weights_version)
                     if reason is not None:
                         return reason
         return Reason(fallback.CHANGING, f"other weights after each of {OVERTAKEN + MOST_RUNS} runs than before it")
 
-    def _run(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt:
+    def _run(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
         """One run; one that loses its weights to `release` meanwhile counts as one on changed weights."""
         version = self.weights.version if replay is None else replay.weights_version
         try:
@@ -399,7 +403,9 @@ class FusedEncoder:
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
 
-    def _run_on(self, runtime: Runtime, inputs: Inputs, replay: SpeculativeReplay | None, version: int) -> Attempt:
+    def _run_on(
+        self, runtime: Runtime, inputs: Inputs, replay: SpeculativeReplay | None, version: int
+    ) -> Attempt | Reason:
         """One run, and one host read at most: behind the launches, or before them where the plan hangs on the grid."""
         weights, unread = self.weights, inputs.grid is not None
         check_content = self.config.watch_data and runtime.no_graphs != CAPTURING
@@ -410,10 +416,13 @@ class FusedEncoder:
             outputs = run(runtime, inputs.pixels, items, self._stats.eager_runs)
         found = weights.read_back(mark, check_content, inputs.grid)
         if items is None:
-            items = check_items(found.rows, inputs.pixels.shape[0], self.spec.merge_size)
+            known = inputs.with_rows(found.rows, self.spec.merge_size)
+            if isinstance(known, Reason):
+                return known
+            pixels, items = known
             outputs = None if replay is None else replay.accept(items)
             if outputs is None and found.unchanged:
-                outputs = run(runtime, inputs.pixels, items, self._stats.eager_runs)
+                outputs = run(runtime, pixels, items, self._stats.eager_runs)
         return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
     def _fall_back(self, reason: Reason) -> EncoderOutputs | None:

@@ -1,5 +1,7 @@
 """A fused call's outputs in the record that the original `forward` returns."""
 
+import functools
+import inspect
 import sys
 from typing import Any
 
@@ -45,13 +47,22 @@ def side_by_side(outputs: EncoderOutputs, spec: VisionSpec) -> torch.Tensor:
 
 
 def _record(original: type, handle: FusedEncoder, outputs: EncoderOutputs) -> Any:
-    record = getattr(sys.modules[original.__module__], handle.family.output_class)
+    record = getattr(sys.modules[original.__module__], _record_class(original, handle.family.output_class))
     fields: dict[str, Any] = {"last_hidden_state": outputs.last_hidden_state(handle.spec)}
-    if handle.spec.merged_outputs:
+    if handle.spec.merged_outputs and handle.spec.returns_hidden:
         fields["pooler_output"] = outputs.pooled
     if handle.family.has_deepstack:
         fields["deepstack_features"] = outputs.deepstack_by_block(handle.spec)  # as Hugging Face lists them
     return record(**fields)
+
+
+@functools.cache
+def _record_class(original: Any, names: str | tuple[str, ...]) -> str:
+    """Of several names of records the one that the tower's own code mentions."""
+    if isinstance(names, str):
+        return names
+    named = inspect.unwrap(original.forward).__code__.co_names
+    return next(name for name in names if name in named)
 
 
 def _hidden_states(

@@ -169,9 +169,9 @@ def _attention_kernel(
             _store_head(out_ptr, acc_tail / l[:, None], rows, mask_m, col_q + HEAD, rest, HEADS * HEAD_DIM, TAIL)
 
 
-def query_scale(head_dim: int) -> float:
-    """Factor of q: `2 ** (query_scale q . k)` is `exp(head_dim ** -0.5 q . k)`."""
-    return head_dim**-0.5 / math.log(2)
+def query_scale(head_dim: int, scale: float = 0.0) -> float:
+    """Factor of q: `2 ** (query_scale q . k)` is `exp(scale q . k)`; scale 0 stands for `head_dim ** -0.5`."""
+    return (scale or head_dim**-0.5) / math.log(2)
 
 
 def attention(

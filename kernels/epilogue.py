@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
+ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh")
+GATED = ("swiglu", "geglu_tanh")  # two columns of the product to one of the output
 
 
 @dataclass(frozen=True)
@@ -131,15 +132,17 @@ class Epilogue:
     Attributes:
         bias: `[N]`, any float dtype.
         activation: one of `ACTIVATIONS`. "swiglu" takes columns in pairs (gate, up) and gives silu(gate) * up, half as
-            many columns.
+            many columns; "geglu_tanh" gives gelu_tanh(gate) * up.
         limit: clamps swiglu's factors first: gate to at most `limit`, up to at most `limit` in absolute value; 0 for no
             clamp.
+        clip: of geglu_tanh, `[3, 2]` fp32, contiguous: least and largest value of gate, of up, and of what comes out;
+            None for no clamp.
         residual: `[T, N]`; may be the output itself.
         stats: where moments of the rounded output rows go.
         scratch: for configurations that split K; others ignore it.
 
     Raises:
-        ValueError: an unknown activation; swiglu with a residual or statistics.
+        ValueError: an unknown activation; a gated one with a residual or statistics; a clip of another.
     """
 
     bias: torch.Tensor | None = None
@@ -148,6 +151,7 @@ class Epilogue:
     rope: Rope | None = None
     activation: str = "none"
     limit: float = 0.0
+    clip: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     stats: RowStats | None = None
     scratch: Scratch | None = None
@@ -156,12 +160,14 @@ class Epilogue:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}")
         if self.gated and (self.residual is not None or self.stats is not None):
-            raise ValueError("swiglu takes neither residual nor statistics, got one")
+            raise ValueError(f"{self.activation} takes neither residual nor statistics, got one")
+        if self.clip is not None and self.activation != "geglu_tanh":
+            raise ValueError(f"expected a clip of geglu_tanh, got one of {self.activation}")
 
     @property
     def gated(self) -> bool:
         """The output has one column for two of the product."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     def vectors(self) -> tuple[torch.Tensor | None, ...]:
         """(bias, colsum, partial moments of the input): what a kernel reads of a tile's columns and rows."""
@@ -291,9 +297,23 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def gate_pairs(acc, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] of (gate, up) pairs -> silu(gate) up, [BLOCK_M, BLOCK_N / 2]."""
+def clamp(x, least, most):
+    """x within bounds; NaN stays, as with `torch.clamp`."""
+    x = tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gate_pairs(acc, clip_ptr, ACT: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of (gate, up) pairs -> silu(gate) up or gelu_tanh(gate) up, [BLOCK_M, BLOCK_N / 2]."""
     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    if ACT == "geglu_tanh":
+        if clip_ptr is None:
+            return activate(gate, "gelu_tanh") * up
+        else:
+            gate = clamp(gate, tl.load(clip_ptr), tl.load(clip_ptr + 1))
+            up = clamp(up, tl.load(clip_ptr + 2), tl.load(clip_ptr + 3))
+            return clamp(activate(gate, "gelu_tanh") * up, tl.load(clip_ptr + 4), tl.load(clip_ptr + 5))
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)

@@ -8,6 +8,7 @@
     rope      : (a, b) = acc[t, 2i:2i+2] -> (a cos - b sin, b cos + a sin)       q and k columns, pairs made neighbours
     act       : gelu_tanh | gelu | quick_gelu
                 (g, u) = acc[t, 2i:2i+2] -> silu(g) u                            swiglu, half as many columns
+                                         -> clamp(gelu_tanh(clamp(g)) clamp(u))  geglu_tanh, likewise
     residual  : acc += residual[t, n]
     out       = acc rounded; moments of the rounded rows, one part per tile      RowStats
 
@@ -128,7 +129,7 @@ def _reduce_parts(
 def _linear_kernel(
     x_desc,  # [T, K]; this and the next three are descriptors, or pointers where X_PITCH > 0
     w_desc,  # [N, K]
-    out_desc,  # [T, N]; of swiglu [T, N / 2]
+    out_desc,  # [T, N]; of gated activations [T, N / 2]
     residual_desc,  # [T, N] or None
     bias_ptr,  # [N] or None
     colsum_ptr,  # [N] fp32; None for an RMSNorm
@@ -138,6 +139,7 @@ def _linear_kernel(
     tap_index_ptr,  # [T, TAPS] int32
     tap_weight_ptr,  # [T, TAPS] fp32
     stats_out_ptr,  # [T, ceil(N / BLOCK_N), 2] fp32 or None
+    clip_ptr,  # [3, 2] fp32 or None
     sums_ptr,  # [tiles, SPLITS, BLOCK_M, BLOCK_N] fp32; None if SPLITS is 1, like the next
     counters_ptr,  # [tiles] int32
     num_rows_ptr,  # [1] int32: the true T
@@ -167,7 +169,8 @@ def _linear_kernel(
 ):
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    FACTORS: tl.constexpr = 2 if ACT == "swiglu" else 1  # columns of the product to one of the output
+    GATED: tl.constexpr = ACT == "swiglu" or ACT == "geglu_tanh"
+    FACTORS: tl.constexpr = 2 if GATED else 1  # columns of the product to one of the output
     HOIST: tl.constexpr = SPLITS == 1 and table_ptr is None  # split-K and taps have no registers for it
     if USE_PDL:
         gdc_launch_dependents()
@@ -223,8 +226,8 @@ def _linear_kernel(
                     acc = rotate_pairs(
                         acc, rope_ptr, rows, mask_m, col0, ROPE_COLS, HEAD_DIM, PACKED_COLS, BLOCK_M, BLOCK_N
                     )
-            if ACT == "swiglu":
-                y = gate_pairs(acc, LIMIT, BLOCK_M, BLOCK_N)
+            if GATED:
+                y = gate_pairs(acc, clip_ptr, ACT, LIMIT, BLOCK_M, BLOCK_N)
             else:
                 y = activate(acc, ACT)
             if residual_desc is not None:
@@ -255,7 +258,7 @@ def linear(
         x: `[T, K]`, row stride a multiple of 16 bytes.
         weight: `[N, K]`, same dtype, row stride a multiple of 16 bytes.
         num_rows: `[1]` int32 on the device, the true row count (at most T).
-        out: `[T, N]`, of swiglu `[T, N / 2]`; may be the residual itself.
+        out: `[T, N]`, of a gated activation `[T, N / 2]`; may be the residual itself.
         epilogue: what follows the product; split-K needs its `scratch`.
         config: tile and schedule.
 
@@ -274,7 +277,7 @@ def linear(
     if triton.knobs.runtime.interpret:  # has no such launch option
         config = replace(config, pdl=False)
     factors, packed_cols = (e.rope or _NO_ROPE).factors(x.dtype)
-    own = (*e.vectors(), factors, *e.tap_tensors(), e.moments_out())
+    own = (*e.vectors(), factors, *e.tap_tensors(), e.moments_out(), e.clip)
     launch(
         _linear_kernel,
         min(tiles * config.splits, config.max_programs),

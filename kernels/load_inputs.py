@@ -7,6 +7,14 @@ Kernels that read `out` then stay within buffers sized for `rows` patch tokens a
 caller's grid held. Float pixels are rounded to nearest, as `Tensor.copy_` rounds. Bytes are centred:
 
 into = (byte - 128) / 128, exact in every float dtype.
+
+Padded images with positions of patches are made a grid, and pixel rows without padding, first:
+
+    grid[b]          = (1, h, w) where the positions of image b are those of an image of h x w patches row by row from
+                       the top left, and (-1, -1) from then on, h and w multiples of the merge size; else (0, 0, 0)
+    out[first_b + r] = 2 (pixels[b, raster(r)] - 0.5)      r < h w, patches of merged tokens side by side
+
+`first_b` is the number of patches of the images before b.
 """
 
 import math
@@ -23,8 +31,11 @@ PIXEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOADED_DTYPES = (*PIXEL_DTYPES, torch.uint8)
 FLOATS, BYTES, STILL_BYTES = KINDS = range(3)  # of pixels; still: a row holds one frame of those that a patch has
 CENTRE = 128  # of bytes, and half their range
+POSITION_DTYPES = GRID_DTYPES
 MAX_ROWS = 2**31 - 1  # also the largest stride of a grid
 _CHUNK = 4096  # pixel values that a program copies, 32 a thread
+_BLOCK = 1024  # positions of padded images at a time
+_ROWS = 8  # pixel rows of padded images that a program copies
 
 
 @triton.jit
@@ -240,3 +251,124 @@ def _launch(
     constants |= {"GROUP": min(common & -common, 16), "CHUNK": _CHUNK}
     options = {"num_warps": 4 if block < 1024 else 8}
     return launch(_load_inputs_kernel, programs, (), (grid, pixels, into, counts, out), constants, options, scalars)
+
+
+# ── padded images ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _positions(positions_ptr, image, i, num_patches, image_pitch, patch_pitch, axis_pitch):
+    """(x, y) of patches `i` of an image, -1 past the last."""
+    ptrs = positions_ptr + image.to(tl.int64) * image_pitch + i.to(tl.int64) * patch_pitch
+    here = i < num_patches
+    x = tl.load(ptrs, mask=here, other=-1).to(tl.int64)
+    return x, tl.load(ptrs + axis_pitch, mask=here, other=-1).to(tl.int64)
+
+
+@triton.jit(
+    do_not_specialize=["num_patches", "image_pitch", "patch_pitch", "axis_pitch"],
+    do_not_specialize_on_alignment=["positions_ptr"],
+)
+def _patch_grid_kernel(
+    positions_ptr,  # [B, P, 2] int64 or int32
+    out_ptr,  # [B, 3] int32
+    num_patches,
+    image_pitch,
+    patch_pitch,
+    axis_pitch,
+    SIDE: tl.constexpr,
+    MERGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    image = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    right = tl.max(lanes.to(tl.int64) * 0, 0) - 1
+    low = right
+    for start in tl.range(0, num_patches, BLOCK):
+        x, y = _positions(positions_ptr, image, start + lanes, num_patches, image_pitch, patch_pitch, axis_pitch)
+        right = tl.maximum(right, tl.max(x, 0))
+        low = tl.maximum(low, tl.max(y, 0))
+    good = (right >= 0) & (low >= 0) & (right < SIDE) & (low < SIDE)
+    w = tl.where(good, right + 1, MERGE)
+    h = tl.where(good, low + 1, MERGE)
+    good = good & (w % MERGE == 0) & (h % MERGE == 0) & (w * h <= num_patches)
+    wrong = 0
+    for start in tl.range(0, num_patches, BLOCK):
+        i = start + lanes
+        x, y = _positions(positions_ptr, image, i, num_patches, image_pitch, patch_pitch, axis_pitch)
+        there = i < w * h
+        same = (x == tl.where(there, i % w, -1)) & (y == tl.where(there, i // w, -1))
+        wrong += tl.sum((same == 0).to(tl.int32), 0)
+    good = good & (wrong == 0)
+    tl.store(out_ptr + 3 * image, good.to(tl.int32))
+    tl.store(out_ptr + 3 * image + 1, tl.where(good, h, 0).to(tl.int32))
+    tl.store(out_ptr + 3 * image + 2, tl.where(good, w, 0).to(tl.int32))
+
+
+def patch_grid(positions: torch.Tensor, side: int, merge: int, out: torch.Tensor) -> torch.Tensor:
+    """Fills `out` `[B, 3]` int32 with (t, h, w) of images, zeros for those that are no such image.
+
+    Args:
+        positions: `[B, P, 2]` of one of `POSITION_DTYPES`, (x, y) of each patch.
+        side: positions are below it.
+        merge: patches on a side of a merged token.
+    """
+    images, patches, _ = positions.shape
+    if images:
+        constants = {"SIDE": side, "MERGE": merge, "BLOCK": _BLOCK}
+        scalars = (patches, *positions.stride())
+        launch(_patch_grid_kernel, images, (), (positions, out), constants, {"num_warps": 4}, scalars)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_patches"])
+def _load_patches_kernel(
+    pixels_ptr,  # [B * P, WIDTH]
+    grid_ptr,  # [B, 3] int32
+    out_ptr,  # [B * P, WIDTH]
+    num_patches,
+    WIDTH: tl.constexpr,
+    MERGE: tl.constexpr,
+    IMAGES: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    chunks = tl.cdiv(num_patches, ROWS)
+    image = tl.program_id(0) // chunks
+    chunk = tl.program_id(0) % chunks
+    h = tl.load(grid_ptr + 3 * image + 1)
+    w = tl.load(grid_ptr + 3 * image + 2)
+    if chunk * ROWS < h * w:
+        first = tl.sum(tl.zeros([IMAGES], tl.int64), 0)
+        for start in tl.range(0, image, IMAGES):
+            i = start + tl.arange(0, IMAGES)
+            before = i < image
+            rows = tl.load(grid_ptr + 3 * i + 1, mask=before, other=0).to(tl.int64)
+            first += tl.sum(rows * tl.load(grid_ptr + 3 * i + 2, mask=before, other=0), 0)
+        r = chunk * ROWS + tl.arange(0, ROWS)
+        block, inside = r // (MERGE * MERGE), r % (MERGE * MERGE)
+        row = block // (w // MERGE) * MERGE + inside // MERGE
+        col = block % (w // MERGE) * MERGE + inside % MERGE
+        source = image.to(tl.int64) * num_patches + row * w + col
+        cols = tl.arange(0, COLS)
+        mask = (r < h * w)[:, None] & (cols < WIDTH)[None, :]
+        x = tl.load(pixels_ptr + source[:, None] * WIDTH + cols[None, :], mask=mask, other=0.5)
+        x = 2.0 * (x.to(tl.float32) - 0.5).to(x.dtype).to(tl.float32)  # rounded as PyTorch rounds each step
+        ptrs = out_ptr + (first + r)[:, None] * WIDTH + cols[None, :]
+        tl.store(ptrs, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def load_patches(pixels: torch.Tensor, grid: torch.Tensor, merge: int, out: torch.Tensor) -> torch.Tensor:
+    """Fills the first rows of `out` `[B * P, width]` from `pixels` `[B, P, width]`, both contiguous floats.
+
+    Args:
+        grid: `[B, 3]` int32, as `patch_grid` fills it: images of zeros have no rows.
+        merge: patches on a side of a merged token.
+    """
+    images, patches, width = pixels.shape
+    if images and patches:
+        cols = triton.next_power_of_2(width)
+        constants = {"WIDTH": width, "MERGE": merge, "IMAGES": 128, "COLS": cols, "ROWS": _ROWS}
+        programs = images * triton.cdiv(patches, _ROWS)
+        launch(_load_patches_kernel, programs, (), (pixels, grid, out), constants, {"num_warps": 8}, (patches,))
+    return out

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from fusedvit.kernels.launch import launch
-from fusedvit.kernels.positions import frequencies, packed_width, store_bicubic, store_bilinear, store_rope
+from fusedvit.kernels.positions import frequencies, packed_width, store_axes, store_bicubic, store_bilinear, store_rope
 
 TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
 BLOCK = 32  # entries of a program, one per lane: more unroll the code, and fetching code takes most of the time
@@ -39,8 +39,8 @@ class Layout:
         merge: spatial merge size; h and w are multiples of it.
         head_dim: channels of a head, a multiple of 4.
         block_m: queries of an attention tile.
-        side: side of the square position table, 0 for none.
-        taps: entries of that table that a position is interpolated from: 4, 16, or 0 for none.
+        side: side of the square position table, or entries of each axis's table; 0 for none.
+        taps: entries of that table that a position is interpolated from: 4, 16, or 0 for none; 2 for one of each axis.
         window: patches on a side of an attention window, a multiple of `merge`; 0 for none.
         window_block_m: queries of an attention tile of windows.
         short: frames of at most so many tokens have their own list of tiles; 0 if there is one list.
@@ -274,6 +274,8 @@ def _store_tokens(
         block_row, block_col = _divide(inside // (MERGE * MERGE), w // MERGE)
         row = block_row * MERGE + inside // MERGE % MERGE
         col = block_col * MERGE + inside % MERGE
+    if TAPS == 2:
+        store_axes(index_ptr, weight_ptr, offs, row, col, mask, SIDE)
     if TAPS == 4:
         store_bilinear(index_ptr, weight_ptr, offs, row, col, h, w, mask, SIDE)
     if TAPS == 16:

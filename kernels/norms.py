@@ -5,12 +5,17 @@
                      y   = activation(y)
                      y  += sum_i tap_weight[t, i] table[tap_index[t, i]]           learned positions, interpolated
                      out = y rounded, its row groups where `order` says; moments of the rounded rows in one part
-    head_norm_rope : y      = x / sqrt(mean of squares + eps) * weight             each head of q and of k
-                     (a, b) = y[2i:2i+2] -> (a cos - b sin, b cos + a sin)         in place
+    head_norm_rope : y      = clamp(x) / sqrt(mean of squares + eps) * weight      each head of q, of k, perhaps of v
+                     (a, b) = y[2i:2i+2] -> (a cos - b sin, b cos + a sin)         not of v; in place
+    residual_norm  : h     += clamp(y) / sqrt(mean of squares + eps) * weight      in place, rounded
+                     out    = clamp(h / sqrt(mean of squares + eps) * next)        the norm of the next layer
+    clamp_rows     : x      = clamp(x)                                             in place
+    pool_rows      : y      = mean of u rows, rounded, times sqrt(N)
+                     out    = (y - bias) * scale
     gather_rows    : out[u i + j] = x[u order[i] + j],   j < u                     groups of u rows
 
-All sums are fp32. A norm stands alone before tokens are merged, before an activation, before positions are added, and
-on the heads of q and k.
+All sums are fp32. A norm stands alone before tokens are merged, before an activation, before positions are added,
+before the residual stream, and on the heads of q and k.
 """
 
 from dataclasses import dataclass
@@ -19,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedvit.kernels.epilogue import RowStats, Taps, activate, add_taps, store_moments
+from fusedvit.kernels.epilogue import RowStats, Taps, activate, add_taps, clamp, store_moments
 from fusedvit.kernels.launch import launch
 
 # ── layer_norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,9 +165,11 @@ def layer_norm(
 @triton.jit
 def _head_norm_rope_kernel(
     qkv_ptr,  # [T, 3 * HEADS * HEAD_DIM]
-    weight_ptr,  # [2, HEAD_DIM], q's and k's
+    weight_ptr,  # [PARTS, HEAD_DIM], q's, k's and v's
     rope_ptr,  # [T, 2, HEAD_DIM / 2] fp32: cos, sin
+    clip_ptr,  # [PARTS, 2] fp32 or None
     num_rows_ptr,  # [1] int32
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     EPS: tl.constexpr,
@@ -174,19 +181,26 @@ def _head_norm_rope_kernel(
     num_rows = tl.load(num_rows_ptr)
     p = tl.arange(0, PAIRS)
     mask_p = (p < HALF)[None, :]
-    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows * 2 * HEADS, BLOCK), tl.num_programs(0)):
-        offs = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)  # a head of q or k of a row
-        row = offs // (2 * HEADS)
-        head = offs % (2 * HEADS)
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows * PARTS * HEADS, BLOCK), tl.num_programs(0)):
+        offs = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)  # a head of q, k or v of a row
+        row = offs // (PARTS * HEADS)
+        head = offs % (PARTS * HEADS)
         mask_m = (row < num_rows)[:, None]
         mask = mask_m & mask_p
         ptrs = qkv_ptr + (row * PITCH + head * HEAD_DIM)[:, None] + 2 * p[None, :]
         a = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK, PAIRS]
         b = tl.load(ptrs + 1, mask=mask, other=0.0).to(tl.float32)
         weight = weight_ptr + (head // HEADS * HEAD_DIM)[:, None] + 2 * p[None, :]
-        cos = tl.load(rope_ptr + row[:, None] * HEAD_DIM + p[None, :], mask=mask, other=1.0)
-        sin = tl.load(rope_ptr + row[:, None] * HEAD_DIM + HALF + p[None, :], mask=mask, other=0.0)
+        turned = mask if PARTS == 2 else mask & (head < 2 * HEADS)[:, None]
+        cos = tl.load(rope_ptr + row[:, None] * HEAD_DIM + p[None, :], mask=turned, other=1.0)
+        sin = tl.load(rope_ptr + row[:, None] * HEAD_DIM + HALF + p[None, :], mask=turned, other=0.0)
 
+        if clip_ptr is not None:
+            bounds = clip_ptr + (head // HEADS * 2)[:, None]
+            least = tl.load(bounds, mask=mask_m, other=0.0)  # zeros beyond head_dim add nothing to the squares
+            most = tl.load(bounds + 1, mask=mask_m, other=0.0)
+            a = tl.where(mask, clamp(a, least, most), 0.0)
+            b = tl.where(mask, clamp(b, least, most), 0.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(a * a + b * b, 1), HEAD_DIM * 1.0) + EPS))[:, None]
         a = a * rstd * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
         b = b * rstd * tl.load(weight + 1, mask=mask, other=0.0).to(tl.float32)
@@ -203,22 +217,25 @@ def head_norm_rope(
     heads: int,
     eps: float,
     max_programs: int,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalises and rotates q and k of the first `num_rows` rows of `qkv` `[T, 3 * heads * head_dim]`, in place.
 
     Args:
-        weight: `[2, head_dim]`, of q's norm and k's, contiguous.
+        weight: `[2, head_dim]`, of q's norm and k's, contiguous; `[3, head_dim]` where v, too, is normalised.
         rope: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         num_rows: `[1]` int32 on the device, the true T.
         heads: of q, and of k.
         max_programs: bound of the persistent grid.
+        clip: `[2 or 3, 2]` fp32, contiguous: least and largest value of q, k and v before they are normalised.
     """
-    head_dim = weight.shape[1]
+    parts, head_dim = weight.shape
     assert qkv.stride(1) == 1 and qkv.shape[1] == 3 * heads * head_dim, f"qkv {qkv.shape}, {heads} heads of {head_dim}"
     block = 32
-    programs = min(max_programs, triton.cdiv(qkv.shape[0] * 2 * heads, block))
+    programs = min(max_programs, triton.cdiv(qkv.shape[0] * parts * heads, block))
     if programs:
         constants = {
+            "PARTS": parts,
             "HEADS": heads,
             "HEAD_DIM": head_dim,
             "EPS": eps,
@@ -226,8 +243,225 @@ def head_norm_rope(
             "BLOCK": block,
             "PAIRS": triton.next_power_of_2(head_dim // 2),
         }
-        launch(_head_norm_rope_kernel, programs, (), (qkv, weight, rope, num_rows), constants, {"num_warps": 4})
+        launch(_head_norm_rope_kernel, programs, (), (qkv, weight, rope, clip, num_rows), constants, {"num_warps": 4})
     return qkv
+
+
+# ── residual_norm ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class NextNorm:
+    """The RMSNorm that reads the residual stream next.
+
+    Attributes:
+        weight: `[N]`.
+        out: `[T, N]`, where its output goes; may be the tensor that was added.
+        clip: `[2]` fp32, least and largest value of the output; None for no clamp.
+    """
+
+    weight: torch.Tensor
+    out: torch.Tensor
+    clip: torch.Tensor | None = None
+
+
+@triton.jit
+def _rms_norm(x, weight, EPS: tl.constexpr, N: tl.constexpr):
+    """Rows of x [BLOCK_M, BLOCK_N], zeros past the last column."""
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 1), N * 1.0) + EPS))
+    return x * rstd[:, None] * weight[None, :]
+
+
+@triton.jit
+def _residual_norm_kernel(
+    y_ptr,  # [T, N]; None: nothing is added
+    weight_ptr,  # [N]
+    hidden_ptr,  # [T, N] contiguous
+    next_ptr,  # [N]; None: no norm follows
+    out_ptr,  # [T, N]
+    clip_y_ptr,  # [2] fp32 or None
+    clip_out_ptr,  # [2] fp32 or None
+    num_rows_ptr,  # [1] int32
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    Y_PITCH: tl.constexpr,
+    OUT_PITCH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    num_rows = tl.load(num_rows_ptr)
+    cols = tl.arange(0, BLOCK_N)
+    mask_n = cols < N
+    if y_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+    if next_ptr is not None:
+        following = tl.load(next_ptr + cols, mask=mask_n, other=0.0).to(tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & mask_n[None, :]
+        hidden = tl.load(hidden_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if y_ptr is not None:
+            y = tl.load(y_ptr + rows[:, None] * Y_PITCH + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            if clip_y_ptr is not None:
+                y = tl.where(mask, clamp(y, tl.load(clip_y_ptr), tl.load(clip_y_ptr + 1)), 0.0)
+            rounded = (hidden + _rms_norm(y, weight, EPS, N)).to(hidden_ptr.dtype.element_ty)
+            tl.store(hidden_ptr + rows[:, None] * N + cols[None, :], rounded, mask=mask)
+            hidden = rounded.to(tl.float32)
+        if next_ptr is not None:
+            out = _rms_norm(hidden, following, EPS, N)
+            if clip_out_ptr is not None:
+                out = clamp(out, tl.load(clip_out_ptr), tl.load(clip_out_ptr + 1))
+            ptrs = out_ptr + rows[:, None] * OUT_PITCH + cols[None, :]
+            tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def residual_norm(
+    y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    hidden: torch.Tensor,
+    num_rows: torch.Tensor,
+    eps: float,
+    max_programs: int,
+    following: NextNorm | None = None,
+    clip: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Adds the RMSNorm of `y` to the first `num_rows` rows of `hidden` `[T, N]`, in place, and applies the next norm.
+
+    Args:
+        y: `[T, N]`; None to add nothing.
+        weight: `[N]` of the norm of y; None with y.
+        num_rows: `[1]` int32 on the device, the true T.
+        eps: of both norms, added to the mean square.
+        max_programs: bound of the persistent grid.
+        following: the norm that follows; None for none.
+        clip: `[2]` fp32, least and largest value of y before its norm; None for no clamp.
+    """
+    rows, n = hidden.shape
+    out = None if following is None else following.out
+    shapes = [t.shape for t in (y, out) if t is not None and (t.shape != hidden.shape or t.stride(1) != 1)]
+    assert hidden.is_contiguous() and not shapes, f"expected rows of [{rows}, {n}], got {shapes}"
+    block_m = 4 if n <= 2048 else 2
+    programs = min(max_programs, triton.cdiv(rows, block_m))
+    if programs:
+        weights = weight, hidden, None if following is None else following.weight
+        pointers = (y, *weights, out, clip, None if following is None else following.clip, num_rows)
+        constants = {
+            "N": n,
+            "EPS": eps,
+            "Y_PITCH": 0 if y is None else y.stride(0),
+            "OUT_PITCH": 0 if out is None else out.stride(0),
+            "BLOCK_M": block_m,
+            "BLOCK_N": triton.next_power_of_2(n),
+        }
+        launch(_residual_norm_kernel, programs, (), pointers, constants, {"num_warps": 8})
+    return hidden
+
+
+# ── clamp_rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _clamp_rows_kernel(
+    x_ptr,  # [T, N] contiguous
+    clip_ptr,  # [2] fp32
+    num_rows_ptr,  # [1] int32
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    least, most = tl.load(clip_ptr), tl.load(clip_ptr + 1)
+    num_rows = tl.load(num_rows_ptr)
+    cols = tl.arange(0, BLOCK_N)
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
+        ptrs = x_ptr + rows[:, None] * N + cols[None, :]
+        x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(ptrs, clamp(x, least, most).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+def clamp_rows(x: torch.Tensor, clip: torch.Tensor, num_rows: torch.Tensor, max_programs: int) -> torch.Tensor:
+    """Clamps the first `num_rows` rows of `x` `[T, N]`, contiguous, in place.
+
+    Args:
+        clip: `[2]` fp32, least and largest value.
+        num_rows: `[1]` int32 on the device, the true T.
+        max_programs: bound of the persistent grid.
+    """
+    assert x.is_contiguous(), f"expected contiguous rows, got strides {x.stride()}"
+    (rows, n), block_m = x.shape, 4
+    programs = min(max_programs, triton.cdiv(rows, block_m))
+    if programs:
+        constants = {"N": n, "BLOCK_M": block_m, "BLOCK_N": triton.next_power_of_2(n)}
+        launch(_clamp_rows_kernel, programs, (), (x, clip, num_rows), constants, {"num_warps": 4})
+    return x
+
+
+# ── pool_rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _pool_rows_kernel(
+    x_ptr,  # [T, N] contiguous
+    bias_ptr,  # [N] or None
+    scale_ptr,  # [N]; None with the bias
+    out_ptr,  # [T / UNIT, N]
+    num_rows_ptr,  # [1] int32: of out
+    N: tl.constexpr,
+    UNIT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    OUT_PITCH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    num_rows = tl.load(num_rows_ptr)
+    cols = tl.arange(0, BLOCK_N)
+    mask_n = cols < N
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & mask_n[None, :]
+        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i in tl.static_range(UNIT):
+            ptrs = x_ptr + (rows * UNIT + i)[:, None] * N + cols[None, :]
+            y += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        y = (y / UNIT).to(x_ptr.dtype.element_ty).to(tl.float32) * FACTOR
+        if bias_ptr is not None:
+            y -= tl.load(bias_ptr + cols, mask=mask_n, other=0.0)[None, :]
+            y *= tl.load(scale_ptr + cols, mask=mask_n, other=0.0)[None, :]
+        tl.store(out_ptr + rows[:, None] * OUT_PITCH + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def pool_rows(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    unit: int,
+    max_programs: int,
+) -> torch.Tensor:
+    """Fills the first `num_rows` rows of `out` `[T / unit, N]` with standardised means of `unit` rows of `x` `[T, N]`.
+
+    Args:
+        bias, scale: `[N]` fp32; None for no standardisation.
+        num_rows: `[1]` int32 on the device, of `out`.
+        max_programs: bound of the persistent grid.
+    """
+    rows, n = out.shape
+    assert x.is_contiguous() and x.shape == (rows * unit, n), f"expected [{rows * unit}, {n}], got {tuple(x.shape)}"
+    block_m = 4 if n <= 1024 else 2
+    programs = min(max_programs, triton.cdiv(rows, block_m))
+    if programs:
+        constants = {
+            "N": n,
+            "UNIT": unit,
+            "FACTOR": n**0.5,
+            "OUT_PITCH": out.stride(0),
+            "BLOCK_M": block_m,
+            "BLOCK_N": triton.next_power_of_2(n),
+        }
+        launch(_pool_rows_kernel, programs, (), (x, bias, scale, out, num_rows), constants, {"num_warps": 8})
+    return out
 
 
 # ── gather_rows ───────────────────────────────────────────────────────────────────────────────────────────────────────

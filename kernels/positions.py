@@ -109,6 +109,16 @@ def store_rope(
 
 
 @triton.jit
+def store_axes(index_ptr, weight_ptr, offs, row, col, mask, SIDE: tl.constexpr):
+    """Stores the 2 taps of tokens: an entry of the columns' table, and one of the rows' table behind it."""
+    base = 2 * offs.to(tl.int64)
+    tl.store(index_ptr + base, col, mask=mask)
+    tl.store(index_ptr + base + 1, SIDE + row, mask=mask)
+    tl.store(weight_ptr + base, 1.0, mask=mask)
+    tl.store(weight_ptr + base + 1, 1.0, mask=mask)
+
+
+@triton.jit
 def _linear_axis(index, size, SIDE: tl.constexpr):
     """Bilinear taps of one axis with aligned corners: (lower index, upper index, upper weight)."""
     source = tl.math.div_rn(index.to(tl.float32) * (SIDE - 1), tl.maximum(size - 1, 1).to(tl.float32))

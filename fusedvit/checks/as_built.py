@@ -21,7 +21,15 @@ from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code import is_own, own_class
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
-from fusedvit.model.param_names import DownsampleNames, LastNormNames, parameter_shapes
+from fusedvit.model.param_names import (
+    BOUNDS,
+    DownsampleNames,
+    LastNormNames,
+    PoolNames,
+    bound_of,
+    buffer_shapes,
+    parameter_shapes,
+)
 from fusedvit.model.spec import VisionSpec
 
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
@@ -109,8 +117,8 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
     expected = dict(parameter_shapes(family.names, spec))
     table = f"{family.names.position}.weight"
     if table in expected:
-        rows, width = expected[table]
-        expected[table] = (-(-rows // family.engine.position_rows) * family.engine.position_rows, width)
+        *tables, rows, width = expected[table]
+        expected[table] = (*tables, -(-rows // family.engine.position_rows) * family.engine.position_rows, width)
     for name, shape in expected.items():
         if name not in found:
             return f"parameter {name} is missing"
@@ -171,7 +179,7 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[str, 
     paths = {names.act.format(i): activations[spec.activation] for i in range(spec.depth)}
     if isinstance(names.merger, DownsampleNames):
         return paths | {names.merger.proj_act: _GELU, names.merger.act: activations["swiglu"]}
-    if isinstance(names.merger, LastNormNames):
+    if isinstance(names.merger, LastNormNames | PoolNames):
         return paths
     deepstack = [names.deepstack.at(i).act for i in range(len(spec.deepstack))] if names.deepstack else []
     return paths | dict.fromkeys([names.merger.act, *deepstack], _GELU)
@@ -231,11 +239,19 @@ def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
     return ""
 
 
-def wrong_buffers(tower: nn.Module, engine: Engine, spec: VisionSpec, names: Collection[str]) -> str:
-    """The first buffer that a forward reads and that does not hold what it was built with; waits for the GPU."""
-    for path, buffer in tower.named_buffers(remove_duplicate=False):
+def wrong_buffers(tower: nn.Module, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
+    """The first buffer that a forward reads and that is not expected, or does not hold what it was built with; waits
+    for the GPU."""
+    engine, buffers = family.engine, dict(tower.named_buffers(remove_duplicate=False))
+    given = dict(buffer_shapes(family.names, spec))
+    for path, shape in given.items():
+        if path not in buffers or tuple(buffers[path].shape) != shape:
+            got = tuple(buffers[path].shape) if path in buffers else "missing"
+            return _differs(f"buffer {path}", got, shape)
+    for path, buffer in buffers.items():
         name = path.rpartition(".")[2]
-        if name not in names or buffer.device.type == "meta" or path.startswith(engine.outside):
+        read = name in names and buffer.device.type != "meta" and not path.startswith(engine.outside)
+        if path in given or not read:
             continue
         if name not in engine.buffers:
             return f"buffer {path} is not expected"
@@ -243,6 +259,19 @@ def wrong_buffers(tower: nn.Module, engine: Engine, spec: VisionSpec, names: Col
         found = buffer.detach().float().cpu()
         if not any(_is_close(found, expected.to(dtype).float(), engine.tolerance) for dtype in _DTYPES):
             return f"buffer {path} does not hold the rotary frequencies of base {spec.rope_theta:g}"
+    return _uneven_bounds(buffers, family, spec) if spec.clipped else ""
+
+
+def _uneven_bounds(buffers: Mapping[str, torch.Tensor], family: Family, spec: VisionSpec) -> str:
+    """The first clipped layer whose input has other bounds than that of a layer beside it: one product runs both."""
+    for layers in (family.names.qkv, family.names.fc1):
+        names = [bound_of(name, bound) for name in layers for bound in BOUNDS[:2]]
+        found = torch.stack([buffers[name.format(i)] for i in range(spec.depth) for name in names])
+        bounds = found.view(spec.depth, len(layers), 2)
+        other = (bounds != bounds[:, :1]).any(2).nonzero().tolist()
+        if other:
+            block, layer = other[0]
+            return f"{layers[layer].format(block)} has other input bounds than {layers[0].format(block)}"
     return ""
 
 

@@ -74,7 +74,7 @@ class CheckedTower:
             return reason
         names = self._code.names
         wrong = wrong_attributes(plain, built, family, spec, names)
-        wrong = wrong or wrong_buffers(tower, family.engine, spec, names)
+        wrong = wrong or wrong_buffers(tower, family, spec, names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -91,12 +91,13 @@ class CheckedTower:
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
         plain = Plain.of(self.tower)
+        buffers = dict(self.tower.named_buffers(remove_duplicate=False))
         if plain.layers:
             parameters, new = folded(plain)
             own = frozenset(self.family.aliases.get(name, name) for name in new)
         else:
             own = frozenset()
-        source, names = self.family.source(parameters), self.family.names
+        source, names = self.family.source({**buffers, **parameters}), self.family.names
         return prepare(self.spec, names, source, reuse=reuse, own=own, normalizations=self.normalizations)
 
     def snapshot(self) -> Snapshot:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusedvit.checks.arguments import asked_for, rules_of
-from fusedvit.errors import Reason
+from fusedvit.errors import ODD_POSITIONS, Reason
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import LastNormNames
 
@@ -52,6 +52,7 @@ ADVICE = {
     FREED: "somebody freed their memory, as sharding and offloading do between uses",
     ANOTHER_TOWER: "fuse it by itself; torch.nn.DataParallel makes new ones at every call",
     TRANSFORM: "torch.func, forward-mode AD and dispatch modes see the original code",
+    ODD_POSITIONS: "fused run images whose patches come row by row, padding last, in whole squares that are pooled",
     CHANGING: "somebody writes the tower's parameters all the time",
     RELEASED: "calls that are under way end in the original code",
     UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",
@@ -92,7 +93,7 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
         reason = _reason_of_autocast(module)
         if reason is not None:
             return reason
-    on_gpu = isinstance(grid, torch.Tensor) and grid.is_cuda
+    on_gpu = isinstance(grid, torch.Tensor) and (grid.is_cuda or (grid.ndim == 3 and next(module.parameters()).is_cuda))
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return Reason(CAPTURING)
     return None

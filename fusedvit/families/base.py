@@ -24,8 +24,11 @@ class Family:
         class_names: names of its tower classes in transformers.
         spec_from_config: a tower's `config` -> its spec; raises ValueError for a config that no such tower can have.
         names: the towers' parameter names.
-        output_class: class name of the towers' output record, in the module of the tower class.
+        output_class: class name of the towers' output record, in the module of the tower class; of several the one
+            that the tower's `forward` names.
         has_deepstack: the output record has `deepstack_features`.
+        call: makes the fused `forward(tower, pixels, grid, **others)` one with the argument names of these towers; None
+            where their first two are pixels, by whatever name, and `grid_thw`.
         also_in: `model_type`s of transformers that contain one of these towers and define no tower class.
         aliases: other parameter name -> name in `names`, for loading options that rename parameters.
         engine: whose towers they are. An engine's dialect of a family is the family's record with this and `names`
@@ -36,8 +39,9 @@ class Family:
     class_names: tuple[str, ...]
     spec_from_config: Callable[[Any], VisionSpec]
     names: WeightNames
-    output_class: str
+    output_class: str | tuple[str, ...]
     has_deepstack: bool = False
+    call: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     also_in: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     engine: Engine = HUGGING_FACE

@@ -68,6 +68,7 @@ HUGGING_FACE = Engine(
         "gelu": ("GELUActivation", None),
         "quick_gelu": ("QuickGELUActivation", None),
         "swiglu": ("SiLUActivation", None),
+        "geglu_tanh": ("GELUTanh", None),
     },
     buffers={"inv_freq": rotary_frequencies},
 )

@@ -94,7 +94,7 @@ FAMILIES = (
         aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
-        name="Qwen3.5, Qwen3.6",
+        name="Qwen3.5, Qwen3.6, Qwen3.8, Qwen4-Exp",
         class_names=("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel"),
         spec_from_config=spec_without_deepstack,
         names=NAMES,

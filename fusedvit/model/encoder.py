@@ -13,7 +13,7 @@ import torch
 from fusedvit.kernels.attention import Segments
 from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
 from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
-from fusedvit.kernels.norms import NOTHING, After
+from fusedvit.kernels.norms import NOTHING, After, NextNorm
 from fusedvit.model.buffers import EncoderBuffers, OverlapBuffers, rows_over
 from fusedvit.model.merger_overlap import BLOCKS, IN_LINE, SideStream
 from fusedvit.model.ops import Ops
@@ -26,6 +26,8 @@ from fusedvit.model.weights import (
     LinearWeights,
     MergerWeights,
     NormWeights,
+    PoolWeights,
+    SandwichWeights,
 )
 
 
@@ -35,7 +37,7 @@ class EncoderOutputs:
 
     Attributes:
         hidden: `[tokens, hidden]`, after the last block and a last norm if there is one; in towers with windows in
-            window order, item by item.
+            window order, item by item. Without rows in the caller's memory where it is no output.
         merged: `[tokens / merge_unit, out]`, `spec.merged_outputs` of them, each a tensor of its own.
     """
 
@@ -58,7 +60,10 @@ class EncoderOutputs:
         return [features for _, features in sorted(pairs, key=operator.itemgetter(0))]
 
     def last_hidden_state(self, spec: VisionSpec) -> torch.Tensor:
-        """What Hugging Face calls so: `hidden`, or `[tokens / merge_unit, out]` after a downsampling convolution."""
+        """What Hugging Face calls so: `hidden`, or `[tokens / merge_unit, out]` after a downsampling convolution or of
+        pooled tokens."""
+        if spec.tail == "pool":
+            return self.merged[0]
         return self.merged[1] if spec.tail == "downsample" else self.hidden
 
 
@@ -163,6 +168,9 @@ def _blocks(run: _Run, side: SideStream) -> None:
     """Patch embedding, blocks and deepstack mergers; the blocks after an overlapped merger run with fewer programs."""
     overlapped, until = replace(run, plan=run.plan.of_overlapped_block()), 0
     stream = _patch_embed(run)
+    if run.spec.sandwich:
+        _sandwich_blocks(run)
+        return
     for i, block in enumerate(run.weights.blocks):
         stream = _block(overlapped if i < until else run, i, block, stream)
         if i not in run.spec.deepstack:
@@ -182,6 +190,8 @@ def _tail(run: _Run) -> None:
         _downsample(run, weights.merger)
     elif isinstance(weights.merger, MergerWeights):
         _merger(run, weights.merger)
+    elif isinstance(weights.merger, PoolWeights):
+        _pool(run, weights.merger)
     else:
         hidden = run.buffers.hidden
         run.norm(hidden, weights.merger, TOKENS, hidden, run.spec.norm_eps)
@@ -197,7 +207,8 @@ def _patch_embed(run: _Run) -> _Stream:
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
         stream = run.stream(run.plan.patch.block_n)
-        _embed(run, pixels, stream.hidden, Epilogue(taps=taps, stats=stream.stats, scratch=b.scratch))
+        stats = None if run.spec.sandwich else stream.stats
+        _embed(run, pixels, stream.hidden, Epilogue(taps=taps, stats=stats, scratch=b.scratch))
         return stream
     _embed(run, pixels, b.hidden, Epilogue(scratch=b.scratch))
     stream = run.stream(run.spec.hidden_size)
@@ -237,6 +248,64 @@ def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:
     epilogue = Epilogue(w.fc2.bias, residual=y.hidden, stats=z.stats, scratch=b.scratch)
     ops.linear(inner, w.fc2.weight, tokens, z.hidden, epilogue, plan.fc2)
     return z
+
+
+def _sandwich_blocks(run: _Run) -> None:
+    """Blocks with norms before and behind attention and MLP: `b.context` holds what the next of them reads.
+
+    A norm before the residual stream and the next one behind it are one launch, so a block has eight.
+    """
+    blocks = run.weights.blocks
+    _add_and_norm(run, None, None, _input_norm(run, blocks[0]) if blocks else None)
+    for i, w in enumerate(blocks):
+        _sandwich_block(run, i, w, _input_norm(run, blocks[i + 1]) if i + 1 < len(blocks) else None)
+
+
+def _sandwich_block(run: _Run, i: int, w: BlockWeights, following: NextNorm | None) -> None:
+    """hidden += post1(proj(attention(qkv(norm1(hidden))))); hidden += post2(fc2(act(fc1(norm2(hidden)))))."""
+    b, spec, plan, ops, norms = run.buffers, run.spec, run.plan, run.ops, _sandwich_of(w)
+    (rows, c), tokens, programs = b.hidden.shape, b.meta.count(TOKENS), run.plan.max_programs
+
+    qkv = b.rows_of_wide(rows, 3 * c)
+    ops.linear(b.context, w.qkv.weight, tokens, qkv, Epilogue(w.qkv.bias, scratch=b.scratch), plan.qkv)
+    heads, clip = spec.num_heads, norms.clip("q", "v")
+    ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs, clip)
+    for segments, config in run.segments(i):
+        ops.attention(qkv, segments, b.context, heads, spec.head_dim, config)
+    if norms.clips is not None:
+        ops.clamp_rows(b.context, norms.clip("context"), tokens, programs)
+    y = b.rows_of_wide(rows, c)
+    ops.linear(b.context, w.proj.weight, tokens, y, Epilogue(w.proj.bias, scratch=b.scratch), plan.proj)
+    _add_and_norm(run, y, norms.post1, NextNorm(norms.norm2.weight, b.context, norms.clip("mlp_x")), norms.clip("proj"))
+
+    inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
+    epilogue = Epilogue(w.fc1.bias, activation=spec.activation, clip=norms.clip("gate", "inner"), scratch=b.scratch)
+    ops.linear(b.context, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
+    ops.linear(inner, w.fc2.weight, tokens, b.context, Epilogue(w.fc2.bias, scratch=b.scratch), plan.fc2)
+    _add_and_norm(run, b.context, norms.post2, following, norms.clip("fc2"))
+
+
+def _add_and_norm(
+    run: _Run,
+    y: torch.Tensor | None,
+    norm: NormWeights | None,
+    following: NextNorm | None,
+    clip: torch.Tensor | None = None,
+) -> None:
+    """hidden += norm(clamp(y)), then the norm that follows."""
+    b, weight = run.buffers, None if norm is None else norm.weight
+    tokens, programs = b.meta.count(TOKENS), run.plan.max_programs
+    run.ops.residual_norm(y, weight, b.hidden, tokens, run.spec.norm_eps, programs, following, clip)
+
+
+def _input_norm(run: _Run, w: BlockWeights) -> NextNorm:
+    norms = _sandwich_of(w)
+    return NextNorm(norms.norm1.weight, run.buffers.context, norms.clip("x"))
+
+
+def _sandwich_of(w: BlockWeights) -> SandwichWeights:
+    assert w.sandwich is not None, "a spec with sandwich norms has weights of them"
+    return w.sandwich
 
 
 def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
@@ -306,3 +375,10 @@ def _downsample(run: _Run, w: DownsampleWeights) -> None:
     epilogue = Epilogue(w.fc1.bias, activation="swiglu", limit=spec.glu_limit, scratch=b.scratch)
     linear(projected, w.fc1.weight, merged, inner, epilogue, plan.merger_fc1)
     linear(inner, w.fc2.weight, merged, pooled, Epilogue(w.fc2.bias, scratch=b.scratch), plan.merger_fc2)
+
+
+def _pool(run: _Run, w: PoolWeights) -> None:
+    """Means of merged tokens, standardised."""
+    b, spec = run.buffers, run.spec
+    merged, programs = b.meta.count(MERGED), run.plan.max_programs
+    run.ops.pool_rows(b.hidden, w.bias, w.scale, merged, b.merged[0], spec.merge_unit, programs)

@@ -83,8 +83,13 @@ class Ops:
     layer_norm: Callable[..., torch.Tensor]
     gather_rows: Callable[..., torch.Tensor]
     head_norm_rope: Callable[..., torch.Tensor]
+    residual_norm: Callable[..., torch.Tensor]
+    pool_rows: Callable[..., torch.Tensor]
+    clamp_rows: Callable[..., torch.Tensor]
     fingerprint: Callable[..., torch.Tensor]
     load_inputs: Callable[..., torch.Tensor]
+    patch_grid: Callable[..., torch.Tensor]
+    load_patches: Callable[..., torch.Tensor]
     store_outputs: Callable[..., None]
 
 
@@ -96,8 +101,13 @@ TRITON = Ops(
     norms.layer_norm,
     norms.gather_rows,
     norms.head_norm_rope,
+    norms.residual_norm,
+    norms.pool_rows,
+    norms.clamp_rows,
     fingerprint.fingerprint,
     load_inputs.load_inputs,
+    load_inputs.patch_grid,
+    load_inputs.load_patches,
     store_outputs.store_outputs,
 )
 TORCH = Ops(
@@ -108,8 +118,13 @@ TORCH = Ops(
     norms_ref.layer_norm,
     norms_ref.gather_rows,
     norms_ref.head_norm_rope,
+    norms_ref.residual_norm,
+    norms_ref.pool_rows,
+    norms_ref.clamp_rows,
     fingerprint_ref.fingerprint,
     load_inputs_ref.load_inputs,
+    load_inputs_ref.patch_grid,
+    load_inputs_ref.load_patches,
     store_outputs_ref.store_outputs,
 )
 

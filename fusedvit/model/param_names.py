@@ -47,6 +47,17 @@ class LastNormNames:
 
 
 @dataclass(frozen=True)
+class PoolNames:
+    """No merger: merged tokens are means; buffers that standardise them, if there are any."""
+
+    bias: str
+    scale: str
+
+
+TailNames = MergerNames | DownsampleNames | LastNormNames | PoolNames
+
+
+@dataclass(frozen=True)
 class WeightNames:
     """All parameter names of a tower.
 
@@ -59,6 +70,7 @@ class WeightNames:
         position: the learned position table, if there is one.
         patch_norm: norm of the embedded patches, if there is one.
         qk_norm: norms of q and k, if there are any.
+        post_norms: norms of the outputs of attention and MLP, if there are any.
     """
 
     patch: str
@@ -69,21 +81,27 @@ class WeightNames:
     fc1: tuple[str, ...]
     fc2: str
     act: str
-    merger: MergerNames | DownsampleNames | LastNormNames
+    merger: TailNames
     deepstack: MergerNames | None = None
     position: str | None = None
     patch_norm: str | None = None
     qk_norm: tuple[str, ...] = ()
+    post_norms: tuple[str, ...] = ()
 
 
 QWEN_MERGER = MergerNames("merger.norm", "merger.fc1", "merger.fc2", "merger.act")
-PLAIN_TAILS: dict[str, MergerNames | DownsampleNames | LastNormNames] = {
+PLAIN_TAILS: dict[str, TailNames] = {
     "merger": QWEN_MERGER,
     "downsample": DownsampleNames(
         "norm", "downsample", "proj", "proj_norm", "proj_act", ("merger.gate", "merger.up"), "merger.fc2", "merger.act"
     ),
     "norm": LastNormNames("norm"),
+    "pool": PoolNames("std_bias", "std_scale"),
 }
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
+QKV = ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v")
 
 
 def plain_names(spec: VisionSpec) -> WeightNames:
@@ -91,7 +109,7 @@ def plain_names(spec: VisionSpec) -> WeightNames:
     return WeightNames(
         patch="patch",
         norm1="blocks.{}.norm1",
-        qkv=("blocks.{}.qkv",) if not spec.kv_heads else ("blocks.{}.q", "blocks.{}.k", "blocks.{}.v"),
+        qkv=("blocks.{}.qkv",) if not (spec.kv_heads or spec.clipped) else QKV,
         proj="blocks.{}.proj",
         norm2="blocks.{}.norm2",
         fc1=("blocks.{}.gate", "blocks.{}.up") if spec.gated else ("blocks.{}.fc1",),
@@ -102,6 +120,7 @@ def plain_names(spec: VisionSpec) -> WeightNames:
         position="position" if spec.position_side else None,
         patch_norm="patch_norm" if spec.patch_norm else None,
         qk_norm=("blocks.{}.q_norm", "blocks.{}.k_norm") if spec.qk_norm else (),
+        post_norms=("blocks.{}.post_norm1", "blocks.{}.post_norm2") if spec.sandwich else (),
     )
 
 
@@ -110,7 +129,8 @@ def parameter_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
     c = spec.hidden_size
     yield from _linear(names.patch, c, spec.patch_width, "patch" not in spec.without_bias)
     if spec.position_side:
-        yield f"{names.position}.weight", (spec.position_side**2, c)
+        axes = (2, spec.position_side, c)
+        yield f"{names.position}.weight", axes if spec.position_taps == 2 else (spec.position_rows, c)
     if spec.patch_norm:
         yield from _norm(f"{names.patch_norm}", c, spec.norm)
     for i in range(spec.depth):
@@ -120,11 +140,27 @@ def parameter_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
         yield from _downsample_shapes(names.merger, spec)
     elif isinstance(names.merger, LastNormNames):
         yield from _norm(names.merger.norm, c, spec.norm)
-    else:
+    elif isinstance(names.merger, MergerNames):
         yield from _merger_shapes(names.merger, spec, c)
     for i in range(len(spec.deepstack)):
         assert names.deepstack is not None, "deepstack blocks and no deepstack mergers"
         yield from _merger_shapes(names.deepstack.at(i), spec, spec.merged_size)
+
+
+def buffer_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
+    """Every buffer that a tower computes with and that no config gives: its name and shape."""
+    if spec.standardized and isinstance(names.merger, PoolNames):
+        yield names.merger.bias, (spec.hidden_size,)
+        yield names.merger.scale, (spec.hidden_size,)
+    if spec.clipped:
+        layers = (*names.qkv, names.proj, *names.fc1, names.fc2)
+        for i in range(spec.depth):
+            yield from ((bound_of(layer.format(i), bound), ()) for layer in layers for bound in BOUNDS)
+
+
+def bound_of(linear: str, bound: str) -> str:
+    """The buffer of a clipped layer's bound: it lies beside the linear layer."""
+    return f"{linear.removesuffix('.linear')}.{bound}"
 
 
 def _block_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
@@ -138,6 +174,8 @@ def _block_shapes(names: WeightNames, spec: VisionSpec) -> Shapes:
     for name in names.qk_norm:
         yield from _norm(name, spec.head_dim, "rms")
     yield from _linear(names.proj, c, c, bias["proj"])
+    for name in names.post_norms:
+        yield from _norm(name, c, spec.norm)
     yield from _norm(names.norm2, c, spec.norm)
     for name in names.fc1:
         yield from _linear(name, inner * (2 if spec.gated else 1) // len(names.fc1), c, bias["mlp"])

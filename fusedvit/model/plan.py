@@ -129,24 +129,33 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
     def attention(field: str, kind: str) -> Task:
         return Task(field, Key(backends.ATTENTION, kind, spec.num_heads, spec.head_dim, rows, name))
 
-    taps = "taps+" if spec.position_side else ""
-    norm = "norm" if spec.norm == "layer" else "rms"
+    patch, qkv, out, fc1 = _epilogues(spec)
     inner, factors = pitch_of(spec.intermediate_size, dtype), 2 if spec.gated else 1
-    widest = 128 if spec.activation in ("gelu", "swiglu") else 256
+    widest = 128 if spec.activation == "gelu" or spec.gated else 256
     frames: tuple[Task, ...] = (attention("attention", ALL_FRAMES),)
     if two_lists(rows, spec.head_dim):
         frames = attention("attention", LONG_FRAMES), attention("short_attention", SHORT_FRAMES)
     blocks: tuple[Task, ...] = (
-        linear("patch", "bias" if spec.patch_norm else f"{taps}stats", c, spec.patch_width, 64 if taps else 128),
-        linear("qkv", norm if spec.qk_norm else f"{norm}+rope", 3 * c, c),
+        linear("patch", patch, c, spec.patch_width, 64 if spec.position_side else 128),
+        linear("qkv", qkv, 3 * c, c),
         *frames,
-        linear("proj", "residual+stats", c, c),
-        linear("fc1", f"{norm}+{spec.activation}", inner * factors, c, widest),
-        linear("fc2", "residual+stats", c, inner),
+        linear("proj", out, c, c),
+        linear("fc1", fc1, inner * factors, c, widest),
+        linear("fc2", out, c, inner),
     )
     if spec.window:
         blocks = (*blocks, attention("window_attention", WINDOWS))
     return (*blocks, *(linear(*task, rows=merged) for task in _merger_tasks(spec, dtype)))
+
+
+def _epilogues(spec: VisionSpec) -> tuple[str, str, str, str]:
+    """Kinds of the patch embedding, of qkv, of what writes the residual stream, and of the MLP's first layer."""
+    if spec.sandwich:
+        return "taps" if spec.position_side else "bias", "bias", "bias", spec.activation
+    norm = "norm" if spec.norm == "layer" else "rms"
+    patch = "bias" if spec.patch_norm else "taps+stats" if spec.position_side else "stats"
+    qkv = norm if spec.qk_norm else f"{norm}+rope"
+    return patch, qkv, "residual+stats", f"{norm}+{spec.activation}"
 
 
 def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str, int, int, int], ...]:

@@ -3,7 +3,8 @@
 LayerNorm into the next product : W' = round(W * gamma),  colsum = sum_k W'[:, k],  b' = b + W beta;  not in fp32
 RMSNorm                         : W' = round(W * gamma)
 softmax in base 2               : q comes out scaled by `query_scale`, of its weights or of its norm's
-rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1)
+rotary pairs                    : rows of q and k within a head go from (i, i + d/2) to (2i, 2i + 1); where each axis
+                                  has half of a head, from (i, i + d/4) of the rows' half, then of the columns'
 heads of k and v shared         : repeated, once for each head of q
 gated MLP                       : rows of gate and up interleaved, so that the two factors meet in one tile
 convolution [N, C, m, m]        : [N, m m C], for tokens that lie side by side in merge-block order
@@ -25,7 +26,16 @@ from fusedvit.kernels.hopper.gluon_compat import absent
 from fusedvit.kernels.load_inputs import CENTRE
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.normalization import Normalization
-from fusedvit.model.param_names import DownsampleNames, LastNormNames, MergerNames, WeightNames
+from fusedvit.model.param_names import (
+    BOUNDS,
+    DownsampleNames,
+    LastNormNames,
+    MergerNames,
+    PoolNames,
+    TailNames,
+    WeightNames,
+    bound_of,
+)
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import (
     ALIGNMENT,
@@ -36,6 +46,8 @@ from fusedvit.model.weights import (
     LinearWeights,
     MergerWeights,
     NormWeights,
+    PoolWeights,
+    SandwichWeights,
     TensorSource,
     in_lines,
     lies_in_lines,
@@ -95,8 +107,8 @@ class _Maker:
         return NormWeights(self.source(f"{name}.weight").detach().clone(), bias, own=("weight", "bias"))
 
     def position(self, name: str) -> torch.Tensor:
-        """The position table, without rows that an engine has padded it with."""
-        return self.source(f"{name}.weight").detach()[: self.spec.position_side**2]
+        """The position table, or both, one above the other; without rows that an engine has padded it with."""
+        return self.source(f"{name}.weight").detach().flatten(0, -2)[: self.spec.position_rows]
 
     def plain(self, name: str, part: str) -> LinearWeights:
         return self._plain(self.source(f"{name}.weight").detach(), name, part)
@@ -115,16 +127,10 @@ class _Maker:
         return LinearWeights(weight, bias, own=("weight", "bias") if copied else ("bias",))
 
     def patch(self, name: str) -> LinearWeights:
-        """The patch embedding as a product: a convolution whose kernel is its stride is one.
-
-        A missing bias becomes zeros: with nothing between a product and its rounding to fp16, ptxas serialises it
-        (C7514, Triton 3.7).
-        """
+        """The patch embedding as a product: a convolution whose kernel is its stride is one."""
         weight = self.source(f"{name}.weight").detach()
         linear = self._plain(weight.reshape(weight.shape[0], -1), name, "patch")
-        if linear.bias is not None:
-            return linear
-        return replace(linear, bias=weight.new_zeros(weight.shape[0]))
+        return _with_bias(linear)
 
     def byte_patch(self, name: str, normalization: Normalization, still: bool) -> LinearWeights:
         """The patch embedding of centred bytes; every tensor our own."""
@@ -191,6 +197,8 @@ class _Maker:
     def block(self, names: WeightNames, i: int) -> BlockWeights:
         qkv = self.joined(tuple(name.format(i) for name in names.qkv), "qkv")
         fc1 = self.joined(tuple(name.format(i) for name in names.fc1), "mlp")
+        if self.spec.sandwich:
+            return self._sandwich(names, i, qkv, fc1)
         factor = None if names.qk_norm else query_factor(self.spec, len(qkv.weight))
         return BlockWeights(
             qkv=_rows(self.behind_norm(names.norm1.format(i), qkv, factor), rotary_rows(self.spec)),
@@ -200,18 +208,43 @@ class _Maker:
             qk_norm=self.qk_norm(tuple(name.format(i) for name in names.qk_norm)) if names.qk_norm else None,
         )
 
+    def _sandwich(self, names: WeightNames, i: int, qkv: LinearWeights, fc1: LinearWeights) -> BlockWeights:
+        """A block whose norms all stay steps of their own: each but the first is one with the residual before it."""
+        first, second = names.post_norms
+        norms = [self.norm(name.format(i)) for name in (names.norm1, first, names.norm2, second)]
+        clips = self.clips(names, i) if self.spec.clipped else None
+        return BlockWeights(
+            qkv=_with_bias(_rows(qkv, rotary_rows(self.spec))),
+            proj=_with_bias(self.plain(names.proj.format(i), "proj")),
+            fc1=_lined(_first(fc1, self.spec.gated)),
+            fc2=_with_bias(_second(self.plain(names.fc2.format(i), "mlp"))),
+            qk_norm=self.qk_norm(tuple(name.format(i) for name in names.qk_norm)),
+            sandwich=SandwichWeights(norms[0], norms[1], norms[2], norms[3], clips),
+        )
+
+    def clips(self, names: WeightNames, i: int) -> torch.Tensor:
+        """`[11, 2]`, see `SandwichWeights`. Bounds are rounded to the tower's dtype, as `torch.clamp` rounds them."""
+        dtype = self.source(f"{names.proj.format(i)}.weight").dtype
+        layers = [name.format(i) for name in (*names.qkv, names.proj, *names.fc1, names.fc2)]
+        bounds = torch.stack([self.source(bound_of(layer, bound)).detach() for layer in layers for bound in BOUNDS])
+        bounds = bounds.to(dtype).to(torch.promote_types(dtype, torch.float32))
+        into, out = bounds.view(7, 2, 2).unbind(1)
+        return torch.stack([into[0], *out[:3], into[3], out[3], into[4], out[4], out[5], into[6], out[6]])
+
     def qk_norm(self, names: tuple[str, ...]) -> torch.Tensor:
-        """Weights of q's norm and k's; wider than the tower's, so that q's factor is not rounded."""
+        """Weights of the norms of q, k and v; wider than the tower's, so that q's factor is not rounded."""
+        spec = self.spec
         both = torch.stack([self.source(f"{name}.weight").detach() for name in names])
         both = both.to(torch.promote_types(both.dtype, torch.float32))
-        both[0] *= query_scale(self.spec.head_dim)
-        return rearrange(both, "two (half p) -> two (p half)", half=2)
+        both[0] *= query_scale(spec.head_dim, spec.attention_scale)
+        both = both[:, rotary_channels(spec).to(both.device)]
+        return torch.cat([both, torch.ones_like(both[:1])]) if spec.v_norm else both
 
-    def tail(
-        self, names: MergerNames | DownsampleNames | LastNormNames
-    ) -> MergerWeights | DownsampleWeights | NormWeights:
+    def tail(self, names: TailNames) -> MergerWeights | DownsampleWeights | NormWeights | PoolWeights:
         if isinstance(names, DownsampleNames):
             return self._downsample(names)
+        if isinstance(names, PoolNames):
+            return self._pool(names) if self.spec.standardized else PoolWeights()
         if isinstance(names, LastNormNames):
             return self.norm(names.norm)
         return MergerWeights(self.norm(names.norm), self.plain(names.fc1, "merger"), self.plain(names.fc2, "merger"))
@@ -221,6 +254,11 @@ class _Maker:
         at = names.at(i)
         fc1 = self.behind_norm(at.norm, self.plain(at.fc1, "merger"))
         return MergerWeights(None, fc1, self.plain(at.fc2, "merger"))
+
+    def _pool(self, names: PoolNames) -> PoolWeights:
+        bias, scale = (self.source(name).detach() for name in (names.bias, names.scale))
+        wide = torch.promote_types(bias.dtype, torch.float32)
+        return PoolWeights(bias.to(wide, copy=True), scale.to(wide, copy=True))
 
     def _downsample(self, names: DownsampleNames) -> DownsampleWeights:
         kernel = self.source(f"{names.downsample}.weight").detach()
@@ -267,6 +305,14 @@ def _second(fc2: LinearWeights) -> LinearWeights:
     return _lined(replace(fc2, weight=padded, own=(*fc2.own, "weight")))
 
 
+def _with_bias(linear: LinearWeights) -> LinearWeights:
+    """`linear` with a bias of zeros where it has none: with nothing between a product and its rounding to fp16, ptxas
+    serialises it (C7514, Triton 3.7)."""
+    if linear.bias is not None:
+        return linear
+    return replace(linear, bias=linear.weight.new_zeros(linear.weight.shape[0]))
+
+
 def _lined(linear: LinearWeights) -> LinearWeights:
     """`linear` with its weights as `in_lines` lays them out, in a copy if need be, where that is known to pay."""
     weight, own = linear.weight, "weight" in linear.own
@@ -283,8 +329,17 @@ def _wants_lines(weight: torch.Tensor) -> bool:
 def query_factor(spec: VisionSpec, rows: int) -> torch.Tensor:
     """`[rows]`: what the outputs of the original q | k | v are multiplied by."""
     factor = torch.ones(rows, dtype=torch.float64)
-    factor[: spec.num_heads * spec.head_dim] = query_scale(spec.head_dim)
+    factor[: spec.num_heads * spec.head_dim] = query_scale(spec.head_dim, spec.attention_scale)
     return factor
+
+
+def rotary_channels(spec: VisionSpec) -> torch.Tensor:
+    """`[head_dim]`: which channel of a head of q or k each of the kernels' channels is: rotary pairs are neighbours,
+    those that turn by the row come first."""
+    channels = torch.arange(spec.head_dim)
+    if spec.rope_axial:
+        return rearrange(channels, "(half two p) -> half (p two)", half=2, two=2).flip(0).flatten()
+    return rearrange(channels, "(half p) -> (p half)", half=2)
 
 
 def rotary_rows(spec: VisionSpec) -> torch.Tensor:
@@ -295,7 +350,7 @@ def rotary_rows(spec: VisionSpec) -> torch.Tensor:
     kv_heads, d = spec.kv_heads or spec.num_heads, spec.head_dim
     order = torch.arange((spec.num_heads + 2 * kv_heads) * d)
     q, k, v = order.split([spec.num_heads * d, kv_heads * d, kv_heads * d])
-    turned = [rearrange(part, "(h half p) -> h (p half)", half=2, p=d // 2) for part in (q, k)]
+    turned = [part.view(-1, d)[:, rotary_channels(spec)] for part in (q, k)]
     shared = [repeat(part, "h d -> (h r) d", r=spec.num_heads // kv_heads) for part in (turned[1], v.view(kv_heads, d))]
     return torch.cat([turned[0].flatten(), *(part.flatten() for part in shared)])
 

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "swiglu")
+ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh")
 NORMS = ("layer", "rms")
-TAILS = ("merger", "downsample", "norm")
-TAPS = (4, 16)
+TAILS = ("merger", "downsample", "norm", "pool")
+TAPS = (2, 4, 16)
 LINEARS = ("patch", "qkv", "proj", "mlp", "merger")
 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """One vision transformer over flattened patches and `grid_thw`.
+    """One vision transformer over flattened patches and `grid_thw`, or over padded images and positions of patches.
 
     Attributes:
         depth: number of blocks.
@@ -31,20 +31,31 @@ class VisionSpec:
         norm_eps: epsilon of these.
         merger_eps: epsilon of a downsampling merger's LayerNorm.
         rope_theta: base of the rotary frequencies.
+        rope_axial: each axis turns its own half of a head, columns the first: pairs are (i, i + head_dim / 4) within a
+            half. Else pairs are (i, i + head_dim / 2).
+        attention_scale: factor of q . k before the softmax; 0 for `head_dim ** -0.5`.
         position_side: side of the learned square position table, 0 for none.
         position_taps: entries of that table a position is made of: 4 (bilinear, aligned corners) or 16 (bicubic, half
-            pixels, as `F.grid_sample`).
+            pixels, as `F.grid_sample`). 2: there are two tables of `position_side` entries, of columns and of rows,
+            and a position is made of one entry of each.
         deepstack: blocks after which a deepstack merger reads the residual stream.
         kv_heads: heads of k and v, each shared by `num_heads / kv_heads` heads of q; 0 for as many as q has.
         qk_norm: q and k are normalised, a head at a time, before they are turned.
+        v_norm: v is normalised likewise, without a weight.
+        sandwich: outputs of attention and MLP are normalised before they are added to the residual stream.
+        clipped: inputs and outputs of the blocks' linear layers are clamped, to bounds of each layer's own.
         patch_norm: embedded patches are normalised before positions are added.
         window: merged tokens on a side of an attention window, 0 for whole frames.
         full_attention: blocks that attend to whole frames all the same.
         tail: "merger" (norm, merge, MLP) or "downsample" (norm, merge by a convolution, projection, gated MLP; the last
-            hidden state is the convolution's) or "norm" alone, without merged tokens.
+            hidden state is the convolution's) or "norm" alone, without merged tokens, or "pool" (the mean of a merged
+            token's patches, times `sqrt(hidden_size)`).
+        standardized: pooled tokens are shifted and scaled, a channel at a time.
         merger_size: channels of a downsampling merger's MLP.
         without_bias: which of `LINEARS` have none.
         rows_only: pixels come as `[patches, patch_width]`; other towers view them as patches, whatever their shape.
+        padded: pixels come from 0 to 1 as `[images, patches, patch_width]`, which the tower takes to -1 to 1, and with
+            them the position (x, y) of each patch, (-1, -1) where there is none.
     """
 
     depth: int
@@ -63,18 +74,25 @@ class VisionSpec:
     norm_eps: float = 1e-6
     merger_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_axial: bool = False
+    attention_scale: float = 0.0
     position_side: int = 0
     position_taps: int = 4
     deepstack: tuple[int, ...] = ()
     kv_heads: int = 0
     qk_norm: bool = False
+    v_norm: bool = False
+    sandwich: bool = False
+    clipped: bool = False
     patch_norm: bool = False
     window: int = 0
     full_attention: tuple[int, ...] = ()
     tail: str = "merger"
+    standardized: bool = False
     merger_size: int = 0
     without_bias: tuple[str, ...] = ()
     rows_only: bool = False
+    padded: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads * self.head_dim != self.hidden_size:
@@ -92,6 +110,10 @@ class VisionSpec:
         unknown = sorted(set(self.without_bias) - set(LINEARS))
         if unknown:
             raise ValueError(f"without_bias must be of {LINEARS}, got {unknown}")
+        if self.v_norm > self.qk_norm or self.clipped > self.sandwich or self.sandwich > (self.norm == "rms"):
+            raise ValueError("v_norm needs qk_norm, clipped needs sandwich, and that needs RMSNorm, got one without")
+        if self.sandwich and not self.qk_norm:
+            raise ValueError("sandwich needs qk_norm, got none")
 
     def _check_blocks(self, name: str, blocks: tuple[int, ...]) -> None:
         wrong = [i for i in blocks if not 0 <= i < self.depth]
@@ -120,8 +142,18 @@ class VisionSpec:
 
     @property
     def gated(self) -> bool:
-        """The MLP's first layer makes two factors (SwiGLU)."""
-        return self.activation == "swiglu"
+        """The MLP's first layer makes two factors, of which the activation takes one (SwiGLU, GEGLU)."""
+        return self.activation in ("swiglu", "geglu_tanh")
+
+    @property
+    def returns_hidden(self) -> bool:
+        """The residual stream after the last block is an output."""
+        return self.tail != "pool"
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned position table, or of both tables one above the other."""
+        return 2 * self.position_side if self.position_taps == 2 else self.position_side**2
 
     @property
     def merged_outputs(self) -> int:

@@ -69,16 +69,43 @@ class NormWeights:
     own: tuple[str, ...] = ()
 
 
+CLIPPED = ("x", "q", "k", "v", "context", "proj", "mlp_x", "gate", "up", "inner", "fc2")
+
+
+@dataclass(frozen=True)
+class SandwichWeights:
+    """The norms of a block with norms before and after attention and MLP; none of them is folded.
+
+    `clips` `[11, 2]` fp32: least and largest value of what `CLIPPED` names, in its order; None for a block that clamps
+    nothing.
+    """
+
+    norm1: NormWeights
+    post1: NormWeights
+    norm2: NormWeights
+    post2: NormWeights
+    clips: torch.Tensor | None = None
+    own: tuple[str, ...] = ("clips",)
+
+    def clip(self, first: str, last: str = "") -> torch.Tensor | None:
+        """The bounds `[2]` of `first`, or `[n, 2]` of those from `first` to `last`; None where nothing is clamped."""
+        if self.clips is None:
+            return None
+        i = CLIPPED.index(first)
+        return self.clips[i : CLIPPED.index(last) + 1] if last else self.clips[i]
+
+
 @dataclass(frozen=True)
 class BlockWeights:
     """A block. What makes q scales it by `kernels.attention.query_scale`: `qkv`, or the norms of q and k if there are
-    any, `qk_norm` `[2, head_dim]`, fp32 or wider, pairs made neighbours."""
+    any, `qk_norm` `[2, head_dim]`, fp32 or wider, pairs made neighbours; with ones for v `[3, head_dim]`."""
 
     qkv: LinearWeights
     proj: LinearWeights
     fc1: LinearWeights
     fc2: LinearWeights
     qk_norm: torch.Tensor | None = None
+    sandwich: SandwichWeights | None = None
     own: tuple[str, ...] = ("qk_norm",)
 
 
@@ -104,8 +131,17 @@ class DownsampleWeights:
 
 
 @dataclass(frozen=True)
+class PoolWeights:
+    """What standardises pooled tokens, `[hidden]` fp32 or wider each: (x - bias) * scale; None if nothing does."""
+
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    own: tuple[str, ...] = ("bias", "scale")
+
+
+@dataclass(frozen=True)
 class EncoderWeights:
-    """All of a tower. `position` is `[side * side, hidden]` or None; `inv_freq` `[head_dim / 4]` fp32.
+    """All of a tower. `position` is `[position_rows, hidden]` or None; `inv_freq` `[head_dim / 4]` fp32.
 
     `byte_patch` and `still_patch` are the patch embedding for centred bytes, of all frames and of still images, where
     somebody brings them: see `prepare_weights`.
@@ -115,7 +151,7 @@ class EncoderWeights:
     patch_norm: NormWeights | None
     position: torch.Tensor | None
     blocks: tuple[BlockWeights, ...]
-    merger: MergerWeights | DownsampleWeights | NormWeights
+    merger: MergerWeights | DownsampleWeights | NormWeights | PoolWeights
     deepstack: tuple[MergerWeights, ...]
     inv_freq: torch.Tensor
     own: tuple[str, ...] = ("inv_freq",)

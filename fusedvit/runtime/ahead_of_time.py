@@ -32,6 +32,7 @@ from fusedvit.runtime.tower_launches import by_family, meta_weights, run_on_meta
 
 QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
 QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
+QWEN35_08B = VisionSpec(12, 768, 12, 64, 3072, 1024, 16, position_side=48)
 QWEN2_VL_7B = VisionSpec(32, 1280, 16, 80, 5120, 3584, 14, activation="quick_gelu", without_bias=("patch",))
 QWEN25_VL_7B = replace(
     QWEN2_VL_7B, intermediate_size=3420, activation="swiglu", norm="rms", window=4, full_attention=(7, 15, 23, 31)
@@ -45,19 +46,32 @@ GLM_5 = VisionSpec(
     24, 1024, 16, 64, 4096, 1536, 14, activation="swiglu", glu_limit=10.0, norm="rms", norm_eps=1e-5, qk_norm=True,
     tail="downsample", merger_size=10240, without_bias=("merger",),
 )  # fmt: skip
+GEMMA_4_31B = VisionSpec(
+    27, 1152, 16, 72, 4304, 1152, 16, temporal_patch_size=1, merge_size=3, activation="geglu_tanh", norm="rms",
+    rope_theta=100.0, rope_axial=True, attention_scale=1.0, position_side=10240, position_taps=2, qk_norm=True,
+    v_norm=True, sandwich=True, tail="pool", standardized=True, without_bias=("patch", "qkv", "proj", "mlp"),
+    padded=True,
+)  # fmt: skip
+GEMMA_4_E4B = replace(
+    GEMMA_4_31B, depth=16, hidden_size=768, num_heads=12, head_dim=64, intermediate_size=3072, out_size=768,
+    clipped=True, standardized=False,
+)  # fmt: skip
 TOWERS = {
     "hd72": QWEN3_VL_8B,
     "hd64": QWEN3_VL_4B,
+    "narrow": QWEN35_08B,
     "hd80": QWEN2_VL_7B,
     "hd128": GLM_45V,
     "windows": QWEN25_VL_7B,
     "qk_norm": GLM_5,
+    "sandwich": GEMMA_4_31B,
+    "clipped": GEMMA_4_E4B,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = tuple(ladder(64, 65536))  # patch tokens
 FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others'
-    **dict.fromkeys(("hd64", "hd80"), (64, 256, 1024, 4096, 16384)),
-    **dict.fromkeys(("hd128", "windows", "qk_norm"), (64, 1024, 4096)),
+    **dict.fromkeys(("hd64", "hd80", "narrow"), (64, 256, 1024, 4096, 16384)),
+    **dict.fromkeys(("hd128", "windows", "qk_norm", "sandwich", "clipped"), (64, 1024, 4096)),
 }
 DEAREST = 12  # kernels that `count` names
 ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same

@@ -6,7 +6,10 @@ from typing import NoReturn
 
 import torch
 
+from fusedvit.errors import ODD_POSITIONS, Reason
+from fusedvit.kernels.load_inputs import POSITION_DTYPES
 from fusedvit.model.items import Item
+from fusedvit.model.ops import ops_for
 from fusedvit.model.spec import VisionSpec
 
 _TRIPLE = [int, int, int]
@@ -18,32 +21,90 @@ class Inputs:
     """A call's input, checked as far as the host knows it.
 
     Attributes:
-        pixels: `[tokens, …]` of any kind (`kernels.load_inputs.kind_of`), any float dtype, any device.
+        pixels: `[tokens, …]` of any kind (`kernels.load_inputs.kind_of`), any float dtype, any device; of padded
+            images as many rows as they have with padding, those that are no padding first.
         grid: `[n, 3]` integers on the tower's device, if the host has yet to read them; else None.
         items: what the grid says; None until it is read.
+        padded: the grid was found on the device, from positions: rows of zeros are images that have none.
     """
 
     pixels: torch.Tensor
     grid: torch.Tensor | None
     items: list[Item] | None
+    padded: bool = False
+
+    def with_rows(self, rows: list[list[int]], merge_size: int) -> tuple[torch.Tensor, list[Item]] | Reason:
+        """Pixels and items once the host has read the grid's `rows`, or why the original code must run.
+
+        Raises:
+            ValueError: see `check_items`.
+        """
+        if not self.padded:
+            return self.pixels, check_items(rows, self.pixels.shape[0], merge_size)
+        odd = next((i for i, row in enumerate(rows) if not row[0]), None)
+        if odd is not None:
+            return Reason(ODD_POSITIONS, f"image {odd}")
+        items = list(map(Item._make, rows))
+        return self.pixels[: sum([item.tokens for item in items])], items
 
 
 def check_inputs(
-    pixel_values: torch.Tensor, grid_thw: Grid, spec: VisionSpec, device: torch.device, marked: bool = False
-) -> Inputs:
-    """Checks a call's input; nothing is launched and nothing is read back from a GPU.
+    pixel_values: torch.Tensor, grid_thw: Grid, spec: VisionSpec, parameter: torch.Tensor, marked: bool = False
+) -> Inputs | Reason:
+    """Checks a call's input, or says why the original code must run; nothing is read back from a GPU.
 
     Args:
+        grid_thw: of towers that take padded images the positions of patches.
+        parameter: one of the tower's.
         marked: the pixels came under a mark, so that they may be bytes.
 
     Raises:
-        TypeError, ValueError: see `check_pixels`, `check_grid` and `check_items`.
+        TypeError, ValueError: see `check_pixels`, `check_grid` and `check_items`, or `check_padded`; nothing was
+            launched.
     """
+    if spec.padded:
+        return check_padded(pixel_values, grid_thw, spec, parameter)
+    device = parameter.device
     pixels = check_pixels(pixel_values, spec, marked)
     grid = check_grid(grid_thw)
     if is_on_gpu(grid):
         return Inputs(pixels, grid.to(device), None)
     return Inputs(pixels, None, check_items(grid.tolist(), pixels.shape[0], spec.merge_size))
+
+
+def check_padded(
+    pixel_values: torch.Tensor, positions: object, spec: VisionSpec, parameter: torch.Tensor
+) -> Inputs | Reason:
+    """Padded images and the positions of their patches, made a grid and rows without padding on the tower's device.
+
+    Args:
+        pixel_values: `[images, patches, patch_width]` floats from 0 to 1.
+        positions: `[images, patches, 2]` integers, (x, y) of each patch, (-1, -1) where there is none.
+
+    Raises:
+        TypeError: not tensors, or pixels of no float dtype.
+        ValueError: tensors of other shapes, or positions of no integer dtype.
+    """
+    pixels = check_pixels(pixel_values, spec)
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"pixel_position_ids must be a tensor, got {type(positions).__name__}")
+    images, patches, width = pixels.shape
+    if positions.shape != (images, patches, 2) or positions.dtype not in POSITION_DTYPES:
+        got = f"{tuple(positions.shape)} of {positions.dtype}"
+        raise ValueError(f"pixel_position_ids must be ({images}, {patches}, 2) of int64 or int32, got {got}")
+    device, merge, ops = parameter.device, spec.merge_size, ops_for(parameter.device)
+    if patches % spec.merge_unit:
+        return Reason(ODD_POSITIONS, f"{patches} patches are not pooled by {merge} x {merge}")
+    pixels, positions = pixels.detach().to(device).contiguous(), positions.to(device)
+    grid = ops.patch_grid(
+        positions, spec.position_side, merge, torch.empty(images, 3, dtype=torch.int32, device=device)
+    )
+    rows = torch.empty(images * patches, width, dtype=parameter.dtype, device=device)
+    inputs = Inputs(ops.load_patches(pixels, grid, merge, rows), grid, None, padded=True)
+    if is_on_gpu(grid):
+        return inputs
+    known = inputs.with_rows(grid.tolist(), merge)
+    return known if isinstance(known, Reason) else Inputs(known[0], None, known[1])
 
 
 def is_on_gpu(grid: torch.Tensor) -> bool:
@@ -82,7 +143,8 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = False) -> torch.Tensor:
-    """`pixel_values` as `[patches, spec.patch_width]`, floats; if `marked`, bytes of all frames or one as well.
+    """`pixel_values` as `[patches, spec.patch_width]`, floats; if `marked`, bytes of all frames or one as well; padded
+    images as they are.
 
     Hugging Face's towers view whatever they are given as `[patches, channels, frames, rows, columns]`: a batch of one
     `[1, patches, width]`, flat pixels, pixels that are such patches already. These are taken as they take them.
@@ -99,7 +161,7 @@ def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = Fa
         raise TypeError(
             f"pixel_values must be normalised floats, got {pixel_values.dtype}: run the image processor first"
         )
-    if pixel_values.ndim != 2:
+    if pixel_values.ndim != 2 or spec.padded:
         return _as_rows(pixel_values, spec)
     if pixel_values.shape[1] != spec.patch_width:
         raise ValueError(
@@ -118,6 +180,11 @@ def _byte_rows(pixels: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
 
 
 def _as_rows(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
+    if spec.padded:
+        if pixel_values.ndim != 3 or pixel_values.shape[2] != spec.patch_width:
+            got = tuple(pixel_values.shape)
+            raise ValueError(f"pixel_values must have shape (images, patches, {spec.patch_width}), got {got}")
+        return pixel_values
     patch = (spec.in_channels, spec.temporal_patch_size, spec.patch_size, spec.patch_size)
     if not spec.rows_only and pixel_values.numel():
         try:

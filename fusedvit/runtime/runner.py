@@ -73,7 +73,8 @@ class Runtime:
     def new_outputs(self, tokens: int) -> EncoderOutputs:
         """Memory for the outputs of `tokens` patch tokens; nothing in it yet. The caller owns each tensor by itself."""
         spec, device, dtype = self.spec, self.device, self.dtype
-        hidden = torch.empty(tokens, spec.hidden_size, device=device, dtype=dtype)
+        rows = tokens if spec.returns_hidden else 0
+        hidden = torch.empty(rows, spec.hidden_size, device=device, dtype=dtype)
         shape = (tokens // spec.merge_unit, spec.out_size)
         merged = [torch.empty(shape, device=device, dtype=dtype) for _ in range(spec.merged_outputs)]
         return EncoderOutputs(hidden, tuple(merged))
@@ -208,7 +209,8 @@ class _Answer:
         """Copies a batch's rows to where the caller's are."""
         outputs, unit = self.outputs(), self._runtime.spec.merge_unit
         for source, target, length in spans:
-            outputs.hidden[source : source + length].copy_(got.hidden[target : target + length])
+            if self._runtime.spec.returns_hidden:
+                outputs.hidden[source : source + length].copy_(got.hidden[target : target + length])
             for mine, theirs in zip(outputs.merged, got.merged, strict=True):
                 rows = theirs[target // unit : (target + length) // unit]
                 mine[source // unit : (source + length) // unit].copy_(rows)
@@ -238,7 +240,8 @@ def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> En
     _fill_grid(buffers.grid, items)
     with torch.no_grad():
         outputs = encode(spec, runtime.weights.get(), buffers, ops_for(device), plan)
-    return EncoderOutputs(outputs.hidden, tuple(plane.contiguous() for plane in outputs.merged))
+    hidden = outputs.hidden if spec.returns_hidden else outputs.hidden[:0].clone()
+    return EncoderOutputs(hidden, tuple(plane.contiguous() for plane in outputs.merged))
 
 
 def _tokens(items: Sequence[Item]) -> int:

@@ -21,7 +21,7 @@ from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.ops import TRITON
-from fusedvit.model.param_names import parameter_shapes, plain_names
+from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
@@ -68,7 +68,7 @@ def tower_launches(
 def meta_weights(spec: VisionSpec, dtype: torch.dtype, takes_bytes: bool = False) -> EncoderWeights:
     """Weights of the right shapes and no content; if `takes_bytes`, for bytes too."""
     names = plain_names(spec)
-    shapes = dict(parameter_shapes(names, spec))
+    shapes = dict(parameter_shapes(names, spec)) | dict(buffer_shapes(names, spec))
     any_bytes = Normalization(1 / 255, None, None, spec.patch_size, spec.temporal_patch_size, spec.in_channels)
     normalizations = dict.fromkeys((False, True), any_bytes) if takes_bytes else None
 
@@ -83,7 +83,8 @@ def run_on_meta(
 ) -> None:
     """Runs `plan` eagerly on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
     side = spec.merge_size
-    items = [Item(1, side, tokens // side - side), Item(1, side, side)]  # a frame of each list of tiles
+    wide = tokens // side**2 * side - side
+    items = [Item(1, side, wide), Item(1, side, side)]  # a frame of each list of tiles
     capacity = Capacity.of(items, plan.layout(spec))
     buffers = allocate(spec, capacity, dtype, META, overlap=(overlapped, tokens))
     encode(spec, weights, buffers, TRITON, plan)

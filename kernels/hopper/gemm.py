@@ -359,7 +359,8 @@ def _finish_chunk_at(shape, epi, staging, descs, x, mean, rstd, rows, row0, col0
     y = round_pairs(x, descs.out.dtype) if epi.OUT_WIDTH > 0 else x.to(descs.out.dtype)
     chunk.store(y)
     fence_async_shared()
-    FACTORS: gl.constexpr = 2 if epi.ACT == "swiglu" else 1  # columns of the product to one of the output
+    GATED: gl.constexpr = epi.ACT == "swiglu" or epi.ACT == "geglu_tanh"
+    FACTORS: gl.constexpr = 2 if GATED else 1  # columns of the product to one of the output
     async_store(descs.out, [row0, (col0 + j * 64) // FACTORS], chunk)
     return y.to(gl.float32)
 
@@ -435,7 +436,7 @@ def _hopper_gemm_kernel(
     x_desc,  # [T, K]
     w1_desc,  # [N, K]
     w2_desc,  # [N, K]
-    out_desc,  # [T, N]; of swiglu [T, N / 2]
+    out_desc,  # [T, N]; of gated activations [T, N / 2]
     extra_desc,  # residual [T, N] or packed cos/sin [T, W]; any descriptor if neither
     bias_ptr,
     colsum_ptr,
@@ -444,6 +445,7 @@ def _hopper_gemm_kernel(
     tap_index_ptr,
     tap_weight_ptr,
     stats_out_ptr,
+    clip_ptr,
     num_rows_ptr,  # [1] int32: the true T
     N: gl.constexpr,
     K: gl.constexpr,
@@ -457,6 +459,7 @@ def _hopper_gemm_kernel(
     ACT: gl.constexpr,
     LIMIT: gl.constexpr,
     CENTRED: gl.constexpr,
+    HAS_CLIP: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     OUT_WIDTH: gl.constexpr,
@@ -478,7 +481,7 @@ def _hopper_gemm_kernel(
     w2 = w1
     if BN2 > 0:
         w2 = gl.allocate_shared_memory(dtype, [STAGES, BN2, 64], w2_desc.layout)
-    OUT_COLS: gl.constexpr = 32 if ACT == "swiglu" else 64  # of a chunk of 64
+    OUT_COLS: gl.constexpr = 32 if ACT == "swiglu" or ACT == "geglu_tanh" else 64  # of a chunk of 64
     chunks = gl.allocate_shared_memory(dtype, [WARPGROUPS * CHUNKS, BM, OUT_COLS], out_desc.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [2 * WARPGROUPS, _vector_width(BN1 + BN2)], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -502,9 +505,9 @@ def _hopper_gemm_kernel(
 
     shape = GemmShape(N, K, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS)
     epi = EpilogueArgs(
-        bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr,
-        num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_BIAS,
-        HAS_RESIDUAL, OUT_WIDTH,
+        bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, clip_ptr,
+        num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_CLIP,
+        HAS_BIAS, HAS_RESIDUAL, OUT_WIDTH,
     )  # fmt: skip
     pipe = Pipeline(x, w1, w2, full, empty)
     staging = Staging(chunks, staged, unstaged, order, vectors)
@@ -543,7 +546,7 @@ def linear(
     tiles = config.tiles(rows, n)
     if tiles == 0:
         return out
-    pointers = *e.vectors(), *e.tap_tensors(), e.moments_out()
+    pointers = *e.vectors(), *e.tap_tensors(), e.moments_out(), e.clip
     launch(
         _hopper_gemm_kernel,
         min(tiles, config.max_programs),
@@ -559,7 +562,7 @@ def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperGemmConfig) 
     """Why this backend cannot run the product and its epilogue, or ""."""
     steps = -(-x.shape[1] // CHUNK)
     if e.gated and (n % 16 or e.rope is not None or e.taps is not None):
-        return f"swiglu of whole 16s of columns, without rotary factors or taps, got {n}"
+        return f"gated activations of whole 16s of columns, without rotary factors or taps, got {n}"
     if steps < 2:
         return f"at least two steps of {CHUNK} in K, got {steps}"
     if e.stats is not None and (e.stats.width != config.block_n or n % CHUNK):

@@ -19,7 +19,9 @@ from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target
 
 CHUNK = 64  # columns of a step of the epilogue; K of a step of the main loop
 ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
-KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual", "gelu_tanh", "gelu", "quick_gelu", "swiglu"}
+GATED = {"swiglu", "geglu_tanh"}
+ACTIVATIONS = {"gelu_tanh", "gelu", "quick_gelu", *GATED}
+KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual"} | ACTIVATIONS
 # Epilogues that ran on an H200 and were right, in bf16 and fp16. The tuner may choose this backend for others, as it
 # compares each candidate with the reference; the heuristic leaves those to plain Triton.
 PROVEN = (
@@ -226,7 +228,7 @@ def supports(n: int, k: int, kind: str) -> bool:
     parts = set(kind.split("+"))
     whole = n % CHUNK == 0 or "stats" not in parts
     rotary = "rope" not in parts or n % (3 * CHUNK // 2) == 0
-    gated = "swiglu" not in parts or (parts <= {"norm", "rms", "bias", "swiglu"} and n % 16 == 0)
+    gated = not parts & GATED or (parts <= {"norm", "rms", "bias", *GATED} and n % 16 == 0)
     return parts <= KINDS and k >= 2 * CHUNK and whole and rotary and gated
 
 

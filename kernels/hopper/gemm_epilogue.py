@@ -21,7 +21,7 @@ SPREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one value a thre
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # one value after another
 PACKED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # 32 packed cos/sin a row
 LINES = gl.NVMMASharedLayout(128, 16, 2)  # 64 values of 16 bits a row, swizzled
-HALF_LINES = gl.NVMMASharedLayout(64, 16, 2)  # 32 values: the output of swiglu
+HALF_LINES = gl.NVMMASharedLayout(64, 16, 2)  # 32 values: the output of a gated activation
 
 
 @record
@@ -35,6 +35,7 @@ class EpilogueArgs:
     tap_index_ptr: gl.tensor  # [T, TAPS] int32
     tap_weight_ptr: gl.tensor  # [T, TAPS] fp32
     stats_out_ptr: gl.tensor  # [T, OUT_PARTS, 2] fp32
+    clip_ptr: gl.tensor  # [3, 2] fp32
     num_rows: gl.tensor
     N: gl.constexpr
     EPS: gl.constexpr
@@ -47,6 +48,7 @@ class EpilogueArgs:
     TAPS: gl.constexpr
     ACT: gl.constexpr
     LIMIT: gl.constexpr  # of swiglu's factors, 0: none
+    HAS_CLIP: gl.constexpr
     HAS_BIAS: gl.constexpr
     HAS_RESIDUAL: gl.constexpr
     OUT_WIDTH: gl.constexpr  # columns of a part of the output's statistics, 0: none
@@ -226,6 +228,23 @@ def _gate_pairs(x, LIMIT: gl.constexpr, BM: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _clamp(x, epi, which: gl.constexpr):
+    """x within bounds `which`; NaN stays."""
+    x = gl.maximum(x, gl.load(epi.clip_ptr + 2 * which), propagate_nan=tl.PropagateNan.ALL)
+    return gl.minimum(x, gl.load(epi.clip_ptr + 2 * which + 1), propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _gate_pairs_gelu(x, epi, BM: gl.constexpr, dtype: gl.constexpr):
+    """[BM, 64] of (gate, up) pairs -> gelu_tanh(gate) up, [BM, 32], each clamped if there are bounds."""
+    gate, up = x.reshape([BM, 32, 2]).split()
+    if epi.HAS_CLIP:
+        return _clamp(activate(_clamp(gate, epi, 0), "gelu_tanh", dtype) * _clamp(up, epi, 1), epi, 2)
+    else:
+        return activate(gate, "gelu_tanh", dtype) * up
+
+
+@gluon.jit
 def apply_norm(x, epi, bias, colsum, mean, rstd, ROWS: gl.constexpr):
     """Norm and bias on sums whose rows are along axis ROWS, and features along the other."""
     if epi.IN_PARTS > 0:
@@ -243,7 +262,7 @@ def finish_chunk(
 ):
     """The epilogue of the chunk at `col0`, up to rounding; `chunk` holds the residual or packed cos/sin.
 
-    Swiglu returns half as many columns.
+    A gated activation returns half as many columns.
     """
     bias, colsum = vectors
     x = apply_norm(x, epi, bias, colsum, mean, rstd, 0)
@@ -254,6 +273,8 @@ def finish_chunk(
             x = gl.convert_layout(_rotate_pairs(x, chunk, BM), L, assert_trivial=True)
     if epi.ACT == "swiglu":
         return _gate_pairs(x, epi.LIMIT, BM, dtype)
+    elif epi.ACT == "geglu_tanh":
+        return _gate_pairs_gelu(x, epi, BM, dtype)
     else:
         x = activate(x, epi.ACT, dtype)
         if epi.HAS_RESIDUAL:
@@ -327,6 +348,7 @@ def epilogue_constants(n: int, k: int, e: Epilogue) -> dict[str, int | float | s
     """`Epilogue.constants`, and whether what a kernel has no None for is there."""
     return e.constants(n, k) | {
         "CENTRED": e.norm is not None and e.norm.colsum is not None,
+        "HAS_CLIP": e.clip is not None,
         "HAS_BIAS": e.bias is not None,
         "HAS_RESIDUAL": e.residual is not None,
         "OUT_WIDTH": 0 if e.stats is None else e.stats.width,

@@ -77,8 +77,17 @@ def _activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     return x
 
 
-def _gate(acc: torch.Tensor, limit: float) -> torch.Tensor:
-    gate, up = acc[:, 0::2], acc[:, 1::2]
+def clamp(x: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """`x` within `bounds` `[2]`."""
+    return x.clamp(*bounds.to(x.dtype))
+
+
+def _gate(acc: torch.Tensor, e: Epilogue) -> torch.Tensor:
+    gate, up, limit = acc[:, 0::2], acc[:, 1::2], e.limit
+    if e.activation == "geglu_tanh":
+        if e.clip is None:
+            return F.gelu(gate, approximate="tanh") * up
+        return clamp(F.gelu(clamp(gate, e.clip[0]), approximate="tanh") * clamp(up, e.clip[1]), e.clip[2])
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up
@@ -103,7 +112,7 @@ def linear(
         acc = add_taps(acc, e.taps)
     if e.rope is not None:
         acc = _rope(acc, e.rope)
-    acc = _gate(acc, e.limit) if e.gated else _activate(acc, e.activation)
+    acc = _gate(acc, e) if e.gated else _activate(acc, e.activation)
     if e.residual is not None:
         acc = acc + e.residual[:rows].to(acc.dtype)
     out[:rows] = acc.to(out.dtype)

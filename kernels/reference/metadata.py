@@ -52,6 +52,8 @@ def _cubic_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor
 
 
 def _taps(row: torch.Tensor, col: torch.Tensor, h: int, w: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    if layout.taps == 2:
+        return torch.stack([col, layout.side + row], 1).int(), torch.ones(len(row), 2)
     axis = _linear_taps if layout.taps == 4 else _cubic_taps
     rows, row_weights = axis(row, h, layout.side)
     cols, col_weights = axis(col, w, layout.side)

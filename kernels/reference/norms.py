@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from fusedvit.kernels.norms import NOTHING, After
-from fusedvit.kernels.reference.linear import add_taps, store_moments
+from fusedvit.kernels.norms import NOTHING, After, NextNorm
+from fusedvit.kernels.reference.linear import add_taps, clamp, store_moments
 
 
 def layer_norm(
@@ -49,6 +49,7 @@ def head_norm_rope(
     heads: int,
     eps: float,
     max_programs: int,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `fusedvit.kernels.norms.head_norm_rope`. `max_programs` is not used."""
     rows, d = int(num_rows), weight.shape[1]
@@ -56,11 +57,62 @@ def head_norm_rope(
     cos, sin = rope[:rows].to(wide).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
     for i, w in enumerate(weight.to(wide)):
         part = qkv[:rows, i * heads * d : (i + 1) * heads * d]
-        x = F.rms_norm(rearrange(part.to(wide), "t (h d) -> t h d", d=d), (d,), w, eps)
+        x = part.to(wide) if clip is None else clamp(part.to(wide), clip[i])
+        x = F.rms_norm(rearrange(x, "t (h d) -> t h d", d=d), (d,), w, eps)
+        if i == 2:
+            part.copy_(rearrange(x, "t h d -> t (h d)"))
+            continue
         a, b = x[..., 0::2], x[..., 1::2]
         rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
         part.copy_(rearrange(rotated, "t h p two -> t (h p two)"))
     return qkv
+
+
+def residual_norm(
+    y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    hidden: torch.Tensor,
+    num_rows: torch.Tensor,
+    eps: float,
+    max_programs: int,
+    following: NextNorm | None = None,
+    clip: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `fusedvit.kernels.norms.residual_norm`. `max_programs` is not used."""
+    rows, shape = int(num_rows), (hidden.shape[1],)
+    wide = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
+    if y is not None and weight is not None:
+        x = y[:rows].to(wide) if clip is None else clamp(y[:rows].to(wide), clip)
+        hidden[:rows] = (hidden[:rows] + F.rms_norm(x, shape, weight.to(wide), eps)).to(hidden.dtype)
+    if following is not None:
+        x = F.rms_norm(hidden[:rows].to(wide), shape, following.weight.to(wide), eps)
+        following.out[:rows] = (x if following.clip is None else clamp(x, following.clip)).to(hidden.dtype)
+    return hidden
+
+
+def clamp_rows(x: torch.Tensor, clip: torch.Tensor, num_rows: torch.Tensor, max_programs: int) -> torch.Tensor:
+    """See `fusedvit.kernels.norms.clamp_rows`. `max_programs` is not used."""
+    rows = x[: int(num_rows)]
+    rows.copy_(clamp(rows, clip))
+    return x
+
+
+def pool_rows(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    num_rows: torch.Tensor,
+    out: torch.Tensor,
+    unit: int,
+    max_programs: int,
+) -> torch.Tensor:
+    """See `fusedvit.kernels.norms.pool_rows`. `max_programs` is not used."""
+    rows, wide = int(num_rows), x.dtype if x.dtype == torch.float64 else torch.float32
+    y = x[: rows * unit].to(wide).unflatten(0, (rows, unit)).mean(1).to(x.dtype).to(wide) * x.shape[1] ** 0.5
+    if bias is not None and scale is not None:
+        y = (y - bias) * scale
+    out[:rows] = y.to(out.dtype)
+    return out
 
 
 def gather_rows(

@@ -8,7 +8,7 @@ import torch
 
 import fusedvit
 from fusedvit.families.registry import FAMILIES, family_of
-from fusedvit.model.param_names import parameter_shapes
+from fusedvit.model.param_names import buffer_shapes, parameter_shapes
 from tests.support.families import INSTALLED, TINY, class_of, family_tower
 from tests.support.towers import GRIDS, Call, Grid, assert_rule, assert_same, copy_of, ran_fused
 
@@ -34,9 +34,12 @@ def test_names_and_shapes_are_the_towers(name: str) -> None:
     tower = family_tower(name)
     family = family_of(name)
     assert family is not None
-    shapes = dict(parameter_shapes(family.names, family.spec_from_config(tower.config)))
-    found = {key: p.flatten(1) if p.ndim == 5 else p for key, p in tower.named_parameters()}
+    spec, aliases = family.spec_from_config(tower.config), family.aliases
+    shapes = dict(parameter_shapes(family.names, spec))
+    found = {aliases.get(key, key): p.flatten(1) if p.ndim == 5 else p for key, p in tower.named_parameters()}
     assert shapes == {key: tuple(p.shape) for key, p in found.items()}
+    held = {key: tuple(b.shape) for key, b in tower.named_buffers() if "inv_freq" not in key}
+    assert dict(buffer_shapes(family.names, spec)) == held
 
 
 def taken_by(name: str, grid: Grid) -> Grid:
@@ -55,7 +58,7 @@ def test_every_output(name: str, grid: Grid) -> None:
     assert_same(call.run(tower), expected)
     ran_fused(handle, calls=1)
     with torch.no_grad():
-        ours, theirs = (t(call.pixels, grid_thw=call.grid) for t in (tower, original))
+        ours, theirs = (call.record(t) for t in (tower, original))
     assert type(ours) is type(theirs) and list(ours.keys()) == list(theirs.keys())
 
 

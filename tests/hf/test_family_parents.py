@@ -3,6 +3,7 @@
 Language models stay on the meta device; only the modules around the tower have memory.
 """
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fusedvit
-from fusedvit.cli.towers import random_weights_
+from fusedvit.cli.towers import padded_images, random_weights_
 from fusedvit.families.registry import FAMILIES
 from tests.support.families import INSTALLED, TINY, family_tower
 from tests.support.towers import Grid, assert_same, outputs_of, pixels_for, ran_fused
@@ -20,8 +21,8 @@ from tests.support.towers import Grid, assert_same, outputs_of, pixels_for, ran_
 STRICT = fusedvit.FuseConfig(strict=True)
 IMAGES: Grid = [(1, 4, 6), (1, 10, 4)]
 VIDEOS: Grid = [(2, 4, 10), (4, 4, 4)]
-# AutoModel does not know these; test_family_models.py builds them.
-OTHERS = {"qwen2_5_omni", "qwen3_omni_moe", "colqwen2"}
+# AutoModel does not know these, or the tower is further inside; test_family_models.py and test_gemma4.py build them.
+OTHERS = {"qwen2_5_omni", "qwen3_omni_moe", "colqwen2", "diffusion_gemma"}
 NEWER = {"hyperclovax_vision_v2"}  # than the oldest transformers of our range
 # Text configs whose defaults build no model.
 TEXT: dict[str, dict[str, Any]] = {
@@ -63,11 +64,27 @@ def outer_model(kind: str, tower: str) -> Any:
 
 def features(model: Any, tower: nn.Module) -> dict[str, torch.Tensor]:
     """The model's image and video features."""
+    if hasattr(tower.config, "pooling_kernel_size"):
+        return padded_features(model, tower)
     with torch.no_grad():
         images = model.get_image_features(pixels_for(tower, IMAGES), torch.tensor(IMAGES))
         videos = model.get_video_features(pixels_for(tower, VIDEOS, seed=2), torch.tensor(VIDEOS))
     outputs = {"images": images, "videos": videos}
     return {f"{kind} {name}": t for kind, output in outputs.items() for name, t in flat(outputs_of(output)).items()}
+
+
+def padded_features(model: Any, tower: nn.Module) -> dict[str, torch.Tensor]:
+    """The same of a model whose tower takes padded images: frames of videos are images."""
+    found: dict[str, Any] = {}
+    for seed, grid in enumerate((IMAGES, VIDEOS)):
+        images, positions = padded_images(pixels_for(tower, grid, seed), grid, tower.config.pooling_kernel_size)
+        of_video = hasattr(model, "get_video_features") and grid is VIDEOS
+        features = model.get_video_features if of_video else model.get_image_features
+        frames = {"num_frames_per_video": torch.tensor([t for t, _, _ in grid])} if of_video else {}
+        known = {name: n for name, n in frames.items() if name in inspect.signature(features).parameters}
+        with torch.no_grad():
+            found |= {f"{seed} {name}": t for name, t in flat(outputs_of(features(images, positions, **known))).items()}
+    return found
 
 
 def flat(found: dict[str, Any]) -> dict[str, torch.Tensor]:

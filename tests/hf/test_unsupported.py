@@ -1,4 +1,5 @@
-"""Every tower of transformers that takes `grid_thw` is a family's, or is known and says why it is not fused."""
+"""Every tower of transformers that takes `grid_thw`, or positions of patches, is a family's, or is known and says why
+it is not fused."""
 
 import ast
 import functools
@@ -16,6 +17,7 @@ from fusedvit.families.unsupported import UNSUPPORTED
 
 MODELS = Path(transformers.__file__).parent / "models"
 REGISTERED = {name for family in FAMILIES for name in family.class_names}
+GRIDS = {"grid_thw", "image_grid_thw", "pixel_position_ids"}
 INSIDE = {"PaddleOCRVisionTransformer"}  # of PaddleOCRVisionModel
 
 
@@ -25,7 +27,7 @@ def towers() -> dict[str, str]:
     found = {}
     for path in sorted(MODELS.glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
-        if "grid_thw" in text:
+        if any(name in text for name in GRIDS):
             classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
             found |= {node.name: path.parent.name for node in classes if _is_tower(node)}
     return {name: model for name, model in found.items() if name not in INSIDE}
@@ -36,7 +38,7 @@ def _is_tower(node: ast.ClassDef) -> bool:
         return False
     forward = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "forward"]
     names = {arg.arg for part in forward for arg in part.args.args}
-    return bool({"grid_thw", "image_grid_thw"} & names) and "input_ids" not in names
+    return bool(GRIDS & names) and "input_ids" not in names
 
 
 def test_every_tower_is_known() -> None:

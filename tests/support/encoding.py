@@ -31,7 +31,8 @@ class Encoder:
         self.spec, self.ops = family.spec_from_config(tower.config), table
         parameter = next(tower.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
-        self.weights: EncoderWeights = prepare(self.spec, family.names, family.source(dict(tower.named_parameters())))
+        tensors = {**dict(tower.named_buffers()), **dict(tower.named_parameters())}
+        self.weights: EncoderWeights = prepare(self.spec, family.names, family.source(tensors))
 
     def plan(self, tokens: int) -> EncoderPlan:
         return plan_for(self.spec, tokens, self.dtype, Target.of(self.device))
@@ -67,9 +68,9 @@ class Encoder:
         tokens = patches_of(grid)
         merged = tokens // self.spec.merge_unit
         hidden = made.last_hidden_state(self.spec)
-        rows = merged if self.spec.tail == "downsample" else tokens
+        rows = merged if self.spec.tail in ("downsample", "pool") else tokens
         named = {"last_hidden_state": hidden[:rows]}
-        if self.spec.merged_outputs:
+        if self.spec.merged_outputs and self.spec.returns_hidden:
             named["pooler_output"] = made.pooled[:merged]
         if self.spec.tail == "merger":
             named |= {f"deepstack_features[{i}]": t[:merged] for i, t in enumerate(made.deepstack)}

@@ -42,6 +42,19 @@ _GLM: dict[str, Any] = {
     "intermediate_size": 70,
     "image_size": 24,
 }
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 40,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
 _DEEPSTACK = _QWEN3 | {"deepstack_visual_indexes": [0, 1]}
 
 # Tower class: the model that it is of, and its tiny config.
@@ -64,6 +77,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4vVisionModel": ("glm4v", _GLM),
     "Glm4vMoeVisionModel": ("glm4v_moe", _GLM),
     "GlmOcrVisionModel": ("glm_ocr", _GLM),
+    "Gemma4VisionModel": ("gemma4", _GEMMA4),
     "Glm5NextVisionModel": ("glm5_next", _GLM | {"projection_intermediate_size": 90, "swiglu_limit": 0.5}),
 }
 
@@ -85,6 +99,8 @@ def class_of(name: str) -> Any:
 def family_tower(name: str, seed: int = 0, **vision: Any) -> Any:
     """A tower of the class `name`, frozen, in fp32, random weights; `vision` overrides its tiny config."""
     cls = class_of(name)
+    if "depth" in vision and "num_hidden_layers" in TINY[name][1]:
+        vision["num_hidden_layers"] = vision.pop("depth")
     tower = cls._from_config(cls.config_class(**(TINY[name][1] | vision))).eval().requires_grad_(False)
     random_weights_(tower, seed)
     return tower

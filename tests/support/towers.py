@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from fusedvit.cli.towers import cast_parameters_, random_weights_
+from fusedvit.cli.towers import call_tower, cast_parameters_, random_weights_
 from fusedvit.model.items import Item
 from fusedvit.tolerance import compare
 
@@ -154,7 +154,7 @@ def random_grid(seed: int, least: int, most: int, longest: int = 40) -> Grid:
 def pixels_for(tower: Any, grid: Grid, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """`[patches, patch width]` on the CPU, scaled as normalised images are."""
     c = tower.config
-    width = c.in_channels * getattr(c, "temporal_patch_size", 1) * c.patch_size**2
+    width = getattr(c, "in_channels", 3) * getattr(c, "temporal_patch_size", 1) * c.patch_size**2
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(patches_of(grid), width, generator=generator).to(dtype)
 
@@ -176,7 +176,11 @@ class Call:
     def run(self, tower: Any, **arguments: Any) -> dict[str, torch.Tensor]:
         """The tower's outputs by name, without gradients."""
         with torch.no_grad():
-            return outputs_of(tower(self.pixels, grid_thw=self.grid, **arguments))
+            return outputs_of(self.record(tower, **arguments))
+
+    def record(self, tower: Any, **arguments: Any) -> Any:
+        """The tower's record."""
+        return call_tower(tower, self.pixels, self.grid, **arguments)
 
 
 def outputs_of(answer: Any) -> dict[str, torch.Tensor]:

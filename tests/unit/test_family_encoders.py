@@ -24,6 +24,7 @@ SHAPES = [
         "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
         "Glm4vVisionModel",
         "Glm5NextVisionModel",
+        "Gemma4VisionModel",
     )
     if name in INSTALLED
 ]
@@ -40,7 +41,7 @@ def test_triton_table_in_fp32(name: str, device: torch.device) -> None:
     assert_same(Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels))
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith(("Qwen2_5", "Glm5"))])
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith(("Qwen2_5", "Glm5", "Gemma4"))])
 def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
     tower = copy_of(family_tower(name, depth=2), torch.float16).to(device)
     pixels = pixels_for(tower, GRID).half()

@@ -106,7 +106,7 @@ def test_released_checkpoints(name: str) -> None:
         "num_position_embeddings": 2304,
         "patch_size": 16,
     }
-    prefix, family_name = ("Qwen3VL", "Qwen3-VL") if deepstack else ("Qwen3_5", "Qwen3.5, Qwen3.6")
+    prefix, family_name = ("Qwen3VL", "Qwen3-VL") if deepstack else ("Qwen3_5", "Qwen3.5, Qwen3.6, Qwen3.8, Qwen4-Exp")
     if deepstack:
         numbers["deepstack_visual_indexes"] = list(deepstack)
     config = getattr(transformers, f"{prefix}VisionConfig")(**numbers)
@@ -155,4 +155,4 @@ def test_registry() -> None:
     classes = [name for family in FAMILIES for name in family.class_names]
     assert len(set(classes)) == len(classes)
     assert family_of("Qwen2Model") is None
-    assert {"gelu_tanh", "gelu", "quick_gelu", "swiglu"} == set(ACTIVATIONS)
+    assert {"gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh"} == set(ACTIVATIONS)
