@@ -11,8 +11,9 @@ pytest.importorskip("transformers")
 
 from fusedvit import FuseConfig, fuse, unfuse
 from fusedvit.bench import graph_stress
-from fusedvit.bench.parity import build, pixels_of
+from fusedvit.bench.graph_stress import DEVICE, FOUR_BLOCKS
 from fusedvit.bench.timing import synchronisations
+from fusedvit.bench.towers import build, pixels_for
 from fusedvit.fused_encoder import FusedEncoder
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +22,7 @@ LADDER = (64, 256)  # merged tokens
 
 @pytest.fixture(scope="module")
 def plain() -> nn.Module:
-    return build(2, torch.bfloat16, False)[0]
+    return build(FOUR_BLOCKS.but(depth=2), torch.bfloat16, DEVICE)[0]
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def fused(plain: nn.Module) -> Iterator[tuple[nn.Module, FusedEncoder]]:
     handle = fuse(plain, FuseConfig(token_budgets=LADDER, max_items=16, max_frames=64))
     with torch.inference_mode():
         for rows in (128, 520):  # their first calls capture, and speculate nothing
-            graph_stress.call(plain, pixels_of([(1, 2, rows // 2)], torch.bfloat16, 0), [(1, 2, rows // 2)])
+            grid = [(1, 2, rows // 2)]
+            graph_stress.call(plain, pixels_for(plain, grid, torch.bfloat16, DEVICE), grid)
         yield plain, handle
     unfuse(plain)
 
@@ -60,7 +62,7 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
         pytest.skip("no such grid in 32 bits")
     tower, handle = fused
     grid = torch.tensor([(1, 8, 12), (2, 4, 4)], dtype=dtype, device="cuda")
-    pixels = pixels_of([(1, 8, 12), (2, 4, 4)], torch.bfloat16, 0)
+    pixels = pixels_for(tower, [(1, 8, 12), (2, 4, 4)], torch.bfloat16, DEVICE, 0)
     want = graph_stress.call(tower, pixels, grid)
     assert same(want, graph_stress.eager(handle, pixels, [(1, 8, 12), (2, 4, 4)]))
     for _ in range(3):
@@ -75,7 +77,7 @@ def test_garbage_grids_on_the_gpu_right_after_a_good_call(
 def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, FusedEncoder]) -> None:
     """Layouts of one total after each other, a video over the frame limit among them, in several memory layouts."""
     tower, handle = fused
-    pixels = pixels_of([(1, 20, 26)], torch.bfloat16, 0)
+    pixels = pixels_for(tower, [(1, 20, 26)], torch.bfloat16, DEVICE, 0)
     grids = [[(1, 20, 26)], [(1, 26, 20)], [(130, 2, 2)], [(10, 2, 26)], [(1, 26, 20)]]
     for i, grid in enumerate(2 * grids):
         on_gpu = torch.tensor(grid, device="cuda")
@@ -89,7 +91,7 @@ def test_grids_on_the_gpu_are_predicted_and_read_once(fused: tuple[nn.Module, Fu
 def test_one_wait_a_call(fused: tuple[nn.Module, FusedEncoder], where: str) -> None:
     tower, _ = fused
     grids = [torch.tensor(grid, device=where) for grid in ([(1, 20, 26)], [(130, 2, 2)])]  # one batch, three batches
-    pixels = pixels_of([(1, 20, 26)], torch.bfloat16, 0)
+    pixels = pixels_for(tower, [(1, 20, 26)], torch.bfloat16, DEVICE, 0)
     for grid in 2 * grids:
         graph_stress.call(tower, pixels, grid)
         waits = synchronisations(functools.partial(tower, pixels, grid_thw=grid))
@@ -99,7 +101,7 @@ def test_one_wait_a_call(fused: tuple[nn.Module, FusedEncoder], where: str) -> N
 def test_weights_that_change_under_a_speculative_replay(fused: tuple[nn.Module, FusedEncoder]) -> None:
     tower, handle = fused
     grid = [(1, 10, 10)]
-    pixels, on_gpu = pixels_of(grid, torch.bfloat16, 0), torch.tensor(grid, device="cuda")
+    pixels, on_gpu = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0), torch.tensor(grid, device="cuda")
     before = graph_stress.call(tower, pixels, on_gpu)
     weight = tower.blocks[1].attn.proj.weight
     saved = weight.data.clone()
@@ -133,7 +135,7 @@ def test_pixels_of_any_dtype_layout_and_device(
     grid = [(1, 8, 12), (2, 4, 4)]
     side = torch.cuda.Stream()
     for i, where in enumerate(["cpu", "cuda", "cuda", "cpu"]):
-        pixels = variant(pixels_of(grid, torch.bfloat16, i))
+        pixels = variant(pixels_for(tower, grid, torch.bfloat16, DEVICE, i))
         want = graph_stress.eager(handle, pixels, grid)
         given = torch.tensor(grid, device=where)
         graph_stress.poison(handle)
