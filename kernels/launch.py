@@ -5,6 +5,7 @@ takes 140 launches. What decides the machine code is a short key here, so the co
 directly. Launch hooks (profilers) still see every launch.
 """
 
+import copy
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +23,22 @@ _compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", defaul
 
 
 class Loaded:
-    """A compiled kernel, loaded on the device that was current then."""
+    """A compiled kernel, loaded on the device that was current then.
+
+    Programmatic dependent launch is an attribute of a launch and not of the code: with and without it the same compiled
+    kernel runs.
+    """
 
     __slots__ = ("_constants", "_function", "_kernel", "_metadata", "_run")
 
-    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any], pdl: bool = False) -> None:
         self._kernel = kernel
         self._constants = tuple(constants.values())
         self._run = kernel.run  # loads it
         self._function, self._metadata = kernel.function, kernel.packed_metadata
+        if pdl and hasattr(self._run, "launch_pdl"):  # else: slower, and right
+            self._run = copy.copy(self._run)
+            self._run.launch_pdl = True
 
     def launch(self, programs: int, arguments: Iterable[Any], on: torch.cuda.Stream | None = None) -> None:
         """Launches it on a one-dimensional grid.
@@ -40,13 +48,12 @@ class Loaded:
             arguments: all but the constants.
             on: a stream; None for the current one.
         """
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # such as Triton's profiler
-            stream_option = {} if on is None else {"stream": on.cuda_stream}
-            self._kernel[(programs, 1, 1)](*arguments, *self._constants, **stream_option)
-            return
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if on is None else on.cuda_stream
-        hooks = None, None, None
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        hooks: tuple[Any, ...] = None, None, None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # such as Triton's profiler
+            given = (*arguments, *self._constants)
+            hooks = self._kernel.launch_metadata((programs, 1, 1), stream, *given), enter, leave
         run, function, metadata = self._run, self._function, self._metadata
         run(programs, 1, 1, stream, function, metadata, *hooks, *arguments, *self._constants)
 
@@ -93,7 +100,7 @@ def launch(
             where there is no copy engine (see `tma.descriptor`).
         pointers: tensors; dtype and alignment to 16 bytes decide the code.
         constants: compile-time arguments by name, in the kernel's order.
-        options: `num_warps`, `num_stages`, `maxnreg`.
+        options: `num_warps`, `num_stages`, `maxnreg`; `launch_pdl`, which is no matter of compilation.
         scalars: 32-bit integers for which the kernel is not specialised.
 
     Returns:
@@ -120,13 +127,17 @@ def launch(
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
     # Fused multiply-adds are on explicitly: versions of Triton differ in their default.
     named = constants | options | {"enable_fp_fusion": True}
+    pdl = bool(named.pop("launch_pdl", False))
     if only_compiling():
         kernel.warmup(*descriptors, *pointers, *scalars, grid=(programs,), **named)
         return None
-    built = kernel[(programs,)](*descriptors, *pointers, *scalars, **named)
+    arguments = *descriptors, *pointers, *scalars
+    built = kernel.warmup(*arguments, grid=(programs,), **named) if pdl else kernel[(programs,)](*arguments, **named)
     if built is None:  # the interpreter compiles nothing
         return None
-    compiled = _compiled[key] = Loaded(built, constants)
+    compiled = _compiled[key] = Loaded(built, constants, pdl)
+    if pdl:  # Triton's own launcher would launch without
+        compiled.launch(programs, arguments)
     return compiled
 
 

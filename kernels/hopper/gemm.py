@@ -41,7 +41,6 @@ from fusedvit.kernels.hopper.gemm_epilogue import (
     extra_descriptor,
     finish_chunk,
     load_vectors,
-    merge_moments,
     moments_of,
     read_moments,
     round_pairs,
@@ -62,10 +61,10 @@ from fusedvit.kernels.launch import launch
 
 @record
 class GemmShape:
-    """Sizes and schedule of a launch, known when it is compiled."""
+    """Sizes and schedule of a launch, known when it is compiled but for the number of steps."""
 
+    steps: gl.tensor  # of 64 in K
     N: gl.constexpr
-    K: gl.constexpr
     BM: gl.constexpr  # rows of one consumer in a tile
     BN1: gl.constexpr  # columns of the first accumulator
     BN2: gl.constexpr  # columns of the second accumulator: 64 or 0
@@ -175,32 +174,31 @@ def _load_step(shape, pipe, descs, stage, row0, col0, k, X: gl.constexpr, W: gl.
 
 @gluon.jit
 def _producer(shape, epi, pipe, staging, descs):
-    STEPS: gl.constexpr = (shape.K + 63) // 64
-    AHEAD: gl.constexpr = min(STEPS, shape.STAGES)
+    ahead = gl.minimum(shape.steps, shape.STAGES)
     num_m, first, step, tiles = _schedule(shape, epi.num_rows)
     tile_m, tile_n = _tile_coords(shape, first, num_m)  # outside the output where there are no tiles: never loaded
     row0 = tile_m * (shape.BM * shape.CONSUMERS)
     col0 = tile_n * (shape.BN1 + shape.BN2)
     if tiles > 0:  # weights of the first stages, while the previous launch still writes x (PDL)
-        for k in range(0, AHEAD):
+        for k in range(0, ahead):
             _load_step(shape, pipe, descs, k, 0, col0, k, False, True)
     gdc_wait()
     if tiles > 0:  # nothing can begin before x has landed
-        for k in range(0, AHEAD):
+        for k in range(0, ahead):
             _load_step(shape, pipe, descs, k, row0, 0, k, True, False)
     for i in range(0, tiles):
         tile_m, tile_n = _tile_coords(shape, first + i * step, num_m)
         row0 = tile_m * (shape.BM * shape.CONSUMERS)
         col0 = tile_n * (shape.BN1 + shape.BN2)
-        for k in range(0, STEPS):
-            at = i * STEPS + k
+        for k in range(0, shape.steps):
+            at = i * shape.steps + k
             stage = at % shape.STAGES
-            if at >= AHEAD:
+            if at >= ahead:
                 mbarrier.wait(pipe.empty.index(stage), ((at // shape.STAGES) & 1) ^ 1)
                 _load_step(shape, pipe, descs, stage, row0, col0, k, True, True)
             if epi.HAS_RESIDUAL or epi.ROPE_COLS > 0:
                 # By this step the consumer has begun, and the staging buffers are about free.
-                if k == min(STEPS - 1, shape.STAGES):
+                if k == gl.minimum(shape.steps - 1, shape.STAGES):
                     if shape.CONSUMERS > 1:
                         for c in gl.static_range(shape.CONSUMERS):
                             _load_extra(shape, epi, descs, staging, c, c, row0, col0, i & 1)
@@ -253,7 +251,6 @@ def _release_staging(staging, C: gl.constexpr):
 def _main_loop(shape, pipe, staging, at, phase, C: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr):
     """The sums of one tile, [BM, BN1] and [BM, BN2]; `at` counts the steps that went through the pipeline before."""
     PART: gl.constexpr = 0 if shape.CONSUMERS == 1 else C
-    STEPS: gl.constexpr = (shape.K + 63) // 64
     acc1 = gl.zeros([shape.BM, shape.BN1], gl.float32, L1)
     acc2 = gl.zeros([shape.BM, 64], gl.float32, L2)
     _await_order(shape, staging, phase, C)
@@ -262,19 +259,19 @@ def _main_loop(shape, pipe, staging, at, phase, C: gl.constexpr, L1: gl.constexp
     acc1, acc2 = _issue_mma(shape, pipe, stage, PART, acc1, acc2, True)
     acc1, acc2 = _wait_mma(shape, acc1, acc2, 1)
     _release_staging(staging, C)
-    for k in range(1, STEPS - 1):
+    for k in range(1, shape.steps - 1):
         stage = (at + k) % shape.STAGES
         mbarrier.wait(pipe.full.index(stage), ((at + k) // shape.STAGES) & 1)
         acc1, acc2 = _issue_mma(shape, pipe, stage, PART, acc1, acc2, False)
         acc1, acc2 = _wait_mma(shape, acc1, acc2, 1)
         mbarrier.arrive(pipe.empty.index((at + k - 1) % shape.STAGES), count=1)
-    stage = (at + STEPS - 1) % shape.STAGES
-    mbarrier.wait(pipe.full.index(stage), ((at + STEPS - 1) // shape.STAGES) & 1)
+    stage = (at + shape.steps - 1) % shape.STAGES
+    mbarrier.wait(pipe.full.index(stage), ((at + shape.steps - 1) // shape.STAGES) & 1)
     acc1, acc2 = _issue_mma(shape, pipe, stage, PART, acc1, acc2, False)
     if shape.CONSUMERS == 1:  # the other's products queue behind the two steps in flight
         mbarrier.arrive(staging.order.index(1 - C), count=1)
     acc1, acc2 = _wait_mma(shape, acc1, acc2, 1)
-    mbarrier.arrive(pipe.empty.index((at + STEPS - 2) % shape.STAGES), count=1)
+    mbarrier.arrive(pipe.empty.index((at + shape.steps - 2) % shape.STAGES), count=1)
     acc1, acc2 = _wait_mma(shape, acc1, acc2, 0)
     mbarrier.arrive(pipe.empty.index(stage), count=1)
     return acc1, acc2
@@ -288,13 +285,12 @@ def _main_loop_from_registers(
 
     A consumer waits for its own products at every step; the others keep the tensor cores busy meanwhile.
     """
-    STEPS: gl.constexpr = (shape.K + 63) // 64
     X1: gl.constexpr = gl.DotOperandLayout(0, L1, 2)
     X2: gl.constexpr = gl.DotOperandLayout(0, L2, 2)
     acc1 = gl.zeros([shape.BM, shape.BN1], gl.float32, L1)
     acc2 = gl.zeros([shape.BM, 64], gl.float32, L2)
     _release_staging(staging, C)
-    for k in range(0, STEPS):
+    for k in range(0, shape.steps):
         stage = (at + k) % shape.STAGES
         mbarrier.wait(pipe.full.index(stage), ((at + k) // shape.STAGES) & 1)
         x1 = pipe.x.index(stage * shape.CONSUMERS + C).load(X1)
@@ -373,17 +369,13 @@ def _finish_tile(
     CHUNKS: gl.constexpr = (shape.BN1 + shape.BN2) // 64
     rows = row0.to(gl.int64) + gl.arange(0, shape.BM, gl.SliceLayout(1, L))
     near = gl.minimum(rows, epi.num_rows - 1)
-    out_mean = gl.zeros([shape.BM], gl.float32, gl.SliceLayout(1, L))
-    out_m2 = out_mean
     _await_extra(epi, staging, phase, C)
     for j in range(0, gl.minimum(CHUNKS, (shape.N - col0 + 63) // 64)):
         x, chunks = _next(chunks)
         y = _finish_chunk_at(shape, epi, staging, descs, x, mean, rstd, near, row0, col0, j, C)
         if epi.OUT_WIDTH > 0:
-            chunk_mean, chunk_m2 = moments_of(y)
-            _, out_mean, out_m2 = merge_moments(j * 64.0, out_mean, out_m2, 64, chunk_mean, chunk_m2)
-    if epi.OUT_WIDTH > 0:
-        store_moments(out_mean, out_m2, epi, rows, rows < epi.num_rows, col0 // epi.OUT_WIDTH)
+            mean_out, m2_out = moments_of(y)
+            store_moments(mean_out, m2_out, epi, rows, rows < epi.num_rows, col0 // 64 + j)
 
 
 @gluon.jit
@@ -392,7 +384,6 @@ def _consumer(shape, epi, pipe, staging, descs, C: gl.constexpr):
     PART: gl.constexpr = 0 if PING_PONG else C
     L1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BN1, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    STEPS: gl.constexpr = (shape.K + 63) // 64
     num_m, first, step, tiles = _schedule(shape, epi.num_rows)
     gdc_wait()
     for i in range(C if PING_PONG else 0, tiles, 2 if PING_PONG else 1):
@@ -407,9 +398,9 @@ def _consumer(shape, epi, pipe, staging, descs, C: gl.constexpr):
         vectors = load_vectors(epi, col0, _vector_width(shape.BN1 + shape.BN2))
         phase = (i // 2 if PING_PONG else i) & 1
         if shape.X_IN_REGISTERS:
-            acc1, acc2 = _main_loop_from_registers(shape, pipe, staging, i * STEPS, C, L1, L)
+            acc1, acc2 = _main_loop_from_registers(shape, pipe, staging, i * shape.steps, C, L1, L)
         else:
-            acc1, acc2 = _main_loop(shape, pipe, staging, i * STEPS, phase, C, L1, L)
+            acc1, acc2 = _main_loop(shape, pipe, staging, i * shape.steps, phase, C, L1, L)
         chunks = _chunks(shape, acc1, acc2, L)
         store_vectors(epi, staging.vectors, 2 * C, vectors)
         _finish_tile(shape, epi, staging, descs, chunks, mean, rstd, row0, col0, phase, C, L)
@@ -431,7 +422,7 @@ def _consumer_2(shape, epi, pipe, staging, descs):
     _consumer(shape, epi, pipe, staging, descs, 2)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["steps"])
 def _hopper_gemm_kernel(
     x_desc,  # [T, K]
     w1_desc,  # [N, K]
@@ -447,8 +438,8 @@ def _hopper_gemm_kernel(
     stats_out_ptr,
     clip_ptr,
     num_rows_ptr,  # [1] int32: the true T
+    steps,  # of 64 in K
     N: gl.constexpr,
-    K: gl.constexpr,
     EPS: gl.constexpr,
     IN_PARTS: gl.constexpr,
     IN_WIDTH: gl.constexpr,
@@ -503,7 +494,7 @@ def _hopper_gemm_kernel(
             mbarrier.init(order.index(i), count=1)
     gdc_launch_dependents()
 
-    shape = GemmShape(N, K, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS)
+    shape = GemmShape(steps, N, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS)
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, clip_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_CLIP,
@@ -554,6 +545,7 @@ def linear(
         tuple(num_rows if p is None else p for p in pointers) + (num_rows,),
         epilogue_constants(n, k, e) | config.constants(),
         config.options(),
+        (-(-k // CHUNK),),
     )
     return out
 

@@ -73,8 +73,8 @@ class HopperGemmConfig:
 
     @property
     def block_n(self) -> int:
-        """Columns of a part of the row statistics."""
-        return self.cols
+        """Columns of a part of the row statistics: a chunk, whatever the tile, so that readers need one kernel."""
+        return CHUNK
 
     @property
     def x_in_registers(self) -> bool:

@@ -93,13 +93,18 @@ def _read_parts(epi, rows, start: gl.constexpr, PAIRS: gl.constexpr, BM: gl.cons
     return COUNT, total_mean, gl.convert_layout(total_m2, ROWS, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def pairs_at(start, parts):
+    """Parts that are read together from `start` on: 8 where no more are left."""
+    return 8 if parts - start <= 8 else 16
+
+
 @gluon.jit
 def read_moments(epi, rows, BM: gl.constexpr, ROWS: gl.constexpr):
     """(mean, 1 / sqrt(var + eps)) of `rows`, merged from up to 16 parts at a time; of an RMSNorm (any, 1 / rms)."""
-    PAIRS: gl.constexpr = 8 if epi.IN_PARTS <= 8 else 16
-    count, mean, m2 = _read_parts(epi, rows, 0, PAIRS, BM, ROWS)
-    for start in gl.static_range(PAIRS, epi.IN_PARTS, PAIRS):
-        more, more_mean, more_m2 = _read_parts(epi, rows, start, PAIRS, BM, ROWS)
+    count, mean, m2 = _read_parts(epi, rows, 0, pairs_at(0, epi.IN_PARTS), BM, ROWS)
+    for start in gl.static_range(16, epi.IN_PARTS, 16):
+        more, more_mean, more_m2 = _read_parts(epi, rows, start, pairs_at(start, epi.IN_PARTS), BM, ROWS)
         count, mean, m2 = merge_moments(count, mean, m2, more, more_mean, more_m2)
     square = m2 / count
     if not epi.CENTRED:
@@ -345,8 +350,10 @@ def descriptor(t: torch.Tensor, rows: int, layout: Any = LINES, tile: int = 1) -
 
 
 def epilogue_constants(n: int, k: int, e: Epilogue) -> dict[str, int | float | str]:
-    """`Epilogue.constants`, and whether what a kernel has no None for is there."""
-    return e.constants(n, k) | {
+    """`Epilogue.constants`, without K, and whether what a kernel has no None for is there."""
+    constants = e.constants(n, k)
+    del constants["K"]  # an argument at run time: layers that differ in nothing else share a kernel
+    return constants | {
         "CENTRED": e.norm is not None and e.norm.colsum is not None,
         "HAS_CLIP": e.clip is not None,
         "HAS_BIAS": e.bias is not None,

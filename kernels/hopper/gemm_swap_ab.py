@@ -65,10 +65,10 @@ from fusedvit.kernels.tma import rows_behind
 
 @record
 class SwapABShape:
-    """Sizes of a launch, known when it is compiled."""
+    """Sizes of a launch, known when it is compiled but for the number of steps."""
 
+    steps: gl.tensor  # of 64 in K
     N: gl.constexpr
-    K: gl.constexpr
     ROWS: gl.constexpr  # rows of x in a tile: columns of a WGMMA
     WIDTH: gl.constexpr  # columns of the accumulator of a chunk: a power of two
     BOX: gl.constexpr  # rows of one TMA copy where 64 are too many
@@ -465,7 +465,6 @@ def _load_extra(shape, epi, pipe, descs, stage, row0, col0, H: gl.constexpr, dty
 
 @gluon.jit
 def _producer(shape, epi, pipe, descs):
-    STEPS: gl.constexpr = (shape.K + 63) // 64
     CHUNKS: gl.constexpr = chunks_of(shape.ROWS)
     dtype: gl.constexpr = pipe.units.dtype
     row0, col0 = _tile_coords(shape, epi.num_rows)
@@ -478,7 +477,7 @@ def _producer(shape, epi, pipe, descs):
         for k in range(0, ahead):
             _load_rows(shape, epi, pipe, descs, k, row0, k, dtype)
         stage, phase = ahead - shape.STAGES, ahead - shape.STAGES
-        for k in range(ahead, STEPS):
+        for k in range(ahead, shape.steps):
             mbarrier.wait(pipe.empty.index(stage), phase)
             _load_weights(shape, pipe, descs, stage, col0, k, dtype)
             _load_rows(shape, epi, pipe, descs, stage, row0, k, dtype)
@@ -504,7 +503,6 @@ def _zeros(shape):
 def _main_loop(shape, epi, pipe, parts, C: gl.constexpr):
     """(sums, the stage behind the last step, parity of its round). Moments are merged under the products of the first
     step where registers allow it."""
-    STEPS: gl.constexpr = (shape.K + 63) // 64
     UNDER: gl.constexpr = chunks_of(shape.ROWS) < 3
     dtype: gl.constexpr = pipe.units.dtype
     if not UNDER:
@@ -515,7 +513,7 @@ def _main_loop(shape, epi, pipe, parts, C: gl.constexpr):
     sums = _issue_mma(shape, _zeros(shape), before, C, dtype)
     if UNDER:
         _merge_moments_share(shape, epi, pipe, C, parts)
-    for _ in range(1, STEPS):
+    for _ in range(1, shape.steps):
         mbarrier.wait(pipe.full.index(stage), phase)
         sums = _issue_mma(shape, sums, stage, C, dtype)
         sums = _wait_mma(shape, sums, 1)
@@ -568,7 +566,7 @@ def _consumer_3(shape, epi, pipe, descs):
     _consumer(shape, epi, pipe, descs, 3)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["steps"])
 def _hopper_swap_ab_kernel(
     x_desc,  # [T, K]
     wide_desc,  # [T, K]
@@ -580,8 +578,8 @@ def _hopper_swap_ab_kernel(
     stats_in_ptr,
     stats_out_ptr,
     num_rows_ptr,  # [1] int32: the true T
+    steps,  # of 64 in K
     N: gl.constexpr,
-    K: gl.constexpr,
     EPS: gl.constexpr,
     IN_PARTS: gl.constexpr,
     IN_WIDTH: gl.constexpr,
@@ -618,7 +616,7 @@ def _hopper_swap_ab_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     gdc_launch_dependents()
 
-    shape = SwapABShape(N, K, ROWS, WIDTH, BOX, CONSUMERS, STAGES, HAS_RESIDUAL or ROPE_COLS > 0)
+    shape = SwapABShape(steps, N, ROWS, WIDTH, BOX, CONSUMERS, STAGES, HAS_RESIDUAL or ROPE_COLS > 0)
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, num_rows_ptr, num_rows_ptr, num_rows_ptr, stats_out_ptr, num_rows_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_CLIP,
@@ -679,6 +677,7 @@ def linear(
         tuple(num_rows if p is None else p for p in pointers) + (num_rows,),
         epilogue_constants(n, k, e) | config.constants(),
         config.options(),
+        (-(-k // UNIT),),
     )
     if loaded is not None and loaded not in _checked:
         said = misplaced_operands(loaded.ptx(), config.pipeline_bytes(e.norm is not None))

@@ -11,19 +11,27 @@ from triton import knobs
 from fusedvit.kernels.launch import Loaded
 
 
-class Kernel:
-    """Notes what reaches the driver, and what goes through Triton's own launcher."""
+class Launcher:
+    """Notes what reaches the driver, and whether as a dependent launch."""
 
     def __init__(self) -> None:
-        self.function, self.packed_metadata = "function", "metadata"
-        self.run_with: list[tuple[Any, ...]] = []
-        self.launched: list[tuple[Any, ...]] = []
+        self.launch_pdl = False
+        self.calls: list[tuple[Any, ...]] = []
+        self.dependent: list[bool] = []
 
-    def run(self, *arguments: Any) -> None:
-        self.run_with.append(arguments)
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+        self.dependent.append(self.launch_pdl)
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *arguments, **named: self.launched.append((grid, *arguments, *named.items()))
+
+class Kernel:
+    """Of Triton's compiled kernel what a launch takes."""
+
+    def __init__(self) -> None:
+        self.function, self.packed_metadata, self.run = "function", "metadata", Launcher()
+
+    def launch_metadata(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> tuple[Any, ...]:
+        return grid, stream, *arguments
 
 
 @pytest.fixture
@@ -40,30 +48,35 @@ def test_goes_to_the_current_stream_of_the_current_device(kernel: Kernel) -> Non
     ):
         for now.device in (0, 1):
             loaded.launch(5, (0x100, 7))
-    hooks = None, None, None
-    assert kernel.run_with == [
-        (5, 1, 1, 0x7000 + device, "function", "metadata", *hooks, 0x100, 7, 1, True) for device in (0, 1)
+    assert kernel.run.calls == [
+        (5, 1, 1, 0x7000 + device, "function", "metadata", None, None, None, 0x100, 7, 1, True) for device in (0, 1)
     ]
-    assert kernel.launched == []
 
 
 def test_goes_to_a_stream_that_is_named(kernel: Kernel) -> None:
     loaded, stream = Loaded(kernel, {"A": 1}), SimpleNamespace(cuda_stream=0x9000)
     loaded.launch(5, (0x100,), stream)  # type: ignore[arg-type]
-    assert kernel.run_with == [(5, 1, 1, 0x9000, "function", "metadata", None, None, None, 0x100, 1)]
-    with mock.patch.object(knobs.runtime, "launch_enter_hook", print):
-        loaded.launch(6, (0x100,), stream)  # type: ignore[arg-type]
-    assert kernel.launched == [((6, 1, 1), 0x100, 1, ("stream", 0x9000))]
+    assert kernel.run.calls == [(5, 1, 1, 0x9000, "function", "metadata", None, None, None, 0x100, 1)]
+
+
+def test_dependent_launches_share_a_kernel_with_others(kernel: Kernel) -> None:
+    stream: Any = SimpleNamespace(cuda_stream=0x9000)
+    for pdl in (False, True, False):
+        Loaded(kernel, {"A": 1}, pdl).launch(5, (0x100,), stream)
+    assert kernel.run.dependent == [False, True, False] and not kernel.run.launch_pdl
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_launch_hooks_see_every_launch(kernel: Kernel, name: str) -> None:
-    loaded, chain = Loaded(kernel, {"A": 1}), getattr(knobs.runtime, name)
+    loaded, chain, stream = Loaded(kernel, {"A": 1}), getattr(knobs.runtime, name), SimpleNamespace(cuda_stream=0x9000)
+    hooks = {"launch_enter_hook": knobs.runtime.launch_enter_hook, "launch_exit_hook": knobs.runtime.launch_exit_hook}
     chain.add(print)
     try:
-        loaded.launch(5, (0x100,))
+        loaded.launch(5, (0x100,), stream)  # type: ignore[arg-type]
     finally:
         chain.remove(print)
     with mock.patch.object(knobs.runtime, name, print):  # as older versions take it
-        loaded.launch(6, (0x100,))
-    assert kernel.launched == [((5, 1, 1), 0x100, 1), ((6, 1, 1), 0x100, 1)] and kernel.run_with == []
+        loaded.launch(5, (0x100,), stream)  # type: ignore[arg-type]
+    launched = 5, 1, 1, 0x9000, "function", "metadata", ((5, 1, 1), 0x9000, 0x100, 1)
+    later = hooks | {name: print}
+    assert kernel.run.calls == [(*launched, *seen.values(), 0x100, 1) for seen in (hooks, later)]
