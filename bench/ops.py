@@ -49,8 +49,8 @@ STATS_WIDTH = 128  # channels of a partial statistic that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
 ROWS = (256, 784, 1296, 4096, 16384)
 ROWS_ON_CPU = (64,)
-OVER_MERGED = ("merger", "downsample")  # prefixes of operations whose rows are merged tokens
-STATS_FROM = {"qkv": "fc2", "fc1": "proj", "merger_fc1": "fc2"}  # which operation wrote the statistics that it reads
+OVER_MERGED = ("merger", "deepstack", "downsample")  # prefixes of operations whose rows are merged tokens
+STATS_FROM = {"qkv": "fc2", "fc1": "proj", "deepstack_fc1": "fc2"}  # which operation wrote the statistics that it reads
 SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a video's frame
     "64 x 256": (256,) * 64,
     "16 x 1024": (1024,) * 16,

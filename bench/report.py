@@ -36,7 +36,7 @@ CHART = "docs/speedup.svg"
 TOWER = "Qwen3-VL-8B"  # whose figures head the README
 HEADLINE = ("1 x 224 px", "1 x 448 px", "1 x 1024 px", "8 x 448 px", "video, 64 frames 448 px")
 CUBLAS = "cuBLAS + bias"
-LINEARS = ("patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2")
+LINEARS = ("patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", "merger_fc2")
 MERGE_UNIT = 4  # patch tokens behind one row of a merger
 PATCHES = ("1024", "4096", "6272")  # of the families' table
 MARK = re.compile(
@@ -230,12 +230,14 @@ def gemm_table(rows: list[dict[str, Any]]) -> Table:
     found = {}
     for row in rows:
         if row["tower"] == rows[0]["tower"] and row["op"] in LINEARS:
-            patches = int(row["shape"].split(" x ")[0]) * (MERGE_UNIT if row["op"].startswith("merger") else 1)
+            unit = MERGE_UNIT if row["op"].startswith(("merger", "deepstack")) else 1
+            patches = int(row["shape"].split(" x ")[0]) * unit
             us = row["us"]
             found[patches, row["op"]] = f"{us:.1f} ({row['peers_us'][CUBLAS] / us:.2f})" if us else "wrong"
     sizes = dict.fromkeys(patches for patches, _ in found)
-    lines = [[str(patches), *(found.get((patches, op), "–") for op in LINEARS)] for patches in sizes]
-    return Table(["patches", *(f"{op}, us (ratio to cuBLAS)" for op in LINEARS)], lines)
+    ops = [op for op in LINEARS if op in {op for _, op in found}]
+    lines = [[str(patches), *(found.get((patches, op), "–") for op in ops)] for patches in sizes]
+    return Table(["patches", *(f"{op}, us (ratio to cuBLAS)" for op in ops)], lines)
 
 
 def attention_table(rows: list[dict[str, Any]]) -> Table:

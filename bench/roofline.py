@@ -11,7 +11,7 @@ from fusedvit.model.spec import VisionSpec
 
 PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # measured on an H200: an 8192^3 bf16 product, an elementwise copy
 ITEM = 2  # bytes of a value in bf16
-MERGED = ("merger", "downsample")  # operations whose rows are merged tokens
+MERGED = ("merger", "deepstack", "downsample")  # operations whose rows are merged tokens
 ONCE = ("patch", "downsample", "merger_proj")
 
 
@@ -51,9 +51,17 @@ def tower_costs(spec: VisionSpec, grid: Grid) -> dict[str, Cost]:
             found.setdefault("attention", _attention(spec, grid))
             continue
         merged = task.name.startswith(MERGED)
-        times = 1 if task.name in ONCE else 1 + len(spec.deepstack) if merged else spec.depth
+        times = _times(spec, task.name)
         found[task.name] = _linear(task, spec, tokens(grid) // (spec.merge_unit if merged else 1)).times(times)
     return found
+
+
+def _times(spec: VisionSpec, name: str) -> int:
+    """How often a tower launches a linear layer."""
+    once = name in ONCE or (name == "merger_fc1" and spec.deepstack)
+    if once or name == "deepstack_fc1":
+        return 1 if once else len(spec.deepstack)
+    return 1 + len(spec.deepstack) if name.startswith(MERGED) else spec.depth
 
 
 def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:

@@ -39,7 +39,7 @@ USUAL = range(256, 16384 + 1)  # patch tokens
 AT_LAUNCH = ("max_programs",)  # fields of a configuration that change no code
 BEST, BEST_OF_LONG = 3, 2  # by the cost model; of budgets above the usual, which take long to time
 PLAIN, PLAIN_ROWS = "triton", 2048  # with more rows plain Triton takes 1.1 to 3 x what another backend does
-MERGERS = ("merger", "downsample")  # prefixes of operations
+MERGERS = ("merger", "deepstack", "downsample")  # prefixes of operations
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _hopper_linears() -> tuple[Backend, ...]:
         wrong=_valid_and_unspilled(
             gemm_configs.wrong_hopper_gemm, lambda key, config: gemm_configs.spills(config, key.kind)
         ),
-        heuristic=_by_shape(gemm_configs.hopper_gemm_config),
+        heuristic=_by_shape(gemm_swap_ab_configs.hopper_gemm_config),
         candidates=_any_dtype(gemm_configs.hopper_gemm_candidates),
     )
     return swap_ab, gemm

@@ -100,7 +100,7 @@ def launch(
             where there is no copy engine (see `tma.descriptor`).
         pointers: tensors; dtype and alignment to 16 bytes decide the code.
         constants: compile-time arguments by name, in the kernel's order.
-        options: `num_warps`, `num_stages`, `maxnreg`; `launch_pdl`, which is no matter of compilation.
+        options: `num_warps`, `num_stages`, `maxnreg`; `launch_pdl`, which decides no code.
         scalars: 32-bit integers for which the kernel is not specialised.
 
     Returns:
@@ -128,10 +128,10 @@ def launch(
     # Fused multiply-adds are on explicitly: versions of Triton differ in their default.
     named = constants | options | {"enable_fp_fusion": True}
     pdl = bool(named.pop("launch_pdl", False))
-    if only_compiling():
-        kernel.warmup(*descriptors, *pointers, *scalars, grid=(programs,), **named)
-        return None
     arguments = *descriptors, *pointers, *scalars
+    if only_compiling():
+        kernel.warmup(*arguments, grid=(programs,), **named)
+        return None
     built = kernel.warmup(*arguments, grid=(programs,), **named) if pdl else kernel[(programs,)](*arguments, **named)
     if built is None:  # the interpreter compiles nothing
         return None

@@ -29,6 +29,7 @@ from fusedvit.kernels.positions import frequencies, packed_width, store_axes, st
 TOKENS, MERGED, FRAMES, TILES, WINDOWS, WINDOW_TILES, SHORT_TILES = range(7)
 BLOCK = 32  # entries of a program, one per lane: more unroll the code, and fetching code takes most of the time
 LANES = tl.constexpr(32)
+ALL = tl.constexpr(2**31 - 1)  # tokens: more than any frame has
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,7 @@ def _window_of_tile(tile, h, w, SIDE: tl.constexpr, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _size(
-    item, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
-    ABOVE: tl.constexpr, UP_TO: tl.constexpr,
+    item, grid_ptr, num_items, KIND: tl.constexpr, block_q, WINDOW: tl.constexpr, above, up_to
 ):  # fmt: skip
     """(entries of KIND, tokens) of items; 0 past the table. KIND as in `_locate`."""
     mask = item < num_items
@@ -180,15 +180,11 @@ def _size(
     elif KIND == 2:
         size = t
     elif KIND == 3:
-        size = t * ((h * w + BLOCK_Q - 1) // BLOCK_Q)
-        if ABOVE > 0:
-            size = tl.where(h * w > ABOVE, size, 0)
-        if UP_TO > 0:
-            size = tl.where(h * w <= UP_TO, size, 0)
+        size = tl.where((h * w > above) & (h * w <= up_to), t * _divide(h * w + block_q - 1, block_q)[0], 0)
     elif KIND == 4:
         size = t * _num_windows(h, w, WINDOW)
     else:
-        size = t * _num_window_tiles(h, w, WINDOW, BLOCK_Q)
+        size = t * _num_window_tiles(h, w, WINDOW, block_q)
     return size, tokens
 
 
@@ -204,13 +200,12 @@ def _search(end, offs):
 
 @triton.jit
 def _locate(
-    offs, grid_ptr, num_items, KIND: tl.constexpr, BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
-    ABOVE: tl.constexpr = 0, UP_TO: tl.constexpr = 0,
+    offs, grid_ptr, num_items, KIND: tl.constexpr, block_q, WINDOW: tl.constexpr, above=0, up_to=0
 ):  # fmt: skip
     """Which item each of `offs` belongs to, among entries of KIND: tokens (0), frames (2), tiles (3), windows (4) or
     window tiles (5).
 
-    Only frames of more than ABOVE tokens have tiles, and of at most UP_TO, if that is not 0. A lane has two items, and
+    Only frames of more than `above` tokens have tiles, and of at most `up_to`. A lane has two items, and
     every warp all 64 of an iteration: sums, searches and exchanges stay within a warp, without barriers.
 
     Returns:
@@ -225,8 +220,8 @@ def _locate(
     width = offs * 0
     for start in tl.range(0, num_items, 2 * LANES):
         even = start + 2 * tl.arange(0, LANES)
-        size, tokens = _size(even, grid_ptr, num_items, KIND, BLOCK_Q, WINDOW, ABOVE, UP_TO)
-        odd_size, odd_tokens = _size(even + 1, grid_ptr, num_items, KIND, BLOCK_Q, WINDOW, ABOVE, UP_TO)
+        size, tokens = _size(even, grid_ptr, num_items, KIND, block_q, WINDOW, above, up_to)
+        odd_size, odd_tokens = _size(even + 1, grid_ptr, num_items, KIND, block_q, WINDOW, above, up_to)
         both = size + odd_size
         end = total + tl.cumsum(both, 0)  # [LANES], of pairs of items
         pair = _search(end, offs)
@@ -304,37 +299,37 @@ def _store_segments(first_program, offs, grid_ptr, num_items, count_ptr, cu_ptr,
 
 @triton.jit
 def _store_tiles(
-    first_program, offs, grid_ptr, num_items, count_ptr, tiles_ptr, num_tiles,
-    BLOCK_Q: tl.constexpr, WINDOW: tl.constexpr,
-    ABOVE: tl.constexpr = 0, UP_TO: tl.constexpr = 0,
+    first_program, offs, grid_ptr, num_items, count_ptr, tiles_ptr, num_tiles, block_q, WINDOW: tl.constexpr,
+    above=0, up_to=0,
 ):  # fmt: skip
     """Query tiles of frames, or with WINDOW of windows."""
     within, first, height, width, total, _ = _locate(
-        offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, BLOCK_Q, WINDOW, ABOVE, UP_TO
+        offs, grid_ptr, num_items, 5 if WINDOW > 0 else 3, block_q, WINDOW, above, up_to
     )
     if WINDOW > 0:
-        frame, tile = _divide(within, tl.maximum(_num_window_tiles(height, width, WINDOW, BLOCK_Q), 1))
-        start, size, tile = _window_of_tile(tile, height, width, WINDOW, BLOCK_Q)
+        frame, tile = _divide(within, tl.maximum(_num_window_tiles(height, width, WINDOW, block_q), 1))
+        start, size, tile = _window_of_tile(tile, height, width, WINDOW, block_q)
         begin = first + frame * height * width + start
     else:
         size = height * width
-        frame, tile = _divide(within, tl.maximum((size + BLOCK_Q - 1) // BLOCK_Q, 1))
+        frame, tile = _divide(within, tl.maximum(_divide(size + block_q - 1, block_q)[0], 1))
         begin = first + frame * size
     real = offs < total
     ptrs = tiles_ptr + 4 * offs
     mask = offs < num_tiles
     tl.store(ptrs, tl.where(real, begin, 0), mask=mask)
     tl.store(ptrs + 1, tl.where(real, begin + size, 0), mask=mask)
-    tl.store(ptrs + 2, tl.where(real, begin + tile * BLOCK_Q, 0), mask=mask)
+    tl.store(ptrs + 2, tl.where(real, begin + tile * block_q, 0), mask=mask)
     tl.store(ptrs + 3, offs * 0, mask=mask)
     if tl.program_id(0) == first_program:
         tl.store(count_ptr, total)
 
 
 _ENDS, _SIZES = ("a1", "a2", "a3", "a4", "a5"), ("num_cu", "num_tiles", "num_short", "num_windows", "num_wtiles")
+_TILES = "block_q", "short", "short_q"
 
 
-@triton.jit(do_not_specialize=["num_items", "num_pairs", *_ENDS, *_SIZES])
+@triton.jit(do_not_specialize=["num_items", "num_pairs", *_ENDS, *_SIZES, *_TILES])
 def _metadata_kernel(
     grid_ptr,  # [items, 3] int32, (t, h, w)
     inv_freq_ptr,  # [PAIRS / 2] fp32
@@ -361,16 +356,16 @@ def _metadata_kernel(
     num_short,
     num_windows,
     num_wtiles,
+    block_q,  # queries of a tile of frames of more than `short` tokens
+    short,
+    short_q,  # of those of at most so many, which have a list of their own if `short` is not 0
     MERGE: tl.constexpr,
     PAIRS: tl.constexpr,
     PACKED_COLS: tl.constexpr,
     SIDE: tl.constexpr,
     TAPS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     WINDOW: tl.constexpr,
     WINDOW_Q: tl.constexpr,
-    SHORT: tl.constexpr,
-    SHORT_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -384,13 +379,10 @@ def _metadata_kernel(
         _store_segments(a1, (pid - a1) * BLOCK + lane, grid_ptr, num_items, counts_ptr + 8, cu_ptr, num_cu, 0)
     elif pid < a3:
         offs = (pid - a2) * BLOCK + lane
-        _store_tiles(a2, offs, grid_ptr, num_items, counts_ptr + 12, tiles_ptr, num_tiles, BLOCK_Q, 0, SHORT)
+        _store_tiles(a2, offs, grid_ptr, num_items, counts_ptr + 12, tiles_ptr, num_tiles, block_q, 0, short, ALL)
     elif pid < a4:
-        if SHORT > 0:
-            offs = (pid - a3) * BLOCK + lane
-            _store_tiles(
-                a3, offs, grid_ptr, num_items, counts_ptr + 24, short_tiles_ptr, num_short, SHORT_Q, 0, 0, SHORT
-            )
+        offs = (pid - a3) * BLOCK + lane
+        _store_tiles(a3, offs, grid_ptr, num_items, counts_ptr + 24, short_tiles_ptr, num_short, short_q, 0, 0, short)
     elif WINDOW > 0:
         if pid < a5:
             offs = (pid - a4) * BLOCK + lane
@@ -432,13 +424,10 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         "PACKED_COLS": packed_cols,
         "SIDE": layout.side,
         "TAPS": layout.taps,
-        "BLOCK_Q": layout.block_m,
         "WINDOW": layout.window,
         "WINDOW_Q": layout.window_block_m,
-        "SHORT": layout.short,
-        "SHORT_Q": layout.short_block_m,
         "BLOCK": BLOCK,
     }
-    scalars = grid.shape[0], pairs, *ends[:5], *sizes
+    scalars = grid.shape[0], pairs, *ends[:5], *sizes, layout.block_m, layout.short, layout.short_block_m
     launch(_metadata_kernel, ends[-1], (), pointers, constants, {"num_warps": 4}, scalars)
     return out

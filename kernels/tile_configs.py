@@ -33,6 +33,7 @@ class Target:
         max_shared: shared memory a block may opt into, in bytes.
         name: the driver's, by which the tuning table is found; "" for no table.
         without: (backend, reason) of backends that failed in this process (see `backends.BackendFailed`).
+        share_of: SMs of the whole GPU where `num_sms` are the part of them that a launch is bounded to; else 0.
     """
 
     capability: int = 90
@@ -40,6 +41,15 @@ class Target:
     max_shared: int = 227 * KIB
     name: str = ""
     without: tuple[tuple[str, str], ...] = ()
+    share_of: int = 0
+
+    def share(self, num_sms: int) -> "Target":
+        """A part of the GPU, for launches that are overlapped with others."""
+        return replace(self, num_sms=num_sms, share_of=self.share_of or self.num_sms)
+
+    def whole(self) -> "Target":
+        """The GPU that this is a part of; itself, if it is whole."""
+        return replace(self, num_sms=self.share_of, share_of=0) if self.share_of else self
 
     @property
     def has_copy_engine(self) -> bool:

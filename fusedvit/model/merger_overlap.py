@@ -16,15 +16,15 @@ import torch
 
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
-from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, hopper_gemm_config
-from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig, hopper_gemm_config
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
 
 MAX_VALUES = 800 * 1024  # of the residual stream, patches x channels
 MERGER_SHARE = 8  # a merger has one SM in so many
 BLOCKS = 3  # a merger takes about as long as three blocks
-LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("merger_fc1", "merger_fc2")
+LINEARS, MERGER = ("qkv", "proj", "fc1", "fc2"), ("deepstack_fc1", "merger_fc2")
 HOPPER = HopperGemmConfig, HopperSwapABConfig, HopperAttentionConfig
 Chosen = Mapping[str, tuple[Key, Any]]  # key and configuration of each operation of a plan, by its name
 Choose = Callable[[str, Target], Any]  # (operation's name, device) -> the heuristic's configuration
@@ -78,8 +78,8 @@ def merger_overlap(
     hopper = all(isinstance(config, HOPPER) for _, config in chosen.values())
     if not (mergers and hopper) or chosen["qkv"][0].rows * spec.hidden_size > MAX_VALUES:
         return None
-    few = replace(target, num_sms=target.num_sms // MERGER_SHARE)
-    rest = replace(target, num_sms=target.num_sms - few.num_sms)
+    few = target.share(target.num_sms // MERGER_SHARE)
+    rest = target.share(target.num_sms - few.num_sms)
     fc1, fc2 = (_merger_layer(chosen[name][0], dtype, few) for name in MERGER)
     if fc1 is None or fc2 is None:
         return None

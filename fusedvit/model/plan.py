@@ -43,6 +43,7 @@ class EncoderPlan:
     fc1: Any
     fc2: Any
     max_programs: int
+    deepstack_fc1: Any = None
     merger_fc1: Any = None
     merger_fc2: Any = None
     window_attention: Any = None
@@ -63,9 +64,9 @@ class EncoderPlan:
         return replace(self.patch, stages=steps) if too_deep else self.patch
 
     def of_deepstack(self, merger: int) -> "EncoderPlan":
-        """The plan of one of the deepstack mergers."""
+        """The plan of one of the deepstack mergers, as that of the last one."""
         if self.overlap is None or merger not in self.overlap.mergers:
-            return self
+            return replace(self, merger_fc1=self.deepstack_fc1)
         return replace(self, merger_fc1=self.overlap.fc1, merger_fc2=self.overlap.fc2)
 
     def of_overlapped_block(self) -> "EncoderPlan":
@@ -169,7 +170,8 @@ def _merger_tasks(spec: VisionSpec, dtype: torch.dtype) -> tuple[tuple[str, str,
             ("merger_fc2", "bias", out, inner, 256),
         )
     if spec.tail == "merger":
-        return ("merger_fc1", "norm+gelu", wide, wide, 128), ("merger_fc2", "bias", out, wide, 256)
+        last = ("merger_fc1", "gelu", wide, wide, 128), ("merger_fc2", "bias", out, wide, 256)
+        return (("deepstack_fc1", "norm+gelu", wide, wide, 128), *last) if spec.deepstack else last
     return ()
 
 

@@ -8,7 +8,6 @@ last one; in ping-pong all ends but the last are hidden under the other consumer
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual"} | ACTIVATIO
 # Epilogues that ran on an H200 and were right, in bf16 and fp16. The tuner may choose this backend for others, as it
 # compares each candidate with the reference; the heuristic leaves those to plain Triton.
 PROVEN = (
-    "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "bias",
-    "norm+quick_gelu", "stats", "rms",
+    "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "gelu",
+    "bias", "norm+quick_gelu", "stats", "rms",
 )  # fmt: skip
 # Rows up to which a launch uses PDL, by the first of these that its epilogue has. A tower's first layer never does: the
 # launch before it writes the row count. Of long launches only those with a residual gain (docs/kernels.md).
@@ -174,24 +173,9 @@ CELL_END_US, _CELL_ERF_US, _CELL_TAPS_US = 0.035, 0.48, 0.93
 _LAUNCH_US, _LANDING_US, _TRAFFIC_MB_US, _MEMORY = 0.73, 1.03, 0.0146, 3.13e6
 
 
-@lru_cache(maxsize=4096)
-def hopper_gemm_config(
-    rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
-) -> HopperGemmConfig | None:
-    """The fastest configuration of a `[rows, k] x [n, k]` product by `mean_us`; None where it is left to plain Triton.
-
-    Args:
-        rows: row budget.
-        n: output features.
-        k: input features.
-        dtype: operand dtype.
-        target: the device.
-        kind: the epilogue, as in `backends.Key`.
-    """
-    if target.capability != 90 or dtype.itemsize != 2 or kind not in PROVEN or not supports(n, k, kind):
-        return None
-    found = [c for c in hopper_gemm_candidates(rows, n, k, target, kind) if not wrong_hopper_gemm(c, target, dtype)]
-    return min(found, key=lambda config: mean_us(config, rows, n, k, target, kind))
+def is_proven(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> bool:
+    """Whether the heuristic may choose this backend, at any number of rows."""
+    return target.capability == 90 and dtype.itemsize == 2 and kind in PROVEN and supports(n, k, kind)
 
 
 def uses_pdl(rows: int, kind: str) -> bool:

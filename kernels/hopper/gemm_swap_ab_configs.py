@@ -1,14 +1,22 @@
-"""Tiles of the swap-AB Hopper GEMM, and the heuristic that chooses between them and those of `gemm_configs`."""
+"""Tiles of the swap-AB Hopper GEMM, and the heuristic that chooses between them and those of `gemm_configs`: the few
+which a layer has for all row budgets, and of them the fastest for one."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from fusedvit.kernels.hopper import gemm_configs, gluon_compat
-from fusedvit.kernels.hopper.gemm_configs import CELL_END_US, TileCost, cells_of, hopper_gemm_config, mean_us, uses_pdl
-from fusedvit.kernels.tile_configs import Target
+from fusedvit.kernels.hopper.gemm_configs import (
+    CELL_END_US,
+    HopperGemmConfig,
+    TileCost,
+    cells_of,
+    mean_us,
+    uses_pdl,
+)
+from fusedvit.kernels.tile_configs import Target, ladder
 
 UNIT = 64  # features of a consumer; rows of a chunk; K of a step
 UNIT_BYTES = UNIT * UNIT * 2
@@ -184,10 +192,11 @@ def _deepest(rows: int, consumers: int, k: int, target: Target) -> int:
     return min((target.max_shared - none) // (one - none), MOST_STAGES, -(-k // UNIT))
 
 
-def _bound_by_loads(height: int, consumers: int, k: int, kind: str) -> bool:
-    """Whether loads bound the steps of a tile. They are faster where CTAs lie in order, as a launch places them that
-    finds all SMs free: on an H200 that is worth more than PDL (docs/kernels.md)."""
-    return consumers == 1 and height > UNIT and k >= LONG_K and "residual" in kind.split("+")
+def _uses_pdl(config: HopperSwapABConfig, rows: int, k: int, kind: str) -> bool:
+    """`uses_pdl`, but where loads bound the steps of a tile. They are faster where CTAs lie in order, as a launch
+    places them that finds all SMs free: on an H200 that is worth more than PDL (docs/kernels.md)."""
+    bound_by_loads = config.consumers == 1 and config.rows > UNIT and k >= LONG_K and "residual" in kind.split("+")
+    return uses_pdl(rows, kind) and not bound_by_loads
 
 
 @lru_cache(maxsize=4096)
@@ -200,24 +209,90 @@ def hopper_swap_ab_candidates(rows: int, n: int, k: int, target: Target, kind: s
             height,
             consumers,
             _deepest(height, consumers, k, target),
-            pdl=uses_pdl(rows, kind) and not _bound_by_loads(height, consumers, k, kind),
         )
         for height, consumers in dict.fromkeys(_tiles_of(rows, n, target))
     )
-    return tuple(c for c in found if not wrong_hopper_swap_ab(c, target, torch.bfloat16) and not spills(c, kind))
+    good = [c for c in found if not wrong_hopper_swap_ab(c, target, torch.bfloat16) and not spills(c, kind)]
+    return tuple(replace(c, pdl=_uses_pdl(c, rows, k, kind)) for c in good)
+
+
+# How much slower than the fastest tile one may be, by the cost model, so that it stands for that one too: a tile is a
+# kernel to compile. Layers that a tower has once, or once per merger, may lose more.
+TOLERANCE, RARE = 0.02, {"norm+gelu": 0.1, "bias": 0.1, "gelu": 0.3, "taps+stats": 0.3, "stats": 0.3}
+OF_MERGED = {"norm+gelu", "gelu", "bias"}  # epilogues of layers over merged tokens, a quarter of the patches
 
 
 @lru_cache(maxsize=4096)
 def hopper_swap_ab_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
 ) -> HopperSwapABConfig | None:
-    """The fastest configuration by `mean_us`; None where one of `gemm_configs` is faster or nothing runs.
+    """The fastest tile of `tiles_of`; None where that is one of `gemm_configs` or nothing runs.
 
     Arguments as of `hopper_gemm_config`.
     """
-    other = hopper_gemm_config(rows, n, k, dtype, target, kind)
-    if other is None or kind not in PROVEN[dtype] or rows > MOST_BUDGET:
-        return None
-    found = [other, *hopper_swap_ab_candidates(rows, n, k, target, kind)]
-    best = min(found, key=lambda config: mean_us(config, rows, n, k, target, kind))
+    best = _fastest(tiles_of(n, k, dtype, target.whole(), kind), rows, n, k, target, kind)
     return best if isinstance(best, HopperSwapABConfig) else None
+
+
+@lru_cache(maxsize=4096)
+def hopper_gemm_config(
+    rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
+) -> HopperGemmConfig | None:
+    """`gemm_configs.hopper_gemm_config` among the tiles of `tiles_of`."""
+    every = tiles_of(n, k, dtype, target.whole(), kind)
+    best = _fastest([tile for tile in every if isinstance(tile, HopperGemmConfig)], rows, n, k, target, kind)
+    assert best is None or isinstance(best, HopperGemmConfig), f"expected a tile of the GEMM, got {best}"
+    return best
+
+
+Tile = HopperGemmConfig | HopperSwapABConfig
+
+
+def _fastest(tiles: Iterable[Tile], rows: int, n: int, k: int, target: Target, kind: str) -> Tile | None:
+    """The fastest of `tiles` that run at `rows` rows, scheduled."""
+    found = [tile for tile in tiles if _in_one_wave(tile, rows, n, target)]
+    best = min(found, key=lambda tile: mean_us(tile, rows, n, k, target, kind), default=None)
+    if isinstance(best, HopperGemmConfig):
+        return replace(best, max_programs=target.num_sms, pdl=uses_pdl(rows, kind))
+    return None if best is None else replace(best, pdl=_uses_pdl(best, rows, k, kind))
+
+
+def _in_one_wave(tile: Tile, rows: int, n: int, target: Target) -> bool:
+    """Whether a tile is for so many rows: swap-AB has nothing that hides the end of a tile, and is for few."""
+    return isinstance(tile, HopperGemmConfig) or (rows <= MOST_BUDGET and tile.tiles(rows, n) <= target.num_sms)
+
+
+@lru_cache(maxsize=256)
+def tiles_of(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> tuple[Tile, ...]:
+    """The fewest tiles (by a greedy cover) of both Hopper GEMMs of which, at every row budget, one is within the
+    tolerance of the fastest tile there is. Without schedules; none where both GEMMs leave the product to plain Triton.
+    """
+    sizes = [max(1, rows // 4) if kind in OF_MERGED else rows for rows in ladder(64, 65536)]
+    offered = {rows: _offered(rows, n, k, dtype, target, kind) for rows in sizes}
+    every = list(dict.fromkeys(tile for found in offered.values() for tile in found))
+    covered: dict[Tile, dict[int, float]] = {tile: {} for tile in every}  # rows -> how much slower than the fastest
+    for rows in sizes if every else ():
+        runs = [tile for tile in every if _in_one_wave(tile, rows, n, target)]
+        us = {tile: mean_us(tile, rows, n, k, target, kind) for tile in runs}
+        least = min(us[tile] for tile in offered[rows])
+        for tile, time in us.items():
+            if time <= least * (1 + RARE.get(kind, TOLERANCE)):
+                covered[tile][rows] = time / least
+    chosen, left = list[Tile](), set(sizes if every else ())
+    while left:
+        found = {tile: [slower for rows, slower in at.items() if rows in left] for tile, at in covered.items()}
+        best = max(every, key=lambda tile: (len(found[tile]), -sum(found[tile])))
+        chosen.append(best)
+        left -= covered[best].keys()
+    return tuple(chosen)
+
+
+def _offered(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> list[Tile]:
+    """The tiles that are tried at `rows` rows, without schedules."""
+    if not gemm_configs.is_proven(n, k, dtype, target, kind):
+        return []
+    found: list[Tile] = list(gemm_configs.hopper_gemm_candidates(rows, n, k, target, kind))
+    found = [tile for tile in found if not gemm_configs.wrong_hopper_gemm(tile, target, dtype)]
+    if kind in PROVEN[dtype] and rows <= MOST_BUDGET and "linear/swap_ab" not in dict(target.without):
+        found += hopper_swap_ab_candidates(rows, n, k, target, kind)
+    return [replace(tile, pdl=False) for tile in found]

@@ -55,7 +55,8 @@ def test_what_is_chosen_can_run(rows: int, shape: tuple[int, int, str], dtype: t
         assert candidate.tiles(rows, n) <= waves * H200.num_sms
         assert candidate.pdl <= uses_pdl(rows, kind)
     if config is not None:
-        assert kind in PROVEN[dtype] and config in hopper_swap_ab_candidates(rows, n, k, H200, kind)
+        assert kind in PROVEN[dtype] and not wrong_hopper_swap_ab(config, H200, dtype)
+        assert rows <= MOST_BUDGET and config.tiles(rows, n) <= H200.num_sms
         assert config.block_n >= buffers.NARROWEST_TILE, "the statistics' buffer has no room for more parts"
 
 

@@ -27,7 +27,7 @@ from fusedvit.kernels import backends, tile_configs  # noqa: E402
 from tests.support.families import TINY  # noqa: E402
 
 CPU = torch.device("cpu")
-LINEARS = ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2"]
+LINEARS = ["patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", "merger_fc2"]
 SMALL = {"one": [(1, 4, 4)], "two and a video": [(1, 4, 6), (1, 2, 4), (2, 4, 4)]}
 
 

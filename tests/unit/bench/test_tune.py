@@ -22,7 +22,8 @@ from fusedvit.bench.tune_candidates import Candidate, TuningTask, in_waves, tuni
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import tuning_table  # noqa: E402
 from fusedvit.kernels.hopper.attention_configs import schedules  # noqa: E402
-from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates, hopper_gemm_config  # noqa: E402
+from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates  # noqa: E402
+from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
 from fusedvit.model.plan import choose  # noqa: E402
 from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
@@ -56,9 +57,9 @@ def tuner(log: tune.Log, check: Any = all_good, **options: Any) -> tune.Tuner:
 
 def test_every_operation_is_tuned_once() -> None:
     one, two = (tuning_tasks([QWEN3_VL_8B] * n, (256, 1024), BF16) for n in (1, 2))
-    assert one == two and len(one) == 2 * 8
+    assert one == two and len(one) == 2 * 9
     both = tuning_tasks([QWEN3_VL_8B, QWEN3_VL_4B], (1024,), BF16)
-    assert len({q.task.key for q in both}) == len(both) == 16
+    assert len({q.task.key for q in both}) == len(both) == 18
 
 
 def test_the_heuristic_is_the_first_candidate() -> None:
@@ -299,7 +300,7 @@ def test_what_matters_most_comes_first() -> None:
     every = tuning_tasks([QWEN2_VL_7B, QWEN3_VL_8B], tune_candidates.BUDGETS, BF16)
     waves = in_waves(every, [QWEN3_VL_8B])
     assert sorted(repr(q) for wave in waves for q in wave) == sorted(map(repr, every)) and len(waves) == 3
-    first = [(q.task.name.startswith("merger"), q.task.key.rows) for q in waves[0]]
+    first = [(q.task.name.startswith(tune_candidates.MERGERS), q.task.key.rows) for q in waves[0]]
     assert {q.spec for q in waves[0]} == {QWEN3_VL_8B} and {q.spec for q in waves[1]} == {QWEN2_VL_7B}
     assert first[:36] == [(False, 256 << i) for i in range(6) for _ in range(6)], "powers of two"
     assert [merger for merger, _ in first] == sorted(merger for merger, _ in first), "blocks before mergers"
@@ -356,7 +357,10 @@ def test_of_attention_the_model_ranks_schedules() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["patch", "qkv", "proj", "fc1", "fc2", "merger_fc1", "merger_fc2", "attention"])
+NAMES = ["patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", "merger_fc2", "attention"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_case_checks_against_its_reference(name: str) -> None:
     item = next(q for q in tuning_tasks([spec_of(GEOMETRIES["tiny"])], (64,), FP32) if q.task.name == name)
     candidate = tune_candidates.candidates(item, FP32, Target.of(CPU))[0]
@@ -413,7 +417,7 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     result = RUNNER.invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
-    assert "8 of 8 decided" in result.output
+    assert "9 of 9 decided" in result.output
     written = tuning_table.read(tmp_path / "t.json", "CPU")
     assert f"{len(written.entries)} unlike the heuristics" in result.output and not written.stale
     assert {"passport", "entries", "log"} == set(json.loads((tmp_path / "d.json").read_text()))
@@ -422,7 +426,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_the_commands_dry_run_and_refusals(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "Qwen3-VL-8B"])
     assert result.exit_code == 0 and "qkv norm+rope 3456 x 1152, 1024 rows" in result.output
-    assert "8 operations, " in result.output and " compilations" in result.output
+    assert "9 operations, " in result.output and " compilations" in result.output
     result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--op", "fc3"])
     assert result.exit_code == 2 and "--op: no 'fc3'; there are 'patch'" in result.output
     result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "all", "--op", "fc1"])
