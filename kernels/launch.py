@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,11 +130,10 @@ def launch(
     named = constants | options | {"enable_fp_fusion": True}
     pdl = bool(named.pop("launch_pdl", False))
     arguments = *descriptors, *pointers, *scalars
-    if only_compiling():
-        kernel.warmup(*arguments, grid=(programs,), **named)
-        return None
-    built = kernel.warmup(*arguments, grid=(programs,), **named) if pdl else kernel[(programs,)](*arguments, **named)
-    if built is None:  # the interpreter compiles nothing
+    only = only_compiling()
+    run = partial(kernel.warmup, grid=(programs,)) if pdl or only else kernel[(programs,)]
+    built = run(*arguments, **named)
+    if built is None or only:  # the interpreter compiles nothing
         return None
     compiled = _compiled[key] = Loaded(built, constants, pdl)
     if pdl:  # Triton's own launcher would launch without
