@@ -294,9 +294,9 @@ def soak(tower: nn.Module, handle: FusedEncoder, calls: int) -> dict[str, Any]:
     wrong, took, memory = 0, [], []
     compiles = handle.stats()["compiles"]
     for i in range(calls):
-        grid, pixels, want = rng.choice(cases)
+        table, pixels, want = rng.choice(cases)
         begin = time.perf_counter_ns()
-        got = call(tower, pixels, grid)
+        got = call(tower, pixels, table)
         torch.cuda.synchronize()
         took.append(time.perf_counter_ns() - begin)
         if i % 16 == 0:

@@ -91,7 +91,7 @@ def fuse_tower(
     Returns:
         The tower's handle. `fusedvit.unfuse` gives the class back.
     """
-    original = type(tower)
+    original: Any = type(tower)
     handle = tower.__dict__[_HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig(), built)
     _set_class(tower, _engine_class(original, call))
     return handle
