@@ -24,30 +24,60 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs import to_hugging_face
 from fusedvit.pixels.byte_pixels import as_floats
+from fusedvit.pixels.processors import normalizations_of, restore, swap
 
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
 
 _HANDLE = "_fusedvit"  # in a fused tower's __dict__
 
 
-def fuse(model: nn.Module, config: FuseConfig | None = None) -> FusedEncoder:
+def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any = None) -> FusedEncoder:
     """Fuses the vision tower of `model`, in place.
 
     Args:
         model: a Hugging Face model that holds one supported tower, wherever it hangs, or the tower itself.
         config: options; fusing a fused tower again replaces them if given.
+        processor: the model's processor, whose image and video processors give bytes from now on (docs/pixels.md);
+            `unfuse` gives them back.
 
     Returns:
         The tower's handle.
 
     Raises:
-        UnsupportedModel: no supported tower, or several; the message names what is supported.
+        UnsupportedModel: no supported tower, or several; the message names what is supported. Or a processor that
+            cannot give bytes.
         TypeError: `model` is no module, or `config` no `FuseConfig`.
-        ValueError: an option that this tower cannot meet; the message names it.
+        ValueError: an option that this tower cannot meet; the message names it. Or a processor of other patches.
     """
     if config is not None and not isinstance(config, FuseConfig):
         raise TypeError(f"config must be a FuseConfig, got {type(config).__name__}")
     tower = find_tower(model)
+    before = type(tower)
+    handle = _fuse(tower, config)
+    if processor is not None:
+        try:
+            _take_bytes(handle, processor)
+        except (UnsupportedModel, ValueError):
+            if type(tower) is not before:
+                unfuse(tower)
+            raise
+    return handle
+
+
+def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
+    """Swaps the image and video processors in `processor`, and lets the tower expect what they give."""
+    swap(processor)
+    try:
+        for still, normalization in normalizations_of(processor).items():
+            handle.expect(normalization, still)
+    except ValueError:
+        restore(processor)
+        raise
+    if all(known is not processor for known in handle.processors):
+        handle.processors.append(processor)
+
+
+def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
     known = tower.__dict__.get(_HANDLE)
     if known is not None and known.serves(tower):
         if config is not None and config != known.config:
@@ -97,10 +127,11 @@ def fuse_tower(
     return handle
 
 
-def unfuse(model: nn.Module) -> nn.Module:
+def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
     """Gives every tower of `model` its own class back and frees what was prepared; returns `model`.
 
-    Calls that are under way end as they began or in the original code.
+    The same goes for processors that were given to `fuse`, and for `processor`. Calls that are under way end as they
+    began or in the original code.
 
     Raises:
         UnsupportedModel: no supported tower.
@@ -112,10 +143,14 @@ def unfuse(model: nn.Module) -> nn.Module:
     for tower in towers.values():
         handle = tower.__dict__.pop(_HANDLE, None)
         if handle is not None and handle.serves(tower):
+            for given in handle.processors:
+                restore(given)
             handle.end()
         original = own_class(type(tower))
         fused = next((cls for cls in type(tower).__mro__ if ORIGINAL in vars(cls)), original)
         _replace_base(tower, fused, original)
+    if processor is not None:
+        restore(processor)
     return model
 
 

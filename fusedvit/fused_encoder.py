@@ -66,6 +66,9 @@ class FusedEncoder:
 
     The tower keeps its handle, and the handle knows the tower weakly: who keeps a handle keeps no model. Copies and
     pickles of a tower keep the configuration and make their own weights, graphs and counters.
+
+    Attributes:
+        processors: Hugging Face's, changed so that they give bytes for this tower.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class FusedEncoder:
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._ended = False
         self._stats = Stats()
+        self.processors: list[Any] = []
         self._normalizations: dict[bool, Normalization] = {}  # of bytes that were brought, by whether they are still
         self._lock = threading.RLock()
         self._turn = threading.Lock()
@@ -138,6 +142,7 @@ class FusedEncoder:
     def end(self) -> None:
         """Gives everything back for good: the tower was unfused, or is gone."""
         self._ended = True
+        self.processors.clear()
         self.release()
         self._runtime = None
 

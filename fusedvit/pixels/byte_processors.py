@@ -249,7 +249,7 @@ def _bytes_of(
     classes: Classes, part: Any, images: Any, kwargs: dict[str, Any], home: Home, device: torch.device
 ) -> Any:
     """The call's outputs with bytes; None where the original code must run."""
-    normalization = _normalization_of(classes, kwargs)
+    normalization = normalization_of(classes, kwargs)
     if normalization is None or not all(_is_bytes(image, normalization.channels) for image in images):
         return None
     asked = kwargs | {"do_rescale": False, "do_normalize": False}
@@ -263,8 +263,8 @@ def _bytes_of(
     return outputs
 
 
-def _normalization_of(classes: Classes, kwargs: dict[str, Any]) -> Normalization | None:
-    """None where the call asks for something else than normalised torch tensors."""
+def normalization_of(classes: Classes, kwargs: dict[str, Any]) -> Normalization | None:
+    """What a call's options ask for; None where the call asks for something else than normalised torch tensors."""
     torch_asked = kwargs.get("return_tensors") == "pt" or (
         kwargs.get("return_tensors") is None and classes.backend.name == "torchvision"
     )

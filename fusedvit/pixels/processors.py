@@ -15,11 +15,30 @@ import numpy as np
 import torch
 
 from fusedvit.errors import UnsupportedModel
+from fusedvit.model.normalization import Normalization
 from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.pixels.byte_processors import ORIGINAL, STATE, Home, as_class, backend_of, classes_of, outputs_of
+from fusedvit.pixels.byte_processors import (
+    ORIGINAL,
+    STATE,
+    Home,
+    as_class,
+    backend_of,
+    classes_of,
+    normalization_of,
+    outputs_of,
+)
 
 logger = logging.getLogger("fusedvit")
 
+_OPTIONS = (
+    "do_rescale",
+    "do_normalize",
+    "rescale_factor",
+    "image_mean",
+    "image_std",
+    "patch_size",
+    "temporal_patch_size",
+)
 _PARTS = ("image_processor", "video_processor")
 
 
@@ -65,6 +84,19 @@ def restore(processor: Any) -> Any:
 def is_swapped(part: Any) -> bool:
     """Whether an image or video processor gives bytes."""
     return part is not None and STATE in part.__dict__
+
+
+def normalizations_of(processor: Any) -> dict[bool, Normalization]:
+    """What swapped processors in `processor` leave to the tower unless a call says otherwise, by whether it is of still
+    images."""
+    found = {}
+    for part in filter(is_swapped, _parts_of(processor).values()):
+        classes = classes_of(_original_of(part))
+        options = {name: getattr(part, name, None) for name in _OPTIONS}
+        normalization = normalization_of(classes, options | {"return_tensors": "pt"})
+        if normalization is not None:
+            found[classes.still] = normalization
+    return found
 
 
 def _parts_of(processor: Any) -> dict[str, Any]:
