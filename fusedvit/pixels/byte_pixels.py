@@ -104,7 +104,7 @@ class BytePixels(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, _name_of(func)
-        found = _RULES.get(name)
+        found = _fact if name.startswith((".is_", "_is_")) else _RULES.get(name)
         if found is None:
             raise _refused(name)
         with torch._C.DisableTorchFunctionSubclass():
@@ -270,8 +270,7 @@ _FACTS = (
     *("is_contiguous", "element_size", "get_device", "is_pinned", "is_shared", "is_inference", "is_same_size"),
     *("is_complex", "is_conj", "is_neg", "__hash__", "untyped_storage", "record_stream", "new"),
     *(".shape", ".dtype", ".device", ".ndim", ".layout", ".itemsize", ".nbytes", "._version", "._base", ".names"),
-    *(".is_cuda", ".is_cpu", ".is_meta", ".is_sparse", ".is_mkldnn", ".is_nested", ".is_quantized"),
-    *(".requires_grad", ".grad", ".grad_fn", ".is_leaf", ".output_nr"),
+    *(".requires_grad", ".retains_grad", ".grad", ".grad_fn", ".is_leaf", ".output_nr"),
 )
 _COPIES = ("clone", "detach", "contiguous", "cuda", "cpu", "pin_memory", "alias", "share_memory_", ".data")
 _SHAPES = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "repeat", "view_as")

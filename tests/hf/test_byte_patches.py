@@ -156,3 +156,29 @@ def test_parents_cast_and_split_what_they_are_given(kind: str) -> None:
     for ours, theirs in zip(found, ref, strict=True):
         torch.testing.assert_close(ours.pooler_output, theirs.pooler_output)
     assert handle.stats()["fused"] == 2
+
+
+def test_behind_torch_compile() -> None:
+    """The tower runs fused between two graphs, as with floats."""
+    model = tiny_model().requires_grad_(False)
+    pixels, grid = bytes_for(model.model.visual, GRID, True), torch.tensor(GRID)
+    with torch.no_grad():
+        ref = model.get_image_features(pixels.pixels(), grid).pooler_output
+        handle = fusedvit.fuse(model)
+        found = torch.compile(model.get_image_features, backend="eager")(pixels, grid).pooler_output
+    torch.testing.assert_close(torch.cat(found), torch.cat(ref))
+    assert handle.stats()["fused"] == 1
+
+
+def test_behind_accelerates_hooks() -> None:
+    """Inputs are sent to where the hooks say, and the mark with them."""
+    accelerate = pytest.importorskip("accelerate")
+    tower = tiny_tower()
+    pixels, reference = bytes_for(tower, GRID, True), copy_of(tower)
+    handle = fusedvit.fuse(tower)
+    accelerate.hooks.add_hook_to_module(tower, accelerate.hooks.AlignDevicesHook("cpu", io_same_device=True))
+    assert_same(run(tower, pixels), run(reference, pixels.pixels()))
+    assert handle.stats()["fused"] == 1
+    sent = accelerate.utils.send_to_device({"pixel_values": [pixels]}, "cpu")["pixel_values"][0]
+    batch = accelerate.utils.concatenate([{"pixel_values": sent}, {"pixel_values": sent}])["pixel_values"]
+    assert type(sent) is type(batch) is type(pixels) and torch.equal(batch.pixels()[: len(sent)], pixels.pixels())

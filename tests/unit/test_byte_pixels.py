@@ -40,6 +40,7 @@ KEEPING: dict[str, Callable[[Any], Any]] = {
     "rows": lambda x: x[INDEX],
     "list": lambda x: x[[1, 2]],
     "mask": lambda x: x[torch.arange(ROWS) > 2],
+    "padded batch": lambda x: x.view(2, 3, -1)[torch.tensor([[True, False, True], [False, False, True]])],
     "ellipsis": lambda x: x[2:, ...],
     "whole rows": lambda x: x[2:, :],
     "new dimension": lambda x: x[None],
