@@ -96,10 +96,10 @@ def test_unfuse_of_a_copy_takes_the_processor_by_name(processor: Any) -> None:
     model = tiny_model()
     kinds = type(processor.image_processor)
     fusedvit.fuse(model, processor=processor)
-    twin = pickle.loads(pickle.dumps(copy_of(model)))
-    fusedvit.unfuse(twin)
+    other = pickle.loads(pickle.dumps(copy_of(model)))
+    fusedvit.unfuse(other)
     assert type(processor.image_processor) is not kinds
-    fusedvit.unfuse(twin, processor=processor)
+    fusedvit.unfuse(other, processor=processor)
     assert type(processor.image_processor) is kinds
 
 
