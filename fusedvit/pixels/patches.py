@@ -96,7 +96,7 @@ def _computed(
     counts = [t * h * w for t, h, w in (run.grid for run in runs)]
     out = torch.empty((sum(counts), channels * layout.temporal * layout.patch**2), dtype=torch.uint8, device=device)
     for run, frames, rows in zip(runs, images, out.split(counts), strict=True):
-        size, new = tuple(frames.shape[1:3]), run.sources[0].size
+        size, new = (frames.shape[1], frames.shape[2]), run.sources[0].size
         down, across = (_taps(resizing, a, b, device) for a, b in zip(size, new, strict=True))
         op(frames, down, across, layout, run.grid, rows, resizing.down_first(*size, *new))
     return out

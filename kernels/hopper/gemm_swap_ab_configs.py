@@ -291,8 +291,8 @@ def _offered(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind
     """The tiles that are tried at `rows` rows, without schedules."""
     if not gemm_configs.is_proven(n, k, dtype, target, kind):
         return []
-    found: list[Tile] = list(gemm_configs.hopper_gemm_candidates(rows, n, k, target, kind))
-    found = [tile for tile in found if not gemm_configs.wrong_hopper_gemm(tile, target, dtype)]
+    tiles = gemm_configs.hopper_gemm_candidates(rows, n, k, target, kind)
+    found: list[Tile] = [tile for tile in tiles if not gemm_configs.wrong_hopper_gemm(tile, target, dtype)]
     if kind in PROVEN[dtype] and rows <= MOST_BUDGET and "linear/swap_ab" not in dict(target.without):
         found += hopper_swap_ab_candidates(rows, n, k, target, kind)
     return [replace(tile, pdl=False) for tile in found]
