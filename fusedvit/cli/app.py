@@ -192,3 +192,16 @@ def kernels(
 ) -> None:
     """Each operation alone against cuBLAS, FA3, cuDNN and torch; weights rotated, so that none is found in L2."""
     run("bench", json, kernels=True, tower=tower, fa3=fa3, rows=rows, without=without, commit=commit)
+
+
+@bench_app.command()
+def pixels(
+    tower: Towers = None,
+    images: Annotated[int, typer.Option(min=16, help="JPEGs of the corpus.")] = 2000,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload and contender.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Where a picture of the stages goes.")] = None,
+    json: Json = None,
+    commit: Commit = "",
+) -> None:
+    """Images to tokens: Hugging Face's processor on the CPU and on the GPU against ours, JPEGs a second."""
+    run("bench", json, pixels=True, tower=tower, images=images, seconds=seconds, plot=plot, commit=commit)

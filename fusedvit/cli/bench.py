@@ -1,4 +1,4 @@
-"""`fusedvit bench` and `fusedvit bench kernels`."""
+"""`fusedvit bench`, `fusedvit bench kernels` and `fusedvit bench pixels`."""
 
 import functools
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 
 from fusedvit.bench import ops, report, workloads
+from fusedvit.bench.pixels import report as pixels
+from fusedvit.bench.pixels import table
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.bench.towers import known
 from fusedvit.cli.console import Outcome, progress, refuse_unknown, write
@@ -25,6 +27,9 @@ class Asked:
     """The command's options, as app.py declares them; `json` is None for standard output."""
 
     kernels: bool = False
+    pixels: bool = False
+    images: int | None = None
+    plot: Path | None = None
     tower: list[str] | None = None
     workload: list[str] | None = None
     sweep: bool | None = None
@@ -39,7 +44,7 @@ class Asked:
 
     @property
     def towers(self) -> tuple[str, ...]:
-        one = self.short or self.kernels
+        one = self.short or self.kernels or self.pixels
         return tuple(self.tower or (DEFAULT_TOWERS[:1] if one else DEFAULT_TOWERS))
 
     def passport(self) -> dict[str, Any]:
@@ -48,7 +53,8 @@ class Asked:
         given |= {"--no-sweep": self.sweep is False, "--short": self.short, "--compile": self.compile_on}
         given |= {"--fa3": self.fa3, "--seconds": self.seconds, "--rows": self.rows, "--without": self.without}
         given |= {"--json": self.json and Path(self.json)}
-        command = "fusedvit bench kernels" if self.kernels else "fusedvit bench"
+        given |= {"--images": self.images, "--plot": self.plot}
+        command = "fusedvit bench" + (" kernels" if self.kernels else " pixels" if self.pixels else "")
         return {"passport": report.passport(command, given, self.commit)}
 
 
@@ -56,6 +62,8 @@ def run(**options: Any) -> Outcome:
     """Measures and prints; not passed where an answer is wrong."""
     asked = Asked(**options)
     _leave_out(asked.without or [])
+    if asked.pixels:
+        return _run_pixels(asked)
     return _run_kernels(asked) if asked.kernels else _run_towers(asked)
 
 
@@ -73,6 +81,21 @@ def _run_kernels(asked: Asked) -> Outcome:
         found = ops.measure(asked.towers, device, asked.fa3, step, tuple(asked.rows or ()))
     report.show_operations(found, Console())
     return Outcome(asked.passport() | {"rows": found}, all(row["us"] is not None for row in found))
+
+
+def _run_pixels(asked: Asked) -> Outcome:
+    device = _device(asked.towers)
+    work = table.WORKLOADS if device.type == "cuda" else table.TINY
+    options = pixels.Options(
+        asked.towers[0], work, asked.images or 2000, SECONDS * 2 if asked.seconds is None else asked.seconds
+    )
+    head = asked.passport()
+    with progress() as step:
+        found = head | pixels.measure(options, device, step, functools.partial(_keep, head, asked.json))
+    pixels.show(found, Console())
+    if asked.plot:
+        pixels.draw(found, asked.plot)
+    return Outcome(found, pixels.passed(found))
 
 
 def _run_towers(asked: Asked) -> Outcome:

@@ -98,7 +98,7 @@ def _computed(
     for run, frames, rows in zip(runs, images, out.split(counts), strict=True):
         size, new = (frames.shape[1], frames.shape[2]), run.sources[0].size
         down, across = (_taps(resizing, a, b, device) for a, b in zip(size, new, strict=True))
-        op(frames, down, across, layout, run.grid, rows, resizing.down_first(*size, *new))
+        op(frames, down, across, layout, run.grid, rows, resizing.down_first(size, new))
     return out
 
 

@@ -16,6 +16,9 @@ _PILLOW_BITS = 32 - 8 - 2
 _VERTICAL_FIRST_SINCE = 13  # Pillow's major version; before, always the width first
 
 
+Size = tuple[int, int]
+
+
 class Weights(NamedTuple):
     """Of one axis, as `kernels.patches.Taps`: `[n]` int32, `[taps, n]` int32, bits of the fraction."""
 
@@ -29,11 +32,11 @@ class Resizing(NamedTuple):
 
     Attributes:
         weights: (input size, output size) -> Weights; None where the axis is copied.
-        down_first: (height, width, new height, new width) -> whether the height is resized first.
+        down_first: ((height, width), new (height, width)) -> whether the height is resized first.
     """
 
     weights: Callable[[int, int], Weights | None]
-    down_first: Callable[[int, int, int, int], bool]
+    down_first: Callable[[Size, Size], bool]
 
 
 def _cubic(x: np.ndarray) -> np.ndarray:
@@ -83,11 +86,11 @@ def torch_weights(size: int, out: int) -> Weights | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _pillow_down_first(height: int, width: int, new_height: int, new_width: int) -> bool:
+def _pillow_down_first(size: Size, new: Size) -> bool:
     if int(version("pillow").split(".")[0]) < _VERTICAL_FIRST_SINCE:
         return False
-    return new_height < height and height - new_height > 2 * (width - new_width)
+    return new[0] < size[0] and size[0] - new[0] > 2 * (size[1] - new[1])
 
 
 PILLOW = Resizing(pillow_weights, _pillow_down_first)
-TORCH = Resizing(torch_weights, lambda *sizes: False)
+TORCH = Resizing(torch_weights, lambda size, new: False)

@@ -67,7 +67,7 @@ def run(
     )
     rows, columns = grid[0] * grid[1] * grid[2], images.shape[3] * layout.temporal * layout.patch**2
     out = torch.full((rows + 1, columns), 77, dtype=torch.uint8, device=images.device)
-    op(images, down, across, layout, grid, out[:rows], resizing.down_first(height, width, *new))
+    op(images, down, across, layout, grid, out[:rows], resizing.down_first((height, width), new))
     assert (out[rows:] == 77).all()
     return out[:rows].cpu()
 

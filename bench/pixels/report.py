@@ -1,0 +1,118 @@
+"""`fusedvit bench pixels`: all of it as one document, its tables, and a picture of where the time goes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fusedvit.bench.pixels import corpus, table
+from fusedvit.bench.pixels.table import HF_CPU, HF_CPU_HF, HF_CUDA, OURS, Step, Workload
+
+CONTENDERS = (HF_CPU_HF, HF_CPU, HF_CUDA, OURS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """tower: a geometry's name; images: of the corpus; seconds: of timing for each workload and contender."""
+
+    tower: str
+    workloads: Mapping[str, Workload]
+    images: int = 2000
+    seconds: float = 4.0
+
+
+def measure(
+    options: Options, device: torch.device, step: Step, keep: Callable[[dict[str, Any]], None] = lambda found: None
+) -> dict[str, Any]:
+    """The document; `keep` gets it as far as it is after every part."""
+    found: dict[str, Any] = {"tower": options.tower, "rows": []}
+    step("building the tower")
+    setting = table.setting_of(options.tower, device)
+    for name, work in options.workloads.items():
+        step(name)
+        found["rows"].append(table.measure(setting, name, work, options.seconds))
+        keep(found)
+    first = next(iter(options.workloads.values()))
+    step("JPEGs by threads")
+    found["threads"] = corpus.by_threads(setting, first, min(options.images, 256))
+    keep(found)
+    step("bytes against the backends'")
+    found["differences"] = corpus.differences(setting, first)
+    keep(found)
+    step(f"{options.images} JPEGs to tokens")
+    found["corpus"] = corpus.measure(setting, first, options.images, options.seconds)
+    keep(found)
+    return found
+
+
+def passed(found: Mapping[str, Any]) -> bool:
+    """Whether all tokens pass, and every bar that was measured on a GPU is met."""
+    return all(verdict["passed"] for row in found["rows"] for verdict in row["tokens"].values()) and not missed(found)
+
+
+def missed(found: Mapping[str, Any]) -> list[str]:
+    """Workloads whose bar is not met; bars are of an H100 and an 8B tower."""
+    if found["tower"] != "Qwen3-VL-8B":
+        return []
+    rows = [row for row in found["rows"] if row["bar_ms"] and OURS in row["ms"]]
+    return [row["workload"] for row in rows if row["ms"][OURS]["median"] > row["bar_ms"]]
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    times = Table(title=f"{found['tower']}: ms from decoded images to tokens", title_justify="left")
+    for head in ("images", *CONTENDERS, "bar", "bytes copied, of fp32 patches"):
+        times.add_column(head)
+    for row in found["rows"]:
+        cells = [f"{row['ms'][c]['median']:.2f}" if c in row["ms"] else "" for c in CONTENDERS]
+        bar = "" if row["bar_ms"] is None else f"{row['bar_ms']:g}"
+        times.add_row(row["workload"], *cells, bar, f"{row['bytes']['ratio']:.3f}")
+    console.print(times)
+    rates = Table(title="images a second, JPEG to tokens", title_justify="left")
+    for name in found["corpus"]["images_per_s"]:
+        rates.add_column(name)
+    rates.add_row(*(f"{rate:.0f}" for rate in found["corpus"]["images_per_s"].values()))
+    console.print(rates)
+    threads = Table(title="images a second by decoding threads", title_justify="left")
+    for head in ("threads", "decoded", "to patches"):
+        threads.add_column(head)
+    for row in found["threads"]:
+        threads.add_row(str(row["threads"]), f"{row['decoded']:.0f}", f"{row['patches']:.0f}")
+    console.print(threads)
+    if found["corpus"].get("gpu_busy"):
+        console.print(f"GPU in kernels while the corpus runs: {100 * found['corpus']['gpu_busy']['share']:.0f} %")
+    for name, difference in found["differences"].items():
+        console.print(
+            f"bytes against {name}: {100 * difference['share']:.2f} % differ, by {difference['largest']:g} at most"
+        )
+    for workload in missed(found):
+        console.print(f"[red]bar missed: {workload}[/]")
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """A bar a contender and workload, of its stages."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = found["rows"]
+    figure, panels = pyplot.subplots(len(rows), 1, figsize=(8, 1.6 * len(rows) + 0.6), squeeze=False)
+    for panel, row in zip(panels[:, 0], rows, strict=True):
+        names = [c for c in CONTENDERS if c in row["ms"]][::-1]
+        left = [0.0] * len(names)
+        for stage, colour in (("pixels", "tab:orange"), ("tower", "tab:blue")):
+            widths = [row["stages_ms"][f"{c}: {stage}"] for c in names]
+            panel.barh(names, widths, left=left, color=colour, label=stage)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        panel.plot([row["ms"][c]["median"] for c in names], names, "k|", markersize=14, label="measured together")
+        panel.set_title(row["workload"], loc="left", fontsize=9)
+        panel.tick_params(labelsize=8)
+    panels[0, 0].legend(fontsize=8)
+    panels[-1, 0].set_xlabel("ms")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
