@@ -37,7 +37,7 @@ from fusedvit.runtime.runner import Runtime, run_eager
 
 DEVICE = torch.device("cuda")
 FOUR_BLOCKS = GEOMETRIES["Qwen3-VL-8B"].but(depth=4, deepstack_visual_indexes=[0])
-CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64)
+CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64, compile="now")
 BAD = ("wrong", "with_nan", "changed", "wrongly_answered", "not_right", "compiles")  # counts of a check: 0 each
 FREE_MIB: list[float] = [4096, 256, 128, 64, 32, 16, 8, 4, 2, 2048]
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from fusedvit.bench import baselines
-from fusedvit.bench.roofline import Cost, attention_cost, linear_cost
 from fusedvit.bench.timing import Contender, captured, interleaved
 from fusedvit.bench.towers import GEOMETRIES, spec_of
+from fusedvit.bench.workloads import Cost, attention_cost, linear_cost
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
@@ -308,7 +308,7 @@ class OperationRow:
         op: as in `plan.EncoderPlan`.
         us: microseconds of ours, None where its answer broke the tolerance rule.
         peers_us: microseconds of each peer.
-        floor_us: of the roofline.
+        floor_us: of the workloads.
         reason: why there is no number.
     """
 

@@ -28,7 +28,7 @@ from fusedvit.tolerance import Comparison, compare, summarize
 
 MASSIVE_CHANNELS, MASSIVE = (7, 130, 600, 1021), 200.0
 DEVICE = torch.device("cuda")
-EAGER = FuseConfig(graphs=False)
+EAGER = FuseConfig(graphs=False, compile="now")
 LEVELS = {"block": 1, "tower": 27}  # blocks
 MOST_TOKENS_FP32 = 7000  # fp32 runs on FMA units: longer workloads take minutes and show nothing new
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench import baselines, roofline, towers
+from fusedvit.bench import baselines, towers, workloads
 from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, peak_mib, ratios, spread
 from fusedvit.bench.towers import outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
@@ -80,7 +80,7 @@ def measure(
     """
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # the reference is fp32
     found: dict[str, Any] = {}
-    document = {"towers": found, "ceilings": {"tflops": roofline.PEAK_TFLOPS, "tbs": roofline.PEAK_TBS}}
+    document = {"towers": found, "ceilings": {"tflops": workloads.PEAK_TFLOPS, "tbs": workloads.PEAK_TBS}}
     with torch.inference_mode():
         for name in options.towers:
             step(f"{name}: weights, compilation, capture")
@@ -114,8 +114,8 @@ def set_up(name: str, options: Options, device: torch.device) -> Setting:
         eager = None if options.short else towers.shared_copy(tower)
         compiled = baselines.compiled(tower) if options.compile_on else {}
         if eager is not None:
-            fuse(eager, FuseConfig(graphs=False))
-        handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256))
+            fuse(eager, FuseConfig(graphs=False, compile="now"))
+        handle = fuse(ours, FuseConfig(token_budgets=options.budgets, max_items=64, max_frames=256, compile="now"))
         handle.warmup(calls=[geometry.rows(g) for g in options.workloads.values()] if options.short else None)
         return Setting(tower, wide, eager, ours, handle, compiled, device)
 
@@ -134,7 +134,7 @@ def row(s: Setting, options: Options, workload: str, grid: Grid) -> dict[str, An
     passed = [c for c in calls if gates.get(c.name, {"passed": True})["passed"]]
     bursts = interleaved_bursts(passed, s.device, options.seconds)
     times = {name: burst.ms for name, burst in bursts.items()}
-    floor = roofline.tower_floor_ms(s.handle.spec, grid)
+    floor = workloads.tower_floor_ms(s.handle.spec, grid)
     for contender in passed:
         wrong = _afterwards(contender, times[contender.name], floor, outputs.get(contender.name), engines)
         if wrong:

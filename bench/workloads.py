@@ -1,7 +1,17 @@
 """The nine workloads that figures are about: single images of several sizes, batches, and videos; and a sweep.
 
 A grid is `[(t, h, w), ...]` in patches of 16 pixels; two frames of a video are one t.
+
+The roofline: useful FLOPs and bytes of each operation, and the least time that they take.
 """
+
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.kernels import backends
+from fusedvit.model.plan import Task, tasks
+from fusedvit.model.spec import VisionSpec
 
 Grid = list[tuple[int, int, int]]
 
@@ -44,3 +54,94 @@ def sweep(sides: tuple[int, ...] = IMAGE_SIDES, frames: tuple[int, ...] = VIDEO_
     """Single images by their side, then videos of 224 px by their frames."""
     images = {f"image {side} px": image(side) for side in sides}
     return images | {f"video {n} frames": video(n) for n in frames}
+
+
+# ── the roofline ──
+
+PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # measured on an H200: an 8192^3 bf16 product, an elementwise copy
+ITEM = 2  # bytes of a value in bf16
+MERGED = ("merger", "deepstack", "downsample")  # operations whose rows are merged tokens
+ONCE = ("patch", "downsample", "merger_proj")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One operation, all its launches in one call: each input is read once, each output written once."""
+
+    flops: float
+    bytes: float
+    weight_bytes: float = 0.0
+
+    @property
+    def floor_ms(self) -> float:
+        return max(self.flops / PEAK_TFLOPS, self.bytes / PEAK_TBS) / 1e9
+
+    def times(self, n: int) -> "Cost":
+        return Cost(n * self.flops, n * self.bytes, n * self.weight_bytes)
+
+
+def linear_cost(rows: int, n: int, k: int, *, extra_values: int = 0) -> Cost:
+    """`[rows, k] x [n, k]`; `extra_values`: those of a residual or table that the epilogue reads."""
+    weight = n * k * ITEM
+    return Cost(2.0 * rows * n * k, weight + (rows * (n + k) + extra_values) * ITEM, weight)
+
+
+def attention_cost(lengths: list[int], heads: int, head_dim: int) -> Cost:
+    """Two products within each sequence; q, k, v read, the result written."""
+    pairs = sum(length * length for length in lengths)
+    return Cost(4.0 * pairs * heads * head_dim, 4.0 * sum(lengths) * heads * head_dim * ITEM)
+
+
+def tower_costs(spec: VisionSpec, grid: Grid) -> dict[str, Cost]:
+    """The cost of one call by operation, named as in `plan.EncoderPlan`; all attention together."""
+    found: dict[str, Cost] = {}
+    for task in tasks(spec, tokens(grid), torch.bfloat16):
+        if task.key.op == backends.ATTENTION:
+            found.setdefault("attention", _attention(spec, grid))
+            continue
+        merged = task.name.startswith(MERGED)
+        times = _times(spec, task.name)
+        found[task.name] = _linear(task, spec, tokens(grid) // (spec.merge_unit if merged else 1)).times(times)
+    return found
+
+
+def _times(spec: VisionSpec, name: str) -> int:
+    """How often a tower launches a linear layer."""
+    once = name in ONCE or (name == "merger_fc1" and spec.deepstack)
+    if once or name == "deepstack_fc1":
+        return 1 if once else len(spec.deepstack)
+    return 1 + len(spec.deepstack) if name.startswith(MERGED) else spec.depth
+
+
+def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
+    """One launch. Keys and values that several heads share count once, though ours computes them for each."""
+    parts, n, k = set(task.key.kind.split("+")), task.key.n, task.key.k
+    if task.name == "qkv" and spec.kv_heads:
+        n = spec.head_dim * (spec.num_heads + 2 * spec.kv_heads)
+    extra = rows * n if parts & {"residual", "taps"} else -rows * n // 2 if "swiglu" in parts else 0
+    return linear_cost(rows, n, k, extra_values=extra)
+
+
+def _attention(spec: VisionSpec, grid: Grid) -> Cost:
+    """All blocks: within frames, or within windows, which the borders of a frame cut."""
+    side = spec.window * spec.merge_size
+    windowed = sum(spec.is_windowed(block) for block in range(spec.depth))
+    frames = [(h, w) for t, h, w in grid for _ in range(t)]
+    whole = attention_cost([h * w for h, w in frames], spec.num_heads, spec.head_dim).times(spec.depth - windowed)
+    if not windowed:
+        return whole
+    lengths = [a * b for h, w in frames for a in _cut(h, side) for b in _cut(w, side)]
+    within = attention_cost(lengths, spec.num_heads, spec.head_dim).times(windowed)
+    return Cost(whole.flops + within.flops, whole.bytes + within.bytes)
+
+
+def _cut(length: int, side: int) -> list[int]:
+    """`length` in parts of `side`; the last has the rest."""
+    return [min(side, length - begin) for begin in range(0, length, side)]
+
+
+def tower_floor_ms(spec: VisionSpec, grid: Grid) -> float:
+    """All useful FLOPs at the peak rate, or all weights through memory once, whichever is longer."""
+    costs = tower_costs(spec, grid).values()
+    flops, weights = sum(c.flops for c in costs), sum(c.weight_bytes for c in costs)
+    return max(flops / PEAK_TFLOPS, weights / PEAK_TBS) / 1e9

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from fusedvit.graphs.limits import MOST, check_limits
 
+COMPILE = ("background", "now")
+SMALL = "small"
 ANY_BUDGET = MOST  # placeholder for budgets that are inferred later
 
 
@@ -20,6 +22,12 @@ class FuseConfig:
         max_frames: frames (attention sequences) per graph; None: chosen.
         graphs: replay CUDA graphs on a GPU; False runs every call eagerly.
         strict: raise `RuntimeError` where a call would fall back to the original code.
+        compile: "background": until the kernels of a call are compiled it runs the original code, while processes of
+            low priority compile them; "now": it waits for them, as `strict` calls, `warmup()` and calls inside a stream
+            capture do anyway.
+        memory: MiB of device memory that prepared weights, static buffers and graphs may hold together, as far as
+            budgets can be made smaller; "small": at most 1.2 times the prepared weights. None: buffers take up to a
+            tenth of the free memory.
         watch_data: detect writes that bypass autograd's version counter (`param.data.copy_(...)`) by a sampled
             fingerprint of the weights, read back together with `grid_thw`. False: such writes need
             `handle.refresh()`.
@@ -33,12 +41,26 @@ class FuseConfig:
     max_frames: int | None = None
     graphs: bool = True
     strict: bool = False
+    compile: str = "background"
+    memory: str | int | None = None
     watch_data: bool = True
 
     def __post_init__(self) -> None:
         for name in ("graphs", "strict", "watch_data"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.compile not in COMPILE:
+            raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}; got {self.compile!r}")
+        _check_memory(self.memory)
         items = 1 if self.max_items is None else self.max_items
         frames = items if self.max_frames is None else self.max_frames
         check_limits((ANY_BUDGET,) if self.token_budgets is None else self.token_budgets, items, frames)
+
+
+def _check_memory(memory: str | int | None) -> None:
+    if memory is None or memory == SMALL:
+        return
+    if type(memory) is not int:
+        raise TypeError(f"memory must be {SMALL!r}, a number of MiB or None, got {memory!r}")
+    if memory < 1:
+        raise ValueError(f"memory must be at least 1 MiB, got {memory}")

@@ -34,3 +34,7 @@ class InputError(ValueError):
 def first_line(error: BaseException, room: int = 300) -> str:
     """What an error says, in one line: its first sentence lines up to an empty one."""
     return " ".join(str(error).strip().split("\n\n")[0].split())[:room] or type(error).__name__
+
+
+class WeightsReleased(Exception):
+    """Weights were given back during a run on them; the run is done again, or the tower was unfused."""

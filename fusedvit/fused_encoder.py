@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -16,22 +17,28 @@ from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import FuseConfig
-from fusedvit.errors import Reason
+from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
+from fusedvit.kernels.launch import KernelFailed
 from fusedvit.kernels.load_inputs import FLOATS, kind_of
+from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
+from fusedvit.model.ops import TORCH, Ops, ops_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, new_graphs
+from fusedvit.runtime.compile_service import service_of
 from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items
+from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
+from fusedvit.runtime.meta_runs import MetaRuns
 from fusedvit.runtime.runner import Runtime, budgets_of, on_device, run
 from fusedvit.runtime.speculative_replay import SpeculativeReplay
-from fusedvit.runtime.weight_cache import WeightCache, WeightsReleased
+from fusedvit.runtime.weight_cache import WeightCache
 from fusedvit.stats import Stats, compiles, describe, describe_ended
 
 NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
@@ -97,6 +104,7 @@ class FusedEncoder:
             functools.partial(_source_of, self._tower, self._name, family, spec, self.built, self._normalizations),
             functools.partial(_told, this, FusedEncoder._weights_moved),
             functools.partial(_told, this, FusedEncoder._release_graphs),
+            functools.partial(_loaded_ops, this),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -219,10 +227,14 @@ class FusedEncoder:
             if not weights.fits(parameter) or not weights.read_back(weights.mark(), True, None).unchanged:
                 self._raise_if(self._prepare_now(weights.version))
                 parameter = weights.first_parameter()
-            graphs = self._runtime_on(parameter).graphs
+            runtime = self._runtime_on(parameter)
+            graphs = runtime.graphs
             if graphs is not None:
-                unit = self.spec.merge_unit
-                graphs.capture(progress, None if wanted is None else budgets_of(wanted, unit, graphs.limits))
+                unit, limits = self.spec.merge_unit, graphs.limits
+                budgets = limits.token_budgets if wanted is None else budgets_of(wanted, unit, limits)
+                if runtime.kernels is not None:
+                    runtime.kernels.need([Run(budget, True, self.weights.kinds) for budget in budgets], wait=True)
+                graphs.capture(progress, budgets)
 
     def _items_of(self, grid_thw: Grid) -> list[Item]:
         rows = check_grid(grid_thw).tolist()
@@ -358,6 +370,8 @@ class FusedEncoder:
             self._stats.add(calls=1)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra)
             found = reason or self._run_until_unchanged(pixels, grid_thw, replay, marked)
+        except (KernelsNotReady, KernelFailed) as why:
+            found = Reason(fallback.NOT_READY, str(why))
         finally:
             if replay is not None:
                 replay.drop()
@@ -419,6 +433,8 @@ class FusedEncoder:
         items, outputs = inputs.items, None
         if items is not None:
             outputs = run(runtime, inputs.pixels, items, self._stats.eager_runs)
+        elif replay is None and runtime.kernels is not None:
+            runtime.kernels.need([_likely_run(runtime, inputs)], runtime.compile_now)
         found = weights.read_back(mark, check_content, inputs.grid)
         if items is None:
             known = inputs.with_rows(found.rows, self.spec.merge_size)
@@ -512,7 +528,7 @@ class FusedEncoder:
         if known is None or known.device != device or known.dtype != dtype:
             known = self._new_runtime(device, dtype)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return replace(known, graphs=None, no_graphs=CAPTURING)
+            return replace(known, graphs=None, no_graphs=CAPTURING, compile_now=True)
         return known
 
     def _new_runtime(self, device: torch.device, dtype: torch.dtype) -> Runtime:
@@ -524,13 +540,21 @@ class FusedEncoder:
             why_not = NO_GPU if device.type != "cuda" else "" if self.config.graphs else NO_GRAPHS
             if not why_not and self.weights.moves > MOST_MOVES:
                 why_not = MOVING
-            if why_not:
-                self._runtime = Runtime(self.spec, self.weights, device, dtype, no_graphs=why_not)
-                return self._runtime
-            limits = self.limits(dtype, torch.cuda.mem_get_info(device)[0])
-            graphs = new_graphs(self.spec, limits, self.weights.get, device, dtype)
-            self._runtime = Runtime(self.spec, self.weights, device, dtype, graphs, limits=limits)
+            limits = None if why_not else self.limits(dtype, torch.cuda.mem_get_info(device)[0])
+            graphs = None
+            if limits is not None:
+                graphs = new_graphs(self.spec, limits, self.weights.get, device, dtype)
+            kernels = None if device.type != "cuda" else self._new_loader(device, dtype, limits)
+            now = self.config.strict or self.config.compile == "now"
+            self._runtime = Runtime(
+                self.spec, self.weights, device, dtype, graphs, why_not, limits, kernels, compile_now=now
+            )
             return self._runtime
+
+    def _new_loader(self, device: torch.device, dtype: torch.dtype, limits: Limits | None) -> KernelLoader:
+        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device))
+        ladder = limits.token_budgets if limits is not None else ()
+        return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()))
 
 
 def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:
@@ -549,6 +573,23 @@ def _source_of(
     normalizations: dict[bool, Normalization],
 ) -> CheckedTower:
     return CheckedTower(_held(tower, name), family, spec, built, normalizations)
+
+
+def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
+    """What a call whose grid nobody has read runs, as far as its shapes tell."""
+    tokens, limits = inputs.pixels.shape[0], runtime.limits
+    if runtime.graphs is None or limits is None:
+        return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)
+    budget = limits.smallest_for(tokens // runtime.spec.merge_unit) or limits.largest
+    return Run(budget, True, runtime.weights.kinds)
+
+
+def _loaded_ops(handle: weakref.ref[FusedEncoder], device: torch.device) -> Ops:
+    """Operations on `device` that wait for no compiler: PyTorch's own until there are kernels."""
+    alive = handle()
+    runtime = None if alive is None else alive._runtime
+    ready = runtime is not None and runtime.kernels is not None and runtime.kernels.ready
+    return ops_for(device) if ready else TORCH
 
 
 def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None]) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -27,9 +27,6 @@ class Program(Protocol):
 
     def allocate(self, limits: Limits) -> None:
         """Allocates static buffers for the largest budget; smaller ones use a part of them. Precedes any capture."""
-
-    def compile(self, budgets: Sequence[int]) -> None:
-        """Compiles what `run` will launch for `budgets`; what fails here may fail again there. After `allocate`."""
 
     def run(self, budget: int) -> None:
         """Launches everything for `budget` on the static buffers. Allocates nothing, reads nothing back."""
@@ -169,7 +166,6 @@ class GraphManager:
     ) -> None:
         """Captures every budget, or those of `only`, the largest first; `progress` wraps the iterable of budgets."""
         wanted = tuple(b for b in reversed(self.limits.token_budgets) if only is None or b in only)
-        self._compile(tuple(b for b in reversed(wanted) if b not in self._graphs and b not in self._failed))
         for budget in progress(wanted):
             self.ready(budget)
 
@@ -180,6 +176,10 @@ class GraphManager:
                 self._try_capture(budget)
             return budget in self._graphs
 
+    def is_settled(self, budget: int) -> bool:
+        """Whether a capture of `budget` was tried, so that a replay captures nothing."""
+        return budget in self._graphs or budget in self._failed
+
     def graph(self, budget: int) -> Graph:
         """The captured graph of a `ready` budget, for measuring."""
         return self._graphs[budget]
@@ -187,15 +187,6 @@ class GraphManager:
     def _budget_for(self, budget: int) -> int | None:
         """The budget whose graph takes a batch of `budget`, None if none does. From call to call it stays the same."""
         return budget if self.ready(budget) else self._failed[budget]
-
-    def _compile(self, budgets: tuple[int, ...]) -> None:
-        """Compiles all at once, which takes a fraction of the time. A failure is dealt with budget by budget."""
-        if not budgets:
-            return
-        with self._lock, contextlib.suppress(RuntimeError):
-            self._allocate()
-            with self._buffers_in_use():
-                self._program.compile(budgets)
 
     def _try_capture(self, budget: int) -> None:
         try:

@@ -1,26 +1,36 @@
-"""A launcher that costs half of Triton's own from the second launch on.
+"""Launches: of a kernel that this process has at half the cost of Triton's launcher; of others, compiled elsewhere.
 
 Triton's launcher works out every argument's specialisation at every launch: 20 us on the host, and an encoder call
 takes 140 launches. What decides the machine code is a short key here, so the compiled kernel is looked up and run
 directly. Launch hooks (profilers) still see every launch.
+
+A kernel that is compiled is in Triton's cache on disk, under a key that Triton computes from the launch. A `KernelJob`
+is that launch without its tensors, small enough for a pipe; compiled in any process, it leaves the same key. Within
+`FromCache` a launch finds its kernel in the cache, or notes the job and compiles nothing.
 """
 
 import copy
+import hashlib
+import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import triton
 from triton import knobs
+from triton.runtime.cache import FileCacheManager, get_cache_manager
 from triton.runtime.jit import JITFunction
 
 _compiled: dict[tuple[Any, ...], "Loaded"] = {}
 _compiling_only: ContextVar[bool] = ContextVar("fusedvit_compiling_only", default=False)
+ALIGNMENT = 16  # bytes: a pointer that is a multiple of it gives other code
 
 
 class Loaded:
@@ -64,6 +74,209 @@ class Loaded:
         return text
 
 
+class KernelMissing(Exception):
+    """A launch within `FromCache` whose kernel is not compiled yet."""
+
+
+class KernelFailed(RuntimeError):
+    """A launch within `FromCache` whose kernel could not be compiled; as the compiler's own error would, it leads to
+    another backend where there is one."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What decides the code of a pointer, or of a tensor descriptor.
+
+    Attributes:
+        aligned: the address is a multiple of `ALIGNMENT`.
+        descriptor: its class; None for a pointer.
+        layout: of a Gluon descriptor.
+    """
+
+    dtype: torch.dtype
+    aligned: bool = True
+    descriptor: type | None = None
+    block_shape: tuple[int, ...] = ()
+    layout: Any = None
+
+    @staticmethod
+    def of(given: Any) -> "Argument | None":
+        """That of a tensor, a descriptor or nothing."""
+        if given is None:
+            return None
+        if isinstance(given, torch.Tensor):
+            return Argument(given.dtype, given.data_ptr() % ALIGNMENT == 0)
+        layout = getattr(given, "layout", None)
+        return Argument(given.base.dtype, True, type(given), tuple(given.block_shape), layout)
+
+    def stand_in(self) -> Any:
+        """A tensor or descriptor without memory that Triton takes for the one this was made of."""
+        base = torch.empty(2, dtype=self.dtype, device="meta")
+        if self.descriptor is None:
+            return base if self.aligned else base[1:]
+        built: Any = object.__new__(self.descriptor)
+        built.base, built.block_shape = base, list(self.block_shape)
+        built.shape, built.strides = [1] * len(self.block_shape), [1] * len(self.block_shape)
+        if self.layout is not None:
+            built.layout = self.layout
+        return built
+
+
+@dataclass(frozen=True)
+class KernelJob:
+    """A launch without its tensors, which can be pickled.
+
+    Attributes:
+        module, name: where the kernel is.
+        arguments: in the kernel's order, all but the constants; 32-bit integers as they are.
+        constants, options: as `launch` takes them.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[Argument | int | None, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(
+        kernel: JITFunction, given: Iterable[Any], constants: dict[str, Any], options: dict[str, Any]
+    ) -> "KernelJob":
+        """That of a launch on the tensors, descriptors and integers `given`."""
+        arguments = tuple(x if isinstance(x, int) else Argument.of(x) for x in given)
+        return KernelJob(kernel.fn.__module__, kernel.fn.__name__, arguments, constants, options)
+
+    def kernel(self) -> JITFunction:
+        """The kernel that is launched."""
+        found: JITFunction = getattr(importlib.import_module(self.module), self.name)
+        return found
+
+    def build(self) -> Any:
+        """The compiled kernel, for the target of Triton's active driver; None within `FromCache` if there is none."""
+        stand_ins = [a.stand_in() if isinstance(a, Argument) else a for a in self.arguments]
+        return self.kernel().run(*stand_ins, grid=(1,), warmup=True, **self.constants, **self.options)
+
+
+class FromCache(triton.AsyncCompileMode):
+    """Launches within take their kernels from Triton's cache on disk; none is compiled.
+
+    It is what Triton calls a mode of compilation: a kernel that this process does not have yet is asked of `submit`,
+    by its key.
+
+    Attributes:
+        collect: launches launch nothing; kernels that are not in the cache are noted. Otherwise the first one raises
+            `KernelMissing`, or `KernelFailed` if it is one of `failed`.
+        missing: jobs of kernels that are not in the cache, by their keys' digests, which name folders of the cache.
+    """
+
+    def __init__(
+        self,
+        collect: bool,
+        pause: Callable[[], None] = lambda: None,
+        on_missing: Callable[[str, KernelJob], None] = lambda digest, job: None,
+        failed: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Nothing is missing yet.
+
+        Args:
+            pause: called before each kernel that is loaded.
+            on_missing: called with each entry of `missing` as it is found.
+            failed: kernels that cannot be compiled, and why, by their keys' digests.
+        """
+        super().__init__(None)  # no executor: nothing is compiled
+        self.collect = collect
+        self.missing: dict[str, KernelJob] = {}
+        self._seen: set[object] = set()
+        self._pause = pause
+        self._on_missing = on_missing
+        self._failed = failed
+        self._job: KernelJob | None = None
+
+    def begin(self, job: KernelJob, key: object) -> None:
+        """`job` is about to be launched; in a collection, which launches nothing, it is loaded now.
+
+        Args:
+            key: what decides its code; of a collection's launches that agree in it the first alone is loaded.
+        """
+        self._job = job
+        if not self.collect or key in self._seen:
+            return
+        self._seen.add(key)
+        self._pause()
+        job.build()
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any) -> Any:
+        """Triton's call for a kernel that this process does not have: `compile_fn` reads what is in the cache."""
+        assert self._job is not None, "Triton is asked for a kernel outside `launch`"
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        if is_cached(digest, self._job.name):
+            kernel = compile_fn()
+            finalize_fn(kernel)
+            return kernel
+        if digest not in self.missing:
+            self.missing[digest] = self._job
+            self._on_missing(digest, self._job)
+        if self.collect:
+            return None
+        if digest in self._failed:
+            raise KernelFailed(self._failed[digest])
+        raise KernelMissing(self._job.name)
+
+
+def is_cached(digest: str, name: str) -> bool:
+    """Whether Triton's cache holds the kernel of this key, all its files included."""
+    try:
+        return bool(get_cache_manager(digest).get_group(f"{name[:150]}.json"))  # as Triton cuts it
+    except OSError:  # a folder for it cannot be made: there is none
+        return False
+
+
+_from_cache: ContextVar[FromCache | None] = ContextVar("fusedvit_from_cache", default=None)
+
+
+def from_cache() -> FromCache | None:
+    """The mode that the current thread is in."""
+    return _from_cache.get()
+
+
+@contextmanager
+def loading_from_cache(mode: FromCache) -> Iterator[FromCache]:
+    """Within it the launches of this thread are as `mode` says."""
+    token = _from_cache.set(mode)
+    try:
+        with mode:
+            yield mode
+    finally:
+        _from_cache.reset(token)
+
+
+def private_cache(folder: str) -> type[FileCacheManager]:
+    """Triton's cache where it can only be read: what is not in it is kept in `folder`.
+
+    To be set as `triton.knobs.cache.manager_class`.
+    """
+
+    class PrivateCache(FileCacheManager):
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+            shared = os.path.join(knobs.cache.dir or "", key)
+            if override or dump or _is_whole(shared):
+                super().__init__(key, override, dump)
+                return
+            self.key, self.cache_dir = key, os.path.join(folder, key)
+            self.lock_path = os.path.join(self.cache_dir, "lock")
+            os.makedirs(self.cache_dir, exist_ok=True)
+
+    return PrivateCache
+
+
+def _is_whole(folder: str) -> bool:
+    """Whether a kernel's folder has what is written last: the list of its files, or a launcher."""
+    try:
+        return any(name.startswith("__grp__") or name.endswith(".so") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
 @contextmanager
 def compiling_only() -> Iterator[None]:
     """Within it `launch` compiles and does not launch. Compilations run in parallel; leaving waits for them.
@@ -105,11 +318,17 @@ def launch(
         scalars: 32-bit integers for which the kernel is not specialised.
 
     Returns:
-        The kernel, to be launched again where nothing that decides the code differs; None within `compiling_only` and
-        in Triton's interpreter.
+        The kernel, to be launched again where nothing that decides the code differs; None within `compiling_only`, in
+        a collection of `FromCache` and in Triton's interpreter.
+
+    Raises:
+        KernelMissing: within `FromCache`; nothing was launched.
     """
-    last = pointers[-1]
-    decides: list[Any] = [kernel.fn, None if last is None else last.device, *constants.values(), *options.values()]
+    placed = pointers[-1]
+    if placed is None:
+        placed = next((p for p in pointers if p is not None), None)
+    device = None if placed is None else placed.device
+    decides: list[Any] = [kernel.fn, device, *constants.values(), *options.values()]
     for descriptor in descriptors:
         if descriptor is None or isinstance(descriptor, torch.Tensor):
             _add_pointer(decides, descriptor)
@@ -124,20 +343,35 @@ def launch(
         addresses = [p if p is None or not p.is_cuda else p.data_ptr() for p in pointers]
         compiled.launch(programs, (*descriptors, *addresses, *scalars))
         return compiled
-    names = kernel.arg_names[len(descriptors) + len(pointers) + len(scalars) :]
+    return _first_launch(kernel, key, programs, (*descriptors, *pointers, *scalars), constants, options)
+
+
+def _first_launch(
+    kernel: JITFunction,
+    key: tuple[Any, ...],
+    programs: int,
+    given: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, int],
+) -> Loaded | None:
+    """A launch by Triton's own launcher; `key` is what decides the code."""
+    names = kernel.arg_names[len(given) :]
     assert list(constants) == list(names), f"{kernel.__name__} takes {names}, got {list(constants)}"
     # Fused multiply-adds are on explicitly: versions of Triton differ in their default.
-    named = constants | options | {"enable_fp_fusion": True}
+    named = options | {"enable_fp_fusion": True}
     pdl = bool(named.pop("launch_pdl", False))
-    arguments = *descriptors, *pointers, *scalars
-    only = only_compiling()
+    mode, only = from_cache(), only_compiling()
+    if mode is not None:
+        mode.begin(KernelJob.of(kernel, given, constants, named), key)
+        if mode.collect:
+            return None
     run = partial(kernel.warmup, grid=(programs,)) if pdl or only else kernel[(programs,)]
-    built = run(*arguments, **named)
+    built = run(*given, **constants, **named)
     if built is None or only:  # the interpreter compiles nothing
         return None
     compiled = _compiled[key] = Loaded(built, constants, pdl)
     if pdl:  # Triton's own launcher would launch without
-        compiled.launch(programs, arguments)
+        compiled.launch(programs, given)
     return compiled
 
 

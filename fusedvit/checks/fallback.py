@@ -30,6 +30,7 @@ ANOTHER_TOWER = "another tower"
 TRANSFORM = "transform"
 CHANGING = "changing weights"
 RELEASED = "unfused during the call"
+NOT_READY = "kernels not ready"
 UNSUPPORTED_DEVICE = "unsupported device"
 UNSUPPORTED_DTYPE = "unsupported dtype"
 
@@ -55,6 +56,7 @@ ADVICE = {
     ODD_POSITIONS: "fused run images whose patches come row by row, padding last, in whole squares that are pooled",
     CHANGING: "somebody writes the tower's parameters all the time",
     RELEASED: "calls that are under way end in the original code",
+    NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',
     UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",
     UNSUPPORTED_DTYPE: "kernels take float32, float16 and bfloat16",
 }

@@ -60,7 +60,7 @@ def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
         of = dtype_of(None, device)
         tower = Tower(model_id, load_tower(model_id, device, of, step), of) if model_id else random_tower(device)
         step("fusing")
-        handle = fusedvit.fuse(tower.model)
+        handle = fusedvit.fuse(tower.model, fusedvit.FuseConfig(compile="now"))
         towers = side_by_side(handle, tower.dtype, device)
         inputs = inputs_of(media, towers)
         calls = [_compare_call(name, item, towers, step) for name, item in inputs.items()]

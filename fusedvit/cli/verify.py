@@ -33,7 +33,7 @@ def run(
         of = dtype_of(dtype, on)
         tower = Tower(model, load_tower(model, on, of, step), of)
         step("fusing")
-        towers = side_by_side(fusedvit.fuse(tower.model), tower.dtype, on)
+        towers = side_by_side(fusedvit.fuse(tower.model, fusedvit.FuseConfig(compile="now")), tower.dtype, on)
         found = {}
         for name, item in inputs_of(files, towers).items():
             step(name)

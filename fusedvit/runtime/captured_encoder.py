@@ -16,7 +16,6 @@ from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.side_stream import CapturedSideStream
 from fusedvit.kernels import load_inputs
 from fusedvit.kernels.backends import BackendFailed
-from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.load_inputs import BYTES, FLOATS, STILL_BYTES, centred, kind_of
 from fusedvit.kernels.metadata import Layout
 from fusedvit.kernels.tile_configs import DENSE, Target
@@ -114,13 +113,6 @@ class CapturedEncoder:
                     return
                 except BackendFailed:  # at its first launch, in a rehearsal; the next plan does without that backend
                     self._plans |= self._plan((budget,))
-
-    def compile(self, budgets: Sequence[int]) -> None:
-        """Compiles what `run` launches for `budgets`, on all cores."""
-        with compiling_only():
-            for budget in budgets:
-                self.rehearse(budget)
-                self.run(budget)
 
     def rehearse(self, budget: int) -> None:
         """Loads one image of one merged token, and launches every kernel that moves content in and out once.
@@ -233,7 +225,7 @@ class TowerGraphs:
     def capture(
         self, progress: Callable[[Iterable[int]], Iterable[int]] | None, only: Collection[int] | None = None
     ) -> None:
-        """Compiles and captures every budget, or those of `only`, the largest first."""
+        """Captures every budget, or those of `only`, the largest first."""
         self.manager.warmup(progress or _bar, only)
 
 

@@ -13,7 +13,7 @@ import torch
 from fusedvit.graphs.capture import CurrentStream
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
-from fusedvit.model.ops import ops_for
+from fusedvit.model.ops import Ops, ops_for
 
 SMALLEST_SLOT = 64  # items
 BEGINNING = 2**14  # bytes of a prepared copy: as many as `kernels.fingerprint` reads one after another
@@ -132,32 +132,28 @@ class ContentCheck:
     slots: list[Slot] = field(default_factory=list)
 
     @staticmethod
-    def of(parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor] = ()) -> "ContentCheck":
-        """Fingerprints `parameters` and the beginnings of flat `copies` as they are; waits for the GPU.
+    def of(parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
+        """Fingerprints `parameters` and the beginnings of flat `copies` as they are, by `ops`; waits for the GPU.
 
         Memory that loses its content loses all of it; a call's read is short, as the encoder shares the GPU with it.
         """
         beginnings = [copy[: BEGINNING // copy.itemsize] for copy in copies]
         sources = FingerprintSources.of([*parameters, *beginnings])
         device = sources.pointers.device
-        ops = ops_for(device)
         found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))
-        for dtype in GRID_DTYPES:  # so that what a call launches is compiled by now
-            rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
-            ops.fingerprint(sources, found[:0], rows.to(dtype), rows)
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         marks = StreamMarks(device) if device.type == "cuda" else None
         addresses = [p.data_ptr() for p in parameters]
         return ContentCheck(tuple(parameters), addresses, sources, found.cpu(), stream, marks)
 
-    def moved(self) -> "ContentCheck | None":
+    def moved(self, ops: Ops) -> "ContentCheck | None":
         """This check at the addresses that its parameters have now, if these hold what they did; waits for the GPU."""
         now, then = self.parameters, self.sources.tensors
         if not all(_is_like(p, alias) for p, alias in zip(now, then, strict=False)):
             return None
         sources = FingerprintSources.of([*now, *then[len(now) :]])
         found = torch.empty_like(self.expected, device=sources.pointers.device)
-        if not torch.equal(ops_for(found.device).fingerprint(sources, found).cpu(), self.expected):
+        if not torch.equal(ops.fingerprint(sources, found).cpu(), self.expected):
             return None
         return replace(self, addresses=[p.data_ptr() for p in now], sources=sources, slots=[])
 

@@ -24,6 +24,7 @@ from fusedvit.model.plan import plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import ALIGNMENT
 from fusedvit.runtime.captured_encoder import TowerGraphs
+from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
 from fusedvit.runtime.weight_cache import WeightCache
 
 LAYOUTS_KEPT = 512
@@ -49,6 +50,8 @@ class Runtime:
     Attributes:
         graphs: what is replayed; None to run eagerly.
         no_graphs: why there are none; "" where there are.
+        kernels: which runs have their kernels; None where nothing is compiled.
+        compile_now: wait for kernels that are missing.
         limits: the token budgets that eager runs take their configurations by, for the same bits as a replay's; None
             where there never were graphs.
     """
@@ -60,6 +63,8 @@ class Runtime:
     graphs: TowerGraphs | None = None
     no_graphs: str = ""
     limits: Limits | None = None
+    kernels: KernelLoader | None = None
+    compile_now: bool = False
 
     def plan_tokens(self, tokens: int) -> int:
         """The patch-token budget that an eager run of `tokens` patch tokens takes its configurations by.
@@ -151,12 +156,49 @@ def run(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Co
     Args:
         pixels: of any kind (`kernels.load_inputs.kind_of`), on any device, rows of the items one after another.
         eager: counts of eager runs by reason, added to.
+
+    Raises:
+        KernelsNotReady: some are still being compiled, and the runtime does not wait; nothing has changed.
     """
     pixels = pixels.detach()
+    graphs = runtime.graphs
+    steps = () if graphs is None else plan_steps(tuple(items), runtime.spec.merge_unit, graphs.limits)
+    if runtime.kernels is None:
+        return _run_steps(runtime, pixels, items, steps, eager)
+    runs = _new_runs(runtime, items, steps)
+    if not runs:
+        return _run_steps(runtime, pixels, items, steps, eager)
+    runtime.kernels.need(runs, runtime.compile_now)
+    if runtime.compile_now:
+        return _run_steps(runtime, pixels, items, steps, eager)
+    with runtime.kernels.guard(runs):
+        captures = [run.tokens for run in runs if run.graph]
+        if graphs is not None and len(captures) > 1:  # a call has the time of one capture
+            graphs.manager.ready(captures[0])
+            raise KernelsNotReady("")
+        return _run_steps(runtime, pixels, items, steps, eager)
+
+
+def _new_runs(runtime: Runtime, items: Sequence[Item], steps: Sequence[Step]) -> list[Run]:
+    """What `steps` launch that is not captured; the eager run of `items` where there are no steps."""
+    graphs, kinds = runtime.graphs, runtime.weights.kinds
+    if graphs is None:
+        return [Run(runtime.plan_tokens(_tokens(items)), False, kinds)]
+    runs: dict[Run, None] = {}
+    for step in steps:
+        if step.batch is None:
+            runs[Run(runtime.plan_tokens(sum([t * h * w for t, h, w in step.rows])), False, kinds)] = None
+        elif not graphs.manager.is_settled(step.batch.budget):
+            runs[Run(step.batch.budget, True, kinds)] = None
+    return list(runs)
+
+
+def _run_steps(
+    runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], steps: Sequence[Step], eager: Counter[str]
+) -> EncoderOutputs:
     if runtime.graphs is None:
         eager[runtime.no_graphs] += 1
         return run_eager(runtime, pixels, items)
-    steps = plan_steps(tuple(items), runtime.spec.merge_unit, runtime.graphs.limits)
     if len(steps) == 1 and steps[0].batch is None:
         eager[steps[0].reason] += 1
         return run_eager(runtime, pixels, items)

@@ -13,12 +13,7 @@ from triton.compiler import CompiledKernel
 
 from fusedvit.graphs.limits import Limits
 from fusedvit.kernels.codegen_checks import Launch, compilations
-from fusedvit.kernels.fingerprint import FingerprintSources
-from fusedvit.kernels.load_inputs import GRID_DTYPES
 from fusedvit.kernels.tile_configs import Target, ladder
-from fusedvit.model.buffers import Capacity, allocate
-from fusedvit.model.encoder import encode
-from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.ops import TRITON
 from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
@@ -27,8 +22,8 @@ from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.captured_encoder import CapturedEncoder, limits_for
+from fusedvit.runtime.meta_runs import META, fingerprints_on_meta, run_on_meta
 
-META = torch.device("meta")
 BEYOND = 4  # eager runs of up to so many times the largest budget are listed
 MEMORY = 80 << 30  # bytes: the default ladder of a GPU with less is the first part of this one's
 
@@ -53,7 +48,7 @@ def tower_launches(
         return plan_for(spec, tokens, dtype, target)
 
     def launches() -> None:
-        _fingerprints()
+        fingerprints_on_meta()
         captured = CapturedEncoder(spec, TRITON, dtype, META, lambda: weights, planner=planned)
         captured.allocate(limits)
         for budget in limits.token_budgets:
@@ -78,31 +73,9 @@ def meta_weights(spec: VisionSpec, dtype: torch.dtype, takes_bytes: bool = False
     return prepare(spec, names, source, normalizations=normalizations)
 
 
-def run_on_meta(
-    spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0
-) -> None:
-    """Runs `plan` eagerly on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
-    side = spec.merge_size
-    wide = tokens // side**2 * side - side
-    items = [Item(1, side, wide), Item(1, side, side)]  # a frame of each list of tiles
-    capacity = Capacity.of(items, plan.layout(spec))
-    buffers = allocate(spec, capacity, dtype, META, overlap=(overlapped, tokens))
-    encode(spec, weights, buffers, TRITON, plan)
-
-
 def _beyond(largest: int) -> Iterator[int]:
     """Row budgets of eager runs past `largest` patch tokens."""
     return itertools.islice(ladder(largest, BEYOND * largest), 1, None)
-
-
-def _fingerprints() -> None:
-    """The fingerprint of the weights alone, and with a grid of each dtype."""
-    words = torch.empty(1, dtype=torch.int64, device=META)
-    sources = FingerprintSources((), words, words)
-    TRITON.fingerprint(sources, words.int())
-    for dtype in GRID_DTYPES:
-        grid = torch.empty(1, 3, dtype=dtype, device=META)
-        TRITON.fingerprint(sources, words.int(), grid, grid.long())
 
 
 def by_family(launches: Iterable[Launch]) -> dict[str, tuple[int, dict[str, int]]]:

@@ -5,8 +5,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fusedvit.errors import Reason
+from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.kernels.load_inputs import FLOATS
+from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
 
@@ -48,10 +49,6 @@ class Source(Protocol):
         """The tower as it stands."""
 
 
-class WeightsReleased(Exception):
-    """Weights were given back during a run on them; the run is done again, or the tower was unfused."""
-
-
 class _Borrowed(NamedTuple):
     """What the weights have in memory of the tower's parameters.
 
@@ -81,19 +78,27 @@ class WeightCache:
         kinds: of pixels that the weights take, of `kernels.load_inputs.KINDS`.
     """
 
-    def __init__(self, source: Callable[[], Source], on_move: Callable[[], None], on_loss: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: Callable[[], Source],
+        on_move: Callable[[], None],
+        on_loss: Callable[[], None],
+        ops: Callable[[torch.device], Ops] = ops_for,
+    ) -> None:
         """Nothing prepared yet.
 
         Args:
             source: the tower, which is asked for anew each time and not kept.
             on_move: called when tensors that a captured graph points to are no longer the ones in use.
             on_loss: called when memory has lost its content, and static buffers may have too.
+            ops: what fingerprints are taken with outside a call.
         """
         self.version = self.prepared = self.moves = 0
         self.kinds: tuple[int, ...] = ()
         self._source = source
         self._on_move = on_move
         self._on_loss = on_loss
+        self._ops = ops
         self._forget()
 
     def _forget(self) -> None:
@@ -210,7 +215,7 @@ class WeightCache:
             return False
         if snapshot.in_place() or not snapshot.unchanged():
             return False
-        moved = content.moved()
+        moved = content.moved(self._ops(content.sources.pointers.device))
         if moved is None:
             return False
         self.version += 1
@@ -236,8 +241,9 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             weights = source.prepare(parameters, self._weights)
             snapshot = source.snapshot()
-            content = ContentCheck.of([*parameters.values(), *source.buffers()], weights.copies())
-        device = weights.patch.weight.device
+            device = weights.patch.weight.device
+            read = [*parameters.values(), *source.buffers()]
+            content = ContentCheck.of(read, weights.copies(), self._ops(device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.version += 1  # before the rest: a run that began earlier is not accepted

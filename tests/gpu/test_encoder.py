@@ -360,11 +360,11 @@ def test_moved_to_the_cpu_and_back() -> None:
 def test_what_kernels_do_not_take() -> None:
     call = Call.of(tower_on_gpu(), [(1, 6, 8)])
     doubles = tower_on_gpu(dtype=torch.float64)
-    handle = fusedvit.fuse(doubles, fusedvit.FuseConfig(graphs=False))
+    handle = fusedvit.fuse(doubles, fusedvit.FuseConfig(graphs=False, compile="now"))
     Call(call.pixels.double(), call.grid).run(doubles)
     ran_original(handle, fallback.UNSUPPORTED_DTYPE)
     tower = tower_on_gpu(dtype=torch.float32)
-    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(graphs=False))
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(graphs=False, compile="now"))
     with torch.autocast("cuda", dtype=torch.bfloat16):
         call.run(tower)
     ran_original(handle, fallback.AUTOCAST)

@@ -19,7 +19,7 @@ from fusedvit.kernels import fingerprint, launch
 from fusedvit.kernels.load_inputs import GRID_DTYPES
 
 pytestmark = pytest.mark.gpu
-CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64)
+CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64, compile="now")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_video_over_the_frame_budget_is_split_without_changing_a_bit(plain: nn
     pixels = pixels_for(plain, grid, torch.bfloat16, DEVICE, 0)
     with torch.inference_mode():
         whole = graph_stress.call(plain, pixels, torch.tensor(grid, device="cuda"))
-        handle = fuse(plain, FuseConfig(token_budgets=(256,), max_items=3, max_frames=3))
+        handle = fuse(plain, FuseConfig(token_budgets=(256,), max_items=3, max_frames=3, compile="now"))
         got = graph_stress.call(plain, pixels, grid)
         frames = [graph_stress.call(plain, pixels[i * 64 : (i + 1) * 64], [(1, 8, 8)]) for i in range(9)]
         stats = handle.stats()

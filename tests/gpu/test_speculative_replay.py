@@ -27,7 +27,7 @@ def plain() -> nn.Module:
 
 @pytest.fixture
 def fused(plain: nn.Module) -> Iterator[tuple[nn.Module, FusedEncoder]]:
-    handle = fuse(plain, FuseConfig(token_budgets=LADDER, max_items=16, max_frames=64))
+    handle = fuse(plain, FuseConfig(token_budgets=LADDER, max_items=16, max_frames=64, compile="now"))
     with torch.inference_mode():
         for rows in (128, 520):  # their first calls capture, and speculate nothing
             grid = [(1, 2, rows // 2)]

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from fusedvit.bench import baselines, ops, report, roofline, timing, tower_bench  # noqa: E402
+from fusedvit.bench import baselines, ops, report, timing, tower_bench, workloads  # noqa: E402
 from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
@@ -230,19 +230,19 @@ def test_the_floor_is_that_of_the_published_figures() -> None:
     spec = bench_towers.spec_of(bench_towers.GEOMETRIES["Qwen3-VL-8B"])
     known = {"1 x 224 px": 0.29, "1 x 448 px": 1.00, "1 x 1024 px": 7.34, "1 x 2048 px": 61.1, "mixed": 10.9}
     for name, ms in known.items():
-        assert roofline.tower_floor_ms(spec, WORKLOADS[name]) == pytest.approx(ms, rel=0.1), name
+        assert workloads.tower_floor_ms(spec, WORKLOADS[name]) == pytest.approx(ms, rel=0.1), name
 
 
 def test_the_floor_counts_what_a_tower_computes() -> None:
     """Windows that a border cuts, two factors of an MLP, keys and values that heads share."""
     spec = bench_towers.spec_of(bench_towers.GEOMETRIES["EXAONE-4.5-33B"])
-    costs = roofline.tower_costs(spec, [(1, 12, 8)])
+    costs = workloads.tower_costs(spec, [(1, 12, 8)])
     rows, c, kv = 96, spec.hidden_size, spec.kv_heads * spec.head_dim
     assert costs["qkv"].flops == 2 * rows * c * (c + 2 * kv) * spec.depth
     assert costs["fc1"].flops == 2 * rows * c * 2 * spec.intermediate_size * spec.depth
     pairs = 4 * rows**2 + 24 * (64**2 + 32**2)  # four blocks see whole frames
     assert costs["attention"].flops == 4 * pairs * c
-    glm = roofline.tower_costs(bench_towers.spec_of(bench_towers.GEOMETRIES["GLM-OCR"]), [(1, 12, 8)])
+    glm = workloads.tower_costs(bench_towers.spec_of(bench_towers.GEOMETRIES["GLM-OCR"]), [(1, 12, 8)])
     assert {"downsample", "merger_proj", "merger_fc1", "merger_fc2"} <= set(glm)
 
 
@@ -282,7 +282,7 @@ def test_shared_copies_share_parameters_and_nothing_else() -> None:
 
 def test_times_that_cannot_be_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph whose metadata was freed did once pass its gate and then raced through garbage."""
-    monkeypatch.setattr(tower_bench.roofline, "tower_floor_ms", lambda spec, grid: 1e6)
+    monkeypatch.setattr(tower_bench.workloads, "tower_floor_ms", lambda spec, grid: 1e6)
     options = tower_bench.Options(("tiny",), {"one": SMALL["one"]}, seconds=0, dtype=torch.float32)
     row = tower_bench.measure(options, CPU)["towers"]["tiny"]["workloads"]["one"]
     assert not row["ms"] and "under the floor" in row["parity"]["ours"]["reason"]

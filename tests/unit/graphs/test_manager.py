@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,10 +38,6 @@ class FakeProgram:
     def allocate(self, limits: Limits) -> None:
         self.log.add("allocate")
         self.allocated = True
-
-    def compile(self, budgets: Sequence[int]) -> None:
-        assert self.allocated, "compile before allocate"
-        self.log.add(f"compile {list(budgets)}")
 
     def run(self, budget: int) -> None:
         assert self.allocated, "run before allocate"
@@ -246,14 +242,6 @@ def test_buffers_are_free_again_whatever_a_rehearsal_raises(step: str, error: ty
     assert capture.in_use == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_buffers_are_free_again_whatever_a_compilation_raises(error: type[BaseException]) -> None:
-    manager, _, capture = make(Log("compile [4, 16, 64]", error))
-    with contextlib.suppress(KeyboardInterrupt):
-        manager.warmup()
-    assert capture.in_use == 0
-
-
 def test_a_failure_is_dealt_with_after_what_it_held_is_gone() -> None:
     """The traceback of an exception keeps its frames, and their tensors, until it is handled."""
     alive: list[bool] = []
@@ -309,27 +297,9 @@ def test_dropping_graphs_keeps_the_buffers() -> None:
     assert log.events.count("allocate") == 1
 
 
-def test_warmup_compiles_what_is_not_captured_yet_first() -> None:
-    log = Log()
-    manager, _, _ = make(log)
-    assert replay(manager, log, 16)
-    log.events.clear()
-    manager.warmup()
-    assert log.events[:2] == ["compile [4, 64]", "rehearse 64"]
-
-
 def test_warmup_of_some_budgets_leaves_the_others_to_their_first_call() -> None:
     log = Log()
     manager, _, _ = make(log)
     manager.warmup(only={4, 16, 5})  # 5 is none of the budgets
-    assert "compile [4, 16]" in log.events
     assert [e for e in log.events if e.startswith("rehearse")] == ["rehearse 16", "rehearse 4"]
     assert replay(manager, log, 64) and manager.stats.captures == 3
-
-
-@pytest.mark.parametrize("step", [1, 2])  # allocate, compile
-def test_a_failure_while_compiling_is_left_to_the_captures(step: int) -> None:
-    log = Log(fail_at=step)
-    manager, _, capture = make(log)
-    manager.warmup()
-    assert manager.stats.captures == 3 and capture.in_use == 0

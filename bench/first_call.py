@@ -1,0 +1,264 @@
+"""`python -m fusedvit.bench.first_call`: what users wait for before calls run fused. Needs a GPU; takes four minutes.
+
+Every scenario is a process of its own, with an empty Triton cache unless it says otherwise: calls of ten image sizes in
+a loop, `warmup()` cold and warm, and one call a second on two cores. Calls are timed with the GPU at rest before and
+after. Hugging Face's own first call and medians come from processes of their own, on the same cores.
+"""
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.api import fuse
+from fusedvit.bench import towers
+from fusedvit.bench.report import passport
+from fusedvit.bench.workloads import image, tokens
+from fusedvit.fused_encoder import FusedEncoder
+
+GEOMETRY = "Qwen3-VL-8B"
+SIDES = (448, 224, 336, 512, 576, 672, 768, 896, 1024, 1344)  # pixels; the first call is one of 448
+LOOP_SECONDS, WARM_SECONDS, SLOW_SECONDS = 60.0, 12.0, 60.0
+MEDIAN_OF = 15
+CLOSE = 0.03  # relative error of a fused answer against the original code's, by norms
+BARS = {  # name in the result: (at most, what it is)
+    "slowest_of_hf": (3.0, "slowest call but the first / Hugging Face's median of its size"),
+    "first_of_hf": (1.5, "first call / Hugging Face's first"),
+    "first_fused_s": (6.0, "s from the end of the first call to the end of the first fused one"),
+    "all_fused_s": (20.0, "s from the first call until a call of each size ran fused"),
+    "warmup_cold_s": (25.0, "s of warmup() of the default ladder, empty cache"),
+    "warmup_warm_s": (4.0, "s of the same in a new process"),
+    "warmup_folder_s": (4.0, "s of the same from a folder of `fusedvit compile`"),
+    "two_cores_fused_s": (40.0, "s until the first fused answer on two cores, one call a second"),
+    "two_cores_of_hf": (2.0, "slowest of these calls but the first / Hugging Face's median on two cores"),
+}
+
+
+class Tower:
+    """A tower on the GPU, the inputs of every size, and calls that are timed."""
+
+    def __init__(self) -> None:
+        device = torch.device("cuda")
+        self.module: nn.Module = towers.build_one(towers.GEOMETRIES[GEOMETRY], torch.bfloat16, device)
+        generator, width = torch.Generator(device).manual_seed(0), towers.patch_width(self.module)
+        self.inputs = {}
+        for side in SIDES:
+            grid = image(side)
+            pixels = torch.randn(tokens(grid), width, device=device, generator=generator).to(torch.bfloat16)
+            self.inputs[side] = pixels, torch.tensor(grid, device=device)
+        torch.cuda.synchronize()
+
+    def timed(self, side: int) -> tuple[float, Any]:
+        """(Seconds of one call, its outputs)."""
+        pixels, grid = self.inputs[side]
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            outputs = self.module(pixels, grid_thw=grid)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin, outputs
+
+    def error(self, side: int) -> float:
+        """Relative error of a call against the original code's answer, by norms."""
+        ours = self.timed(side)[1].pooler_output.float()
+        pixels, grid = self.inputs[side]
+        theirs = self.module(pixels.requires_grad_(), grid_thw=grid).pooler_output.detach().float()
+        pixels.requires_grad_(False)
+        return float((ours - theirs).norm() / theirs.norm())
+
+
+def hugging_face() -> dict[str, Any]:
+    """Its first call and its medians."""
+    tower = Tower()
+    first = tower.timed(SIDES[0])[0]
+    medians = {}
+    for side in SIDES:
+        tower.timed(side)
+        medians[side] = statistics.median(tower.timed(side)[0] for _ in range(MEDIAN_OF))
+    return {"first_s": first, "median_s": medians}
+
+
+def loop(seconds: float, pause: float = 0.0, sides: tuple[int, ...] = SIDES, until_fused: bool = False) -> Any:
+    """Calls of `sides` in turn for `seconds`, or until one has run fused."""
+    tower = Tower()
+    begin = time.perf_counter()
+    handle = fuse(tower.module)
+    fuse_s = time.perf_counter() - begin
+    calls: list[dict[str, Any]] = []
+    begin, fused = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        side = sides[len(calls) % len(sides)]
+        took, _ = tower.timed(side)
+        before, fused = fused, handle.stats()["fused"]
+        calls.append({"side": side, "s": took, "end_s": time.perf_counter() - begin, "fused": fused > before})
+        if until_fused and fused:
+            break
+        time.sleep(max(0.0, pause - took))
+    ready = [side for side in sides if any(call["fused"] for call in calls if call["side"] == side)]
+    errors = {side: tower.error(side) for side in ready}
+    return {"fuse_s": fuse_s, "calls": calls, "errors": errors, **counted(handle)}
+
+
+def warm_up() -> dict[str, Any]:
+    """`warmup()` of the default ladder."""
+    tower = Tower()
+    handle = fuse(tower.module)
+    begin = time.perf_counter()
+    handle.warmup()
+    torch.cuda.synchronize()
+    took = time.perf_counter() - begin
+    first = tower.timed(SIDES[0])[0]
+    return {"s": took, "first_call_s": first, "error": tower.error(SIDES[0]), **counted(handle)}
+
+
+def counted(handle: FusedEncoder) -> dict[str, Any]:
+    """What the handle counted, and processor seconds of the processes that compiled."""
+    stats = handle.stats()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "stats": {name: stats[name] for name in ("calls", "fused", "original", "eager", "compiles")},
+        "graphs": stats.get("graphs", {}),
+        "weights_mib": stats["weights_mib"],
+        "compiling_cpu_s": children.ru_utime + children.ru_stime,
+    }
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    "hugging_face": hugging_face,
+    "loop": lambda: loop(LOOP_SECONDS),
+    "loop_warm": lambda: loop(WARM_SECONDS),
+    "warmup": warm_up,
+    "hugging_face_two_cores": hugging_face,
+    "two_cores": lambda: loop(SLOW_SECONDS, pause=1.0, sides=SIDES[:1], until_fused=True),
+}
+
+
+def in_process(scenario: str, cache: str, report: Callable[[str], None], profile: bool = False) -> dict[str, Any]:
+    """Runs a scenario in a process of its own, on the Triton cache in the folder `cache`."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, "-m", "fusedvit.bench.first_call", "--scenario", scenario, "--json", file.name]
+        if profile:
+            command.append("--profile")
+        if scenario.endswith("two_cores"):
+            cores = sorted(os.sched_getaffinity(0))[:2]
+            command = ["taskset", "-c", ",".join(map(str, cores)), *command]
+        begin = time.perf_counter()
+        done = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, timeout=300, check=False)
+        report(f"{scenario}: {time.perf_counter() - begin:.0f} s in all")
+        if done.returncode:
+            return {"failed": f"exit status {done.returncode}"}
+        found: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
+        return found
+
+
+def judged(found: dict[str, Any]) -> dict[str, float]:
+    """The figures that have bars, of the scenarios that ended."""
+    figures: dict[str, float] = {}
+    ok = {name: result for name, result in found.items() if "failed" not in result}
+    if "hugging_face" in ok and "loop" in ok:
+        figures |= _of_loop(ok["loop"]["calls"], ok["hugging_face"])
+    if "hugging_face_two_cores" in ok and "two_cores" in ok:
+        calls, medians = ok["two_cores"]["calls"], ok["hugging_face_two_cores"]["median_s"]
+        figures["two_cores_of_hf"] = max(call["s"] / medians[str(call["side"])] for call in calls[1:])
+        if any(call["fused"] for call in calls):
+            figures["two_cores_fused_s"] = next(call["end_s"] for call in calls if call["fused"]) - calls[0]["end_s"]
+    for name in ("cold", "warm", "folder"):
+        if f"warmup_{name}" in ok:
+            figures[f"warmup_{name}_s"] = ok[f"warmup_{name}"]["s"]
+    return figures
+
+
+def _of_loop(calls: list[dict[str, Any]], theirs: dict[str, Any]) -> dict[str, float]:
+    first, *others = calls
+    figures = {
+        "first_of_hf": first["s"] / theirs["first_s"],
+        "slowest_of_hf": max(call["s"] / theirs["median_s"][str(call["side"])] for call in others),
+    }
+    fused = {side: next((c["end_s"] for c in calls if c["fused"] and c["side"] == side), None) for side in SIDES}
+    times = [at for at in fused.values() if at is not None]
+    if times:
+        figures["first_fused_s"] = min(times) - first["end_s"]
+    if len(times) == len(SIDES):
+        figures["all_fused_s"] = max(times)
+    return figures
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """Scenarios that failed, answers that are wrong and bars that are missed."""
+    said = [f"{name}: {result['failed']}" for name, result in found.items() if "failed" in result]
+    for name, result in found.items():
+        errors = {**result.get("errors", {}), **({"warmup": result["error"]} if "error" in result else {})}
+        said += [f"{name}: error {error:.3f} at {side}" for side, error in errors.items() if not error < CLOSE]
+    figures = judged(found)
+    for name, (bar, what) in BARS.items():
+        if name in figures and figures[name] > bar:
+            said.append(f"{name} = {figures[name]:.2f}, bar {bar}: {what}")
+    return said
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scenario", choices=list(SCENARIOS), help="this one alone, in this process")
+    parser.add_argument("--only", nargs="*", help="of the whole run, these scenarios")
+    parser.add_argument("--folder", help="a cache folder that `fusedvit compile` made for this GPU")
+    parser.add_argument("--profile", action="store_true", help="print where this process spends its time")
+    parser.add_argument("--json", metavar="PATH", required=True, help="write everything here")
+    args = parser.parse_args(argv)
+    out = Path(args.json)
+    if args.scenario:
+        out.write_text(json.dumps(_profiled(args.scenario) if args.profile else SCENARIOS[args.scenario]()))
+        return 0
+    found: dict[str, Any] = {}
+    of = passport("python -m fusedvit.bench.first_call", {"json": out, "folder": args.folder and Path(args.folder)})
+
+    def run(name: str, scenario: str, cache: str, profile: bool = False) -> None:
+        if args.only and name not in args.only:
+            return
+        found[name] = in_process(scenario, cache, lambda text: print(text, file=sys.stderr, flush=True), profile)
+        about = {"passport": of, "figures": judged(found), "problems": problems(found)}
+        out.write_text(json.dumps(about | {"scenarios": found}, indent=1))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run("hugging_face", "hugging_face", f"{folder}/none")
+        run("loop", "loop", f"{folder}/loop")
+        run("loop_warm", "loop_warm", f"{folder}/loop", profile=True)
+        run("warmup_cold", "warmup", f"{folder}/warmup")
+        run("warmup_warm", "warmup", f"{folder}/warmup")
+        run("warmup_profiled", "warmup", f"{folder}/warmup", profile=True)
+        if args.folder:
+            shutil.copytree(args.folder, f"{folder}/copied")
+            run("warmup_folder", "warmup", f"{folder}/copied")
+        run("hugging_face_two_cores", "hugging_face_two_cores", f"{folder}/none")
+        run("two_cores", "two_cores", f"{folder}/two_cores")
+    for name, figure in judged(found).items():
+        bar, what = BARS[name]
+        print(f"{figure:8.2f}  at most {bar:5.1f}  {'ok ' if figure <= bar else 'BAD'}  {what}")
+    wrong = problems(found)
+    print("\n".join(wrong), file=sys.stderr)
+    return int(bool(wrong))
+
+
+def _profiled(scenario: str) -> dict[str, Any]:
+    """A scenario under cProfile, whose slowest functions go to standard error."""
+    profile = cProfile.Profile()
+    result = profile.runcall(SCENARIOS[scenario])
+    pstats.Stats(profile, stream=sys.stderr).sort_stats("cumulative").print_stats(45)
+    pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Compiling in another process (`compile_worker`), as seen from the one that needs the kernels.
+
+There is one for all towers of a process. It is started with the first kernel that is missing and ended when nobody
+waits for any.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import triton
+
+from fusedvit.kernels.launch import KernelJob, private_cache
+
+logger = logging.getLogger("fusedvit")
+
+HEADER = struct.Struct("<Q")  # bytes of the request that follows; 0 for the last one
+LONGEST_END = 5.0  # seconds that a thread may take to end
+PROGRAM = "fusedvit.runtime.compile_worker"
+STARTS = 3  # of the program, until it is given up
+TRIES = 3  # of a kernel that is done and cannot be found
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is sent to the worker.
+
+    Attributes:
+        arch: what to compile for, as Triton numbers it (90).
+        jobs: kernels by the digests of their keys.
+        order: of these kernels among others that wait; the smallest goes first.
+        urgent: somebody waits: from now on children are not nice, and take every core.
+    """
+
+    arch: int
+    jobs: Mapping[str, KernelJob]
+    order: float
+    urgent: bool
+
+
+class CompileService:
+    """Sends kernels to the worker and notes which are done.
+
+    Attributes:
+        changed: notified when a kernel is done or failed, and when nothing can be compiled any more.
+        done: digests of kernels that are in the cache now.
+        failed: what the compiler said of those that it cannot compile.
+        broken: why nothing can be compiled in the background; "" where it can.
+        ending: set when the process ends.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.done: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.broken = ""
+        self.ending = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._waiting: dict[str, Request] = {}  # by digest, until done or failed
+        self._tries: Counter[str] = Counter()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch = ""
+        self._starts = 0
+        self._users = 0
+        atexit.register(self.stop)
+
+    def compile(self, request: Request) -> None:
+        """Has the kernels of `request` compiled, unless they have failed.
+
+        Kernels that are done and not found in the cache are compiled again, `TRIES` times in all.
+        """
+        with self.changed:
+            new = {digest: job for digest, job in request.jobs.items() if digest not in self.failed}
+            if self.broken or not new:
+                return
+            for digest in new:
+                self._tries[digest] += digest in self.done
+                if self._tries[digest] == TRIES:
+                    self._give_up(f"{new[digest].name} was compiled and is not in Triton's cache")
+                    return
+            self.done.difference_update(new)
+            request = replace(request, jobs=new)
+            self._waiting.update(dict.fromkeys(new, request))
+            if self._process is None:
+                self._start()
+            else:
+                self._send(request)
+
+    def waits_for(self, digests: Iterable[str]) -> bool:
+        """Whether any of these is still to be compiled."""
+        return any(digest in self._waiting for digest in digests)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """The program is kept while somebody is within."""
+        with self.changed:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._users -= 1
+                if not self._users:
+                    self._end_process()
+
+    def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        """Starts a thread that ends before the process does: in a compiler's code Python would abort instead."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=work, daemon=True, name=name)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        """Ends the program and every thread, and removes its files."""
+        self.ending.set()
+        with self.changed:
+            self._end_process()
+            self.changed.notify_all()
+            scratch, self._scratch = self._scratch, ""
+        for thread in self._threads:
+            thread.join(LONGEST_END)
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    # the program
+
+    def _start(self) -> None:
+        self._starts += 1
+        try:
+            if not self._scratch:
+                self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
+            command = [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=self._scratch,  # not the user's, whose modules might have names of ours
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+        except OSError as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            return
+        self.thread(partial(self._listen, self._process), "fusedvit-compile")
+        for request in {id(request): request for request in self._waiting.values()}.values():
+            self._send(request)
+
+    def _environment(self) -> dict[str, str]:
+        folders = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+        cache = triton.knobs.cache.dir or ""
+        return {
+            **os.environ,
+            **dict.fromkeys(THREADS, "1"),
+            "PYTHONPATH": folders,
+            "PYTHONSAFEPATH": "1",
+            "TRITON_CACHE_DIR": os.path.abspath(cache),
+            "TMPDIR": self._scratch,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+    def _send(self, request: Request) -> None:
+        process = self._process
+        assert process is not None and process.stdin is not None, "sent to a program that runs"
+        text = pickle.dumps(request)
+        try:
+            process.stdin.write(HEADER.pack(len(text)) + text)
+            process.stdin.flush()
+        except OSError:  # it has ended, which `_listen` deals with
+            return
+
+    def _listen(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdout is not None, "started with a pipe"
+        with contextlib.suppress(ValueError, OSError):
+            for line in process.stdout:
+                self._hear(json.loads(line))
+        process.wait()
+        with self.changed:
+            if self._process is not process:  # ended by us
+                return
+            self._process = None
+            if self._waiting and self._starts < STARTS:
+                self._start()
+            elif self._waiting:
+                self._give_up(f"the compiling process ended with status {process.returncode}")
+
+    def _hear(self, said: dict[str, str]) -> None:
+        with self.changed:
+            if "private" in said:
+                self._take_private(said["private"])
+            elif "done" in said:
+                self._waiting.pop(said["done"], None)
+                self.done.add(said["done"])
+            elif said.get("compiler"):
+                self._waiting.pop(said["failed"], None)
+                self.failed[said["failed"]] = said["error"]
+            else:
+                self._give_up(said["error"])
+            self.changed.notify_all()
+
+    def _take_private(self, folder: str) -> None:
+        """Kernels are in a folder of ours from now on, for Triton in this process too: it cannot write to its own."""
+        triton.knobs.cache.manager_class = private_cache(folder)
+        logger.warning(
+            "fusedvit: Triton's cache %s takes no files; kernels are kept in %s until this process ends",
+            triton.knobs.cache.dir,
+            folder,
+        )
+
+    def _give_up(self, why: str) -> None:
+        """Nothing is compiled in the background any more. Said once."""
+        if not self.broken:
+            logger.warning("fusedvit: kernels cannot be compiled: %s", why)
+        self.broken = why
+        self._waiting.clear()
+        self._end_process()
+        self.changed.notify_all()
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.write(HEADER.pack(0))  # its sign to end
+                process.stdin.close()
+
+
+@cache
+def service_of(process: int) -> CompileService:
+    """The service of this process, whose number is given: a fork has none of its parent's."""
+    return CompileService()

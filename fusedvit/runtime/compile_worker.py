@@ -1,0 +1,336 @@
+"""`python -m fusedvit.runtime.compile_worker`: a program that compiles kernels into Triton's cache for another process.
+
+It is told of kernels on its standard input and says on its standard output which are done, a line of JSON each. It
+imports PyTorch and Triton once and forks a child for each kernel, so that a compiler that crashes takes one kernel with
+it. It touches no GPU: what to compile for is told. It ends with its input or with the process that started it, and its
+children end with it.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import fcntl
+import glob
+import json
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import triton
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.cache import get_cache_manager
+
+from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache, private_cache
+from fusedvit.runtime.compile_service import HEADER, Request
+
+MOST_CHILDREN = 16
+MEMORY_OF_A_CHILD = 600 << 20  # bytes
+NICENESS = 19  # of a child whose kernel nobody waits for
+LONGEST = 300.0  # seconds that one kernel may take
+TICK = 0.25  # seconds between two looks at the process that started this one
+TRIES = 2  # of a kernel whose child was killed
+NO_ROOM = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOENT)
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Waiting:
+    """A kernel to compile; the smallest `order` goes first, not before the time `since`."""
+
+    job: KernelJob
+    arch: int
+    order: tuple[float, float]
+    since: float = 0.0
+    tries: int = 0
+
+
+@dataclass
+class Child:
+    """A process that compiles one kernel, and what it has said."""
+
+    pid: int
+    digest: str
+    waiting: Waiting
+    since: float
+    text: bytes = b""
+
+
+@dataclass
+class Worker:
+    """The program's state.
+
+    Attributes:
+        parent: process that started this one.
+        scratch: folder of that process for temporary files.
+        out: where to say what is done.
+        children: by the descriptor that each writes to.
+        private: whether kernels go to a folder within `scratch`, as Triton's cache takes none.
+    """
+
+    parent: int
+    scratch: Path
+    out: TextIO
+    urgent: bool = False
+    private: bool = False
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    children: dict[int, Child] = field(default_factory=dict)
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    received: bytes = b""
+    told_to_end: bool = False
+
+    def serve(self) -> None:
+        """Works until the input or the process at its other end is gone."""
+        self.selector.register(0, selectors.EVENT_READ)
+        if not _takes_files(triton.knobs.cache.dir):
+            self._go_private()
+        while os.getppid() == self.parent:
+            self._start_children()
+            for key, _ in self.selector.select(TICK):
+                if key.fd == 0:
+                    if not self._receive():
+                        return
+                else:
+                    self._hear(key.fd)
+            self._kill_slow()
+
+    def end(self) -> None:
+        """Kills the children; if the other process is gone, removes its folder."""
+        for fd in list(self.children):
+            self._kill(self.children[fd])
+        for _ in range(0 if self.told_to_end else 20):  # the input may end a moment before that process does
+            if os.getppid() != self.parent:
+                shutil.rmtree(self.scratch, ignore_errors=True)
+                return
+            time.sleep(0.05)
+
+    # requests and answers
+
+    def _receive(self) -> bool:
+        """Reads from the input; False at its end."""
+        read = os.read(0, 1 << 20)
+        self.received += read
+        while len(self.received) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self.received)
+            if not size:
+                self.told_to_end = True
+                return False
+            if len(self.received) < HEADER.size + size:
+                break
+            text, self.received = self.received[HEADER.size :][:size], self.received[HEADER.size + size :]
+            self._accept(pickle.loads(text))
+        return bool(read)
+
+    def _accept(self, request: Request) -> None:
+        self.urgent = request.urgent
+        running = {child.digest for child in self.children.values()}
+        for digest, job in request.jobs.items():
+            known = self.waiting.get(digest)
+            order = request.order, -_cost(job)
+            if known is not None:
+                known.order = min(known.order, order)
+            elif digest not in running:
+                self.waiting[digest] = Waiting(job, request.arch, order)
+
+    def _say(self, **what: Any) -> None:
+        print(json.dumps(what), file=self.out, flush=True)
+
+    # children
+
+    def _start_children(self) -> None:
+        while self.waiting and len(self.children) < most_children(self.urgent):
+            now = time.monotonic()
+            ready = [digest for digest, w in self.waiting.items() if w.since <= now]
+            if not ready:
+                return
+            digest = min(ready, key=lambda d: self.waiting[d].order)
+            self._start(digest, self.waiting.pop(digest))
+
+    def _start(self, digest: str, waiting: Waiting) -> None:
+        """Forks a child, unless another process has compiled this kernel, or does so now."""
+        if is_cached(digest, waiting.job.name):
+            self._say(done=digest)
+            return
+        lock = _lock(digest)
+        if lock is None:
+            waiting.since = time.monotonic() + 2 * TICK
+            self.waiting[digest] = waiting
+            return
+        triton.runtime.driver.set_active(AbsentGPU(waiting.arch))
+        with loading_from_cache(FromCache(collect=True)) as mode:
+            mode.begin(waiting.job, digest)  # what keys are made of is computed once, before the forks
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _compile(waiting.job, writer, nice=not self.urgent, expected=digest in mode.missing)
+        os.close(writer)
+        with contextlib.suppress(OSError):  # here and in the child: whoever is first
+            os.setpgid(pid, pid)
+        if lock >= 0:
+            os.close(lock)  # the child has it
+        self.children[reader] = Child(pid, digest, waiting, time.monotonic())
+        self.selector.register(reader, selectors.EVENT_READ)
+
+    def _hear(self, fd: int) -> None:
+        child = self.children[fd]
+        read = os.read(fd, 1 << 16)
+        child.text += read
+        if read:
+            return
+        self._forget(fd)
+        said = json.loads(child.text) if child.text else {"error": "its compiler was killed", "lost": True}
+        if "error" not in said:
+            self._say(done=child.digest, seconds=time.monotonic() - child.since)
+        elif said.get("errno") in NO_ROOM and not self.private and self._go_private():
+            self.waiting[child.digest] = child.waiting
+        elif said.get("lost") and child.waiting.tries + 1 < TRIES:
+            child.waiting.tries += 1
+            self.waiting[child.digest] = child.waiting
+        else:
+            self._say(failed=child.digest, error=said["error"], compiler="errno" not in said)
+
+    def _forget(self, fd: int) -> None:
+        child = self.children.pop(fd)
+        self.selector.unregister(fd)
+        os.close(fd)
+        os.waitpid(child.pid, 0)
+
+    def _kill_slow(self) -> None:
+        for child in list(self.children.values()):
+            if time.monotonic() - child.since > LONGEST:
+                self._kill(child)  # its pipe ends, and it is heard
+
+    def _kill(self, child: Child) -> None:
+        """Kills a child and its compiler, and removes what Triton was writing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        for left in glob.glob(f"{_folder(child.digest)}/tmp.pid_{child.pid}_*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _go_private(self) -> bool:
+        """Takes a folder of our own for kernels; whether that takes files."""
+        folder = self.scratch / "kernels"
+        self.private = _takes_files(str(folder))
+        if self.private:
+            triton.knobs.cache.manager_class = private_cache(str(folder))
+            self._say(private=str(folder))
+        return self.private
+
+
+def most_children(urgent: bool) -> int:
+    """How many kernels are compiled at a time: by cores and free memory; unless urgent, one core of many stays free."""
+    cores = available_cores()
+    wanted = cores if urgent or cores <= 2 else cores - 1
+    return max(1, min(MOST_CHILDREN, wanted, _available_memory() // MEMORY_OF_A_CHILD))
+
+
+def available_cores() -> int:
+    """Cores that this process may use, by its affinity and its control group."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _available_memory() -> int:
+    """Bytes of memory that are free, in the machine and in the control group."""
+    found = 1 << 40
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) << 10
+    with contextlib.suppress(OSError, ValueError):
+        folder = Path("/sys/fs/cgroup")
+        most = int((folder / "memory.max").read_text())
+        found = min(found, most - int((folder / "memory.current").read_text()))
+    return max(0, found)
+
+
+def _cost(job: KernelJob) -> float:
+    """Which kernels take longest, roughly: those with most source."""
+    return len(job.kernel().src)
+
+
+def _folder(digest: str) -> str:
+    return str(getattr(get_cache_manager(digest), "cache_dir", ""))
+
+
+def _lock(digest: str) -> int | None:
+    """Locks a kernel's folder in the cache: a descriptor, -1 where none can be locked, None if somebody has it."""
+    try:
+        fd = os.open(_folder(digest), os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return -1
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _takes_files(folder: str) -> bool:
+    """Whether files can be written in `folder`, which is made if need be."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 16))
+    except OSError:
+        return False
+    return True
+
+
+def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
+    """The child: compiles one kernel, says how that went, and ends."""
+    said: dict[str, Any] = {}
+    try:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if nice:
+            os.nice(NICENESS)
+        if not expected:
+            raise RuntimeError(f"the key of {job.name} is another one in the compiling process")
+        kernel = job.build()
+        _build_launcher(kernel)
+    except OSError as error:
+        said = {"error": f"{type(error).__name__}: {error}", "errno": error.errno}
+    except BaseException as error:  # whatever a compiler dies of is said to the one who waits for the kernel
+        said = {"error": f"{type(error).__name__}: {error}"[:2000]}
+    os.write(writer, json.dumps(said).encode())
+    os._exit(0)
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Compiles what launches `kernel`: up to Triton 3.6 that is C code of its own, in the cache too."""
+    if hasattr(nvidia, "make_launcher"):
+        with contextlib.suppress(AssertionError):  # without a driver library there is nothing to launch with
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def main() -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parent", type=int, help="process that started this one")
+    parser.add_argument("scratch", type=Path, help="its folder for temporary files")
+    args = parser.parse_args()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever compilers print is no answer
+    worker = Worker(args.parent, args.scratch, out)
+    try:
+        worker.serve()
+    finally:
+        worker.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Which runs of a tower have every kernel they launch, and a thread that gets the others theirs.
+
+A run is tried out on the meta device, without memory and without a GPU: each launch takes its kernel from Triton's
+cache, or has it compiled by another process. Once all are there the run is ready, and what a call launches compiles
+nothing. Nothing here calls CUDA, so that the thread disturbs nobody's capture.
+"""
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import triton
+
+from fusedvit.errors import WeightsReleased
+from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading_from_cache
+from fusedvit.model.weights import EncoderWeights
+from fusedvit.runtime.compile_service import CompileService, Request
+
+LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
+PAUSE = 0.0003  # seconds between two launches of the thread
+ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
+
+
+class Run(NamedTuple):
+    """A run of the encoder, as far as that decides its kernels.
+
+    Attributes:
+        tokens: merged tokens of its graph's budget; patch tokens that an eager run takes its configurations by.
+        graph: whether it is a graph's.
+        kinds: of pixels that the weights take.
+    """
+
+    tokens: int
+    graph: bool
+    kinds: tuple[int, ...]
+
+
+class KernelsNotReady(Exception):
+    """Kernels of a call are still being compiled, or cannot be; the message says which, and is "" where they are
+    under way."""
+
+
+class _Ending(Exception):
+    """The process ends."""
+
+
+def _go_on() -> None:
+    pass
+
+
+class KernelLoader:
+    """Knows the runs that are ready.
+
+    Attributes:
+        ready: runs all of whose kernels this process has, or gets when it first launches them.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[Run, EncoderWeights], None],
+        weights: Callable[[], EncoderWeights],
+        ladder: Sequence[int],
+        service: CompileService,
+    ) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            launch: makes the launches of a run (see `MetaRuns`).
+            weights: a bound method; its object is not kept.
+            ladder: merged tokens of the budgets that calls may need.
+        """
+        self.ready: set[Run] = set()
+        self._launch = launch
+        self._weights = weakref.WeakMethod(weights)
+        self._ladder = ladder
+        self._service = service
+        self._pending: dict[Run, float] = {}  # and their order
+        self._missing: dict[Run, frozenset[str]] = {}
+        self._asked = 0
+        self._trying = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    # for calls
+
+    def need(self, runs: Collection[Run], wait: bool) -> None:
+        """Returns where `runs` are ready; else has their kernels compiled, and waits for them or raises.
+
+        Where it waits and nothing can be compiled elsewhere it returns, too: their launches compile.
+
+        Raises:
+            KernelsNotReady: they are not, and `wait` is false.
+        """
+        if self.ready.issuperset(runs):
+            return
+        if wait:
+            self._wait_for(runs)
+            return
+        with self._service.changed:
+            for run in runs:
+                self._ask_for(run)
+            kinds = next(iter(runs)).kinds
+            for rank, budget in enumerate(self._by_likelihood(kinds)):
+                self._pending.setdefault(Run(budget, True, kinds), ASKED_FOR + rank)
+            self._start()
+        raise KernelsNotReady(self._service.broken)
+
+    @contextlib.contextmanager
+    def guard(self, runs: Collection[Run]) -> Iterator[None]:
+        """Within it, launches of `runs` compile nothing.
+
+        Raises:
+            KernelsNotReady: one would have; it is sent for.
+        """
+        mode = FromCache(collect=False, failed=self._service.failed)
+        try:
+            with loading_from_cache(mode):
+                yield
+        except KernelMissing:  # they launch something else than on the meta device
+            with self._service.changed:
+                self.ready.difference_update(runs)
+                self._pending.update(dict.fromkeys(runs, 0.0))
+                self._missing.update(dict.fromkeys(runs, frozenset(mode.missing)))
+                self._send(mode.missing, 0.0, urgent=False)
+                self._start()
+            raise KernelsNotReady("") from None
+
+    def _ask_for(self, run: Run) -> None:
+        """Puts a run before those that nobody asked for, and behind those that somebody did."""
+        if run in self.ready or self._pending.get(run, ASKED_FOR) < ASKED_FOR:
+            return
+        self._asked += 1
+        self._pending[run] = float(self._asked)
+        self._missing.pop(run, None)  # tried again, its kernels are sent for in the new order
+
+    def _by_likelihood(self, kinds: tuple[int, ...]) -> list[int]:
+        """Budgets that are not ready, those near what calls asked for first."""
+        ready = [run.tokens for run in self.ready if run.graph and run.kinds == kinds]
+        asked = [run.tokens for run, order in self._pending.items() if run.graph and order < ASKED_FOR]
+        likely = [*ready, *asked] or [LIKELY]
+        rest = set(self._ladder).difference(ready)
+        return sorted(rest, key=lambda budget: min(abs(math.log(budget / near)) for near in likely))
+
+    # the thread
+
+    def _start(self) -> None:
+        if self._thread is None and not self._service.broken:
+            self._thread = self._service.thread(self._work, "fusedvit-kernels")
+
+    def _work(self) -> None:
+        """Gets every pending run its kernels, then ends."""
+        service = self._service
+        with service.used():
+            while True:
+                with service.changed:
+                    if not self._pending or service.broken or service.ending.is_set() or self._weights() is None:
+                        self._pending.clear()
+                        self._thread = None
+                        return
+                    run = min(self._free(self._pending), key=self._pending.__getitem__, default=None)
+                    if run is None:
+                        service.changed.wait(1.0)
+                        continue
+                    order = self._pending[run]
+                self._try(run, order, patient=True)
+
+    def _free(self, runs: Iterable[Run]) -> list[Run]:
+        """Those of `runs` that wait for no kernel."""
+        return [run for run in runs if not self._service.waits_for(self._missing.get(run, frozenset()))]
+
+    def _try(self, run: Run, order: float, patient: bool) -> None:
+        """Loads the kernels of `run` and sends for those that are missing; it is ready if none is."""
+        weights, service = self._weights(), self._service
+
+        def send(digest: str, job: KernelJob) -> None:
+            self._send({digest: job}, order, urgent=not patient)
+
+        mode = FromCache(collect=True, pause=self._pause if patient else _go_on, on_missing=send)
+        try:
+            with self._trying, loading_from_cache(mode):
+                if weights is None:
+                    raise WeightsReleased
+                self._launch(run, weights())
+        except (WeightsReleased, _Ending):  # the next call needs it again
+            with service.changed:
+                self._pending.pop(run, None)
+            return
+        with service.changed:
+            missing = frozenset(mode.missing)
+            self._missing[run] = missing
+            if missing <= service.failed.keys():  # a launch that fails to compile knows what to do
+                self.ready.add(run)
+                self._pending.pop(run, None)
+
+    def _pause(self) -> None:
+        """Lets other threads have the interpreter."""
+        if self._service.ending.wait(PAUSE):
+            raise _Ending
+
+    def _send(self, jobs: Mapping[str, KernelJob], order: float, urgent: bool) -> None:
+        arch = triton.runtime.driver.active.get_current_target().arch
+        self._service.compile(Request(arch, jobs, order, urgent))
+
+    def _wait_for(self, runs: Collection[Run]) -> None:
+        """Has what `runs` launch compiled on all cores."""
+        service = self._service
+        with service.used():
+            left = [run for run in runs if run not in self.ready]
+            while left and not service.broken:
+                for run in self._free(left):
+                    self._try(run, 0.0, patient=False)
+                with service.changed:
+                    left = [run for run in left if run not in self.ready]
+                    if left and not self._free(left):
+                        service.changed.wait(1.0)

@@ -1,0 +1,87 @@
+"""Runs of the encoder on the meta device, for the kernels that they launch: without memory and without a GPU."""
+
+from collections.abc import Callable
+
+import torch
+
+from fusedvit.graphs.limits import Limits
+from fusedvit.kernels.fingerprint import FingerprintSources
+from fusedvit.kernels.load_inputs import GRID_DTYPES
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.buffers import Capacity, allocate
+from fusedvit.model.encoder import encode
+from fusedvit.model.items import Item
+from fusedvit.model.ops import TRITON
+from fusedvit.model.plan import EncoderPlan, plan_for
+from fusedvit.model.spec import VisionSpec
+from fusedvit.model.weights import EncoderWeights
+from fusedvit.runtime.captured_encoder import CapturedEncoder
+from fusedvit.runtime.kernel_loader import Run
+
+META = torch.device("meta")
+
+
+class MetaRuns:
+    """The launches of a tower's runs."""
+
+    def __init__(
+        self, spec: VisionSpec, dtype: torch.dtype, limits: Limits | None, target: Callable[[], Target]
+    ) -> None:
+        """`limits` of the graphs, None where there are none; `target` is asked at each run, as backends may fail."""
+        self._spec, self._dtype, self._limits, self._target = spec, dtype, limits, target
+        self._encoder: tuple[Target, CapturedEncoder] | None = None
+        self._weights: EncoderWeights | None = None
+
+    def launch(self, run: Run, weights: EncoderWeights) -> None:
+        """Launches what `run` does, and what every call does around it."""
+        fingerprints_on_meta()
+        if run.graph:
+            self._weights = weights
+            encoder = self._captured()
+            encoder.rehearse(run.tokens)
+            encoder.run(run.tokens)
+            self._weights = None
+        else:
+            plan = plan_for(self._spec, run.tokens, self._dtype, self._target())
+            run_on_meta(self._spec, weights, plan, self._dtype, run.tokens)
+
+    def _captured(self) -> CapturedEncoder:
+        target, known = self._target(), self._encoder
+        if known is not None and known[0] == target:
+            return known[1]
+
+        def planner(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
+            return plan_for(spec, tokens, dtype, target)
+
+        def weights() -> EncoderWeights:
+            assert self._weights is not None, "called within `launch`"
+            return self._weights
+
+        assert self._limits is not None, "graphs have limits"
+        encoder = CapturedEncoder(self._spec, TRITON, self._dtype, META, weights, planner=planner)
+        encoder.allocate(self._limits)
+        self._encoder = target, encoder
+        return encoder
+
+
+def run_on_meta(
+    spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0
+) -> None:
+    """Runs `plan` eagerly on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
+    side = spec.merge_size
+    wide = tokens // side**2 * side - side
+    items = [Item(1, side, wide), Item(1, side, side)]  # a frame of each list of tiles
+    capacity = Capacity.of(items, plan.layout(spec))
+    buffers = allocate(spec, capacity, dtype, META, overlap=(overlapped, tokens))
+    with torch.no_grad():
+        encode(spec, weights, buffers, TRITON, plan)
+
+
+def fingerprints_on_meta() -> None:
+    """The fingerprint of the weights alone, and with a grid of each dtype."""
+    words = torch.empty(1, dtype=torch.int64, device=META)
+    sources = FingerprintSources((), words, words)
+    TRITON.fingerprint(sources, words.int())
+    for dtype in GRID_DTYPES:
+        grid = torch.empty(1, 3, dtype=dtype, device=META)
+        TRITON.fingerprint(sources, words.int(), grid, grid.long())
