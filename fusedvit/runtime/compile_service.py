@@ -217,7 +217,7 @@ class CompileService:
         """Kernels are in a folder of ours from now on, for Triton in this process too: it cannot write to its own."""
         triton.knobs.cache.manager_class = private_cache(folder)
         logger.warning(
-            "fusedvit: Triton's cache %s takes no files; kernels are kept in %s until this process ends",
+            "fusedvit: the Triton cache %s takes no files; kernels are kept in %s until this process ends",
             triton.knobs.cache.dir,
             folder,
         )
