@@ -357,14 +357,14 @@ class FusedEncoder:
             RuntimeError: `strict`, and the call must take the original code.
             TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
-        reason = transforms.active(pixel_values)
+        marked = isinstance(pixel_values, BytePixels)
+        pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
+        reason = transforms.active(pixels)
         if self._tower() is not tower:
             reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
         if reason is not None:
             self._stats.add(calls=1)
             return self._fall_back(reason)
-        marked = isinstance(pixel_values, BytePixels)
-        pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
         replay = speculative_replay.begin(self._runtime, pixels, grid_thw, marked)
         try:
             self._stats.add(calls=1)

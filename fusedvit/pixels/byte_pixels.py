@@ -6,7 +6,8 @@ together before the tower sees them. What moves whole rows keeps bytes and mark;
 anything that would compute with the bytes raises TypeError, so that nobody takes 0 to 255 for normalised values.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,14 +56,14 @@ class BytePixels(torch.Tensor):
         width = normalization.width(still)
         if patches.ndim == 0 or patches.shape[-1] != width:
             raise ValueError(f"fusedvit: rows of patches must be {width} bytes, got shape {tuple(patches.shape)}")
-        with torch._C.DisableTorchFunctionSubclass():
+        with _plainly():
             marked: BytePixels = torch.Tensor._make_subclass(BytePixels, patches)
         marked.normalization, marked.still, marked.casts = normalization, still, casts
         return marked
 
     def unmarked(self) -> torch.Tensor:
         """The bytes, a plain uint8 tensor in the same memory."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with _plainly():
             return self.as_subclass(torch.Tensor)
 
     def pixels(self) -> torch.Tensor:
@@ -107,8 +108,20 @@ class BytePixels(torch.Tensor):
         found = _fact if name.startswith((".is_", "_is_")) else _RULES.get(name)
         if found is None:
             raise _refused(name)
-        with torch._C.DisableTorchFunctionSubclass():
+        with _plainly():
             return found(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What does not ask `__torch_function__`: `torch.as_tensor`, `torch.tensor`, vmap, code in C++."""
+        raise _refused(str(func))
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Within, operations see plain tensors of bytes."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        yield
 
 
 def as_floats(pixels: Any) -> Any:

@@ -118,6 +118,12 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "list": lambda x: x.tolist(),
     "number": lambda x: x[0].max().item(),
     "dlpack": lambda x: x.__dlpack__(),
+    "as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float32),
+    "tensor": lambda x: torch.tensor(x),
+    "asarray": lambda x: torch.asarray(x, dtype=torch.float32),
+    "new_tensor": lambda x: torch.zeros(1).new_tensor(x),
+    "vmap": lambda x: torch.vmap(lambda row: row.float() * 2)(x),
+    "operator": lambda x: torch.ops.aten.mul.Tensor(x, 2.0),
     "linear": lambda x: torch.nn.functional.linear(x.float(), torch.zeros(2, x.shape[1])),
 }
 
