@@ -45,9 +45,9 @@ class Home:
             return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         return self.device
 
-    def on_gpu(self, asked: Any) -> bool:
-        """Whether our kernels will run."""
-        return self.ours and self.resolve(asked).type == "cuda"
+    def runs_ours(self, asked: Any) -> bool:
+        """Whether our kernels, or their reference, will run."""
+        return self.ours and (self.checking or self.resolve(asked).type == "cuda")
 
 
 class Backend(NamedTuple):
@@ -96,7 +96,8 @@ def classes_of(original: Any) -> Classes:
     backend, outputs = backend_of(original), outputs_of(original)
     assert backend is not None and outputs is not None, "only supported processors are swapped"
     named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    sizes, host = _sizes_class(original, backend), _host_class(original, outputs == _OUTPUTS[0])
+    still = outputs == _OUTPUTS[0]
+    sizes, host = _sizes_class(original, backend, still), _host_class(original, still)
     swapped = type(original.__name__, (original,), named | {ORIGINAL: original})
     classes = Classes(original, swapped, sizes, host, backend, outputs)
     for name, value in _methods(classes).items():
@@ -104,7 +105,7 @@ def classes_of(original: Any) -> Classes:
     return classes
 
 
-def _sizes_class(original: Any, backend: Backend) -> Any:
+def _sizes_class(original: Any, backend: Backend, still: bool) -> Any:
     """`original` on images that have a shape alone; `resized` is the size that it decides on."""
 
     def resize(self: Any, image: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,14 +113,15 @@ def _sizes_class(original: Any, backend: Backend) -> Any:
         shape = (*image.shape[:-2], *self.resized)
         return _shape_alone(shape) if isinstance(image, np.ndarray) else image.new_empty(shape)
 
-    def patchify(self: Any, image: Any, patch_size: int, **kwargs: Any) -> Any:
+    def patchify(self: Any, image: Any = None, patch_size: int = 1, images: Any = None, **kwargs: Any) -> Any:
+        image = image if images is None else images
         h, w = (side // patch_size for side in image.shape[-2:])
-        return np.empty((h * w, 0)), h, w
+        shape = (*image.shape[:-3], h * w, 0)
+        return np.empty(shape) if isinstance(image, np.ndarray) else image.new_empty(shape), h, w
 
     # between `original`, which decides, and the backend's class, which resizes
     resizer = type("Sizes", (backend.base,), {"resize": resize})
-    body = {"patchify": patchify} if backend.name == "pil" else {}
-    return type(original.__name__, (original, resizer), body)
+    return type(original.__name__, (original, resizer), {"patchify": patchify} if still else {})
 
 
 def _shape_alone(shape: Sequence[int]) -> np.ndarray:
@@ -152,8 +154,8 @@ def _methods(classes: Classes) -> dict[str, Any]:
             found = _bytes_of(classes, self, given, kwargs, home, home.resolve(asked))
             if found is not None:
                 return found
-        if home is not None and asked is not None and classes.backend.name == "torchvision":
-            given = [image.contiguous().to(asked) for image in given]
+        if home is not None and classes.backend.name == "torchvision":  # as its own intake leaves them
+            given = [image.contiguous() if asked is None else image.contiguous().to(asked) for image in given]
         return original._preprocess(self, given, *args, **kwargs)
 
     def to_dict(self: Any) -> Any:
@@ -178,7 +180,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
 
     def process_image(self: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
         home = self.__dict__.get(STATE)
-        if home is None or args or not home.on_gpu(kwargs.get("device")):
+        if home is None or args or not home.runs_ours(kwargs.get("device")):
             return original.process_image(self, image, *args, **kwargs)
         seen = _rgb(image, kwargs.get("input_data_format"))
         if seen is None:
@@ -187,7 +189,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
 
     def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
         home, device = self.__dict__.get(STATE), kwargs.get("device")
-        if home is None or args or not home.on_gpu(device):
+        if home is None or args or not home.runs_ours(device):
             return original._prepare_input_videos(self, videos, *args, **kwargs)
         seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
         if any(video is None for video in seen):
@@ -250,11 +252,11 @@ def _bytes_of(
 ) -> Any:
     """The call's outputs with bytes; None where the original code must run."""
     normalization = normalization_of(classes, kwargs)
-    if normalization is None or not all(_is_bytes(image, normalization.channels) for image in images):
+    if normalization is None or not images or not all(_is_bytes(image, normalization.channels) for image in images):
         return None
     asked = kwargs | {"do_rescale": False, "do_normalize": False}
     outputs = None
-    if home.ours and (device.type == "cuda" or home.checking):
+    if home.runs_ours(device):
         outputs = _on_device(classes, part, images, asked, device)
     if outputs is None:
         outputs = classes.host._preprocess(as_class(classes.host, part), list(images), **asked)

@@ -252,6 +252,17 @@ def test_arguments_of_a_call(name: str, arguments: dict[str, Any], checking: boo
         assert np.array_equal(np.asarray(mine), np.asarray(value))
 
 
+@pytest.mark.parametrize(
+    "given",
+    ([], None, [noise(9, 9), "none.png"], [np.zeros((2, 2, 2, 2))]),
+    ids=("none", "None", "no file", "no image"),
+)
+def test_what_the_original_refuses(given: Any) -> None:
+    processor = named("Qwen2VLImageProcessor")
+    with swapped(processor) as ours:
+        assert outcome(ours, images=given, return_tensors="pt") == outcome(processor, images=given, return_tensors="pt")
+
+
 def test_what_a_processor_is_stays() -> None:
     """Its class's name, what it saves and prints, copies and pickles; and `restore` leaves nothing behind."""
     processor = named("Qwen2VLImageProcessor", patch_size=16)
