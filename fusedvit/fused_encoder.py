@@ -194,6 +194,14 @@ class FusedEncoder:
             }
         return self._stats.as_dict() | more
 
+    def reason(self) -> Reason | None:
+        """Why the tower as it stands cannot run fused, or None; waits for the GPU.
+
+        Raises:
+            RuntimeError: the tower is gone.
+        """
+        return self._source().reason()
+
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
         stats = self.stats()

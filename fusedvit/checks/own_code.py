@@ -10,6 +10,7 @@ by identity.
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -137,8 +138,18 @@ class _Walk:
                 if getattr(type(module), value.__func__.__name__, None) is not value.__func__:
                     self._found_foreign(f"{path}.{name} is {_describe(value.__func__)}")
             elif name in self.engine.objects:
-                for method in sorted(self.names & vars(type(value)).keys()):
-                    self._follow_method(type(value), method)
+                self._follow_object(f"{path}.{name}", value)
+
+    def _follow_object(self, where: str, value: object) -> None:
+        """What the code of a module would call of an object that it holds: methods, and functions that it keeps."""
+        for method in sorted(self.names & vars(type(value)).keys()):
+            self._follow_method(type(value), method)
+        for name in sorted(self.names & getattr(value, "__dict__", {}).keys()):
+            kept = vars(value)[name]
+            self.registries.append((vars(value), name))
+            found = definition_of(kept.func if isinstance(kept, partial) else kept)
+            if callable(kept) and (found is None or not found.module.startswith(self.engine.packages)):
+                self._found_foreign(f"{where}.{name} is {_describe(kept)}")
 
     def follow_attention(self, module: nn.Module) -> None:
         """What `module` would call for attention, by its config."""
@@ -176,9 +187,9 @@ class _Walk:
         if home is None or home is object or (id(cls), name) in self.slots:
             return
         self.slots[id(cls), name] = cls, name
-        value = vars(home)[name]
+        value = _held_function(vars(home)[name])
         if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
+            value = _held_function(value.__func__)
         elif isinstance(value, property):
             value = value.fget
         elif not callable(value):
@@ -242,7 +253,7 @@ class _Walk:
         origin = self._undecorated(value)
         if origin is not None and origin.path == name and origin.module.startswith(self.engine.packages):
             self._follow(value, origin, where)
-        elif not _is_torchs(value):
+        elif not (_is_torchs(value) or (origin and origin.module.startswith(self.engine.libraries))):
             self._found_foreign(f"{where} is {_describe(value)}")
 
     @staticmethod

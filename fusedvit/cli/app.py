@@ -170,14 +170,18 @@ def bench(
     seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload.")] = None,
     rows: Rows = None,
     without: Without = None,
+    vllm: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Against vLLM's own tower, from there: docs/serving.md.", exists=True),
+    ] = None,
     json: Json = None,
     commit: Commit = "",
 ) -> None:
-    """Whole towers against Hugging Face, torch.compile and an engine-like encoder."""
+    """Whole towers against Hugging Face, torch.compile and an engine-like encoder; or inside vLLM."""
     if context.invoked_subcommand is not None:
         return
     options = {"tower": tower, "workload": workload, "sweep": sweep, "short": short, "compile_on": compile_on}
-    measured: dict[str, Any] = {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without}
+    measured: dict[str, Any] = {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without, "vllm": vllm}
     run("bench", json, **options, **measured, commit=commit)
 
 

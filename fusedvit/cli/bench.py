@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from fusedvit.bench import ops, report, workloads
+from fusedvit.bench.engines import vllm_bench
 from fusedvit.bench.pixels import report as pixels
 from fusedvit.bench.pixels import table
 from fusedvit.bench.tower_bench import Options, measure
@@ -39,12 +40,13 @@ class Asked:
     seconds: float | None = None
     rows: list[int] | None = None
     without: list[str] | None = None
+    vllm: Path | None = None
     json: str | None = None
     commit: str = ""
 
     @property
     def towers(self) -> tuple[str, ...]:
-        one = self.short or self.kernels or self.pixels
+        one = self.short or self.kernels or self.pixels or self.vllm is not None
         return tuple(self.tower or (DEFAULT_TOWERS[:1] if one else DEFAULT_TOWERS))
 
     def passport(self) -> dict[str, Any]:
@@ -52,6 +54,7 @@ class Asked:
         given: dict[str, Any] = {"--tower": self.tower, "--workload": self.workload, "--sweep": self.sweep}
         given |= {"--no-sweep": self.sweep is False, "--short": self.short, "--compile": self.compile_on}
         given |= {"--fa3": self.fa3, "--seconds": self.seconds, "--rows": self.rows, "--without": self.without}
+        given |= {"--vllm": self.vllm}
         given |= {"--json": self.json and Path(self.json)}
         given |= {"--images": self.images, "--plot": self.plot}
         command = "fusedvit bench" + (" kernels" if self.kernels else " pixels" if self.pixels else "")
@@ -64,6 +67,8 @@ def run(**options: Any) -> Outcome:
     _leave_out(asked.without or [])
     if asked.pixels:
         return _run_pixels(asked)
+    if asked.vllm is not None:
+        return _run_vllm(asked, asked.vllm)
     return _run_kernels(asked) if asked.kernels else _run_towers(asked)
 
 
@@ -98,6 +103,17 @@ def _run_pixels(asked: Asked) -> Outcome:
     return Outcome(found, pixels.passed(found))
 
 
+def _run_vllm(asked: Asked, folder: Path) -> Outcome:
+    device = _device(asked.towers)
+    options = _options(asked, device)
+    peer = vllm_bench.Options(folder, asked.towers[0], options.workloads, options.seconds, options.dtype)
+    head = asked.passport()
+    with progress() as step:
+        document = head | vllm_bench.measure(peer, device, step, functools.partial(_keep, head, asked.json))
+    vllm_bench.show(document, Console())
+    return Outcome(document, not vllm_bench.any_wrong(document))
+
+
 def _run_towers(asked: Asked) -> Outcome:
     device = _device(asked.towers)
     options = _options(asked, device)
@@ -107,7 +123,8 @@ def _run_towers(asked: Asked) -> Outcome:
 
 
 def _options(asked: Asked, device: torch.device) -> Options:
-    grids = _grids(asked.workload, not asked.short if asked.sweep is None else asked.sweep)
+    swept = not (asked.short or asked.vllm) if asked.sweep is None else asked.sweep
+    grids = _grids(asked.workload, swept)
     refuse_unknown(asked.compile_on or [], grids, "--compile")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     seconds = (SHORT_SECONDS if asked.short else SECONDS) if asked.seconds is None else asked.seconds

@@ -1,0 +1,218 @@
+"""`fusedvit bench --vllm FOLDER`: vLLM's tower as it serves, and the same model with the plugin.
+
+Contenders take the model runner's batches, one a modality, through `embed_multimodal` or vLLM's graph manager, and run
+interleaved. "ours" includes the plugin; "fused tower" is the same tower without it. An answer that breaks the tolerance
+rule gets no time; a NaN answer's time is printed, and marked.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedvit.api import fuse
+from fusedvit.bench.engines import vllm_models
+from fusedvit.bench.engines.vllm_models import Batch, Served, batches_of, in_grid_order, new_manager
+from fusedvit.bench.timing import Contender, interleaved_bursts, ratios, spread
+from fusedvit.bench.towers import patch_width, verdict_of, wider
+from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.outputs import side_by_side
+
+EAGER, GRAPHS, EXACT, REPLAY = "vLLM eager", "vLLM graphs as served", "vLLM graph of the exact size", "its replay alone"
+OURS, DIRECT = "ours", "fused tower"
+CONTENDERS = (EAGER, GRAPHS, EXACT, REPLAY, OURS, DIRECT)
+_PORT = 29541
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        folder: where vLLM is; see `vllm_models.open_site`.
+        seconds: of timing for each workload.
+    """
+
+    folder: Path
+    tower: str
+    workloads: Mapping[str, Grid]
+    seconds: float
+    dtype: torch.dtype = torch.bfloat16
+
+
+def measure(
+    options: Options,
+    device: torch.device,
+    step: Step = lambda text: None,
+    keep: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
+    """The document without its passport; `keep` is given it after every workload.
+
+    Raises:
+        InputError: the folder holds no vLLM, or the tower is another family's.
+        UnsupportedModel: the plugin left vLLM's tower alone; its log line says why.
+    """
+    step("vLLM: models and graphs")
+    vllm_models.open_site(options.folder)
+    from vllm.config import set_current_vllm_config
+
+    served = vllm_models.serve(options.tower, device, options.dtype, _PORT)
+    document = {"tower": options.tower, "vllm": about(served), "workloads": dict[str, Any]()}
+    with set_current_vllm_config(served.config), torch.inference_mode():
+        with torch.inference_mode(False):
+            fuse(served.ours).warmup(calls=[torch.tensor(grid) for grid in options.workloads.values()])
+        manager = new_manager(served) if device.type == "cuda" else None
+        if manager is not None:
+            document["vllm"] |= {"budgets": manager.token_budgets, "max_items": manager.max_batch_size}
+        for name, grid in options.workloads.items():
+            step(name)
+            try:
+                document["workloads"][name] = row(served, manager, grid, options)
+            except RuntimeError as error:  # the others' figures are worth having
+                document.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]
+            document["report"] = fuse(served.ours).report()
+            keep(document)
+    return document
+
+
+def about(served: Served) -> dict[str, Any]:
+    """Versions, and which of vLLM's code runs."""
+    import transformers
+    import vllm
+
+    attention = served.theirs.visual.blocks[0].attn.attn
+    return {
+        "version": vllm.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if served.device.type == "cuda" else "cpu",
+        "attention": str(served.theirs.visual.attn_backend),
+        "fa_version": getattr(attention, "_fa_version", None),
+    }
+
+
+def row(served: Served, manager: Any, grid: Grid, options: Options) -> dict[str, Any]:
+    """One workload: parity, errors, times, ratios."""
+    generator = torch.Generator(served.device).manual_seed(tokens(grid))
+    pixels = torch.randn(tokens(grid), patch_width(served.tower), device=served.device, generator=generator)
+    pixels = pixels.to(options.dtype)
+    batches = batches_of(grid, pixels)
+    exact = [] if manager is None else [_exact(served, batch) for batch in batches]
+    runs = _runs(served, manager, exact, batches)
+    answers = {name: _answer(name, run, grid) for name, run in runs.items() if name != REPLAY}
+    pt, ref = _hugging_face(served, pixels, grid, options.dtype)
+    gates = {name: _gate(answer, ref, pt) for name, answer in answers.items()}
+    del pt, ref, answers
+    timed = [Contender(n, run) for n, run in runs.items() if n == REPLAY or gates[n]["passed"] or gates[n]["nan"]]
+    bursts = {name: burst.ms for name, burst in interleaved_bursts(timed, served.device, options.seconds).items()}
+    for one in exact:
+        one.clear()
+    found: dict[str, Any] = {
+        "grid": grid,
+        "tokens": tokens(grid),
+        "parity": gates,
+        "ms": {name: asdict(spread(ms)) for name, ms in bursts.items()},
+    }
+    if OURS in bursts:
+        found["ratio"] = {name: asdict(ratios(ms, bursts[OURS])) for name, ms in bursts.items() if name != OURS}
+    if OURS in bursts and DIRECT in bursts:
+        cost = [a - b for a, b in zip(bursts[OURS], bursts[DIRECT], strict=True)]
+        found["adapter_ms"] = asdict(spread(cost))
+    return found
+
+
+def _exact(served: Served, batch: Batch) -> Any:
+    """A manager with one graph, as large as `batch`."""
+    rows = next(value for name, value in batch.items() if name.endswith("grid_thw")).tolist()
+    merged = sum(t * h * w for t, h, w in rows) // served.theirs.visual.spatial_merge_size**2
+    return new_manager(served, (merged,), len(rows), sum(t for t, _, _ in rows))
+
+
+def _runs(served: Served, manager: Any, exact: list[Any], batches: list[Batch]) -> dict[str, Callable[[], Any]]:
+    handle, visual = fuse(served.ours), served.ours.visual
+
+    def direct() -> list[Any]:
+        found = []
+        for batch in batches:
+            pixels, grid = batch.values()
+            found.append(side_by_side(handle(visual, pixels, grid, {}), handle.spec))
+        return found
+
+    runs: dict[str, Callable[[], Any]] = {EAGER: lambda: [served.theirs.embed_multimodal(**b) for b in batches]}
+    if manager is not None:
+        graphs = [g.graph for m in exact for found in m.budget_graphs.values() for g in found.values()]
+        runs[GRAPHS] = lambda: [manager.execute(b) for b in batches]
+        runs[EXACT] = lambda: [m.execute(b) for m, b in zip(exact, batches, strict=True)]
+        runs[REPLAY] = lambda: [graph.replay() for graph in graphs]
+    return runs | {OURS: lambda: [served.ours.embed_multimodal(**b) for b in batches], DIRECT: direct}
+
+
+def _answer(name: str, run: Callable[[], Any], grid: Grid) -> torch.Tensor:
+    outputs = run()
+    if name == DIRECT:  # whole batches: images first, as its grids are
+        merge = sum(t * h * w for t, h, w in grid) // sum(len(rows) for rows in outputs)
+        images = [(t, h, w) for t, h, w in grid if t == 1]
+        videos = [(t, h, w) for t, h, w in grid if t > 1]
+        sizes = [[t * h * w // merge for t, h, w in part] for part in (images, videos) if part]
+        outputs = [rows.split(size) for rows, size in zip(outputs, sizes, strict=True)]
+    return in_grid_order(grid, outputs).clone()
+
+
+def _hugging_face(
+    served: Served, pixels: torch.Tensor, grid: Grid, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hugging Face's answer in the working dtype and in the wider one, as engines lay it out."""
+    grid_thw = torch.tensor(grid, device=served.device)
+    found = []
+    for tower, kind in ((served.tower, dtype), (served.wide, wider(dtype))):
+        outputs = tower(pixels.to(kind), grid_thw=grid_thw)
+        found.append(torch.cat([outputs.pooler_output, *outputs.deepstack_features], 1))
+        del outputs
+    return found[0], found[1]
+
+
+def _gate(answer: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor) -> dict[str, Any]:
+    rms = (answer.double() - ref.double()).pow(2).mean().sqrt().item()
+    nan = int((~torch.isfinite(answer)).sum())
+    return verdict_of([answer], [ref], [pt]) | {"rms_error": rms, "nan": nan}
+
+
+# printing
+
+
+def show(document: dict[str, Any], console: Any) -> None:
+    """A table on a rich console: milliseconds of every contender, and how many times as long as ours."""
+    from rich.table import Table
+
+    about = document["vllm"]
+    title = f"{document['tower']} inside vLLM {about['version']} on {about['device']}: ms (time over ours)"
+    table = Table(title=title, title_justify="left")
+    for head in ("workload", *CONTENDERS, "plugin adds"):
+        table.add_column(head)
+    for name, found in document["workloads"].items():
+        adds = found.get("adapter_ms")
+        table.add_row(
+            name, *(_cell(found, contender) for contender in CONTENDERS), f"{adds['median']:.3f}" if adds else "–"
+        )
+    console.print(table)
+    for name, reason in document.get("failed", {}).items():
+        console.print(f"{name}: {reason}", style="red", markup=False)
+
+
+def _cell(found: dict[str, Any], contender: str) -> str:
+    gate, ms = found["parity"].get(contender, {}), found["ms"].get(contender)
+    if ms is None:
+        return "wrong" if gate and not gate["passed"] else "–"
+    ratio = found.get("ratio", {}).get(contender)
+    text = f"{ms['median']:.2f}" + (f" ({ratio['median']:.2f})" if ratio else "")
+    return f"{text}, NaN" if gate.get("nan") else text
+
+
+def any_wrong(document: dict[str, Any]) -> bool:
+    """Whether one of our answers is wrong, or a workload failed; vLLM's wrong answers are its own."""
+    rows = document["workloads"].values()
+    ours = [found["parity"][name]["passed"] for found in rows for name in (OURS, DIRECT)]
+    return bool(document.get("failed")) or not ours or not all(ours)

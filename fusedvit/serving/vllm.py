@@ -1,0 +1,376 @@
+"""The vLLM plugin: `pip install fusedvit` beside vLLM, and its vision towers run fused.
+
+vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It changes classes of vLLM
+as their modules are imported, and nothing else: a tower's constructor fuses the tower, the model runner's profile run
+prepares weights and captures graphs first, so that `gpu_memory_utilization` accounts for them, and the worker's sleep
+gives them back. What cannot run fused runs vLLM's own code, and one log line says why.
+
+    FUSEDVIT_DISABLE=1   leaves vLLM as it is
+    FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}'
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.api import fuse_tower, unfuse
+from fusedvit.checks.as_built import Built
+from fusedvit.config import FuseConfig
+from fusedvit.families.base import Family
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.outputs import side_by_side
+from fusedvit.serving.vllm_towers import TOWERS, VLLM
+
+RELEASES = ((0, 26), (0, 33))  # first and last that are known
+DISABLE, CONFIG = "FUSEDVIT_DISABLE", "FUSEDVIT_CONFIG"
+_SERVED = "_fusedvit_served"  # in a tower's __dict__
+_WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+_WORKER = "vllm.v1.worker.gpu_worker"
+_LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
+
+logger = logging.getLogger("vllm.fusedvit")  # below vLLM's own: its handlers print it
+
+
+@dataclass
+class Served:
+    """A fused tower of this process.
+
+    Attributes:
+        ready: weights are prepared and graphs captured.
+        lost: asleep on level 2, or woken from it and not loaded yet.
+    """
+
+    handle: FusedEncoder
+    ready: bool = False
+    lost: bool = False
+
+
+# what vLLM calls
+
+
+def register() -> None:
+    """Changes vLLM's classes as they are imported; more often than once changes nothing.
+
+    Raises:
+        ValueError: `FUSEDVIT_CONFIG` holds no options.
+    """
+    if os.environ.get(DISABLE, "0") not in ("", "0"):
+        return
+    options()
+    for name in [*_PATCHES]:
+        if name in sys.modules:
+            _PATCHES[name](sys.modules[name])
+    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def options() -> FuseConfig:
+    """What `FUSEDVIT_CONFIG` says.
+
+    Raises:
+        ValueError: it is no JSON object of `FuseConfig`'s options; the message names what is wrong.
+    """
+    text = os.environ.get(CONFIG, "").strip()
+    try:
+        given = json.loads(text) if text else {}
+        if not isinstance(given, dict):
+            raise ValueError(f"expected an object, got {type(given).__name__}")
+        unknown = given.keys() - {f.name for f in fields(FuseConfig)}
+        if unknown:
+            raise ValueError(f"unknown option {min(unknown)!r}, expected {[f.name for f in fields(FuseConfig)]}")
+        return FuseConfig(**given)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"fusedvit: {CONFIG}={text}: {error}") from error
+
+
+def stats(worker: Any) -> dict[str, Any]:
+    """Counters of the fused towers of a worker, by their paths: `llm.collective_rpc("fusedvit_stats")`."""
+    return {path: served.handle.stats() for path, served in _served_by(worker)}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Changes a module of `_PATCHES` at the end of its import."""
+
+    def __init__(self) -> None:
+        self._finding: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _PATCHES or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            _PATCHES[name](module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap(cls: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a method that `cls` defines: `around(original, self, *args, **kwargs)` runs instead."""
+    original = vars(cls).get(name)
+    if original is None or hasattr(original, _WRAPPED):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(wrapper, _WRAPPED, True)
+    setattr(cls, name, wrapper)
+
+
+# towers
+
+
+def _patch_towers(module: ModuleType) -> None:
+    for (home, name), family in TOWERS.items():
+        if home != module.__name__:
+            continue
+        cls = getattr(module, name, None)
+        wrong = _wrong_signature(cls)
+        if cls is None or wrong:
+            logger.warning("fusedvit: %s runs vLLM's own code: %s", name, wrong)
+            continue
+        _wrap(cls, "__init__", functools.partial(_construct, cls, family))
+
+
+def _wrong_signature(cls: Any) -> str:
+    """What of a tower's class is not as in the known releases; "" for nothing."""
+    if cls is None:
+        return "vLLM has no such class any more"
+    built, called = inspect.signature(cls.__init__).parameters, inspect.signature(cls.forward).parameters
+    if "vision_config" not in built:
+        return f"its constructor takes {[*built]}, expected vision_config among them"
+    rest = [p for p in called.values() if p.name not in ("self", "x", "grid_thw")]
+    if [*called][:3] != ["self", "x", "grid_thw"] or any(p.default is inspect.Parameter.empty for p in rest):
+        return f"its forward takes {[*called]}, expected x, grid_thw and options"
+    return ""
+
+
+def _construct(cls: Any, family: Family, original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
+    """A tower's constructor, and the tower fused as it returns: nobody else has had it in hands."""
+    original(tower, *args, **kwargs)
+    if type(tower) is not cls:  # somebody's subclass, which may compute something else
+        return
+    config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
+    why_not = _reason_of_engine(tower) or _fuse(tower, family, config)
+    if why_not and _rank_of(tower) == 0:
+        logger.info("fusedvit: %s runs vLLM's own code: %s", cls.__name__, why_not)
+
+
+def _reason_of_engine(tower: nn.Module) -> str:
+    """What of vLLM's options and release keeps a tower from running fused, the same on every rank; "" for nothing."""
+    vllm, envs, config = _vllm()
+    release = tuple(map(int, re.findall(r"\d+", vllm.__version__)[:2]))
+    if not RELEASES[0] <= release <= RELEASES[1]:
+        known = " to ".join(".".join(map(str, r)) for r in RELEASES)
+        return f"vLLM {vllm.__version__} is not known to this release of fusedvit, which knows {known}"
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        return "VLLM_BATCH_INVARIANT is set: answers shall not depend on the batch"
+    ranks = max(getattr(module, "tp_size", 1) for module in tower.modules())
+    if ranks > 1:
+        return f"its weights are sharded over {ranks} GPUs; with --mm-encoder-tp-mode data every GPU runs it fused"
+    lora = getattr(config, "lora_config", None)
+    if getattr(lora, "enable_tower_connector_lora", False):
+        return "LoRA of the vision tower is on (enable_tower_connector_lora)"
+    return ""
+
+
+def _vllm() -> tuple[Any, Any, Any]:
+    """vLLM, its switches, and the configuration that the tower is being built under; None if there is none."""
+    import vllm
+    from vllm import envs
+    from vllm.config import get_current_vllm_config_or_none
+
+    return vllm, envs, get_current_vllm_config_or_none()
+
+
+def _rank_of(tower: nn.Module) -> int:
+    return next((m.tp_rank for m in tower.modules() if isinstance(getattr(m, "tp_rank", None), int)), 0)
+
+
+def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
+    """Fuses a tower, or says why it cannot run fused."""
+    try:
+        built = Built.of(tower, VLLM)
+        spec = family.spec_from_config(vision_config)
+    except (ValueError, TypeError, AttributeError) as error:
+        return str(error)
+    _, _, config = _vllm()
+    handle = fuse_tower(tower, family, spec, _limited(options(), config), built=built, call=run)
+    reason = handle.reason()
+    if reason is not None:
+        unfuse(tower)
+        return str(reason)
+    vars(tower)[_SERVED] = Served(handle)
+    if config is not None:
+        config.compilation_config.cudagraph_mm_encoder = False  # its manager would capture what we replace
+    return ""
+
+
+def _limited(given: FuseConfig, config: Any) -> FuseConfig:
+    """Options with the limits of vLLM's scheduler and of its own encoder graphs, where the user gave none."""
+    if config is None:
+        return given
+    theirs, largest = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
+    budgets = sorted(set(getattr(theirs, "encoder_cudagraph_token_budgets", None) or ()))
+    found: dict[str, Any] = {
+        "token_budgets": budgets or (largest,),
+        "max_items": getattr(theirs, "encoder_cudagraph_max_vision_items_per_batch", None) or None,
+        "max_frames": getattr(theirs, "encoder_cudagraph_max_frames_per_batch", None) or None,
+    }
+    return replace(given, **{n: v for n, v in found.items() if v is not None and getattr(given, n) is None})
+
+
+def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> torch.Tensor | None:
+    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`, or None, and vLLM's own runs.
+
+    Args:
+        x: `[patches, patch_width]`, normalised, or bytes where vLLM normalises on the device.
+        grid_thw: `[items, 3]` or a list of triples.
+        more: `encoder_metadata`, which vLLM's own graphs bring.
+    """
+    if grid_thw is None or any(value is not None for value in more.values()):
+        return None
+    outputs = handle(tower, _normalised(tower, x), grid_thw, {})
+    return None if outputs is None else side_by_side(outputs, handle.spec)
+
+
+def _normalised(tower: Any, x: torch.Tensor) -> torch.Tensor:
+    """Pixels as vLLM's `forward` begins with them."""
+    norm = tower._modules.get("input_norm")
+    return x if norm is None else norm(x.to(device=tower.device, non_blocking=True), tower.dtype)
+
+
+# memory
+
+
+def _prepare(tower: nn.Module, served: Served) -> None:
+    """Prepares weights and captures graphs; what fails is left to the calls, each of which finds its own way."""
+    served.ready, handle = True, served.handle
+    try:
+        with torch.inference_mode(False):
+            handle.warmup(progress=iter)
+    except RuntimeError as error:
+        logger.warning("fusedvit: %s prepares at its first call: %s", type(tower).__name__, error)
+        return
+    found = handle.stats()
+    graphs = found.get("graphs", {})
+    budgets = graphs.get("token_budgets", ())
+    how = f"{len(budgets)} token budgets up to {max(budgets)}" if budgets else "no graphs"
+    logger.info(
+        "fusedvit: %s (%s) runs fused: %s, %.0f MiB of prepared weights, %.0f MiB of graphs and buffers",
+        *(type(tower).__name__, handle.family.name, how, found["weights_mib"], graphs.get("held_mib", 0.0)),
+    )
+
+
+def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model runner's profile run: what fused towers hold is taken before memory is measured."""
+    for tower, served in _served_in(getattr(runner, "model", None)):
+        _prepare(tower, served)
+    return original(runner, *args, **kwargs)
+
+
+def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives graphs and prepared weights back; on level 2 the weights themselves are lost."""
+    level = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("level", 1)
+    for _, served in _served_by(worker):
+        served.handle.release()
+        served.ready, served.lost = False, level >= _LAST_LEVEL
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return original(worker, *args, **kwargs)
+
+
+def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepares again where the weights are there, with their content."""
+    found = original(worker, *args, **kwargs)
+    tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags")
+    if tags is None or "weights" in tags:
+        _prepare_awake(worker)
+    return found
+
+
+def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Other content in the same parameters: the next call notices; what was lost is there again."""
+    found = original(worker, *args, **kwargs)
+    for _, served in _served_by(worker):
+        served.lost = False
+    _prepare_awake(worker)
+    return found
+
+
+def _prepare_awake(worker: Any) -> None:
+    for tower, served in _served_in(_model_of(worker)):
+        if not served.ready and not served.lost:
+            _prepare(tower, served)
+
+
+def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    for path, served in _served_by(worker):
+        found = served.handle.stats()
+        logger.info("fusedvit: %s: %s", path, {name: value for name, value in found.items() if name != "graphs"})
+    return original(worker, *args, **kwargs)
+
+
+def _model_of(worker: Any) -> nn.Module | None:
+    return getattr(getattr(worker, "model_runner", None), "model", None)
+
+
+def _served_by(worker: Any) -> Iterator[tuple[str, Served]]:
+    model = _model_of(worker)
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    return ((path, vars(module)[_SERVED]) for path, module in named if _SERVED in vars(module))
+
+
+def _served_in(model: object) -> list[tuple[nn.Module, Served]]:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [(module, vars(module)[_SERVED]) for module in modules if _SERVED in vars(module)]
+
+
+def _patch_runner(module: ModuleType) -> None:
+    _wrap(module.GPUModelRunner, "profile_run", _profile)
+
+
+def _patch_worker(module: ModuleType) -> None:
+    for name, around in (
+        ("sleep", _sleep),
+        ("wake_up", _wake_up),
+        ("reload_weights", _reload),
+        ("shutdown", _shut_down),
+    ):
+        _wrap(module.Worker, name, around)
+    module.Worker.fusedvit_stats = stats
+
+
+_PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    **{module: _patch_towers for module, _ in TOWERS},
+    **{module: _patch_runner for module in _RUNNERS},
+    _WORKER: _patch_worker,
+}

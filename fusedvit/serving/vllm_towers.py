@@ -1,0 +1,55 @@
+"""vLLM's vision towers as dialects of our families: what its modules and parameter names are for the same weights."""
+
+from dataclasses import replace
+
+from fusedvit.families.base import Family
+from fusedvit.families.engine import Engine, rotary_table
+from fusedvit.families.registry import family_of
+from fusedvit.model.param_names import DownsampleNames, WeightNames
+
+_MODELS = "vllm.model_executor.models."
+
+VLLM = Engine(
+    name="vLLM",
+    towers=(_MODELS,),
+    packages=("vllm.", "transformers."),
+    libraries=("einops.",),
+    decorators=("vllm.compilation.decorators", "contextlib", "torch.utils._contextlib"),
+    activations={
+        "gelu_tanh": ("GELU", "tanh"),
+        "gelu": ("GELU", "none"),
+        "quick_gelu": ("QuickGELU", None),
+        "swiglu": ("SiluAndMul", None),
+    },
+    values={"fp8_enabled": False, "tp_size": 1, "is_neox_style": True},
+    objects={"quant_method": frozenset({"vllm.model_executor.layers.linear.UnquantizedLinearMethod"})},
+    buffers={"cos_sin_cache": rotary_table},
+    tolerance=1e-2,  # it is in the tower's dtype, and a frequency's last bit is 1e-3 of an angle at position 8191
+    outside=("input_norm.",),
+)
+
+
+def _merged(names: WeightNames) -> WeightNames:
+    """vLLM holds gate and up in one layer, and q, k and v."""
+    if len(names.fc1) == 2:
+        names = replace(names, fc1=("blocks.{}.mlp.gate_up_proj",))
+    if isinstance(names.merger, DownsampleNames):
+        merger = replace(names.merger, fc1=("merger.gate_up_proj",), proj_act="merger.extra_activation_func")
+        names = replace(names, merger=merger)
+    return replace(names, qkv=("blocks.{}.attn.qkv",))
+
+
+def _dialect(hugging_face: str) -> Family:
+    """The record of the family that Hugging Face's class belongs to, as vLLM builds it."""
+    family = family_of(hugging_face)
+    assert family is not None, hugging_face
+    return replace(family, names=_merged(family.names), aliases={}, engine=VLLM)
+
+
+# (module, tower class) -> the dialect. Qwen3-VL's tower serves its MoE, Qwen3.5 and 3.6, InternS1-Pro and others too.
+TOWERS: dict[tuple[str, str], Family] = {
+    (_MODELS + "qwen2_vl", "Qwen2VisionTransformer"): _dialect("Qwen2VisionTransformerPretrainedModel"),
+    (_MODELS + "qwen2_5_vl", "Qwen2_5_VisionTransformer"): _dialect("Qwen2_5_VisionTransformerPretrainedModel"),
+    (_MODELS + "qwen3_vl", "Qwen3_VisionTransformer"): _dialect("Qwen3VLVisionModel"),
+    (_MODELS + "glm4_1v", "Glm4vVisionTransformer"): _dialect("Glm4vVisionModel"),
+}
