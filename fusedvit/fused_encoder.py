@@ -22,7 +22,7 @@ from fusedvit.families.base import Family
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
 from fusedvit.kernels.launch import KernelFailed
-from fusedvit.kernels.load_inputs import FLOATS, kind_of
+from fusedvit.kernels.load_inputs import BYTES, FLOATS, STILL_BYTES, kind_of
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
@@ -232,7 +232,9 @@ class FusedEncoder:
         parameter = self.weights.first_parameter()
         with on_device(parameter.device), self._nothing_launched():
             weights = self.weights
-            if not weights.fits(parameter) or not weights.read_back(weights.mark(), True, None).unchanged:
+            kinds = FLOATS, *(STILL_BYTES if still else BYTES for still in self._normalizations)
+            fits = all(weights.fits(parameter, kind) for kind in kinds)
+            if not fits or not weights.read_back(weights.mark(), True, None).unchanged:
                 self._raise_if(self._prepare_now(weights.version))
                 parameter = weights.first_parameter()
             runtime = self._runtime_on(parameter)

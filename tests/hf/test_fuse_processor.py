@@ -118,6 +118,17 @@ def test_a_processor_of_other_patches_changes_nothing(processor: Any) -> None:
     assert handle.state() == "fused" and type(other) is kinds[0]
 
 
+def test_warmup_prepares_what_is_expected(processor: Any) -> None:
+    model = tiny_model()
+    handle = fusedvit.fuse(model)
+    handle.warmup()
+    fusedvit.fuse(model, processor=processor)
+    for _ in range(2):
+        handle.warmup()
+        tokens_of(model, inputs_of(processor))
+        assert handle.stats()["refreshes"] == 2
+
+
 def test_another_normalization_in_a_call(processor: Any) -> None:
     model = tiny_model()
     plain = processor(text=[IMAGE_TEXT], images=[noise(50, 40)], image_mean=[0.1] * 3, return_tensors="pt")
