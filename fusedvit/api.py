@@ -25,6 +25,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.outputs import to_hugging_face
 from fusedvit.pixels.byte_pixels import as_floats
 from fusedvit.pixels.processors import normalizations_of, restore, swap
+from fusedvit.runtime.compiled_kernels import take
 
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
 
@@ -92,6 +93,7 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
         raise UnsupportedModel(f"{original.__name__} cannot be fused: {error}") from error
     handle = tower.__dict__[_HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig())
     _replace_base(tower, original, _fused_class(original))
+    take(next(tower.parameters()).device)
     return handle
 
 

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fusedvit.checks.find_tower import find_tower
-from fusedvit.errors import InputError, first_line
-from fusedvit.families.registry import FAMILIES
+from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.families.base import Family
+from fusedvit.families.registry import FAMILIES, family_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Step = Callable[[str], None]  # told what comes next
@@ -40,6 +41,22 @@ def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step 
     if model is None:
         model = _whole_model(where, config, dtype, step)
     return model.eval().to(device)
+
+
+def tower_config(where: str) -> tuple[Family, Any]:
+    """Family and config of a checkpoint's tower; no weights are read. `where` may also be a config.json.
+
+    Raises:
+        InputError: no such checkpoint.
+        UnsupportedModel: its config names no tower that can be fused.
+    """
+    path = Path(where)
+    config = _config_of(str(path.parent) if path.name == "config.json" and path.is_file() else where)
+    cls, own = next(_tower_classes(config), (None, None))
+    family = None if cls is None else family_of(cls.__name__)
+    if family is None:
+        raise UnsupportedModel(f"{where}: {type(config).__name__} names no supported vision tower")
+    return family, own
 
 
 def _config_of(where: str) -> Any:

@@ -30,7 +30,7 @@ from fusedvit.model.normalization import Normalization
 from fusedvit.model.ops import TORCH, Ops, ops_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.runtime import speculative_replay
+from fusedvit.runtime import compiled_kernels, speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, new_graphs
 from fusedvit.runtime.compile_service import service_of
 from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items
@@ -547,6 +547,7 @@ class FusedEncoder:
             if known is not None and known.device == device and known.dtype == dtype:
                 return known
             self._release_graphs()
+            compiled_kernels.take(device)
             why_not = NO_GPU if device.type != "cuda" else "" if self.config.graphs else NO_GRAPHS
             if not why_not and self.weights.moves > MOST_MOVES:
                 why_not = MOVING

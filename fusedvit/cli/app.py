@@ -115,6 +115,21 @@ def verify(
     run("verify", json, model=model, media=media, device=device, dtype=dtype)
 
 
+@app.command("compile")
+def compile_kernels(
+    model: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Checkpoints (folders, hub names, config.json), or towers.")
+    ],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="a100, a10g, l4, l40s, h100, h200, b200, rtx-5090 …")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to; FUSEDVIT_KERNELS names it at run time.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one per core.")] = None,
+    json: Json = None,
+) -> None:
+    """Compile everything that towers launch on a GPU, here, where none is needed: for container images."""
+    run("compile", json, model=model, gpu=gpu, out=out, dtype=dtype, jobs=jobs)
+
+
 @app.command()
 def env(json: Json = None) -> None:
     """Show versions and GPUs, and whether towers can run fused here."""

@@ -1,0 +1,83 @@
+"""`fusedvit compile`: every kernel that a tower launches on a GPU, compiled where there is none, into a folder."""
+
+import json as json_text
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import triton
+from rich.console import Console
+from rich.markup import escape
+
+from fusedvit.bench.towers import GEOMETRIES, known, spec_of
+from fusedvit.checkpoint import tower_config
+from fusedvit.cli.console import Outcome, progress_bar
+from fusedvit.cli.towers import DTYPES
+from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime import compiled_kernels
+from fusedvit.runtime.gpus import target_named
+from fusedvit.runtime.tower_launches import tower_launches
+
+
+def run(
+    model: list[str], gpu: str, out: Path, dtype: str = "bf16", jobs: int | None = None, json: Any = None
+) -> Outcome:
+    """Compiles, says what failed, and leaves a manifest; without one the folder is not used at run time."""
+    begin = time.monotonic()
+    try:
+        target = target_named(gpu)
+    except ValueError as error:
+        raise InputError(f"--gpu: {error}") from None
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype: one of {', '.join(DTYPES)} expected, got {dtype!r}")
+    if triton.knobs.runtime.interpret:
+        raise InputError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
+    specs = {name: _spec_of(name) for name in model}
+    _make(out)
+    compilations = {}
+    for spec in specs.values():
+        compilations |= tower_launches(spec, DTYPES[dtype], target)
+    triton.runtime.driver.set_active(AbsentGPU(target.capability))
+    with progress_bar() as step:
+        problems = compiled_kernels.fill(out, list(compilations.values()), jobs or os.cpu_count() or 1, step)
+    kernels = len(compilations) - len(problems)
+    found = compiled_kernels.manifest(gpu, target, list(specs), dtype, kernels)
+    if not problems:
+        (out / compiled_kernels.MANIFEST).write_text(json_text.dumps(found, indent=1) + "\n", encoding="utf-8")
+    seconds = time.monotonic() - begin
+    _show(found, problems, out, seconds)
+    return Outcome({"manifest": found, "problems": problems, "seconds": seconds}, not problems)
+
+
+def _spec_of(model: str) -> VisionSpec:
+    """Of a name that the other commands know, else of a checkpoint."""
+    if model in known():
+        return spec_of(GEOMETRIES[model])
+    family, config = tower_config(model)
+    try:
+        return family.spec_from_config(config)
+    except ValueError as error:
+        raise UnsupportedModel(f"{model}: {error}") from error
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out: {out} cannot be made: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise InputError(f"--out: {out} cannot be written to")
+
+
+def _show(found: dict[str, Any], problems: list[str], out: Path, seconds: float) -> None:
+    console = Console()
+    for problem in problems:
+        console.print(f"[red]{escape(problem)}[/]", highlight=False, soft_wrap=True)
+    where = escape(str(out))
+    said = f"{found['kernels']} kernels for {found['gpu']['name']} in {where}, {seconds:.0f} s"
+    console.print(said, highlight=False, soft_wrap=True)
+    if not problems:
+        console.print(f"used where {compiled_kernels.VARIABLE}={where}", highlight=False, soft_wrap=True)

@@ -1,0 +1,214 @@
+"""Kernels that were compiled elsewhere: the folder that `fusedvit compile` fills, and its use at run time.
+
+The folder is laid out as Triton's cache, with a manifest. Where the environment variable `FUSEDVIT_KERNELS` names it,
+each of its kernels is entered into Triton's own cache as a link, so that the folder may be read-only and anywhere.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.nvidia import driver as nvidia
+
+from fusedvit import __version__
+from fusedvit.kernels import tile_configs
+from fusedvit.kernels.tile_configs import Target
+
+logger = logging.getLogger("fusedvit")
+
+VARIABLE, MANIFEST = "FUSEDVIT_KERNELS", "manifest.json"
+POLL_SECONDS = 0.05
+KEPT = {".cubin", ".ptx", ".json"}  # of a kernel's files: Triton loads the first, we check the second
+GROUP = "__grp__"  # how the name of Triton's list of a kernel's files begins
+
+
+def manifest(gpu: str, target: Target, towers: Sequence[str], dtype: str, kernels: int) -> dict[str, Any]:
+    """What a folder says of itself."""
+    return {
+        "triton": triton.__version__,
+        "fusedvit": __version__,
+        "sources": _sources(),
+        "gpu": {"name": gpu, "capability": target.capability, "sms": target.num_sms},
+        "towers": list(towers),
+        "dtype": dtype,
+        "kernels": kernels,
+    }
+
+
+@cache
+def _sources() -> str:
+    """A digest of the kernels' code, on which their keys depend."""
+    root = Path(tile_configs.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def fill(
+    folder: Path, compilations: Sequence[Callable[[], Any]], processes: int, step: Callable[[str, int, int], None]
+) -> list[str]:
+    """Runs `compilations` with `folder` as Triton's cache, side by side in forks; what failed, a line each.
+
+    Args:
+        step: is told (what, how many are done, of how many).
+    """
+    context = multiprocessing.get_context("fork")
+    following, said = context.Value("i", 0), context.SimpleQueue()
+
+    def work() -> None:
+        triton.knobs.cache.dir = str(folder.absolute())
+        while True:
+            with following.get_lock():
+                index = following.value
+                following.value += 1
+            if index >= len(compilations):
+                return
+            try:
+                _build_launcher(compilations[index]())
+                said.put("")
+            except Exception as error:  # whatever a compiler dies of is one kernel's problem
+                said.put(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+
+    workers = [context.Process(target=work, daemon=True) for _ in range(min(processes, len(compilations)))]
+    for worker in workers:
+        worker.start()
+    problems: list[str] = []
+    for done in range(len(compilations)):
+        while said.empty() and any(worker.is_alive() for worker in workers):
+            time.sleep(POLL_SECONDS)
+        problems.append("a compiling process was killed" if said.empty() else said.get())
+        step("compiled", done + 1, len(compilations))
+    for worker in workers:
+        worker.join()
+    _prune(folder)
+    return [problem for problem in problems if problem]
+
+
+def take(device: torch.device) -> None:
+    """Enters the kernels of the folder that `FUSEDVIT_KERNELS` names into Triton's cache, once per process and device.
+
+    Says in a warning what does not match this machine. Nothing is raised: kernels that are missing are compiled.
+    """
+    folder = os.environ.get(VARIABLE)
+    if folder and device.type == "cuda":
+        _take(Path(folder).absolute(), torch.device("cuda", device.index or 0))
+
+
+@lru_cache(maxsize=64)
+def _take(folder: Path, device: torch.device) -> None:
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        said, usable = mismatch(found, Target.of(device))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said, usable = f"{MANIFEST} is not readable: {type(error).__name__}: {error}", False
+    if said:
+        logger.warning("fusedvit: the compiled kernels in %s: %s. What is missing is compiled here", folder, said)
+    if not usable:
+        return
+    try:
+        enter(folder, Path(triton.knobs.cache.dir))
+    except OSError:  # Triton's cache takes no files
+        own = Path(tempfile.mkdtemp(prefix="fusedvit-kernels-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        triton.knobs.cache.dir = str(own)
+        enter(folder, own)
+
+
+def mismatch(found: dict[str, Any], target: Target) -> tuple[str, bool]:
+    """(What of a manifest does not match, or ""; whether any of its kernels can be of use on `target`)."""
+    gpu = found["gpu"]
+    if found["triton"] != triton.__version__:
+        return f"compiled with Triton {found['triton']}, this is {triton.__version__}", False
+    if gpu["capability"] != target.capability:
+        return f"compiled for {gpu['name']} (sm_{gpu['capability']}), this is sm_{target.capability}", False
+    if found["sources"] != _sources():
+        return f"compiled from the kernels of fusedvit {found['fusedvit']}, these are others ({__version__})", False
+    if gpu["sms"] != target.num_sms:
+        return f"chosen for {gpu['name']} with {gpu['sms']} SMs, this GPU has {target.num_sms}", True
+    return "", True
+
+
+def enter(folder: Path, into: Path) -> int:
+    """Links every kernel of `folder` into `into`, a cache of Triton's; how many were not there. Files that are there
+    stay. Raises OSError where `into` takes no files."""
+    entered = 0
+    for source in sorted(path for path in folder.iterdir() if path.is_dir()):
+        names = sorted(os.listdir(source), key=lambda name: name.startswith(GROUP))  # the lists last
+        for name in names:
+            target = into / source.name / name
+            if not name.startswith(GROUP):
+                if name.endswith(".so") and not target.exists():
+                    _write(target, (source / name).read_bytes())
+            elif not _is_whole(target):
+                children = json.loads((source / name).read_text(encoding="utf-8"))["child_paths"]
+                paths = {child: str(source / child) for child in children}
+                _write(target, json.dumps({"child_paths": paths}).encode())
+                entered += 1
+    return entered
+
+
+def _prune(folder: Path) -> None:
+    """Removes what a compiler leaves on the way to the code: four fifths of the bytes."""
+    for group in folder.glob(f"*/{GROUP}*.json"):
+        children = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+        kept = {name: path for name, path in children.items() if Path(name).suffix in KEPT}
+        _write(group, json.dumps({"child_paths": kept}).encode())
+        for path in children.keys() - kept.keys():
+            (group.parent / path).unlink(missing_ok=True)
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Compiles what launches `kernel`: up to Triton 3.6 that is C code of its own, kept in the cache too.
+
+    It is linked to the driver's library. Where there is none, an empty one stands in: the code that is kept is the
+    same, and loading it here fails.
+    """
+    if not hasattr(nvidia, "make_launcher"):
+        return
+    with tempfile.TemporaryDirectory() as stub, triton.knobs.nvidia.scope():
+        if not triton.knobs.nvidia.libcuda_path and not _has_driver():
+            command = ["cc", "-shared", "-x", "c", os.devnull, "-o", f"{stub}/libcuda.so.1"]
+            subprocess.run(command, check=True, capture_output=True)
+            triton.knobs.nvidia.libcuda_path = stub
+        with contextlib.suppress(ImportError):
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _has_driver() -> bool:
+    try:
+        return bool(nvidia.libcuda_dirs())
+    except (AssertionError, OSError, subprocess.SubprocessError):
+        return False
+
+
+def _is_whole(group: Path) -> bool:
+    """Whether a kernel of Triton's cache is there with all its files."""
+    try:
+        children = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return bool(children) and all(os.path.exists(path) for path in children.values())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file in one step: another process may do the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

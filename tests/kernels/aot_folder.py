@@ -1,0 +1,48 @@
+"""Run by test_compiled_kernels.py without the interpreter: a folder of kernels filled, moved, and found by launches.
+
+Prints as JSON what failed, the kinds of files that are left, and how many kernels a process that is given the folder
+compiles of those in it, and of all.
+"""
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+
+from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.kernels.hopper.gluon_compat import AVAILABLE
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime import compiled_kernels
+from fusedvit.runtime.gpus import target_named
+from fusedvit.runtime.tower_launches import tower_launches
+
+TINY = VisionSpec(2, 144, 2, 72, 288, 96, 16, position_side=4, deepstack=(0,))
+
+
+def compiled(found: list[object]) -> int:
+    """How many of these are compiled, and not found in Triton's cache."""
+    begun: list[object] = []
+    stages = triton.backends.nvidia.compiler.CUDABackend.add_stages
+    with mock.patch.object(
+        triton.backends.nvidia.compiler.CUDABackend, "add_stages", lambda *a: begun.append(a) or stages(*a)
+    ):
+        for compiling in found:
+            compiling()
+    return len(begun)
+
+
+root = Path(sys.argv[1])
+triton.runtime.driver.set_active(AbsentGPU(90))
+launches = tower_launches(TINY, torch.bfloat16, target_named("h100"))
+some = [compiling for launch, compiling in launches.items() if launch.name.startswith(("_load", "_store", "_finger"))]
+assert len(some) >= 4 and AVAILABLE
+problems = compiled_kernels.fill(root / "first", some, 2, lambda *told: None)
+(root / "first").rename(root / "moved")
+kinds = sorted({path.suffix for path in (root / "moved").rglob("*") if path.is_file()})
+triton.knobs.cache.dir = str(root / "cache")
+entered = [compiled_kernels.enter(root / "moved", root / "cache") for _ in range(2)]
+said = {"problems": problems, "kinds": kinds, "entered": entered, "some": len(some), "again": compiled(some)}
+print(json.dumps(said))

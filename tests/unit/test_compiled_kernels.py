@@ -1,0 +1,92 @@
+"""`fusedvit compile` and what it leaves: what fits a machine, where kernels are entered, what is refused."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from typer.testing import CliRunner
+
+from fusedvit.cli.app import app
+from fusedvit.runtime import compiled_kernels
+from fusedvit.runtime.gpus import GPUS, target_named
+from tests.kernels.test_aot import run
+
+H100 = target_named("h100")
+
+
+def found(**other: Any) -> dict[str, Any]:
+    return compiled_kernels.manifest("h100", H100, ["Qwen3-VL-8B"], "bf16", 90) | other
+
+
+@pytest.mark.parametrize(
+    "manifest, target, said, usable",
+    [
+        (found(), H100, "", True),
+        (found(), target_named("h200"), "", True),
+        (found(), target_named("h100-pcie"), "chosen for h100 with 132 SMs, this GPU has 114", True),
+        (found(), target_named("a100"), "compiled for h100 (sm_90), this is sm_80", False),
+        (found(triton="3.5.0"), H100, f"compiled with Triton 3.5.0, this is {triton.__version__}", False),
+        (found(sources="", fusedvit="0.1.9"), H100, "compiled from the kernels of fusedvit 0.1.9", False),
+    ],
+)
+def test_what_does_not_fit_is_said(manifest: dict[str, Any], target: Any, said: str, usable: bool) -> None:
+    message, of_use = compiled_kernels.mismatch(manifest, target)
+    assert message.startswith(said) and bool(message) == bool(said) and of_use == usable
+
+
+def test_a_folder_is_moved_and_its_kernels_found(tmp_path: Path) -> None:
+    done = run(str(Path(__file__).parents[1] / "kernels" / "aot_folder.py"), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["problems"] == [] and set(said["kinds"]) <= {".cubin", ".ptx", ".json", ".so"}
+    assert said["entered"] == [said["some"], 0] and said["again"] == 0
+
+
+def test_it_is_taken_once_and_what_is_wrong_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: replace(H100, num_sms=100 + device.index))
+    entered: list[Path] = []
+    monkeypatch.setattr(compiled_kernels, "enter", lambda folder, into: entered.append(folder))
+    compiled_kernels.take(torch.device("cuda", 32))
+    assert entered == [], "no folder is named"
+    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path))
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        compiled_kernels.take(torch.device("cpu"))
+        compiled_kernels.take(torch.device("cuda", 31))
+        assert entered == [] and "manifest.json is not readable" in caplog.text
+        (tmp_path / "manifest.json").write_text(json.dumps(found()))
+        caplog.clear()
+        for _ in range(2):
+            compiled_kernels.take(torch.device("cuda", 32))
+        assert entered == [tmp_path] and not caplog.records
+        for _ in range(2):
+            compiled_kernels.take(torch.device("cuda", 33))
+    assert entered == [tmp_path] * 2 and [r.getMessage().startswith("fusedvit: ") for r in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["Qwen3-VL-8B", "--gpu", "h1000"], "no GPU 'h1000'"),
+        (["Qwen3-VL-8B", "--gpu", "h100", "--dtype", "fp8"], "--dtype"),
+        (["./nowhere", "--gpu", "h100"], "no such folder"),
+    ],
+)
+def test_what_the_command_refuses(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    result = CliRunner().invoke(app, ["compile", *arguments, "--out", str(tmp_path / "kernels")])
+    assert result.exit_code == 2 and said in result.output
+
+
+def test_every_gpu_has_shared_memory_and_a_name() -> None:
+    for name in GPUS:
+        target = target_named(name)
+        assert target.name.startswith("NVIDIA") and target.max_shared >= 99 << 10 and target.num_sms >= 56
