@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
+from fusedvit.bench import baselines
 from fusedvit.bench.report import passport
 from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import (
@@ -56,6 +57,15 @@ CHECKED: dict[str, Grid] = {
     "video": [(4, 20, 26)],
     "mix": [(1, 16, 40), (3, 14, 18), (1, 2, 2), (1, 30, 10)],
 }
+# Of towers that take padded images: what processors make of images, 70 to 1120 merged tokens, and a batch of them.
+PADDED_TIMED: dict[str, Grid] = {"672 x 960": [(1, 42, 60)], "8 x 672 x 960": [(1, 42, 60)] * 8}
+PADDED_CHECKED: dict[str, Grid] = {
+    "70 tokens": [(1, 21, 30)],
+    "140 tokens": [(1, 42, 30)],
+    "560 tokens": [(1, 60, 84)],
+    "1120 tokens": [(1, 96, 105)],
+    "padded batch": [(1, 42, 60), (1, 3, 9), (1, 60, 42), (1, 30, 30)],
+}
 CHECKED_ON_CPU: dict[str, Grid] = {
     "odd image": [(1, 10, 12)],  # a whole window and parts of three
     "video": [(2, 4, 10)],
@@ -67,22 +77,27 @@ BUDGETS = (256, 1024, 2048)  # merged tokens
 
 def measure(geometry: Geometry, device: torch.device, seconds: float) -> dict[str, Any]:
     """Parity in bf16 over every grid, then times of those that passed."""
+    padded = geometry.merge != 2
+    timed = TIMED | PADDED_TIMED if padded else TIMED
+    grids = timed | CHECKED | PADDED_CHECKED if padded else timed | CHECKED
     with torch.inference_mode(False):
         tower, wide = build(geometry, torch.bfloat16, device)
         ours = shared_copy(tower)
-        handle = fuse(ours, FuseConfig(strict=True, token_budgets=BUDGETS))
-        handle.warmup()
+        handle = fuse(ours, FuseConfig(strict=True, token_budgets=None if padded else BUDGETS))
+        handle.warmup(calls=[geometry.rows(grid) for grid in grids.values()] if padded else None)
     parity, cost = {}, {}
-    for workload, grid in (TIMED | CHECKED).items():
+    for workload, grid in grids.items():
         rows = geometry.rows(grid)
         pixels = pixels_for(tower, rows, torch.bfloat16, device, tokens(rows))
         grid_thw = torch.tensor(rows, device=device)
         modules = (ours, torch.bfloat16), (wide, wider(torch.bfloat16)), (tower, torch.bfloat16)
         parity[workload] = verdict_of(*(outputs_of(call_tower(m, pixels.to(d), grid_thw)) for m, d in modules))
-        if workload in TIMED and parity[workload]["passed"]:
+        if workload in timed and parity[workload]["passed"]:
             inputs, named = inputs_of(tower, pixels, grid_thw)
+            peers = baselines.padded_in_graphs(tower, inputs, **named) if padded else {}
             calls = [Contender(who, functools.partial(module, inputs, **named))
                      for who, module in (("hf", tower), ("ours", ours))]  # fmt: skip
+            calls += [Contender(who, call) for who, call in peers.items()]
             cost[workload] = cost_of(calls, device, seconds)
     found = {**_described(geometry, handle.spec), "parity": parity, "cost": cost, "graphs": _replays(handle)}
     handle.release()
@@ -115,10 +130,13 @@ def _outputs(tower: nn.Module, geometry: Geometry, dtype: torch.dtype) -> dict[s
 
 
 def cost_of(calls: list[Contender], device: torch.device, seconds: float) -> dict[str, Any]:
-    """Times of "hf" and "ours", the median call of each burst, and their ratios burst by burst."""
+    """Times of "hf", "ours" and peers, the median call of each burst, and ratios burst by burst: of "hf" to "ours", and
+    of each peer."""
     bursts = interleaved_bursts(calls, device, seconds)
     found: dict[str, Any] = {name: asdict(spread(burst.ms)) for name, burst in bursts.items()}
     found["speedup"] = asdict(ratios(bursts["hf"].ms, bursts["ours"].ms))
+    peers = bursts.keys() - {"hf", "ours"}
+    found |= {f"speedup over {who}": asdict(ratios(bursts[who].ms, bursts["ours"].ms)) for who in sorted(peers)}
     return found | {"first_ms": first_ms(calls, bursts), "calls_in_a_burst": bursts["ours"].calls}
 
 

@@ -33,7 +33,7 @@ from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime import compiled_kernels, speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, new_graphs
 from fusedvit.runtime.compile_service import service_of
-from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items
+from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items, without_padding
 from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
 from fusedvit.runtime.meta_runs import MetaRuns
 from fusedvit.runtime.runner import Runtime, budgets_of, on_device, run
@@ -438,13 +438,18 @@ class FusedEncoder:
         """One run, and one host read at most: behind the launches, or before them where the plan hangs on the grid."""
         weights, unread = self.weights, inputs.grid is not None
         check_content = self.config.watch_data and runtime.no_graphs != CAPTURING
+        if unread and replay is None and runtime.kernels is not None:
+            runtime.kernels.need([_likely_run(runtime, inputs)], runtime.compile_now)
+        if inputs.padded:
+            loaded = without_padding(inputs, self.spec, runtime.device, runtime.dtype)
+            if isinstance(loaded, Reason):
+                return loaded
+            inputs = loaded
         mark = weights.mark() if replay is None and (check_content or unread) else None
         mark = mark if replay is None else replay.mark
         items, outputs = inputs.items, None
         if items is not None:
             outputs = run(runtime, inputs.pixels, items, self._stats.eager_runs)
-        elif replay is None and runtime.kernels is not None:
-            runtime.kernels.need([_likely_run(runtime, inputs)], runtime.compile_now)
         found = weights.read_back(mark, check_content, inputs.grid)
         if items is None:
             known = inputs.with_rows(found.rows, self.spec.merge_size)
@@ -486,6 +491,8 @@ class FusedEncoder:
 
     def _taken(self, pixels: BytePixels) -> torch.Tensor:
         """What the encoder takes of them: bytes where their normalisation is in the weights, else floats."""
+        if self.spec.padded:
+            return pixels.pixels()
         return pixels.unmarked() if self.expect(pixels.normalization, pixels.still) else pixels.pixels()
 
     def _ensure_weights(self, parameter: torch.Tensor, kind: int) -> Reason | None:
@@ -588,7 +595,7 @@ def _source_of(
 
 def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
     """What a call whose grid nobody has read runs, as far as its shapes tell."""
-    tokens, limits = inputs.pixels.shape[0], runtime.limits
+    tokens, limits = inputs.pixels.shape[:-1].numel(), runtime.limits
     if runtime.graphs is None or limits is None:
         return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)
     budget = limits.smallest_for(tokens // runtime.spec.merge_unit) or limits.largest

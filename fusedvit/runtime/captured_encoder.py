@@ -123,7 +123,7 @@ class CapturedEncoder:
         part.pixels[:unit].fill_(0.5)  # of bytes too, whose launches this one does not fill
         self._rehearse_loads(budget, [[1, side, side]], unit)
         if self._spec.padded:
-            self._rehearse_padded()
+            rehearse_padded(self._spec, self._ops, self._dtype, self._device)
         rows = unit if self._spec.returns_hidden else 0
         hidden, *merged = [t.new_empty(t.shape) for t in (part.hidden[:rows], *(plane[:1] for plane in part.merged))]
         self.store(budget, EncoderOutputs(hidden, tuple(merged)))
@@ -139,18 +139,6 @@ class CapturedEncoder:
                 width = self._spec.still_width if kind == STILL_BYTES else self._spec.patch_width
                 pixels = torch.full((1, width), 0.5, device=self._device).to(given)
                 self._load(budget, table, rows, kind, pixels)
-
-    def _rehearse_padded(self) -> None:
-        """What makes a grid and rows of padded images, for every dtype that a call may bring."""
-        spec, merge = self._spec, self._spec.merge_size
-        grid = torch.empty(1, 3, dtype=torch.int32, device=self._device)
-        rows = torch.empty(spec.merge_unit, spec.patch_width, dtype=self._dtype, device=self._device)
-        for dtype in load_inputs.POSITION_DTYPES:
-            positions = torch.zeros(1, spec.merge_unit, 2, dtype=dtype, device=self._device)
-            self._ops.patch_grid(positions, spec.position_side, merge, grid)
-        for dtype in load_inputs.PIXEL_DTYPES:
-            pixels = torch.zeros(1, spec.merge_unit, spec.patch_width, dtype=dtype, device=self._device)
-            self._ops.load_patches(pixels, grid, merge, rows)
 
     # content in and out
 
@@ -235,6 +223,17 @@ def new_graphs(
     """Nothing captured yet, nothing allocated."""
     encoder = CapturedEncoder(spec, ops_for(device), dtype, device, weights)
     return TowerGraphs(GraphManager(limits, encoder, CudaCapture(device)), encoder)
+
+
+def rehearse_padded(spec: VisionSpec, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    """Launches what makes a grid and rows of padded images, for every dtype that a call may bring."""
+    unit, merge = spec.merge_unit, spec.merge_size
+    grid = torch.empty(1, 3, dtype=torch.int32, device=device)
+    rows = torch.empty(unit, spec.patch_width, dtype=dtype, device=device)
+    for kind in load_inputs.POSITION_DTYPES:
+        ops.patch_grid(torch.zeros(1, unit, 2, dtype=kind, device=device), spec.position_side, merge, grid)
+    for kind in load_inputs.PIXEL_DTYPES:
+        ops.load_patches(torch.zeros(1, unit, spec.patch_width, dtype=kind, device=device), grid, merge, rows)
 
 
 def limits_for(

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from fusedvit.errors import ODD_POSITIONS, Reason
-from fusedvit.kernels.load_inputs import POSITION_DTYPES
+from fusedvit.kernels.load_inputs import PIXEL_DTYPES, POSITION_DTYPES
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
 from fusedvit.model.spec import VisionSpec
@@ -21,11 +21,12 @@ class Inputs:
     """A call's input, checked as far as the host knows it.
 
     Attributes:
-        pixels: `[tokens, …]` of any kind (`kernels.load_inputs.kind_of`), any float dtype, any device; of padded
-            images as many rows as they have with padding, those that are no padding first.
+        pixels: `[tokens, …]` of any kind (`kernels.load_inputs.kind_of`), any float dtype, any device.
         grid: `[n, 3]` integers on the tower's device, if the host has yet to read them; else None.
         items: what the grid says; None until it is read.
-        padded: the grid was found on the device, from positions: rows of zeros are images that have none.
+        padded: pixels are `[images, patches, patch_width]` and the grid positions `[images, patches, 2]`. After
+            `without_padding` pixels are as many rows, those that are no padding first, and rows of zeros in the grid
+            are images that have none.
     """
 
     pixels: torch.Tensor
@@ -75,7 +76,7 @@ def check_inputs(
 def check_padded(
     pixel_values: torch.Tensor, positions: object, spec: VisionSpec, parameter: torch.Tensor
 ) -> Inputs | Reason:
-    """Padded images and the positions of their patches, made a grid and rows without padding on the tower's device.
+    """Padded images and the positions of their patches; nothing is launched.
 
     Args:
         pixel_values: `[images, patches, patch_width]` floats from 0 to 1.
@@ -88,22 +89,29 @@ def check_padded(
     pixels = check_pixels(pixel_values, spec)
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"pixel_position_ids must be a tensor, got {type(positions).__name__}")
-    images, patches, width = pixels.shape
+    images, patches, _ = pixels.shape
     if positions.shape != (images, patches, 2) or positions.dtype not in POSITION_DTYPES:
         got = f"{tuple(positions.shape)} of {positions.dtype}"
         raise ValueError(f"pixel_position_ids must be ({images}, {patches}, 2) of int64 or int32, got {got}")
-    device, merge, ops = parameter.device, spec.merge_size, ops_for(parameter.device)
     if patches % spec.merge_unit:
-        return Reason(ODD_POSITIONS, f"{patches} patches are not pooled by {merge} x {merge}")
-    pixels, positions = pixels.detach().to(device).contiguous(), positions.to(device)
-    grid = ops.patch_grid(
-        positions, spec.position_side, merge, torch.empty(images, 3, dtype=torch.int32, device=device)
-    )
-    rows = torch.empty(images * patches, width, dtype=parameter.dtype, device=device)
-    inputs = Inputs(ops.load_patches(pixels, grid, merge, rows), grid, None, padded=True)
+        return Reason(ODD_POSITIONS, f"{patches} patches are not pooled by {spec.merge_size} x {spec.merge_size}")
+    return Inputs(pixels, positions, None, padded=True)
+
+
+def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs | Reason:
+    """Padded images as a grid and rows of patches, made on `device`; on a CPU the grid is known then."""
+    assert inputs.grid is not None, "padded images have positions"
+    ops, merge, (images, patches, width) = ops_for(device), spec.merge_size, inputs.pixels.shape
+    pixels = inputs.pixels.detach().to(device).contiguous()
+    if device.type != "cpu" and pixels.dtype not in PIXEL_DTYPES:
+        pixels = pixels.float()
+    grid = torch.empty(images, 3, dtype=torch.int32, device=device)
+    ops.patch_grid(inputs.grid.to(device), spec.position_side, merge, grid)
+    rows = torch.empty(images * patches, width, dtype=dtype, device=device)
+    loaded = Inputs(ops.load_patches(pixels, grid, merge, rows), grid, None, padded=True)
     if is_on_gpu(grid):
-        return inputs
-    known = inputs.with_rows(grid.tolist(), merge)
+        return loaded
+    known = loaded.with_rows(grid.tolist(), merge)
     return known if isinstance(known, Reason) else Inputs(known[0], None, known[1])
 
 

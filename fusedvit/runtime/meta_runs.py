@@ -15,7 +15,7 @@ from fusedvit.model.ops import TRITON
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
-from fusedvit.runtime.captured_encoder import CapturedEncoder
+from fusedvit.runtime.captured_encoder import CapturedEncoder, rehearse_padded
 from fusedvit.runtime.kernel_loader import Run
 
 META = torch.device("meta")
@@ -42,6 +42,8 @@ class MetaRuns:
             encoder.run(run.tokens)
             self._weights = None
         else:
+            if self._spec.padded:
+                rehearse_padded(self._spec, TRITON, self._dtype, META)
             plan = plan_for(self._spec, run.tokens, self._dtype, self._target())
             run_on_meta(self._spec, weights, plan, self._dtype, run.tokens)
 

@@ -21,11 +21,11 @@ ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
 GATED = {"swiglu", "geglu_tanh"}
 ACTIVATIONS = {"gelu_tanh", "gelu", "quick_gelu", *GATED}
 KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual"} | ACTIVATIONS
-# Epilogues that ran on an H200 and were right, in bf16 and fp16. The tuner may choose this backend for others, as it
-# compares each candidate with the reference; the heuristic leaves those to plain Triton.
+# Epilogues that were right in bf16 and fp16 on an H200, "taps" and "geglu_tanh" on the emulator. The tuner may choose
+# this backend for others, as it compares each candidate with the reference; the heuristic leaves those to plain Triton.
 PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "gelu",
-    "bias", "norm+quick_gelu", "stats", "rms",
+    "bias", "norm+quick_gelu", "stats", "rms", "taps", "geglu_tanh",
 )  # fmt: skip
 # Rows up to which a launch uses PDL, by the first of these that its epilogue has. A tower's first layer never does: the
 # launch before it writes the row count. Of long launches only those with a residual gain (docs/kernels.md).

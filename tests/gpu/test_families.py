@@ -15,6 +15,8 @@ SHALLOW = {
     "EXAONE-4.5-33B": {"depth": 2, "fullatt_block_indexes": [1]},
     "GLM-4.1V-9B": {"depth": 2},
     "GLM-5.3-Flash": {"depth": 2},
+    "Gemma-4-31B": {"num_hidden_layers": 2},
+    "Gemma-4-E4B": {"num_hidden_layers": 2},
 }
 
 
@@ -28,7 +30,8 @@ def test_a_graph_gives_the_same_bits_and_keeps_the_rule(name: str) -> None:
         calls = [Call.of(tower, grid, seed) for seed, grid in enumerate(grids)]
         pt = calls[0].run(tower)
         ref = Call(calls[0].pixels.float(), calls[0].grid).run(wide)
-    captured = fusedvit.FuseConfig(strict=True, token_budgets=(MOST // 4,), max_items=64, max_frames=64)
+    most = 512 if geometry.merge == 3 else MOST // 4  # sides of 3s may have more patches
+    captured = fusedvit.FuseConfig(strict=True, token_budgets=(most,), max_items=64, max_frames=64)
     handle = fusedvit.fuse(tower, captured)
     handle.warmup(calls=grids)  # compiles side by side, for the eager runs as well
     replayed = [call.run(tower) for call in calls]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
+from fusedvit.kernels.epilogue import GATED, Epilogue, NormFold, Rope, RowStats, Scratch, Taps
 from fusedvit.kernels.launch import only_compiling
 from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference.linear import store_moments
@@ -35,6 +35,7 @@ class Layer:
         taps: a four-tap position embedding is added.
         massive: one channel of x is 200 times the rest, as in trained towers.
         limit: of swiglu's factors.
+        clipped: geglu_tanh's factors and output are clamped.
     """
 
     rows: int
@@ -52,10 +53,15 @@ class Layer:
     stats: bool = False
     massive: bool = False
     limit: float = 0.0
+    clipped: bool = False
 
     @property
     def gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation in GATED
+
+    @property
+    def bounds(self) -> torch.Tensor | None:
+        return torch.tensor([[-0.8, 0.9], [-1.1, 0.7], [-0.3, 0.5]]) if self.clipped else None
 
     @property
     def width(self) -> int:
@@ -136,6 +142,11 @@ def _normed(layer: Layer, t: Tensors) -> torch.Tensor:
 def _gate(layer: Layer, y: torch.Tensor) -> torch.Tensor:
     """Columns alternate: gate, up."""
     gate, up = y[:, 0::2], y[:, 1::2]
+    if layer.activation == "geglu_tanh":
+        if layer.bounds is None:
+            return F.gelu(gate, approximate="tanh") * up
+        of_gate, of_up, of_both = layer.bounds.tolist()
+        return (F.gelu(gate.clamp(*of_gate), approximate="tanh") * up.clamp(*of_up)).clamp(*of_both)
     if layer.limit:
         gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
     return F.silu(gate) * up
@@ -236,7 +247,8 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
         bias, colsum = bias.to(wide), colsum.to(wide)
     weight = padded(weight.to(dtype), layer.n)
     bias = bias if layer.bias else None
-    epilogue = Epilogue(bias, norm, taps, rope, layer.activation, layer.limit)
+    clip = None if layer.bounds is None else layer.bounds.to(t.x.device)
+    epilogue = Epilogue(bias, norm, taps, rope, layer.activation, layer.limit, clip)
     return Fused(
         layer,
         padded(t.x.to(dtype), rows),

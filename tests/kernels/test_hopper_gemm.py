@@ -183,7 +183,7 @@ def test_wrong_configurations_say_why(changed: dict[str, int], said: str) -> Non
     "layer, dtype, config, said",
     [
         (Layer(16, 128, 64), FP32, GOOD, "operands of 16 bits only, got torch.float32"),
-        (Layer(16, 128, 136, activation="swiglu"), FP16, GOOD, "swiglu of whole 16s of columns"),
+        (Layer(16, 128, 136, activation="swiglu"), FP16, GOOD, "gated activations of whole 16s of columns"),
         (Layer(16, 64, 64), FP16, GOOD, "at least two steps of 64 in K, got 1"),
         (Layer(16, 128, 72, stats=True), FP16, GOOD, "statistics of whole 64s in parts of 64, got 72"),
         (Layer(16, 128, 72, heads=1), FP16, GOOD, "rotary columns of whole 64s and no residual, got 48"),

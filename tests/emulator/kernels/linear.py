@@ -31,6 +31,7 @@ QKV = Layer(150, 192, 576, norm=True, part=64, heads=4)  # heads of 48, rows of 
 FC1 = Layer(150, 256, 272, norm=True, part=128, activation="gelu_tanh")  # columns of four chunks and a quarter
 FC2 = Layer(150, 272, 192, residual=True, stats=True)
 SWIGLU = Layer(150, 192, 320, norm=True, rms=True, part=64, activation="swiglu")
+GEGLU = Layer(150, 192, 320, bias=False, activation="geglu_tanh")
 TAPS = Layer(150, 192, 192, taps=True, stats=True)
 DEEP = Layer(70, 512, 256, norm=True, merged=4, part=64, activation="gelu")
 QKV_80 = Layer(90, 320, 480, norm=True, rms=True, part=64, heads=2)
@@ -46,6 +47,10 @@ HOPPER = {
     "fc1, quick": (replace(FC1, activation="quick_gelu"), HopperGemmConfig(64, 128, 3, 4)),
     "fc1, massive channels": (replace(FC1, massive=True), HopperGemmConfig(64, 128, 1, 6)),
     "swiglu": (SWIGLU, HopperGemmConfig(128, 128, 1, 4)),
+    "geglu": (GEGLU, HopperGemmConfig(64, 192, 2, 4)),
+    "geglu, clipped": (replace(GEGLU, clipped=True), HopperGemmConfig(128, 128, 1, 4)),
+    "taps alone": (replace(TAPS, stats=False), HopperGemmConfig(64, 128, 1, 6)),
+    "bias": (Layer(150, 192, 208), HopperGemmConfig(64, 192, 2, 4)),
     "fc2": (FC2, HopperGemmConfig(64, 64, 1, 8)),
     "fc2, three consumers": (FC2, HopperGemmConfig(64, 192, 3, 3)),
     "deepstack fc1": (DEEP, HopperGemmConfig(64, 256, 2, 3)),
@@ -72,6 +77,7 @@ TRITON = {
         ("qkv", QKV, LinearConfig(128, 64, 64, 4, 3)),
         ("fc1", FC1, LinearConfig(128, 128, 64, 8, 3)),
         ("swiglu", SWIGLU, LinearConfig(64, 128, 64, 4, 3)),
+        ("geglu, clipped", replace(GEGLU, clipped=True), LinearConfig(64, 128, 64, 4, 3)),
         ("fc2", FC2, LinearConfig(128, 64, 64, 4, 4)),
         ("fc2 in two", replace(FC2, k=320), LinearConfig(64, 64, 64, 4, 3, splits=2)),
         ("deepstack fc1", DEEP, LinearConfig(64, 64, 64, 4, 3)),
@@ -88,7 +94,7 @@ def bits(arguments: Fused, op: Any, config: Any, seed: int, scratch: Scratch | N
     """Rows of the output, and of its statistics."""
     rows, e = arguments.layer.rows, arguments.epilogue
     norm, taps = e.norm, e.taps
-    older = [arguments.weight, arguments.num_rows, e.bias, norm and norm.colsum, taps and taps.table]
+    older = [arguments.weight, arguments.num_rows, e.bias, e.clip, norm and norm.colsum, taps and taps.table]
     ready = [t for t in older if t is not None]
     with emulated(seed=seed, promptness=promptness_for(seed), ready=ready):
         out, stats = arguments.run(op, config, scratch)
