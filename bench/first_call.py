@@ -127,6 +127,7 @@ def warm_up() -> dict[str, Any]:
 def counted(handle: FusedEncoder) -> dict[str, Any]:
     """What the handle counted, and processor seconds of the processes that compiled."""
     stats = handle.stats()
+    time.sleep(1.0)  # until these processes have ended
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "stats": {name: stats[name] for name in ("calls", "fused", "original", "eager", "compiles")},

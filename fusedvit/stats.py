@@ -78,7 +78,8 @@ def compiles() -> int:
     """Compiled kernels of `fusedvit.kernels` in this process, for all towers and devices: it stays after a warm-up."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("fusedvit.kernels.")]
     kernels = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}
-    return sum(len(caches[0]) for kernel in kernels.values() for caches in list(kernel.device_caches.values()))
+    held = [list(caches[0].values()) for kernel in kernels.values() for caches in list(kernel.device_caches.values())]
+    return sum(compiled is not None for found in held for compiled in found)  # None: compiled by another process yet
 
 
 def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Sequence[int]) -> list[str]:

@@ -43,7 +43,7 @@ class Request:
         arch: what to compile for, as Triton numbers it (90).
         jobs: kernels by the digests of their keys.
         order: of these kernels among others that wait; the smallest goes first.
-        urgent: somebody waits: from now on children are not nice, and take every core.
+        urgent: somebody waits: they are compiled with the usual priority, and on every core.
     """
 
     arch: int

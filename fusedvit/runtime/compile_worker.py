@@ -18,6 +18,7 @@ import pickle
 import selectors
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Waiting:
     job: KernelJob
     arch: int
     order: tuple[float, float]
+    urgent: bool
     since: float = 0.0
     tries: int = 0
 
@@ -79,7 +81,6 @@ class Worker:
     parent: int
     scratch: Path
     out: TextIO
-    urgent: bool = False
     private: bool = False
     waiting: dict[str, Waiting] = field(default_factory=dict)
     children: dict[int, Child] = field(default_factory=dict)
@@ -90,6 +91,8 @@ class Worker:
     def serve(self) -> None:
         """Works until the input or the process at its other end is gone."""
         self.selector.register(0, selectors.EVENT_READ)
+        with contextlib.suppress(AssertionError, OSError, subprocess.SubprocessError):
+            nvidia.library_dirs()  # which children would look for one by one
         if not _takes_files(triton.knobs.cache.dir):
             self._go_private()
         while os.getppid() == self.parent:
@@ -130,15 +133,14 @@ class Worker:
         return bool(read)
 
     def _accept(self, request: Request) -> None:
-        self.urgent = request.urgent
         running = {child.digest for child in self.children.values()}
         for digest, job in request.jobs.items():
             known = self.waiting.get(digest)
             order = request.order, -_cost(job)
             if known is not None:
-                known.order = min(known.order, order)
+                known.order, known.urgent = min(known.order, order), known.urgent or request.urgent
             elif digest not in running:
-                self.waiting[digest] = Waiting(job, request.arch, order)
+                self.waiting[digest] = Waiting(job, request.arch, order, request.urgent)
 
     def _say(self, **what: Any) -> None:
         print(json.dumps(what), file=self.out, flush=True)
@@ -146,7 +148,7 @@ class Worker:
     # children
 
     def _start_children(self) -> None:
-        while self.waiting and len(self.children) < most_children(self.urgent):
+        while self.waiting and len(self.children) < most_children(any(w.urgent for w in self.waiting.values())):
             now = time.monotonic()
             ready = [digest for digest, w in self.waiting.items() if w.since <= now]
             if not ready:
@@ -170,7 +172,7 @@ class Worker:
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _compile(waiting.job, writer, nice=not self.urgent, expected=digest in mode.missing)
+            _compile(waiting.job, writer, nice=not waiting.urgent, expected=digest in mode.missing)
         os.close(writer)
         with contextlib.suppress(OSError):  # here and in the child: whoever is first
             os.setpgid(pid, pid)
