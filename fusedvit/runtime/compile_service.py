@@ -90,15 +90,22 @@ class CompileService:
             for digest in new:
                 self._tries[digest] += digest in self.done
                 if self._tries[digest] == TRIES:
-                    self._give_up(f"{new[digest].name} was compiled and is not in Triton's cache")
+                    self.give_up(f"{new[digest].name} was compiled and is not in Triton's cache")
                     return
             self.done.difference_update(new)
+            new = {digest: job for digest, job in new.items() if self._goes_before(request, self._waiting.get(digest))}
+            if not new:
+                return
             request = replace(request, jobs=new)
             self._waiting.update(dict.fromkeys(new, request))
             if self._process is None:
                 self._start()
             else:
                 self._send(request)
+
+    @staticmethod
+    def _goes_before(request: Request, known: Request | None) -> bool:
+        return known is None or request.order < known.order or request.urgent > known.urgent
 
     def waits_for(self, digests: Iterable[str]) -> bool:
         """Whether any of these is still to be compiled."""
@@ -155,7 +162,7 @@ class CompileService:
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
         except OSError as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self.give_up(f"{type(error).__name__}: {error}")
             return
         self.thread(partial(self._listen, self._process), "fusedvit-compile")
         for request in {id(request): request for request in self._waiting.values()}.values():
@@ -197,7 +204,7 @@ class CompileService:
             if self._waiting and self._starts < STARTS:
                 self._start()
             elif self._waiting:
-                self._give_up(f"the compiling process ended with status {process.returncode}")
+                self.give_up(f"the compiling process ended with status {process.returncode}")
 
     def _hear(self, said: dict[str, str]) -> None:
         with self.changed:
@@ -210,7 +217,7 @@ class CompileService:
                 self._waiting.pop(said["failed"], None)
                 self.failed[said["failed"]] = said["error"]
             else:
-                self._give_up(said["error"])
+                self.give_up(said["error"])
             self.changed.notify_all()
 
     def _take_private(self, folder: str) -> None:
@@ -222,14 +229,15 @@ class CompileService:
             folder,
         )
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Nothing is compiled in the background any more. Said once."""
-        if not self.broken:
-            logger.warning("fusedvit: kernels cannot be compiled: %s", why)
-        self.broken = why
-        self._waiting.clear()
-        self._end_process()
-        self.changed.notify_all()
+        with self.changed:
+            if not self.broken:
+                logger.warning("fusedvit: kernels cannot be compiled: %s", why)
+            self.broken = why
+            self._waiting.clear()
+            self._end_process()
+            self.changed.notify_all()
 
     def _end_process(self) -> None:
         process, self._process = self._process, None

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import triton
+from triton.runtime import driver
 
 from fusedvit.errors import WeightsReleased
 from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading_from_cache
@@ -152,19 +152,29 @@ class KernelLoader:
     def _work(self) -> None:
         """Gets every pending run its kernels, then ends."""
         service = self._service
-        with service.used():
-            while True:
-                with service.changed:
-                    if not self._pending or service.broken or service.ending.is_set() or self._weights() is None:
-                        self._pending.clear()
-                        self._thread = None
-                        return
-                    run = min(self._free(self._pending), key=self._pending.__getitem__, default=None)
-                    if run is None:
-                        service.changed.wait(1.0)
-                        continue
-                    order = self._pending[run]
-                self._try(run, order, patient=True)
+        try:
+            with service.used():
+                while self._work_on():
+                    pass
+        except Exception as error:  # else calls would wait for a thread that is gone
+            service.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def _work_on(self) -> bool:
+        """Tries the next run, or waits for kernels; False, and the thread is no more, where there is nothing to do."""
+        service = self._service
+        with service.changed:
+            if not self._pending or service.broken or service.ending.is_set() or self._weights() is None:
+                self._pending.clear()
+                self._thread = None
+                return False
+            run = min(self._free(self._pending), key=self._pending.__getitem__, default=None)
+            if run is None:
+                service.changed.wait(1.0)
+                return True
+            order = self._pending[run]
+        self._try(run, order, patient=True)
+        return True
 
     def _free(self, runs: Iterable[Run]) -> list[Run]:
         """Those of `runs` that wait for no kernel."""
@@ -200,7 +210,7 @@ class KernelLoader:
             raise _Ending
 
     def _send(self, jobs: Mapping[str, KernelJob], order: float, urgent: bool) -> None:
-        arch = triton.runtime.driver.active.get_current_target().arch
+        arch = driver.active.get_current_target().arch
         self._service.compile(Request(arch, jobs, order, urgent))
 
     def _wait_for(self, runs: Collection[Run]) -> None:

@@ -1,0 +1,185 @@
+"""Which runs have their kernels: asked for by calls, compiled elsewhere, ready from then on."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fusedvit.errors import WeightsReleased
+from fusedvit.kernels.launch import KernelFailed
+from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
+from tests.support.fake_compiler import FakeCompiler
+
+KINDS = (0,)
+LADDER = (64, 128, 256, 512, 1024)
+
+
+class Weights:
+    released = False
+
+    def get(self) -> Any:
+        if self.released:
+            raise WeightsReleased
+        return "weights"
+
+
+def graph(budget: int) -> Run:
+    return Run(budget, True, KINDS)
+
+
+def kernels_of(run: Run) -> list[str]:
+    """One that every run shares, one that two neighbours share, one of its own."""
+    return ["around", f"pair {run.tokens.bit_length() // 2}", f"own {run.tokens} {run.graph}"]
+
+
+@pytest.fixture
+def compiler() -> Iterator[FakeCompiler]:
+    fake = FakeCompiler(kernels_of)
+    target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=90)))
+    with (
+        mock.patch("fusedvit.kernels.launch.is_cached", fake.is_cached),
+        mock.patch("fusedvit.runtime.kernel_loader.driver", target),
+    ):
+        yield fake
+        fake.stop()  # and its threads
+
+
+def loader_on(compiler: Any, weights: Weights | None = None) -> tuple[KernelLoader, Weights]:
+    """And its weights, which it does not keep."""
+    weights = weights or Weights()
+    return KernelLoader(compiler.launch, weights.get, LADDER, compiler), weights
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
+
+
+def refused(loader: KernelLoader, *runs: Run) -> str:
+    with pytest.raises(KernelsNotReady) as raised:
+        loader.need(runs, wait=False)
+    return str(raised.value)
+
+
+def test_a_run_is_ready_once_its_kernels_are_compiled(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    assert refused(loader, graph(256)) == ""
+    until(lambda: len(compiler.names()) >= 3)
+    assert compiler.names()[:3] == kernels_of(graph(256)), "what a call asks for goes first"
+    assert refused(loader, graph(256)) == ""
+    compiler.finish(kernels_of(graph(256)))
+    until(lambda: graph(256) in loader.ready)
+    loader.need([graph(256)], wait=False)
+    assert all(not request.urgent and request.arch == 90 for request in compiler.sent)
+
+
+def test_the_ladder_follows_by_likelihood_and_the_thread_ends_with_it(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(512))
+    until(lambda: len(compiler.sent) == 1 + 3 + len(LADDER))  # shared, pairs, own ones; each once
+    orders = {job.name: request.order for request in compiler.sent for job in request.jobs.values()}
+    own = sorted((name for name in orders if name.startswith("own")), key=orders.__getitem__)
+    assert own == [f"own {budget} True" for budget in (512, 256, 1024, 128, 64)]
+    compiler.finish_all()
+    until(lambda: loader.ready == {graph(budget) for budget in LADDER})
+    until(lambda: compiler.users == 0)
+    assert len(compiler.names()) == len(set(compiler.names()))
+
+
+def test_a_later_call_goes_before_the_ladder(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(64))
+    until(lambda: len(compiler.sent) == 1 + 3 + len(LADDER))
+    refused(loader, graph(1024))
+    until(lambda: "own 1024 True" in [job.name for request in compiler.sent[9:] for job in request.jobs.values()])
+    orders = [r.order for r in compiler.sent for job in r.jobs.values() if job.name == "own 1024 True"]
+    others = [r.order for r in compiler.sent for job in r.jobs.values() if job.name == "own 512 True"]
+    assert orders[-1] < min(others) < orders[0]
+
+
+def test_eager_runs_and_other_kinds_of_pixels_are_runs_of_their_own(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    compiler.at_once = True
+    loader.need([graph(256)], wait=True)
+    refused(loader, Run(256, False, KINDS))
+    refused(loader, Run(256, True, (0, 1)))
+    until(lambda: {Run(256, False, KINDS), Run(256, True, (0, 1))} <= loader.ready)
+
+
+def test_who_waits_gets_every_kernel_at_once(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    waiter = threading.Thread(target=loader.need, args=([graph(64), graph(1024)], True))
+    waiter.start()
+    until(lambda: {*kernels_of(graph(64)), *kernels_of(graph(1024))} <= set(compiler.names()))
+    assert waiter.is_alive() and all(request.urgent for request in compiler.sent)
+    compiler.finish_all()
+    waiter.join(5)
+    assert not waiter.is_alive() and loader.ready == {graph(64), graph(1024)}
+
+
+def test_a_kernel_that_the_compiler_refuses_fails_where_it_is_launched(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(64))
+    until(lambda: "own 64 True" in compiler.names())
+    compiler.fail("own 64 True", "CompilationError: no")
+    compiler.finish(["around", "pair 3"])
+    until(lambda: graph(64) in loader.ready)
+    loader.need([graph(64)], wait=False)
+    with pytest.raises(KernelFailed, match="CompilationError: no"), loader.guard([graph(64)]):
+        compiler.launch(graph(64), None)
+
+
+def test_a_launch_that_nobody_foresaw_compiles_nothing_and_is_sent_for(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    compiler.at_once = True
+    loader.need([graph(64)], wait=True)
+    compiler.at_once = False
+    unforeseen = Run(64, True, (7,))
+    with pytest.raises(KernelsNotReady), loader.guard([graph(64)]):
+        compiler.launches = lambda run: ["of an odd address"]
+        compiler.launch(unforeseen, None)
+    compiler.launches = kernels_of
+    assert compiler.names()[-1] == "of an odd address"
+    refused(loader, graph(64))
+    compiler.finish_all()
+    until(lambda: graph(64) in loader.ready)
+
+
+def test_where_nothing_can_be_compiled_calls_are_told_and_waiting_ends(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(64))
+    compiler.give_up("OSError: no room")
+    until(lambda: compiler.users == 0)
+    assert refused(loader, graph(64)) == "OSError: no room"
+    loader.need([graph(64)], wait=True)  # its launches compile
+    assert graph(64) not in loader.ready
+
+
+def test_it_keeps_no_weights_and_waits_for_released_ones(compiler: FakeCompiler) -> None:
+    weights = Weights()
+    loader, _ = loader_on(compiler, weights)
+    weights.released = True
+    refused(loader, graph(64))
+    until(lambda: compiler.users == 0)
+    assert not compiler.sent
+    weights.released = False
+    refused(loader, graph(64))
+    until(lambda: "own 64 True" in compiler.names())
+    del weights, _
+    until(lambda: compiler.users == 0)
+
+
+def test_the_end_of_the_process_ends_the_thread(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(64))
+    until(lambda: compiler.users == 1)
+    compiler.ending.set()
+    with compiler.changed:
+        compiler.changed.notify_all()
+    until(lambda: compiler.users == 0)

@@ -1,0 +1,136 @@
+"""Calls while kernels are compiled: the original code, then fused, never anything in between. On the CPU, with graphs
+that stand in and a compiler that is told when it is done."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fusedvit.api import fuse
+from fusedvit.config import FuseConfig
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.kernels.launch import KernelFailed
+from fusedvit.runtime.captured_encoder import TowerGraphs
+from fusedvit.runtime.kernel_loader import KernelLoader, Run
+from tests.support.fake_compiler import FakeCompiler
+from tests.support.graphs_on_cpu import GRID, LIMITS, answer, close, same
+from tests.support.towers import Call, tiny_tower
+from tests.unit.graphs.stand_in import graphs_on_cpu
+from tests.unit.test_kernel_loader import compiler, kernels_of, until
+
+__all__ = ["compiler"]  # a fixture
+NOT_READY = "kernels not ready"
+TWO_BATCHES = [(1, 16, 16), (1, 4, 6)]  # 64 merged tokens and 6
+
+
+class Fused:
+    """A fused tower whose kernels `compiler` compiles."""
+
+    def __init__(self, compiler: FakeCompiler, graphs: TowerGraphs | None, handle: FusedEncoder, now: bool) -> None:
+        runtime = handle._runtime
+        assert runtime is not None
+        self.tower, self.handle, self.graphs = handle.tower, handle, graphs
+        self.loader = KernelLoader(compiler.launch, handle.weights.get, LIMITS.token_budgets, compiler)
+        limits = {} if graphs is not None else {"graphs": None, "no_graphs": "graphs off", "limits": None}
+        handle._runtime = replace(runtime, kernels=self.loader, compile_now=now, **limits)
+
+    def counts(self) -> tuple[int, int]:
+        """Calls that ran fused, and calls that waited for kernels in the original code."""
+        stats = self.handle.stats()
+        return stats["fused"], stats["original"].get(NOT_READY, 0)
+
+    def ready(self) -> set[int]:
+        """Budgets whose graphs have their kernels."""
+        return {run.tokens for run in self.loader.ready if run.graph}
+
+
+@pytest.fixture
+def fused(compiler: FakeCompiler, request: pytest.FixtureRequest) -> Iterator[Fused]:
+    options: dict[str, Any] = dict(getattr(request, "param", {}))
+    with_graphs, now = options.pop("graphs", True), options.pop("now", False)
+    tower = tiny_tower()
+    handle = fuse(tower, FuseConfig(**options))
+    handle.refresh()
+    with torch.inference_mode(), graphs_on_cpu(handle, LIMITS) as graphs:
+        yield Fused(compiler, graphs if with_graphs else None, handle, now)
+
+
+def test_original_until_it_is_ready_then_fused_and_the_same_bits(
+    compiler: FakeCompiler, fused: Fused, caplog: pytest.LogCaptureFixture
+) -> None:
+    pixels = Call.of(fused.tower, GRID).pixels
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        before = [answer(fused.tower, pixels, GRID) for _ in range(3)]
+    assert fused.counts() == (0, 3) and fused.graphs is not None and fused.graphs.manager.stats.captures == 0
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and said[0].startswith("fusedvit: ") and NOT_READY in said[0]
+    assert f"original code, 3 calls: {NOT_READY}" in fused.handle.report()
+    until(lambda: "own 16 True" in compiler.names())
+    compiler.finish_all()
+    until(lambda: 16 in fused.ready())
+    after = [answer(fused.tower, pixels, GRID) for _ in range(3)]
+    assert fused.counts() == (3, 3)
+    assert all(same(after[0], outputs) for outputs in after)
+    assert all(close(after[0], outputs) for outputs in before)
+
+
+def test_a_call_of_two_budgets_captures_one_at_a_time(compiler: FakeCompiler, fused: Fused) -> None:
+    assert fused.graphs is not None
+    compiler.at_once = True
+    pixels = Call.of(fused.tower, TWO_BATCHES).pixels
+    answer(fused.tower, pixels, TWO_BATCHES)
+    until(lambda: fused.ready() >= {16, 64})
+    captures = []
+    while not fused.counts()[0]:
+        answer(fused.tower, pixels, TWO_BATCHES)
+        captures.append(fused.graphs.manager.stats.captures)
+        assert len(captures) < 9
+    assert captures == [1, 2]
+
+
+@pytest.mark.parametrize("fused", [{"graphs": False}], indirect=True)
+def test_without_graphs_too(compiler: FakeCompiler, fused: Fused) -> None:
+    pixels = Call.of(fused.tower, GRID).pixels
+    answer(fused.tower, pixels, GRID)
+    assert fused.counts() == (0, 1)
+    until(lambda: compiler.names())
+    assert [name for name in compiler.names() if name.startswith("own")] == ["own 64 False"]
+    compiler.finish_all()
+    until(lambda: any(not run.graph for run in fused.loader.ready))
+    answer(fused.tower, pixels, GRID)
+    assert fused.counts() == (1, 1)
+
+
+@pytest.mark.parametrize("fused", [{"now": True}], indirect=True)
+def test_now_waits(compiler: FakeCompiler, fused: Fused) -> None:
+    compiler.at_once = True
+    answer(fused.tower, Call.of(fused.tower, GRID).pixels, GRID)
+    assert fused.counts() == (1, 0) and all(request.urgent for request in compiler.sent)
+    assert set(compiler.names()) == set(kernels_of(Run(16, True, (0,))))
+
+
+def test_warmup_waits_for_every_budget(compiler: FakeCompiler, fused: Fused) -> None:
+    compiler.at_once = True
+    fused.handle.warmup(progress=iter)
+    assert fused.ready() == set(LIMITS.token_budgets)
+    assert fused.graphs is not None and fused.graphs.manager.stats.captures == len(LIMITS.token_budgets)
+
+
+def test_why_nothing_can_be_compiled_is_in_the_report(compiler: FakeCompiler, fused: Fused) -> None:
+    compiler.give_up("OSError: No space left on device")
+    answer(fused.tower, Call.of(fused.tower, GRID).pixels, GRID)
+    assert fused.counts() == (0, 1) and "No space left on device" in fused.handle.report()
+
+
+def test_a_kernel_that_no_backend_compiles_leaves_the_original_code(compiler: FakeCompiler, fused: Fused) -> None:
+    compiler.at_once = True
+    pixels = Call.of(fused.tower, GRID).pixels
+    answer(fused.tower, pixels, GRID)
+    until(lambda: 16 in fused.ready())
+    with mock.patch("fusedvit.runtime.runner._run_steps", side_effect=KernelFailed("ptxas: no")):
+        answer(fused.tower, pixels, GRID)
+    assert fused.counts() == (0, 2) and "ptxas: no" in fused.handle.report()
