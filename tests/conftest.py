@@ -22,6 +22,9 @@ SLOW = (
     "tests/hf/test_compiled_receiver.py::test_mixed_traffic_compiles_no_more_than_behind_the_original",  # 27
     "tests/hf/test_weights.py::test_threads_after_a_change",  # 16
     "tests/hf/test_numbers.py::test_every_attribute_in_the_other_families",  # 60
+    "tests/unit/test_compile_service.py::test_a_full_disk",  # 6
+    "tests/unit/test_compile_service.py::test_a_program_that_dies_is_started_again",  # 6
+    "tests/unit/test_compile_service.py::test_a_program_that_cannot_run_is_said_once",  # 7
     "tests/unit/test_cli_kernel_checks.py::test_one_block_in_the_interpreter",  # 5
 )
 

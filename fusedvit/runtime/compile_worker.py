@@ -57,12 +57,13 @@ class Waiting:
 
 @dataclass
 class Child:
-    """A process that compiles one kernel, and what it has said."""
+    """A process that compiles one kernel, and what it has said. `private` is the worker's, as it was then."""
 
     pid: int
     digest: str
     waiting: Waiting
     since: float
+    private: bool
     text: bytes = b""
 
 
@@ -178,7 +179,7 @@ class Worker:
             os.setpgid(pid, pid)
         if lock >= 0:
             os.close(lock)  # the child has it
-        self.children[reader] = Child(pid, digest, waiting, time.monotonic())
+        self.children[reader] = Child(pid, digest, waiting, time.monotonic(), self.private)
         self.selector.register(reader, selectors.EVENT_READ)
 
     def _hear(self, fd: int) -> None:
@@ -191,7 +192,7 @@ class Worker:
         said = json.loads(child.text) if child.text else {"error": "its compiler was killed", "lost": True}
         if "error" not in said:
             self._say(done=child.digest, seconds=time.monotonic() - child.since)
-        elif said.get("errno") in NO_ROOM and not self.private and self._go_private():
+        elif said.get("errno") in NO_ROOM and not child.private and (self.private or self._go_private()):
             self.waiting[child.digest] = child.waiting
         elif said.get("lost") and child.waiting.tries + 1 < TRIES:
             child.waiting.tries += 1

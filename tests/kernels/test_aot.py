@@ -103,6 +103,14 @@ def test_the_default_ladder_has_few_kernels_and_triton_counts_as_many() -> None:
     assert found["kernels"] == found["keys"] <= MOST_KERNELS
 
 
+@pytest.mark.parametrize("tower, gpu", [("hd72", "h100"), ("windows", "a100")])
+def test_jobs_for_other_processes_have_the_keys_of_the_launches(tower: str, gpu: str) -> None:
+    done = run(str(Path(__file__).with_name("aot_jobs.py")), tower, gpu)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["other"] == [] and found["keys"] > 30
+
+
 @pytest.fixture(scope="module")
 def probes() -> dict[str, str]:
     """What the checks say of each probe, by its name; empty where they are content."""

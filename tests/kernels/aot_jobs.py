@@ -1,0 +1,73 @@
+"""Run by test_aot.py without the interpreter: whether jobs have the keys of the launches that they are of, as JSON."""
+
+import json
+import pickle
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+
+from fusedvit.kernels import launch
+from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.kernels.launch import FromCache, KernelJob, loading_from_cache
+from fusedvit.runtime.ahead_of_time import TOWERS
+from fusedvit.runtime.gpus import target_named
+from fusedvit.runtime.kernel_loader import Run
+from fusedvit.runtime.meta_runs import MetaRuns
+from fusedvit.runtime.tower_launches import default_limits, meta_weights
+
+BUDGETS = (64, 256, 1024)
+
+
+class Keys(FromCache):
+    """Notes keys; nothing is in the cache."""
+
+    def __init__(self) -> None:
+        super().__init__(collect=True)
+        self.keys: list[str] = []
+
+    def submit(self, key: str, *_: Any) -> Any:
+        self.keys.append(key)
+
+
+def keys_of(kernel: Any, ask: Any) -> list[str]:
+    """Keys that Triton asks for within `ask`, where it has no kernel yet."""
+    kernel.device_caches.clear()
+    with loading_from_cache(Keys()) as mode:
+        ask()
+    return mode.keys
+
+
+def main() -> None:
+    spec, dtype, target = TOWERS[sys.argv[1]], torch.bfloat16, target_named(sys.argv[2])
+    triton.runtime.driver.set_active(AbsentGPU(target.capability))
+    launches: list[tuple[Any, ...]] = []
+    real = KernelJob.of
+
+    def noted(*given: Any) -> KernelJob:
+        job = real(*given)
+        launches.append((*given, job))
+        return job
+
+    runs, weights = MetaRuns(spec, dtype, default_limits(spec, dtype), lambda: target), meta_weights(spec, dtype, True)
+    with mock.patch.object(launch.KernelJob, "of", noted), loading_from_cache(Keys()):
+        for run in (*(Run(budget, True, (0, 1, 2)) for budget in BUDGETS), Run(4096, False, (0, 1, 2))):
+            runs.launch(run, weights)
+    found, other = {}, []
+    for kernel, given, constants, options, job in launches:
+        if repr(job) in found:
+            continue
+        sent = pickle.loads(pickle.dumps(job))
+        ask = keys_of(kernel, lambda: kernel.warmup(*given, grid=(1,), **constants, **options))  # noqa: B023
+        found[repr(job)] = keys_of(kernel, sent.build)
+        if len(ask) != 1 or ask != found[repr(job)]:
+            other.append(job.name)
+    print(
+        json.dumps({"jobs": len(found), "keys": len({key for keys in found.values() for key in keys}), "other": other})
+    )
+
+
+if __name__ == "__main__":
+    main()

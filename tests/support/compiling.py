@@ -1,0 +1,67 @@
+"""Run by test_compile_service.py without the interpreter: has kernels compiled by the worker program, for a GPU that is
+not there, and prints what became of them as JSON. `wait` on the command line: it prints a line first, and waits."""
+
+import json
+import logging
+import os
+import sys
+import time
+from itertools import pairwise
+
+import torch
+import triton
+
+from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache
+from fusedvit.kernels.store_outputs import store_outputs
+from fusedvit.runtime.compile_service import CompileService, Request
+
+WIDTHS = (64, 72, 80, 96)
+ARCH = 90
+
+
+def launches() -> None:
+    """One kernel for each width."""
+    for width, out in pairwise((*WIDTHS, 128)):
+        hidden, merged = torch.empty(4, width, device="meta"), torch.empty(1, out, device="meta")
+        store_outputs(hidden, [merged], hidden, [merged])
+
+
+def missing() -> dict[str, KernelJob]:
+    """Kernels of these launches that are not in Triton's cache."""
+    with loading_from_cache(FromCache(collect=True)) as mode:
+        launches()
+    return mode.missing
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    triton.runtime.driver.set_active(AbsentGPU(ARCH))
+    jobs, service = missing(), CompileService()
+    with service.used():
+        service.compile(Request(ARCH, jobs, 1.0, urgent=False))
+        if "wait" in sys.argv:
+            with service.changed:
+                service.changed.wait_for(lambda: service.done, 60)
+            print(service._process.pid if service._process else 0, service._scratch, flush=True)
+            time.sleep(60)
+        while service.waits_for(jobs):
+            with service.changed:
+                service.changed.wait(0.2)
+    left = missing()
+    found = {
+        "sent": len(jobs),
+        "done": len(service.done),
+        "failed": list(service.failed.values()),
+        "broken": service.broken,
+        "cached": all(is_cached(digest, job.name) for digest, job in jobs.items()),
+        "left": len(left),
+        "starts": service._starts,
+        "scratch": service._scratch,
+    }
+    service.stop()
+    print(json.dumps(found | {"kept": os.path.exists(found["scratch"])}))
+
+
+if __name__ == "__main__":
+    main()

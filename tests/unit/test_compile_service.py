@@ -1,0 +1,123 @@
+"""The program that compiles kernels, for a GPU that is not there: its keys, its end, full disks, two at a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = """
+import errno, sys
+if "fusedvit.runtime.compile_worker" in sys.orig_argv:
+    from triton.runtime.cache import FileCacheManager
+    put = FileCacheManager.put
+    def full(self, *given, **named):
+        if "fusedvit-" not in self.cache_dir:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return put(self, *given, **named)
+    FileCacheManager.put = full
+"""
+BROKEN = """
+import sys
+if "fusedvit.runtime.compile_worker" in sys.orig_argv:
+    sys.exit(3)
+"""
+
+
+def environment(cache: Path | str, site: Path | None = None) -> dict[str, str]:
+    """Without the interpreter; `site` holds a module that every process runs as it starts."""
+    folders = [str(folder) for folder in (site, ROOT, os.environ.get("PYTHONPATH")) if folder]
+    changed = {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(folders), "TRITON_INTERPRET": "0"}
+    return os.environ | changed
+
+
+def start(env: dict[str, str], *words: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.support.compiling", *words]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found | {"said": err}
+
+
+def site(folder: Path, text: str) -> Path:
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return folder / "site"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not asked for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return [int(word) for word in text.split()]
+
+
+def test_kernels_are_in_the_cache_under_the_keys_of_the_launches(tmp_path: Path) -> None:
+    """By two processes at once, which share the cache."""
+    env = environment(tmp_path / "cache")
+    for found in map(result, [start(env), start(env)]):
+        assert found["sent"] == found["done"] == 4 and found["failed"] == [] and found["broken"] == ""
+        assert found["cached"] and found["left"] == 0 and not found["kept"]
+    again = result(start(env))
+    assert again["sent"] == 0 and again["starts"] == 0, "where everything is there, no program is started"
+    assert not list((tmp_path / "cache").rglob("tmp.pid*"))
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    process = start(environment(tmp_path), "wait")
+    assert process.stdout is not None
+    worker, scratch = process.stdout.readline().split()
+    assert alive(int(worker)) and os.path.isdir(scratch)
+    compilers = children(int(worker))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    until = time.monotonic() + 2
+    while any(map(alive, [int(worker), *compilers])) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(alive, [int(worker), *compilers])) and not os.path.exists(scratch)
+    assert not list(tmp_path.rglob("tmp.pid*"))
+
+
+def test_a_program_that_dies_is_started_again(tmp_path: Path) -> None:
+    process = start(environment(tmp_path), "wait")
+    assert process.stdout is not None
+    worker = int(process.stdout.readline().split()[0])
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(1.0)
+    compiling = [pid for pid in children(process.pid) if pid != worker]
+    process.kill()
+    process.communicate()
+    assert compiling, "nobody compiles the kernels that are left"
+
+
+def test_a_cache_that_takes_no_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    found = result(start(environment(tmp_path / "file" / "cache")))
+    assert found["done"] == 4 and found["cached"] and found["left"] == 0
+    assert found["said"].count("takes no files") == 1 and not found["kept"]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    found = result(start(environment(tmp_path / "cache", site(tmp_path, FULL))))
+    assert found["done"] == 4 and found["left"] == 0 and found["failed"] == []
+    assert found["said"].count("takes no files") == 1
+
+
+def test_a_program_that_cannot_run_is_said_once(tmp_path: Path) -> None:
+    found = result(start(environment(tmp_path / "cache", site(tmp_path, BROKEN))))
+    assert found["done"] == 0 and found["broken"] and found["starts"] == 3
+    assert found["said"].count("kernels cannot be compiled") == 1
