@@ -34,7 +34,8 @@ class Fused:
         runtime = handle._runtime
         assert runtime is not None
         self.tower, self.handle, self.graphs = handle.tower, handle, graphs
-        self.loader = KernelLoader(compiler.launch, handle.weights.get, LIMITS.token_budgets, compiler)
+        ladder = () if graphs is None else LIMITS.token_budgets
+        self.loader = KernelLoader(compiler.launch, handle.weights.get, ladder, compiler)
         limits = {} if graphs is not None else {"graphs": None, "no_graphs": "graphs off", "limits": None}
         handle._runtime = replace(runtime, kernels=self.loader, compile_now=now, **limits)
 
