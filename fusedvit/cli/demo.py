@@ -65,7 +65,7 @@ def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
         inputs = inputs_of(media, towers)
         calls = [_compare_call(name, item, towers, step) for name, item in inputs.items()]
         step("bad inputs")
-        bad_inputs = _try_bad_inputs(towers.fused, next(iter(inputs.values())))
+        bad_inputs = _try_bad_inputs(towers.fused, next(iter(inputs.values())).floats(tower.dtype))
         left = DEADLINE_SECONDS - (time.perf_counter() - start)
         kernels = checks.finish(step, left) if checks else []
     return Demo(

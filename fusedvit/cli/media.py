@@ -10,7 +10,9 @@ import torch
 from einops import rearrange
 
 from fusedvit.errors import first_line
+from fusedvit.pixels.byte_pixels import BytePixels, as_floats
 from fusedvit.pixels.media import Media, MediaError, load_one
+from fusedvit.pixels.processors import swap
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 SAMPLE_IMAGE = ASSETS / "grace_hopper.jpg"
@@ -46,14 +48,24 @@ class PatchLayout:
 
 @dataclass(frozen=True)
 class VisionInput:
-    """One item for a tower: pixel_values float32 [P, C*tp*p*p] in merge-block order, grid_thw int64 [1, 3]."""
+    """One item for a tower.
+
+    Attributes:
+        pixel_values: `[P, width]` patches in merge-block order: bytes as our processors give them, or floats.
+        grid_thw: `[1, 3]` int64.
+    """
 
     pixel_values: torch.Tensor
     grid_thw: torch.Tensor
 
+    def floats(self, dtype: torch.dtype) -> "VisionInput":
+        """What Hugging Face's processor would have given, `[P, C*tp*p*p]` in `dtype`."""
+        return VisionInput(as_floats(self.pixel_values).to(dtype), self.grid_thw)
+
 
 def prepare(media: Media, layout: PatchLayout) -> VisionInput:
-    """Resize, normalise and patchify through Hugging Face's processors (without torchvision: the image processor's).
+    """Resizes and cuts into patches through Hugging Face's processors, which give bytes (without torchvision: the image
+    processor's alone).
 
     Raises:
         MediaError: the processor refuses it, such as a picture over 200 times as wide as high.
@@ -67,7 +79,7 @@ def prepare(media: Media, layout: PatchLayout) -> VisionInput:
 def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
     if media.kind == "image":
         batch = _image_processor(layout)(images=_as_pictures(media.frames), return_tensors="pt")
-        return VisionInput(batch["pixel_values"].float(), batch["image_grid_thw"].long())
+        return VisionInput(batch["pixel_values"], batch["image_grid_thw"])
     frames = _pad_frames(media.frames, layout.temporal_patch_size)
     from transformers.utils import is_torchvision_available
 
@@ -75,24 +87,18 @@ def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
 
 
 def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
-    """A video's patches by way of the image processor, which repeats a still `tp` times along time.
+    """A video's patches by way of the image processor: its stills are the frames.
 
-    frames: uint8 [F, H, W, 3] with F a multiple of the layout's temporal_patch_size (tp). Each run of tp stills gives
-    one grid row in time: what was repeated is dropped, and the stills take its place.
+    frames: uint8 [F, H, W, 3] with F a multiple of the layout's temporal_patch_size (tp), which make one grid row in
+    time.
     """
     batch = _image_processor(layout)(images=_as_pictures(frames), return_tensors="pt")
     _, height, width = batch["image_grid_thw"][0].tolist()
-    repeat = layout.temporal_patch_size
-    stills = rearrange(
-        batch["pixel_values"].float(),
-        "(t tp n) (c repeat p) -> t tp n c repeat p",
-        tp=repeat,
-        n=height * width,
-        repeat=repeat,
-        p=layout.patch_size**2,
-    )
-    rows = rearrange(stills[..., 0, :], "t tp n c p -> (t n) (c tp p)")
-    return VisionInput(rows.contiguous(), torch.tensor([[len(frames) // repeat, height, width]]))
+    stills: BytePixels = batch["pixel_values"]
+    sides = {"tp": layout.temporal_patch_size, "n": height * width, "p": layout.patch_size**2}
+    rows = rearrange(stills.unmarked(), "(t tp n) (c p) -> (t n) (c tp p)", **sides)
+    grid = torch.tensor([[len(frames) // layout.temporal_patch_size, height, width]])
+    return VisionInput(BytePixels.mark(rows, stills.normalization), grid)
 
 
 def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
@@ -103,9 +109,8 @@ def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInpu
     processor = Qwen3VLVideoProcessor(
         size=size, do_sample_frames=False, cap_pixels_per_frame=False, **_processor_arguments(layout)
     )
-    clip = rearrange(torch.from_numpy(frames), "f h w c -> f c h w")
-    batch = processor(videos=[clip], return_tensors="pt")
-    return VisionInput(batch["pixel_values_videos"].float(), batch["video_grid_thw"].long())
+    batch = swap(processor)(videos=[frames], return_tensors="pt")
+    return VisionInput(batch["pixel_values_videos"], batch["video_grid_thw"])
 
 
 def _image_processor(layout: PatchLayout) -> Any:
@@ -116,7 +121,7 @@ def _image_processor(layout: PatchLayout) -> Any:
     else:
         from transformers import Qwen2VLImageProcessorPil as Processor
     size = {"shortest_edge": layout.min_pixels, "longest_edge": layout.max_pixels}
-    return Processor(size=size, **_processor_arguments(layout))
+    return swap(Processor(size=size, **_processor_arguments(layout)))
 
 
 def _processor_arguments(layout: PatchLayout) -> dict[str, Any]:

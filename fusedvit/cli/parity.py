@@ -38,7 +38,9 @@ class Towers:
     device: torch.device
 
     def calls(self, item: VisionInput) -> dict[str, Callable[[], Any]]:
-        return {"original": lambda: call_tower(self.original, item), "fused": lambda: call_tower(self.fused, item)}
+        """The original's pixels are floats, as Hugging Face's processor gives them; the fused tower takes bytes."""
+        floats = item.floats(self.dtype)
+        return {"original": lambda: call_tower(self.original, floats), "fused": lambda: call_tower(self.fused, item)}
 
 
 def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
@@ -59,7 +61,7 @@ def inputs_of(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
         rows, grids = zip(*((i.pixel_values, i.grid_thw) for i in inputs.values()), strict=True)
         inputs["all at once"] = VisionInput(torch.cat(rows), torch.cat(grids))
     return {
-        name: VisionInput(item.pixel_values.to(towers.device, towers.dtype), item.grid_thw.to(towers.device))
+        name: VisionInput(item.pixel_values.to(towers.device), item.grid_thw.to(towers.device))
         for name, item in inputs.items()
     }
 
@@ -71,7 +73,7 @@ def _frame_by_frame(item: VisionInput) -> VisionInput:
 
 def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
     """Every output of one call, by the tolerance rule."""
-    ref = _outputs(call_tower(towers.reference, VisionInput(item.pixel_values.to(REFERENCE), item.grid_thw)))
+    ref = _outputs(call_tower(towers.reference, item.floats(REFERENCE)))
     pt, ours = (_outputs(call()) for call in towers.calls(item).values())
     if not ref.keys() == pt.keys() == ours.keys():
         raise RuntimeError(f"outputs {sorted(pt)} expected, got {sorted(ours)}")
