@@ -38,12 +38,16 @@ class Home:
     def resolve(self, asked: Any) -> torch.device:
         """In another process than the one that swapped, which may be a fork, and in a DataLoader's workers: the CPU."""
         if asked is not None:
-            return torch.device(asked)
-        if os.getpid() != self.process or torch.utils.data.get_worker_info() is not None:
-            return torch.device("cpu")
-        if self.device is None:
-            return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        return self.device
+            device = torch.device(asked)
+        elif os.getpid() != self.process or torch.utils.data.get_worker_info() is not None:
+            device = torch.device("cpu")
+        elif self.device is None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        else:
+            device = self.device
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
 
     def runs_ours(self, asked: Any) -> bool:
         """Whether our kernels, or their reference, will run."""
