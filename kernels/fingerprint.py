@@ -84,8 +84,8 @@ def _pair(pointers, mask):
     do_not_specialize_on_alignment=["grid_ptr"],
 )
 def _fingerprint_kernel(
-    grid_ptr,  # [items, 3] int64 or int32; None for none
-    rows_ptr,  # [items or more, 3] int64; None for none
+    grid_ptr,  # [items, 3] int64 or int32
+    rows_ptr,  # [items or more, 3] int64
     out_ptr,  # [num_sources] int32
     pointers_ptr,  # [num_sources] int64, addresses
     words_ptr,  # [num_sources] int64, 16-bit words of each
@@ -116,7 +116,7 @@ def _fingerprint_kernel(
         last = tl.load(address.to(tl.pointer_type(tl.int16)) + left, mask=left < words, other=0)
         total += tl.sum(tl.where(left < words, _mix(last.to(tl.int32) + (i - 4) * GOLDEN), 0).to(tl.int64), 0)
         tl.store(out_ptr + pid, total.to(tl.int32))
-    elif grid_ptr is not None:
+    else:
         at = (pid - num_sources).to(tl.int64) * SAMPLES + s
         item = at // 3
         here = item < items
@@ -147,11 +147,13 @@ def fingerprint(
     programs = count - (-3 * items // SAMPLES)
     if not programs:
         return out
-    pitches = (0, 0) if grid is None else grid.stride()
+    if grid is None or rows is None:  # in their place what is not read, so that the kernel is the same
+        grid, rows = sources.words, sources.words
+    pitches = (0, 0) if items == 0 else grid.stride()
     pointers = grid, rows, out, sources.pointers, sources.words
-    addresses = [None if p is None else p.data_ptr() for p in pointers]
-    aligned = not any([(address or 0) % 16 for address in addresses[1:]])
-    key = sources.words.device, None if grid is None else grid.dtype, rows is None, aligned
+    addresses = [p.data_ptr() for p in pointers]
+    aligned = not any([address % 16 for address in addresses[1:]])
+    key = sources.words.device, grid.dtype, aligned
     loaded = _loaded.get(key)
     if loaded is not None:
         loaded.launch(programs, (*addresses, count, items, *pitches), stream)

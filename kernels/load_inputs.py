@@ -66,9 +66,9 @@ def _load_grid(
     item_pitch,
     side_pitch,
     kind,
-    FRAMES: tl.constexpr,
+    most_frames,
+    room,
     MERGE: tl.constexpr,
-    ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Checks and stores all items, in one program, as the sums are over all of them."""
@@ -76,25 +76,25 @@ def _load_grid(
     invalid = 0
     total = tl.sum(offs.to(tl.int64) * 0, 0)
     frames = total
-    for start in tl.range(0, ROOM, BLOCK):
+    for start in tl.range(0, room, BLOCK):
         i = start + offs
         t, h, w, tokens, bad = _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE)
         invalid += bad
         within = tokens <= rows
         total += tl.sum(tl.where(within, tokens, 0), 0)
         frames += tl.sum(tl.where(within & (tokens > 0), t, 0), 0)
-        tl.store(out_ptr + 3 * i, t.to(tl.int32), mask=i < ROOM)
-        tl.store(out_ptr + 3 * i + 1, h.to(tl.int32), mask=i < ROOM)
-        tl.store(out_ptr + 3 * i + 2, w.to(tl.int32), mask=i < ROOM)
+        tl.store(out_ptr + 3 * i, t.to(tl.int32), mask=i < room)
+        tl.store(out_ptr + 3 * i + 1, h.to(tl.int32), mask=i < room)
+        tl.store(out_ptr + 3 * i + 2, w.to(tl.int32), mask=i < room)
     # The grid is read once: what was checked is what was stored, even if somebody writes to it meanwhile.
     tl.debug_barrier()
-    refused = (invalid > 0) | (total != rows) | (frames > FRAMES)
-    for start in tl.range(0, ROOM, BLOCK):
+    refused = (invalid > 0) | (total != rows) | (frames > most_frames)
+    for start in tl.range(0, room, BLOCK):
         i = start + offs
         zeros = offs * 0
-        tl.store(out_ptr + 3 * i, zeros, mask=refused & (i < ROOM))
-        tl.store(out_ptr + 3 * i + 1, zeros, mask=refused & (i < ROOM))
-        tl.store(out_ptr + 3 * i + 2, zeros, mask=refused & (i < ROOM))
+        tl.store(out_ptr + 3 * i, zeros, mask=refused & (i < room))
+        tl.store(out_ptr + 3 * i + 1, zeros, mask=refused & (i < room))
+        tl.store(out_ptr + 3 * i + 2, zeros, mask=refused & (i < room))
     if counts_ptr is not None:
         each = tl.arange(0, 4)
         tl.store(counts_ptr + 4 * each, tl.where(refused, 0, tl.where(each == kind, rows, 0)), mask=each < 3)
@@ -124,7 +124,7 @@ def _load_pixels(
 
 
 @triton.jit(
-    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch", "length", "kind"],
+    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch", "length", "kind", "most_frames", "room"],
     do_not_specialize_on_alignment=["grid_ptr"],
 )
 def _load_inputs_kernel(
@@ -132,16 +132,16 @@ def _load_inputs_kernel(
     pixels_ptr,  # [length, WIDTH] of any float or uint8; nothing where WIDTH is 0
     into_ptr,  # [length or more, WIDTH or more] of any float, rows PITCH apart; nothing where WIDTH is 0
     counts_ptr,  # [3, 4] int32 or None
-    out_ptr,  # [ROOM, 3] int32
+    out_ptr,  # [room, 3] int32
     num_items,
     rows,
     item_pitch,
     side_pitch,
     length,
     kind,
-    FRAMES: tl.constexpr,
+    most_frames,
+    room,
     MERGE: tl.constexpr,
-    ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     PITCH: tl.constexpr,
@@ -151,8 +151,9 @@ def _load_inputs_kernel(
     pid = tl.program_id(0)
     if pid == 0:
         _load_grid(
-            grid_ptr, out_ptr, counts_ptr, num_items, rows, item_pitch, side_pitch, kind, FRAMES, MERGE, ROOM, BLOCK
-        )
+            grid_ptr, out_ptr, counts_ptr, num_items, rows, item_pitch, side_pitch, kind, most_frames, room,
+            MERGE, BLOCK,
+        )  # fmt: skip
     elif WIDTH:
         _load_pixels(pixels_ptr, into_ptr, length, pid - 1, WIDTH, PITCH, GROUP, CHUNK)
 
@@ -214,9 +215,9 @@ def load_inputs(
         f"expected at most {room} items of {GRID_DTYPES}, got {grid.shape[0]} of {grid.dtype}"
     )
     length, width, pitch = (0, 0, 0) if pixels is None or into is None else (*pixels.shape, into.stride(0))
-    scalars = (grid.shape[0], rows, *grid.stride(), length, kind)
+    scalars = (grid.shape[0], rows, *grid.stride(), length, kind, frames, room)
     programs = 1 - (-length * width // _CHUNK)
-    fixed = frames, merge, room, width, pitch
+    fixed = merge, room, width, pitch
     if pixels is None or into is None or counts is None or not grid.is_cuda:
         _launch(grid, pixels, into, out, counts, programs, scalars, fixed)
         return out
@@ -242,13 +243,18 @@ def _launch(
     counts: torch.Tensor | None,
     programs: int,
     scalars: tuple[int, ...],
-    fixed: tuple[int, int, int, int, int],
+    fixed: tuple[int, int, int, int],
 ) -> Loaded | None:
-    frames, merge, room, width, pitch = fixed
-    block = min(max(32, 1 << (room - 1).bit_length()), 1024)  # Triton's own function for this takes 5 us
+    merge, block, width, pitch = fixed
     common = math.gcd(width, pitch)
-    constants = {"FRAMES": frames, "MERGE": merge, "ROOM": room, "BLOCK": block, "WIDTH": width, "PITCH": pitch}
-    constants |= {"GROUP": min(common & -common, 16), "CHUNK": _CHUNK}
+    constants = {
+        "MERGE": merge,
+        "BLOCK": block,
+        "WIDTH": width,
+        "PITCH": pitch,
+        "GROUP": min(common & -common, 16),
+        "CHUNK": _CHUNK,
+    }
     options = {"num_warps": 4 if block < 1024 else 8}
     return launch(_load_inputs_kernel, programs, (), (grid, pixels, into, counts, out), constants, options, scalars)
 
