@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fusedvit.api import fuse, fuse_tower, unfuse
     from fusedvit.config import FuseConfig
+    from fusedvit.corpus.embedder import Embedder
     from fusedvit.data_parallel import DataParallelEncoder
     from fusedvit.errors import UnsupportedModel
     from fusedvit.model.spec import VisionSpec
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"  # pyproject.toml reads it from here
 __all__ = [
     "DataParallelEncoder",
+    "Embedder",
     "FuseConfig",
     "UnsupportedModel",
     "VisionSpec",
@@ -28,6 +30,7 @@ __all__ = [
 
 _HOMES = {
     "DataParallelEncoder": "fusedvit.data_parallel",
+    "Embedder": "fusedvit.corpus.embedder",
     "FuseConfig": "fusedvit.config",
     "UnsupportedModel": "fusedvit.errors",
     "VisionSpec": "fusedvit.model.spec",

@@ -165,6 +165,27 @@ def tune(
     run("tune", json, **options, jobs=jobs, thorough=thorough, dry_run=dry_run, out=out)
 
 
+@app.command()
+def embed(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint: a folder or a hub name.")],
+    given: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUT... OUT", help="Folders, files, .txt lists, .parquet tables; the output folder."),
+    ],
+    output: Annotated[str, typer.Option(help="mean: a row an image; tokens: a row a merged token.")] = "mean",
+    deepstack: Annotated[
+        bool, typer.Option("--deepstack", help="Rows with the deepstack features after them.")
+    ] = False,
+    shard_size: Annotated[int, typer.Option(min=1, help="Inputs of a shard.")] = 512,
+    gpus: Annotated[str | None, typer.Option(help="'all' or numbers such as 0,1: a process on each.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; else the GPU if there is one.")] = None,
+    json: Json = None,
+) -> None:
+    """Embed images and videos into shards on the disk; a job that was killed goes on where it was."""
+    options = {"output": output, "deepstack": deepstack, "shard_size": shard_size, "gpus": gpus, "device": device}
+    run("embed", json, model=model, given=given, **options)
+
+
 @bench_app.callback()
 def bench(
     context: typer.Context,

@@ -32,10 +32,11 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checks", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
     "data_parallel": (*CORE, "api", "fused_encoder"),
+    "corpus": ("api", "checkpoint", "checks", "config", "errors", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}
-TRANSFORMERS = ("api", "checkpoint", "checks", "families", "pixels", *OUTER)  # may import it, in functions
+TRANSFORMERS = ("api", "checkpoint", "checks", "corpus", "families", "pixels", *OUTER)  # may import it, in functions
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120  # lines
 MAX_FOLDER, MAX_FOLDERS = 16, {"kernels/hopper": 10}  # Python files of one folder, __init__.py not counted

@@ -1,0 +1,105 @@
+"""`fusedvit embed`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fusedvit.cli.console import Outcome, progress_bar, quiet
+from fusedvit.corpus import job as corpus_job
+from fusedvit.corpus.embedder import OUTPUTS
+from fusedvit.corpus.job import Job, ShardDone
+from fusedvit.errors import InputError
+
+
+def run(
+    model: str,
+    given: Sequence[str],
+    output: str = "mean",
+    deepstack: bool = False,
+    shard_size: int = 512,
+    gpus: str | None = None,
+    device: str | None = None,
+    json: Any = None,
+) -> Outcome:
+    """Embeds a corpus; passes if every input has an embedding. The last of `given` is the folder of the output."""
+    _check_packages()
+    *inputs, out = given
+    if not inputs:
+        raise InputError("embed: MODEL, one INPUT or more, and OUT expected")
+    if output not in OUTPUTS:
+        raise InputError(f"--output: one of {', '.join(OUTPUTS)} expected, got {output!r}")
+    job = Job(model, tuple(inputs), out, output, deepstack, shard_size, device)
+    start = time.perf_counter()
+    with quiet(), progress_bar() as step:
+        finished = 0
+
+        def done(shard: ShardDone, total: int) -> None:
+            nonlocal finished
+            finished += 1
+            step(f"shard {shard.number}: {shard.inputs} inputs, {shard.errors} errors", finished, total)
+
+        found = corpus_job.run(job, _gpus(gpus, device), done)
+    summary = _summary(found, time.perf_counter() - start)
+    _show(summary, Path(out))
+    return Outcome(
+        {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in found]}, not summary["errors"]
+    )
+
+
+def _gpus(named: str | None, device: str | None) -> list[int]:
+    """GPUs that get a process each; none: this process does it."""
+    if named is None:
+        return []
+    if device is not None:
+        raise InputError("--gpus and --device: give one of them")
+    count = torch.cuda.device_count()
+    numbers = range(count) if named == "all" else [int(n) if n.isdecimal() else -1 for n in named.split(",")]
+    if not numbers or not set(numbers) <= set(range(count)):
+        raise InputError(f"--gpus: 'all' or numbers below {count} such as 0,1 expected, got {named!r}")
+    return list(dict.fromkeys(numbers))
+
+
+def _summary(found: Sequence[ShardDone], wall: float) -> dict[str, Any]:
+    """What was done in this run; rates over the time from its start to the last commit."""
+    inputs, patches = sum(s.inputs for s in found), sum(s.patches for s in found)
+    seconds = max((s.seconds for s in found), default=0.0)  # since the workers were ready
+    return {
+        "shards": len(found),
+        "inputs": inputs,
+        "errors": sum(s.errors for s in found),
+        "wall_seconds": wall,
+        "seconds": seconds,
+        "images_per_second": inputs / seconds if seconds else 0.0,
+        "patches_per_second": patches / seconds if seconds else 0.0,
+        "gpu_busy": sum(s.tower_seconds for s in found) / seconds if seconds else 0.0,
+        "waited_for_pixels": sum(s.waited_seconds for s in found) / seconds if seconds else 0.0,
+        "padding": max((s.padding for s in found), default=0.0),
+    }
+
+
+def _show(summary: dict[str, Any], out: Path) -> None:
+    console = Console()
+    if not summary["shards"]:
+        console.print(f"nothing left to do: every shard is in {escape(str(out))}", highlight=False)
+        return
+    table = Table(title=f"embedded into {escape(str(out))}", title_justify="left")
+    for column in ("inputs", "errors", "images/s", "patches/s", "tower busy", "waited for pixels", "padding"):
+        table.add_column(column, justify="right")
+    rates = (f"{summary[name]:.0f}" for name in ("images_per_second", "patches_per_second"))
+    shares = (f"{summary[name]:.0%}" for name in ("gpu_busy", "waited_for_pixels", "padding"))
+    table.add_row(str(summary["inputs"]), str(summary["errors"]), *rates, *shares)
+    console.print(table)
+
+
+def _check_packages() -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError('embed: needs pyarrow: pip install "fusedvit[embed]"') from None

@@ -1,0 +1,283 @@
+"""`fusedvit.Embedder`: images in, embeddings out, a batch of rows at a time or a corpus as a stream.
+
+    embedder = fusedvit.Embedder("Qwen/Qwen3-VL-2B-Instruct")
+    dataset.map(embedder, batched=True)  # Hugging Face datasets; Ray Data: map_batches(fusedvit.Embedder, …)
+
+Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stream`); images of many rows share a call.
+"""
+
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from fusedvit.api import fuse
+from fusedvit.checkpoint import load_tower
+from fusedvit.checks.find_tower import find_tower
+from fusedvit.config import FuseConfig
+from fusedvit.corpus.shards import Embedded
+from fusedvit.pixels.media import Limits, MediaError, load_one
+from fusedvit.pixels.streaming import Batch, stream
+
+OUTPUTS = ("mean", "tokens")
+COLUMNS = ("bytes", "image", "path", "file", "image_path")  # the first that a batch has is read
+PATCHES = 65536  # of one call of the tower: some 80 images of 448 x 448
+ENCODED = 16  # images of one call of `encode`
+
+Encode = Callable[[Any, Any, list[Any]], Any]
+
+
+class Embedder:
+    """A callable `(batch: dict) -> dict`, as Ray Data's `map_batches`, `datasets.map(batched=True)` and Daft call it.
+
+    A batch is a dictionary of columns. Of `bytes`, `image`, `path`, `file` and `image_path` the first that is there is
+    read: paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, or Pillow images. Added are:
+
+        embedding   [out] fp32, the mean of an image's tokens; or [tokens, width] with `output="tokens"`
+        grid_thw    (frames, rows, columns) in patches; zeros on an error
+        error       "" or what is wrong with this row: its embedding is NaN then (no tokens), and the others go on
+
+    Args:
+        model: a checkpoint (a folder or a hub name), or a model or tower of Hugging Face's.
+        processor: the image processor, or what holds one; the checkpoint's if left out.
+        output: "mean" or "tokens".
+        deepstack: tokens (or their mean) with the tower's deepstack features after them: width (1 + n) * out.
+        encode: `encode(model, processor, images)` -> `[n, d]` or n tensors `[t, d]`, for models with an embedding of
+            their own (Qwen3-VL-Embedding, ColQwen): it is given the whole model with its tower fused, its processor,
+            and at most 16 Pillow images. `output` and `deepstack` are not asked then.
+        device, dtype: of a checkpoint; a GPU and bf16 if there is one, else the CPU and fp32.
+        threads: that decode; as many as there are processors if left out.
+        limits: on bytes, pixels and frames of each file.
+        config: as `fuse` takes it.
+
+    Raises:
+        InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused.
+        ValueError, TypeError: an option that is none; a model without its processor.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        processor: Any = None,
+        *,
+        output: str = "mean",
+        deepstack: bool = False,
+        encode: Encode | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        threads: int | None = None,
+        limits: Limits | None = None,
+        config: FuseConfig | None = None,
+    ) -> None:
+        if output not in OUTPUTS:
+            raise ValueError(f"fusedvit: output must be one of {OUTPUTS}, got {output!r}")
+        if encode is not None and isinstance(model, str | Path):
+            raise TypeError(
+                "fusedvit: encode= takes a model that is loaded, with its processor, not a checkpoint's name"
+            )
+        if processor is None and not isinstance(model, str | Path):
+            raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
+        self._model = _loaded(model, device, dtype) if isinstance(model, str | Path) else model
+        self._handle = fuse(self._model, config)
+        self._processor = _processors_of(str(model)) if processor is None else processor
+        self._output, self._deepstack, self._encode = output, deepstack, encode
+        self._threads, self._limits = threads, limits
+        parameter = next(find_tower(self._model).parameters())
+        self._device, self.dtype = parameter.device, torch.float32 if output == "mean" else parameter.dtype
+        self._patches, self._waited, self._tower_seconds = 0, 0.0, 0.0
+
+    @property
+    def handle(self) -> Any:
+        """The tower's `FusedEncoder`."""
+        return self._handle
+
+    @property
+    def width(self) -> int:
+        """Channels of a row, without `encode`."""
+        spec = self._handle.spec
+        return spec.out_size * (1 + len(spec.deepstack) * (self._deepstack and self._handle.family.has_deepstack))
+
+    def counters(self) -> dict[str, float]:
+        """What was done since it was built: patches, the tower's seconds (on a GPU its time there), the seconds in
+        which the tower waited for pixels, and the share of padding in the graphs' replays."""
+        graphs = self._handle.stats().get("graphs") or {}
+        return {
+            "patches": self._patches,
+            "tower_seconds": self._tower_seconds,
+            "waited_seconds": self._waited,
+            "padding": graphs.get("padding", 0.0),
+        }
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with the columns `embedding`, `grid_thw` and `error`.
+
+        Raises:
+            ValueError: the batch has no column that is read.
+        """
+        column = next((name for name in COLUMNS if name in batch), None)
+        if column is None:
+            raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {sorted(batch)}")
+        values = list(batch[column])
+        found = list(self.embed(map(_source_of, values)))
+        return {
+            **batch,
+            "embedding": [self._array(each) for each in found],
+            "grid_thw": [list(each.grid_thw) for each in found],
+            "error": [each.error for each in found],
+        }
+
+    def embed(self, sources: Iterable[str | Path | bytes], names: Sequence[str] | None = None) -> Iterator[Embedded]:
+        """What becomes of each source, in their order: the next ones are decoded and computed meanwhile.
+
+        Args:
+            sources: paths, or contents of files; endless ones are fine.
+            names: ids of the sources; their numbers if left out.
+        """
+        found: dict[int, Embedded] = {}
+        done = 0
+        for part in self._encoded(sources) if self._encode else self._streamed(sources):
+            found |= part
+            while done in found:
+                each = found.pop(done)
+                yield Embedded(names[done] if names else str(done), each.rows, each.grid_thw, each.error)
+                done += 1
+
+    def _streamed(self, sources: Iterable[str | Path | bytes]) -> Iterator[dict[int, Embedded]]:
+        """The tower's own rows. A batch is fetched from the GPU when the next has been started."""
+        failed: dict[int, Embedded] = {}
+
+        def note(error: MediaError) -> None:
+            failed[error.index] = Embedded("", None, error=str(error))
+
+        waiting: _Started | None = None
+        batches = stream(
+            sources, self._processor, self._device, PATCHES, self._threads, limits=self._limits, errors=note
+        )
+        asked = time.perf_counter()
+        for batch in batches:
+            self._waited += time.perf_counter() - asked
+            started = self._start(batch)
+            if waiting is not None:
+                yield self._fetched(waiting)
+            waiting = started
+            yield {index: failed.pop(index) for index in list(failed)}
+            asked = time.perf_counter()
+        if waiting is not None:
+            yield self._fetched(waiting)
+        yield failed
+
+    def _start(self, batch: Batch) -> "_Started":
+        """Runs the tower on `batch`; its rows may be under way on the GPU."""
+        begin = _mark(self._device)
+        with torch.inference_mode():
+            rows = self._handle.concatenated(batch.pixel_values, batch.grid_thw)[:, : self.width]
+            counts = batch.grid_thw.prod(1) // self._handle.spec.merge_unit
+            if self._output == "mean":
+                rows = torch.segment_reduce(rows.float(), "mean", lengths=counts.to(rows.device), axis=0)
+                counts = torch.ones_like(counts)
+        return _Started(batch, rows, counts.tolist(), begin, _mark(self._device))
+
+    def _fetched(self, started: "_Started") -> dict[int, Embedded]:
+        batch = started.batch
+        parts = started.rows.cpu().split(started.counts)  # waits for the tower
+        self._tower_seconds += _between(started.begin, started.end)
+        self._patches += int(batch.grid_thw.prod(1).sum())
+        grids = [(int(t), int(h), int(w)) for t, h, w in batch.grid_thw.tolist()]
+        found = zip(batch.indices, parts, grids, strict=True)
+        return {index: Embedded("", part, grid) for index, part, grid in found}
+
+    def _encoded(self, sources: Iterable[str | Path | bytes]) -> Iterator[dict[int, Embedded]]:
+        """What `encode` makes, of so many images at a time as it is given."""
+        from PIL import Image
+
+        assert self._encode is not None
+        ready: dict[int, Any] = {}
+        for index, source in enumerate(sources):
+            try:
+                ready[index] = Image.fromarray(load_one(source, limits=self._limits, index=index).frames[0])
+            except MediaError as error:
+                yield {index: Embedded("", None, error=str(error))}
+            if len(ready) == ENCODED:
+                yield self._encode_all(ready)
+                ready = {}
+        if ready:
+            yield self._encode_all(ready)
+
+    def _encode_all(self, images: dict[int, Any]) -> dict[int, Embedded]:
+        assert self._encode is not None
+        with torch.inference_mode():
+            found = self._encode(self._model, self._processor, list(images.values()))
+        if len(found) != len(images):
+            raise ValueError(
+                f"fusedvit: encode must return {len(images)} embeddings for as many images, got {len(found)}"
+            )
+        rows = [torch.as_tensor(each).detach().cpu() for each in found]
+        return {i: Embedded("", each.view(-1, each.shape[-1])) for i, each in zip(images, rows, strict=True)}
+
+    def _array(self, each: Embedded) -> np.ndarray:
+        if each.rows is None:
+            tokens = self._output == "tokens" and self._encode is None
+            return np.empty((0, self.width), np.float32) if tokens else np.full(self.width, np.nan, np.float32)
+        array: np.ndarray = each.rows.float().numpy()
+        return array[0] if len(array) == 1 and (self._output == "mean" or self._encode) else array
+
+
+class _Started(NamedTuple):
+    """A call of the tower: its rows, how many are of each input, and when it began and ended (`_mark`)."""
+
+    batch: Batch
+    rows: torch.Tensor
+    counts: list[int]
+    begin: Any
+    end: Any
+
+
+def _mark(device: torch.device) -> Any:
+    """A moment: of the current stream of a GPU, or of the clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds from one moment to another; the GPU has passed both."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+
+
+def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return load_tower(str(where), on, dtype or (torch.bfloat16 if on.type == "cuda" else torch.float32))
+
+
+def _processors_of(where: str) -> Any:
+    """A checkpoint's image processor, and its video processor where transformers can build it."""
+    from transformers import AutoImageProcessor, AutoVideoProcessor
+
+    try:
+        video = AutoVideoProcessor.from_pretrained(where)
+    except (OSError, ValueError, ImportError):  # none in the checkpoint, or torchvision is missing
+        video = None
+    return SimpleNamespace(image_processor=AutoImageProcessor.from_pretrained(where), video_processor=video)
+
+
+def _source_of(value: Any) -> str | Path | bytes:
+    """A row's value as a path or a file's contents; a file that does not decode where it is neither."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str | Path | bytes):
+        return value
+    if hasattr(value, "convert") and hasattr(value, "save"):  # a Pillow image, as `datasets` decodes them
+        file = io.BytesIO()
+        value.convert("RGB").save(file, format="BMP")
+        return file.getvalue()
+    return b""

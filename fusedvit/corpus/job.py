@@ -1,0 +1,261 @@
+"""A corpus embedded into shards, on one GPU in this process or on several in a process each.
+
+What is done is what is committed (`shards.committed`): a job that was killed goes on by being started again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO, Any
+
+from fusedvit.corpus import shards
+from fusedvit.corpus.embedder import Embedder
+from fusedvit.corpus.inputs import Input, collect, digest, sources
+from fusedvit.errors import InputError, UnsupportedModel, first_line
+
+UNWRITTEN = 2  # shards that may wait for the disk
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is embedded, how, and where to.
+
+    Attributes:
+        model: a checkpoint, a folder or a hub name.
+        given: folders, files, lists and tables, as `inputs.collect` takes them.
+        out: the folder of the shards.
+        output, deepstack: as of `Embedder`.
+        shard_size: inputs of a shard.
+        device: of a job in this process; None for the GPU if there is one.
+    """
+
+    model: str
+    given: tuple[str, ...]
+    out: str
+    output: str = "mean"
+    deepstack: bool = False
+    shard_size: int = 512
+    device: str | None = None
+
+    def document(self, inputs: Sequence[Input]) -> dict[str, Any]:
+        """What another run must agree with to go on: everything that decides a shard's content."""
+        kept = {name: getattr(self, name) for name in ("model", "output", "deepstack", "shard_size")}
+        return kept | {"inputs": len(inputs), "inputs_digest": digest(inputs)}
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """A committed shard: its number, what is in it, and the seconds since its worker began.
+
+    `tower_seconds` is the GPU's time in the tower, `waited_seconds` the time in which the tower waited for pixels.
+    """
+
+    number: int
+    inputs: int
+    errors: int
+    patches: int
+    seconds: float
+    tower_seconds: float
+    waited_seconds: float
+    padding: float
+
+
+def run(job: Job, gpus: Sequence[int], done: Callable[[ShardDone, int], None]) -> list[ShardDone]:
+    """Embeds what is not committed yet, the longest shards first.
+
+    Args:
+        gpus: none: in this process, on `job.device`. Else a process on each of these GPUs.
+        done: called with each committed shard and the number of shards of the job.
+
+    Raises:
+        InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. What was
+            committed stays.
+    """
+    if job.shard_size < 1:
+        raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
+    inputs = collect(job.given)
+    out = Path(job.out)
+    shards.start(out, job.document(inputs))
+    parts = shards_of(inputs, job.shard_size)
+    todo = sorted(set(range(len(parts))) - shards.committed(out), key=lambda n: (-_bytes_of(parts[n]), n))
+    found: list[ShardDone] = []
+
+    def committed(shard: ShardDone) -> None:
+        found.append(shard)
+        done(shard, len(parts))
+
+    if not todo:
+        return []
+    if gpus:
+        _run_on(job, gpus[: len(todo)], todo, committed)
+    else:
+        embedder = Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
+        work(embedder, parts, out, iter(todo), committed)
+    return found
+
+
+def shards_of(inputs: Sequence[Input], size: int) -> list[Sequence[Input]]:
+    """Inputs by shard: fixed by their order alone."""
+    return [inputs[start : start + size] for start in range(0, len(inputs), size)]
+
+
+def work(
+    embedder: Embedder,
+    parts: Sequence[Sequence[Input]],
+    out: Path,
+    numbers: Iterable[int],
+    committed: Callable[[ShardDone], None],
+) -> None:
+    """Embeds the shards `numbers` as one stream, and commits each while the next are computed.
+
+    `numbers` is read ahead of the results, by as many inputs as are decoded ahead.
+
+    Raises:
+        InputError: a table does not read, or a shard cannot be written; earlier ones are committed.
+    """
+    taken: list[int] = []
+
+    def ahead() -> Iterator[Any]:
+        for number in numbers:
+            taken.append(number)
+            yield from sources(parts[number])
+
+    start = time.perf_counter()
+    results = embedder.embed(ahead())
+    writing: list[Future[None]] = []
+
+    def write(number: int, found: list[shards.Embedded], counted: ShardDone) -> None:
+        shards.commit(out, number, found, embedder.width, embedder.dtype)
+        committed(counted)
+
+    with ThreadPoolExecutor(1, "fusedvit-shards") as pool:
+        position, before = 0, embedder.counters()
+        while True:
+            first = next(results, None)
+            if first is None:
+                break
+            number = taken[position]
+            position += 1
+            names = [each.id for each in parts[number]]
+            rest = [first, *(next(results) for _ in names[1:])]
+            found = [replace(each, id=name) for each, name in zip(rest, names, strict=True)]
+            counters = embedder.counters()
+            spent = {name: counters[name] - before[name] for name in ("patches", "tower_seconds", "waited_seconds")}
+            errors, seconds = sum(bool(each.error) for each in found), time.perf_counter() - start
+            counted = ShardDone(number, len(found), errors, seconds=seconds, padding=counters["padding"], **spent)
+            before = counters
+            writing.append(pool.submit(write, number, found, counted))
+            while len(writing) > UNWRITTEN:
+                writing.pop(0).result()
+        for task in writing:
+            task.result()
+
+
+def _bytes_of(part: Sequence[Input]) -> int:
+    """How large the files of a shard are: how long it takes, roughly. A table's rows count alike."""
+    return sum(each.path.stat().st_size if each.row < 0 and each.path.is_file() else 1 for each in part)
+
+
+# ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Callable[[ShardDone], None]) -> None:
+    """One process a GPU; each is told its next shard when it asks, and ends when it is told none.
+
+    A process that dies fails the job once the others have done the rest: its shard is not committed.
+    """
+    said: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
+    workers = [_started(job, gpu) for gpu in gpus]
+    for i, worker in enumerate(workers):
+        Thread(target=_listen, args=(i, worker.stdout, said), daemon=True).start()
+    waiting, failures, running = list(todo), [], len(workers)
+    try:
+        while running:
+            i, message = said.get()
+            if "done" in message:
+                committed(ShardDone(**message["done"]))
+            elif "next" in message:
+                number = waiting.pop(0) if waiting else -1
+                _tell(workers[i], number)
+            else:
+                running -= 1
+                if workers[i].wait() or "error" in message:
+                    failures.append(message.get("error") or f"the process on GPU {gpus[i]} died")
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    if failures:
+        raise InputError(failures[0])
+
+
+def _started(job: Job, gpu: int) -> "subprocess.Popen[str]":
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": _visible(gpu)}
+    command = [sys.executable, "-m", "fusedvit.corpus.job", json.dumps(asdict(job))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _visible(gpu: int) -> str:
+    """The name of this process's GPU `gpu` for a child."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return names[gpu] if names else str(gpu)
+
+
+def _tell(worker: "subprocess.Popen[str]", number: int) -> None:
+    assert worker.stdin is not None
+    try:
+        worker.stdin.write(f"{number}\n")
+        worker.stdin.flush()
+    except BrokenPipeError:
+        return  # it died: its output ends, which is heard
+
+
+def _listen(i: int, lines: IO[str] | None, said: "SimpleQueue[tuple[int, dict[str, Any]]]") -> None:
+    """Passes on what worker `i` says, and at last that it says no more, with its error if it named one."""
+    ended: dict[str, Any] = {}
+    for line in lines or ():
+        message = json.loads(line)
+        if "error" in message:
+            ended = message
+        else:
+            said.put((i, message))
+    said.put((i, ended))
+
+
+def _main() -> int:
+    """A worker: the job on the command line; shard numbers come on standard input, messages go to standard output."""
+    job = Job(**json.loads(sys.argv[1]))
+    say = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever prints does not speak to the parent
+
+    def tell(**message: Any) -> None:
+        say.write(json.dumps(message) + "\n")
+
+    def numbers() -> Iterator[int]:
+        while True:
+            tell(next=True)
+            line = sys.stdin.readline()
+            if not line or int(line) < 0:
+                return
+            yield int(line)
+
+    try:
+        parts = shards_of(collect(job.given), job.shard_size)
+        embedder = Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
+        work(embedder, parts, Path(job.out), numbers(), lambda shard: tell(done=asdict(shard)))
+    except (InputError, UnsupportedModel) as error:
+        tell(error=first_line(error))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

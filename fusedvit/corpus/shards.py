@@ -1,0 +1,182 @@
+"""Embeddings on disk, in shards that appear whole or not at all.
+
+    OUT/job.json             what the shards are made from; a resumed job must agree with it
+    OUT/shard-00017/
+        index.parquet        a row per input: id, grid, dtype, offset, rows, error
+        rows.safetensors     "rows", [all rows of the shard, width]
+
+A shard is written into a folder with a name that begins with a dot, and renamed when it is on the disk: the rename is
+its commit. So what is committed is a listing, a reader never sees half a file, and two writers of one shard leave one.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fusedvit.errors import InputError, first_line
+
+JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
+_PREFIX, _UNFINISHED = "shard-", ".unfinished-"
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What became of one input.
+
+    Attributes:
+        id: the input's name.
+        rows: `[n, width]` on the CPU: one row where embeddings are pooled, else one a merged token; none on an error.
+        grid_thw: frames and rows and columns of patches; zeros on an error.
+        error: what was wrong with the input; "" where nothing was.
+    """
+
+    id: str
+    rows: torch.Tensor | None
+    grid_thw: tuple[int, int, int] = (0, 0, 0)
+    error: str = ""
+
+
+def start(out: Path, job: dict[str, Any]) -> None:
+    """Makes the folder of a job, or checks that the one there is of the same.
+
+    Raises:
+        InputError: the folder cannot be written, is full of other things, or holds the shards of another job.
+    """
+    text = json.dumps(job, indent=2, sort_keys=True) + "\n"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        known = out / JOB
+        if known.is_file():
+            _check_same(json.loads(known.read_text(encoding="utf-8")), json.loads(text), out)
+            _remove_unfinished(out)
+            return
+        if any(out.iterdir()):
+            raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
+        with _replacing(known) as file:
+            file.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{out}: cannot be used as output: {first_line(error)}") from None
+
+
+def committed(out: Path) -> set[int]:
+    """Numbers of the shards that are there."""
+    names = (path.name.removeprefix(_PREFIX) for path in out.glob(f"{_PREFIX}*") if path.is_dir())
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> bool:
+    """Writes shard `number`; False where another writer has committed it since, and nothing is changed.
+
+    Raises:
+        InputError: the disk is full or cannot be written; what was committed before is untouched.
+    """
+    unfinished = None
+    try:
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=out))
+        _write(unfinished, found, width, dtype)
+        target = out / f"{_PREFIX}{number:05d}"
+        if target.exists():
+            return False
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if target.is_dir():  # somebody was faster: a folder that is not empty is never replaced
+                return False
+            raise
+        _sync(out)
+    except OSError as error:
+        raise InputError(f"{out}: shard {number} cannot be written: {first_line(error)}") from None
+    finally:
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return True
+
+
+def read(out: Path, number: int) -> list[Embedded]:
+    """The inputs of one committed shard, in the order of the job.
+
+    Raises:
+        InputError: there is no such shard, or it does not read.
+    """
+    import pyarrow.parquet
+
+    folder = Path(out) / f"{_PREFIX}{number:05d}"
+    try:
+        index = pyarrow.parquet.read_table(folder / INDEX).to_pylist()
+        with safe_open(folder / ROWS, framework="pt") as file:
+            rows = file.get_tensor("rows")
+    except Exception as error:  # whatever parquet and safetensors raise for files that are damaged
+        raise InputError(f"{folder}: does not read: {first_line(error)}") from None
+    found = []
+    for row in index:
+        part = None if row["error"] else rows[row["offset"] : row["offset"] + row["rows"]]
+        found.append(Embedded(row["id"], part, (row["t"], row["h"], row["w"]), row["error"]))
+    return found
+
+
+def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    parts = [torch.empty(0, width, dtype=dtype) if e.rows is None else e.rows.to(dtype) for e in found]
+    counts = [len(part) for part in parts]
+    columns: dict[str, list[Any]] = {
+        "id": [e.id for e in found],
+        **{name: [e.grid_thw[i] for e in found] for i, name in enumerate("thw")},
+        "dtype": [str(dtype).removeprefix("torch.")] * len(found),
+        "offset": [sum(counts[:i]) for i in range(len(counts))],
+        "rows": counts,
+        "error": [e.error for e in found],
+    }
+    save_file({"rows": torch.cat([torch.empty(0, width, dtype=dtype), *parts]).contiguous()}, folder / ROWS)
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / INDEX)
+    for path in (folder / ROWS, folder / INDEX, folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or a folder's list of files, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` at the end, whole."""
+    other = path.with_name(f"{_UNFINISHED}{os.getpid()}-{path.name}")
+    yield other
+    _sync(other)
+    other.replace(path)
+
+
+def _remove_unfinished(out: Path) -> None:
+    """What killed writers have left. A writer that still runs would only lose its work: see `commit`."""
+    for path in out.glob(f"{_UNFINISHED}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _check_same(known: Any, job: dict[str, Any], out: Path) -> None:
+    if not isinstance(known, dict):
+        raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
+    for name in sorted(known.keys() | job.keys()):
+        if known.get(name) != job.get(name):
+            was, now = (str(document.get(name, "nothing"))[:80] for document in (known, job))
+            raise InputError(f"{out}: holds another job: {name} was {was} and is {now}; choose another output folder")
