@@ -13,7 +13,7 @@ from rich.table import Table
 
 from fusedvit.cli.console import Outcome, progress_bar, quiet
 from fusedvit.corpus import job as corpus_job
-from fusedvit.corpus.embedder import OUTPUTS
+from fusedvit.corpus.embedder import OUTPUTS, embedder_of
 from fusedvit.corpus.job import Job, ShardDone
 from fusedvit.errors import InputError
 
@@ -45,7 +45,7 @@ def run(
             finished += 1
             step(f"shard {shard.number}: {shard.inputs} inputs, {shard.errors} errors", finished, total)
 
-        found = corpus_job.run(job, _gpus(gpus, device), done)
+        found = corpus_job.run(job, _gpus(gpus, device), embedder_of, done)
     summary = _summary(found, time.perf_counter() - start)
     _show(summary, Path(out))
     return Outcome(

@@ -21,6 +21,7 @@ from fusedvit.api import fuse
 from fusedvit.checkpoint import load_tower
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
+from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
 from fusedvit.pixels.media import Limits, MediaError, load_one
 from fusedvit.pixels.streaming import Batch, stream
@@ -226,6 +227,11 @@ class Embedder:
             return np.empty((0, self.width), np.float32) if tokens else np.full(self.width, np.nan, np.float32)
         array: np.ndarray = each.rows.float().numpy()
         return array[0] if len(array) == 1 and (self._output == "mean" or self._encode) else array
+
+
+def embedder_of(job: Job) -> Embedder:
+    """The embedder that a job asks for, on `job.device` or the visible GPU. Raises as `Embedder`."""
+    return Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
 
 
 class _Started(NamedTuple):

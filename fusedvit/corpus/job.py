@@ -14,14 +14,29 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import IO, Any
+from typing import IO, Any, Protocol
+
+import torch
 
 from fusedvit.corpus import shards
-from fusedvit.corpus.embedder import Embedder
 from fusedvit.corpus.inputs import Input, collect, digest, sources
-from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.errors import InputError
 
 UNWRITTEN = 2  # shards that may wait for the disk
+WORKER = "fusedvit.corpus.worker"
+
+
+class Embedder(Protocol):
+    """What the work needs of `embedder.Embedder`."""
+
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int: ...
+
+    def embed(self, sources: Iterable[Path | bytes]) -> Iterator[shards.Embedded]: ...
+
+    def counters(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -61,18 +76,21 @@ class ShardDone:
     number: int
     inputs: int
     errors: int
-    patches: int
+    patches: float
     seconds: float
     tower_seconds: float
     waited_seconds: float
     padding: float
 
 
-def run(job: Job, gpus: Sequence[int], done: Callable[[ShardDone, int], None]) -> list[ShardDone]:
+def run(
+    job: Job, gpus: Sequence[int], build: Callable[[Job], Embedder], done: Callable[[ShardDone, int], None]
+) -> list[ShardDone]:
     """Embeds what is not committed yet, the longest shards first.
 
     Args:
         gpus: none: in this process, on `job.device`. Else a process on each of these GPUs.
+        build: makes the embedder of a job in this process.
         done: called with each committed shard and the number of shards of the job.
 
     Raises:
@@ -97,8 +115,7 @@ def run(job: Job, gpus: Sequence[int], done: Callable[[ShardDone, int], None]) -
     if gpus:
         _run_on(job, gpus[: len(todo)], todo, committed)
     else:
-        embedder = Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
-        work(embedder, parts, out, iter(todo), committed)
+        work(build(job), parts, out, iter(todo), committed)
     return found
 
 
@@ -128,35 +145,35 @@ def work(
             taken.append(number)
             yield from sources(parts[number])
 
-    start = time.perf_counter()
-    results = embedder.embed(ahead())
-    writing: list[Future[None]] = []
-
     def write(number: int, found: list[shards.Embedded], counted: ShardDone) -> None:
         shards.commit(out, number, found, embedder.width, embedder.dtype)
         committed(counted)
 
+    start, before = time.perf_counter(), embedder.counters()
+    results = embedder.embed(ahead())
+    writing: list[Future[None]] = []
     with ThreadPoolExecutor(1, "fusedvit-shards") as pool:
-        position, before = 0, embedder.counters()
-        while True:
-            first = next(results, None)
-            if first is None:
-                break
+        for position, first in enumerate(iter(lambda: next(results, None), None)):
             number = taken[position]
-            position += 1
-            names = [each.id for each in parts[number]]
-            rest = [first, *(next(results) for _ in names[1:])]
-            found = [replace(each, id=name) for each, name in zip(rest, names, strict=True)]
+            rest = (next(results) for _ in parts[number][1:])
+            found = [replace(each, id=given.id) for each, given in zip((first, *rest), parts[number], strict=True)]
             counters = embedder.counters()
-            spent = {name: counters[name] - before[name] for name in ("patches", "tower_seconds", "waited_seconds")}
-            errors, seconds = sum(bool(each.error) for each in found), time.perf_counter() - start
-            counted = ShardDone(number, len(found), errors, seconds=seconds, padding=counters["padding"], **spent)
+            counted = _counted(number, found, before, counters, time.perf_counter() - start)
             before = counters
             writing.append(pool.submit(write, number, found, counted))
             while len(writing) > UNWRITTEN:
                 writing.pop(0).result()
         for task in writing:
             task.result()
+
+
+def _counted(
+    number: int, found: Sequence[shards.Embedded], before: dict[str, float], now: dict[str, float], seconds: float
+) -> ShardDone:
+    """What has been done since the shard before. A call of the tower may serve several shards: it counts for one."""
+    spent = {name: now[name] - before[name] for name in ("patches", "tower_seconds", "waited_seconds")}
+    errors = sum(bool(each.error) for each in found)
+    return ShardDone(number, len(found), errors, seconds=seconds, padding=now["padding"], **spent)
 
 
 def _bytes_of(part: Sequence[Input]) -> int:
@@ -199,7 +216,7 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
 
 def _started(job: Job, gpu: int) -> "subprocess.Popen[str]":
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": _visible(gpu)}
-    command = [sys.executable, "-m", "fusedvit.corpus.job", json.dumps(asdict(job))]
+    command = [sys.executable, "-m", WORKER, json.dumps(asdict(job))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -228,34 +245,3 @@ def _listen(i: int, lines: IO[str] | None, said: "SimpleQueue[tuple[int, dict[st
         else:
             said.put((i, message))
     said.put((i, ended))
-
-
-def _main() -> int:
-    """A worker: the job on the command line; shard numbers come on standard input, messages go to standard output."""
-    job = Job(**json.loads(sys.argv[1]))
-    say = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever prints does not speak to the parent
-
-    def tell(**message: Any) -> None:
-        say.write(json.dumps(message) + "\n")
-
-    def numbers() -> Iterator[int]:
-        while True:
-            tell(next=True)
-            line = sys.stdin.readline()
-            if not line or int(line) < 0:
-                return
-            yield int(line)
-
-    try:
-        parts = shards_of(collect(job.given), job.shard_size)
-        embedder = Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
-        work(embedder, parts, Path(job.out), numbers(), lambda shard: tell(done=asdict(shard)))
-    except (InputError, UnsupportedModel) as error:
-        tell(error=first_line(error))
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -181,7 +181,7 @@ def test_a_graph_follows_the_count(name: str, device: torch.device) -> None:
     layer, config = CASES[name]
     arguments = fused(layer, tensors(layer, BF16, device))
     kept, out = arguments.residual.clone(), torch.empty_like(arguments.residual)
-    stats = RowStats.over(torch.empty(layer.rows * 36 * 2, device=device), layer.rows, layer.n, config.block_n)
+    stats = RowStats.over(torch.empty(layer.rows * layer.n, device=device), layer.rows, layer.n, config.block_n)
     epilogue = replace(
         arguments.epilogue, residual=out if layer.residual else None, stats=stats if layer.stats else None,
     )  # fmt: skip

@@ -1,0 +1,269 @@
+"""`Embedder` and `fusedvit embed` on a tiny checkpoint: against Hugging Face's own processor and tower, and killed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
+from PIL import Image  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+import fusedvit  # noqa: E402
+from fusedvit.cli.app import app  # noqa: E402
+from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+from fusedvit.corpus import inputs, shards  # noqa: E402
+from fusedvit.errors import InputError  # noqa: E402
+
+COUNT = 11
+RUNNER = CliRunner(env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen3VLConfig(
+        text_config=text | {"num_key_value_heads": 1, "head_dim": 48, "vocab_size": 200}, vision_config=dict(TINY)
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    random_weights_(model)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    processor_of().save_pretrained(folder)
+    return folder
+
+
+def processor_of() -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 128 * 128})
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for i in range(COUNT):
+        size = (*rng.integers(40, 150, 2), 3)
+        Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{i:02d}.png")
+    (folder / "05.png").write_bytes(b"no picture")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, pictures: Path) -> dict[str, torch.Tensor]:
+    """Tokens of every good picture, with deepstack, from Hugging Face's own code, by its name."""
+    tower = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval().model.visual
+    rows = {}
+    for path in sorted(pictures.glob("*.png")):
+        if path.name == "05.png":
+            continue
+        given = processor_of()(images=[Image.open(path)], return_tensors="pt")
+        with torch.no_grad():
+            found = tower(given["pixel_values"], grid_thw=given["image_grid_thw"])
+        rows[path.name] = torch.cat([found.pooler_output, *found.deepstack_features], 1)
+    return rows
+
+
+def close(found: Any, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.as_tensor(np.asarray(found)), wanted, atol=1e-4, rtol=1e-4)
+
+
+def columns_of(pictures: Path) -> dict[str, list[Any]]:
+    """The ways in which a batch may name its pictures."""
+    paths = sorted(pictures.glob("*.png"))
+    return {
+        "path": [str(path) for path in paths],
+        "bytes": [path.read_bytes() for path in paths],
+        "image": [{"bytes": path.read_bytes(), "path": None} for path in paths],
+    }
+
+
+@pytest.mark.parametrize("column", ["path", "bytes", "image"])
+def test_a_batch(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], column: str) -> None:
+    batch = {column: columns_of(pictures)[column], "n": list(range(COUNT))}
+    found = fusedvit.Embedder(checkpoint)(batch)
+    assert found["n"] == batch["n"] and found[column] == batch[column]
+    assert [bool(error) for error in found["error"]] == [i == 5 for i in range(COUNT)]
+    assert np.isnan(found["embedding"][5]).all() and found["grid_thw"][5] == [0, 0, 0]
+    for i in set(range(COUNT)) - {5}:
+        close(found["embedding"][i], expected[f"{i:02d}.png"][:, : TINY["out_hidden_size"]].mean(0))
+
+
+@pytest.mark.parametrize("deepstack", [False, True])
+def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], deepstack: bool) -> None:
+    embedder = fusedvit.Embedder(checkpoint, output="tokens", deepstack=deepstack)
+    found = embedder({"path": columns_of(pictures)["path"]})
+    assert found["embedding"][5].shape == (0, embedder.width)
+    for i in set(range(COUNT)) - {5}:
+        close(found["embedding"][i], expected[f"{i:02d}.png"][:, : embedder.width])
+
+
+def test_pillow_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Path) -> None:
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+
+    def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
+        given = processor(images=images, return_tensors="pt")
+        rows = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
+        counts = (given["image_grid_thw"].prod(1) // 4).tolist()
+        return torch.stack([part.mean(0) for part in rows.split(counts)])
+
+    paths = [path for path in sorted(pictures.glob("*.png")) if path.name != "05.png"]
+    batch = {"image": [Image.open(path) for path in paths]}
+    own = fusedvit.Embedder(model, processor_of(), encode=encode)(batch)
+    plain = fusedvit.Embedder(model, processor_of())(batch)
+    assert own["error"] == plain["error"] == [""] * len(paths)
+    for mine, theirs in zip(own["embedding"], plain["embedding"], strict=True):
+        close(mine, torch.as_tensor(theirs))
+
+
+@pytest.mark.parametrize(
+    "arguments, error, expected",
+    [
+        ({"output": "max"}, ValueError, "'mean', 'tokens'"),
+        ({"encode": lambda *given: None}, TypeError, "a model that is loaded"),
+    ],
+)
+def test_options_that_are_none(checkpoint: Path, arguments: dict[str, Any], error: type, expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        fusedvit.Embedder(checkpoint, **arguments)
+    with pytest.raises(ValueError, match=r"a column of .* expected, got \['x'\]"):
+        fusedvit.Embedder(checkpoint)({"x": [1]})
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def table_of(pictures: Path, folder: Path, by: str) -> Path:
+    """A parquet table of the pictures, several groups of rows."""
+    paths = sorted(pictures.glob("*.png"))
+    contents = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]
+    columns = {
+        "contents": {"id": [path.name for path in paths], "image": contents},
+        "bytes": {"id": [path.name for path in paths], "bytes": [path.read_bytes() for path in paths]},
+        "paths": {"path": [str(path) for path in paths]},
+    }[by]
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "table.parquet", row_group_size=4)
+    return folder / "table.parquet"
+
+
+def read_all(out: Path) -> dict[str, shards.Embedded]:
+    """Every committed row by the name of its picture; each is there once."""
+    found = [each for number in sorted(shards.committed(out)) for each in shards.read(out, number)]
+    by_name = {Path(each.id).name: each for each in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+def assert_complete(out: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = read_all(out)
+    assert found.keys() == expected.keys() | {"05.png"} and found["05.png"].rows is None and found["05.png"].error
+    for name, rows in expected.items():
+        close(found[name].rows, rows[:, : TINY["out_hidden_size"]].mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize("given", ["folder", "list", "contents", "bytes", "paths"])
+def test_the_command(
+    checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path, given: str
+) -> None:
+    source = pictures
+    if given == "list":
+        source = tmp_path / "list.txt"
+        source.write_text("".join(f"{path}\n" for path in sorted(pictures.glob("*.png"))))
+    elif given != "folder":
+        source = table_of(pictures, tmp_path, given)
+    out, written = tmp_path / "out", tmp_path / "e.json"
+    command = ["embed", str(checkpoint), str(source), str(out), "--shard-size", "3", "--json", str(written)]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 1, result.output  # one picture does not decode
+    assert_complete(out, expected)
+    summary = json.loads(written.read_text())["summary"]
+    assert (summary["shards"], summary["inputs"], summary["errors"]) == (4, COUNT, 1)
+    again = RUNNER.invoke(app, command)
+    assert again.exit_code == 0 and "nothing left to do" in again.output
+
+
+def test_what_is_gone_is_done_again(
+    checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    command = ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), "--shard-size", "2"]
+    RUNNER.invoke(app, command)
+    for number in (0, 3):
+        for file in (tmp_path / "out" / f"shard-{number:05d}").iterdir():
+            file.unlink()
+        (tmp_path / "out" / f"shard-{number:05d}").rmdir()
+    assert "embedded into" in RUNNER.invoke(app, command).output
+    assert_complete(tmp_path / "out", expected)
+
+
+def test_killed_and_resumed(
+    checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """`kill -9` once the first shard is there, twice; then it is let be."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fusedvit", "embed", checkpoint, pictures, out, "--shard-size", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for least in (1, 4):
+        process = subprocess.Popen([str(part) for part in command], env=environment, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and len(shards.committed(out)) < least and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        assert len(shards.committed(out)) >= least
+        read_all(out)
+    assert RUNNER.invoke(app, ["embed", *map(str, command[4:])]).exit_code in (0, 1)
+    assert_complete(out, expected)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda folder: folder / "absent", "no such file or folder"),
+        (lambda folder: "https://host/picture.png", "a URL"),
+        (lambda folder: folder, "no images or videos"),
+        (lambda folder: written(folder / "x.parquet", b"PAR1"), "no parquet file that reads"),
+        (lambda folder: written(folder / "x.csv", b"a"), "expected"),
+    ],
+)
+def test_inputs_that_are_none(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        inputs.collect([make(tmp_path)])
+
+
+def test_inputs_of_one_name(pictures: Path) -> None:
+    with pytest.raises(InputError, match="two inputs are called"):
+        inputs.collect([pictures, sorted(pictures.glob("*.png"))[0]])
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["only-one"], "INPUT one or more|one INPUT"),
+        (["a", "b", "--output", "max"], "one of mean, tokens"),
+        (["a", "b", "--gpus", "7"], "numbers below"),
+        (["a", "b", "--gpus", "0", "--device", "cpu"], "give one of them"),
+        (["absent", "b"], "no such file or folder"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = RUNNER.invoke(app, ["embed", "model", *arguments])
+    assert result.exit_code == 2
+    assert any(part in result.output for part in message.split("|")), result.output

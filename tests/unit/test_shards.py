@@ -1,0 +1,182 @@
+"""Shards on the disk: whole or absent, whatever fails and whoever is killed."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+import pyarrow.parquet  # noqa: E402
+
+from fusedvit.corpus import shards  # noqa: E402
+from fusedvit.corpus.shards import Embedded  # noqa: E402
+from fusedvit.errors import InputError  # noqa: E402
+
+JOB = {"model": "m", "shard_size": 3}
+FOUND = [
+    Embedded("a", torch.arange(6.0).view(2, 3), (1, 2, 4)),
+    Embedded("b", None, error="b: does not decode"),
+    Embedded("c", torch.full((1, 3), 7.0), (1, 2, 2)),
+]
+
+
+def commit(out: Path, number: int = 0, found: list[Embedded] = FOUND) -> bool:
+    return shards.commit(out, number, found, 3, torch.float32)
+
+
+def assert_whole(out: Path, numbers: set[int]) -> None:
+    """Exactly these shards are there, each reads, and nothing unfinished is left."""
+    assert shards.committed(out) == numbers
+    for number in numbers:
+        found = shards.read(out, number)
+        assert [(e.id, e.grid_thw, e.error) for e in found] == [(e.id, e.grid_thw, e.error) for e in FOUND]
+        assert [e.rows is None for e in found] == [e.rows is None for e in FOUND]
+        assert all(torch.equal(e.rows, w.rows) for e, w in zip(found, FOUND, strict=True) if e.rows is not None)
+    assert {path.name for path in out.iterdir()} == {shards.JOB, *(f"shard-{n:05d}" for n in numbers)}
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    shards.start(tmp_path / "out", JOB)
+    assert commit(tmp_path / "out", 0) and commit(tmp_path / "out", 17)
+    assert_whole(tmp_path / "out", {0, 17})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    shards.start(tmp_path / "out", JOB)
+    shards.commit(tmp_path / "out", 0, FOUND, 3, dtype)
+    rows = shards.read(tmp_path / "out", 0)[0].rows
+    assert rows is not None and rows.dtype == dtype
+
+
+def test_a_shard_of_errors_alone(tmp_path: Path) -> None:
+    shards.start(tmp_path / "out", JOB)
+    commit(tmp_path / "out", 0, [FOUND[1]])
+    assert [e.error for e in shards.read(tmp_path / "out", 0)] == [FOUND[1].error]
+
+
+def test_the_second_of_two_writers_changes_nothing(tmp_path: Path) -> None:
+    shards.start(tmp_path / "out", JOB)
+    assert commit(tmp_path / "out")
+    assert not commit(tmp_path / "out", 0, FOUND[:1])
+    assert_whole(tmp_path / "out", {0})
+
+
+def test_writers_that_meet_at_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards.start(tmp_path / "out", JOB)
+    rename = Path.rename
+
+    def slower(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        commit(tmp_path / "out")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", slower)
+    assert not commit(tmp_path / "out", 0, FOUND[:1])
+    assert_whole(tmp_path / "out", {0})
+
+
+# Every step of a commit that may fail: the module or class, its function.
+STEPS: list[tuple[Any, str]] = [
+    (tempfile, "mkdtemp"),
+    (shards, "save_file"),
+    (pyarrow.parquet, "write_table"),
+    (os, "open"),
+    (os, "fsync"),
+    (Path, "rename"),
+]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize(("where", "step"), STEPS, ids=[step for _, step in STEPS])
+def test_a_fault_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, step: str, nth: int) -> None:
+    """The error is named, what was committed stays whole, and the shard is written when it is tried again."""
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    commit(out, 0)
+    real, calls = getattr(where, step), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, step, failing)
+        if calls < nth:
+            try:
+                commit(out, 1)
+            except InputError as error:
+                assert "shard 1 cannot be written" in str(error) and "No space left" in str(error)
+                renamed = step in ("open", "fsync") and nth == 4  # the folder's own list, after the rename
+                assert_whole(out, {0, 1} if renamed else {0})
+    commit(out, 1)
+    assert_whole(out, {0, 1})
+
+
+def test_killed_writers_leave_no_shard(tmp_path: Path) -> None:
+    """A child is killed at a random moment of its writing; the next start removes what it left."""
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    for number in range(10):
+        child = os.fork()
+        if not child:
+            _die_while_writing(out, number)
+        os.waitpid(child, 0)
+        assert shards.committed(out) <= set(range(number + 1))
+    shards.start(out, JOB)
+    for number in set(range(10)) - shards.committed(out):
+        commit(out, number)
+    assert_whole(out, set(range(10)))
+
+
+def _die_while_writing(out: Path, number: int) -> None:
+    """`kill -9` of this process before, in or after one of the steps, by `number`."""
+    left = number
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), 9)
+            return function(*args, **kwargs)
+
+        return call
+
+    for where, step in STEPS:
+        setattr(where, step, dying(getattr(where, step)))
+    commit(out, number)
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.parametrize(
+    "prepare, expected",
+    [
+        (lambda out: (out.mkdir(), (out / "other").write_text("x")), "not empty"),
+        (lambda out: out.write_text("a file"), "cannot be used"),
+        (lambda out: (out.mkdir(), (out / shards.JOB).write_text("{")), "cannot be used"),
+        (lambda out: (out.mkdir(), (out / shards.JOB).write_text("[]")), "no job of"),
+        (lambda out: shards.start(out, JOB | {"shard_size": 4}), "shard_size was 4 and is 3"),
+    ],
+)
+def test_folders_that_are_no_output(tmp_path: Path, prepare: Callable[[Path], object], expected: str) -> None:
+    prepare(tmp_path / "out")
+    with pytest.raises(InputError, match=expected):
+        shards.start(tmp_path / "out", JOB)
+
+
+@pytest.mark.parametrize("file", [shards.INDEX, shards.ROWS])
+@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:20])])
+def test_a_damaged_shard_is_named(tmp_path: Path, file: str, damage: Callable[[Path], object]) -> None:
+    shards.start(tmp_path / "out", JOB)
+    commit(tmp_path / "out")
+    damage(tmp_path / "out" / "shard-00000" / file)
+    with pytest.raises(InputError, match="shard-00000: does not read"):
+        shards.read(tmp_path / "out", 0)
