@@ -57,8 +57,7 @@ class Setting:
 
     @property
     def patch(self) -> int:
-        config: Any = self.original.config
-        return int(config.patch_size)
+        return _patch_of(self.original)
 
     def tokens(self, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
         with torch.inference_mode():
@@ -70,8 +69,13 @@ def setting_of(name: str, device: torch.device) -> Setting:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     original, wide = towers.build(towers.GEOMETRIES[name], dtype, device)
     fused = towers.shared_copy(original)
-    fusedvit.fuse(fused, processor=processor_for(448, int(original.config.patch_size)))
+    fusedvit.fuse(fused, processor=processor_for(448, _patch_of(original)))
     return Setting(original, fused, wide, dtype, device)
+
+
+def _patch_of(tower: nn.Module) -> int:
+    config: Any = tower.config
+    return int(config.patch_size)
 
 
 def processor_for(target: int, patch: int) -> Any:

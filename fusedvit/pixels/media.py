@@ -82,12 +82,12 @@ class Media:
     kept: tuple[int, ...] = (0,)
 
 
-Source = str | Path | bytes
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
 
 
 def load(
-    sources: Iterable[Source],
+    sources: Source | Iterable[Source],
     frames: Sampling = 8,
     limits: Limits | None = None,
     errors: str = "raise",
@@ -96,7 +96,7 @@ def load(
     """Decodes images and videos in threads, in the order given.
 
     Args:
-        sources: paths, or the contents of files. URLs are refused.
+        sources: paths, or the contents of files; or one of them. URLs are refused.
         frames: how many frames of a video to keep, spread evenly from the first to the last; or what returns their
             numbers, ascending.
         limits: on the bytes, pixels and frames of each.
@@ -110,8 +110,8 @@ def load(
     """
     if errors not in ERRORS:
         raise ValueError(f"errors must be one of {ERRORS}, got {errors!r}")
-    if isinstance(sources, str | bytes | Path):
-        raise TypeError(f"sources must be a list of paths or bytes, got one {type(sources).__name__}")
+    if isinstance(sources, str | bytes | bytearray | memoryview | os.PathLike):
+        sources = [sources]
     found = []
     with ThreadPoolExecutor(threads or processors()) as pool:
         tasks = [pool.submit(load_one, source, frames, limits, i) for i, source in enumerate(sources)]
@@ -218,9 +218,10 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
         raise MediaError(f"{given.name}: frames 0 to {facts.frames - 1} can be sampled, asked for {wanted[:8]}")
     _check_limit(given.name, "pixels", facts.width * facts.height * len(wanted), limits.max_pixels)
     decoded: dict[int, np.ndarray] = {}
+    chosen = set(wanted)
     with _video_stream(given) as (container, stream):
         for i, frame in enumerate(container.decode(stream)):
-            if i not in wanted:
+            if i not in chosen:
                 continue
             if (frame.width, frame.height) != (facts.width, facts.height):
                 expected, got = f"{facts.width}x{facts.height}", f"{frame.width}x{frame.height}"

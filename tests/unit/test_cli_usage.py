@@ -229,7 +229,7 @@ def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:
 def test_version_and_help() -> None:
     done = _python("-m", "fusedvit", "--version")
     assert (done.returncode, done.stdout) == (0, f"fusedvit {fusedvit.__version__}\n")
-    for command in ([], ["demo"], ["verify"], ["env"], ["tune"], ["bench"], ["bench", "kernels"]):
+    for command in ([], ["demo"], ["verify"], ["env"], ["tune"], ["bench"], ["bench", "kernels"], ["bench", "pixels"]):
         assert _run(*command, "--help").exit_code == 0
     assert _run("verify").exit_code == 2 and _run("nothing").exit_code == 2
 

@@ -193,8 +193,9 @@ def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFi
     assert [("bytes 1" in line, "bytes 3" in line) for line in caplog.messages] == [(True, False), (False, True)]
     with pytest.raises(ValueError, match="errors must be one of"):
         load(given, errors="ignore")
-    with pytest.raises(TypeError, match="a list of paths or bytes, got one str"):
-        load("a.png")
+    assert [media.name for media in load(good)] == ["bytes 0"]
+    with pytest.raises(MediaError, match="none.png: no such file"):
+        load("none.png")
     with pytest.raises(TypeError, match="paths or bytes, got int"):
         load([3])
 
