@@ -25,9 +25,9 @@ class FuseConfig:
         compile: "background": until the kernels of a call are compiled it runs the original code, while processes of
             low priority compile them; "now": it waits for them, as `strict` calls, `warmup()` and calls inside a stream
             capture do anyway.
-        memory: MiB of device memory that prepared weights, static buffers and graphs may hold together, as far as
-            budgets can be made smaller; "small": at most 1.2 times the prepared weights. None: buffers take up to a
-            tenth of the free memory.
+        memory: MiB of device memory that prepared weights, static buffers and graphs may hold together; "small": 1.2
+            times the prepared weights. Token budgets are chosen within it. None: buffers take up to a tenth of the free
+            memory.
         watch_data: detect writes that bypass autograd's version counter (`param.data.copy_(...)`) by a sampled
             fingerprint of the weights, read back together with `grid_thw`. False: such writes need
             `handle.refresh()`.
@@ -52,6 +52,8 @@ class FuseConfig:
         if self.compile not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}; got {self.compile!r}")
         _check_memory(self.memory)
+        if self.memory is not None and self.token_budgets is not None:
+            raise ValueError("memory and token_budgets both choose how much is held: give one of them")
         items = 1 if self.max_items is None else self.max_items
         frames = items if self.max_frames is None else self.max_frames
         check_limits((ANY_BUDGET,) if self.token_budgets is None else self.token_budgets, items, frames)

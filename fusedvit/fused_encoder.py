@@ -16,7 +16,7 @@ from torch import nn
 from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.checked_tower import CheckedTower
-from fusedvit.config import FuseConfig
+from fusedvit.config import SMALL, FuseConfig
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
 from fusedvit.graphs.limits import Limits
@@ -31,7 +31,7 @@ from fusedvit.model.ops import TORCH, Ops, ops_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime import compiled_kernels, speculative_replay
-from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, new_graphs
+from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, limits_within, new_graphs
 from fusedvit.runtime.compile_service import service_of
 from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items, without_padding
 from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
@@ -46,6 +46,7 @@ NO_GRAPHS = "graphs off"
 CAPTURING = "inside another capture"
 MOVING = "parameters move"  # as sharding lets them: a graph for each place would cost more than it saves
 MOST_MOVES = 3  # after which no graph is captured until `release`
+SMALL_MEMORY = 1.2  # all that is held, as a multiple of the prepared weights
 OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
 MOST_RUNS = 8
 
@@ -340,7 +341,12 @@ class FusedEncoder:
 
     def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:
         """The budgets that this tower has in `dtype` where `free_bytes` of device memory are free."""
-        return self._limits(self.config, dtype, free_bytes)
+        options = self.config
+        if options.memory is None:
+            return self._limits(options, dtype, free_bytes)
+        weights = self.weights.held_bytes()
+        most = int(SMALL_MEMORY * weights) if options.memory == SMALL else int(options.memory) * MIB
+        return limits_within(self.spec, dtype, most - weights, options.max_items, options.max_frames)
 
     def _limits(self, options: FuseConfig, dtype: torch.dtype, free_bytes: int) -> Limits:
         return limits_for(self.spec, dtype, free_bytes, options.token_budgets, options.max_items, options.max_frames)

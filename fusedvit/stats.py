@@ -160,7 +160,8 @@ def _memory(stats: dict[str, Any]) -> list[str]:
     if "graphs" in stats:
         g = stats["graphs"]
         pool = g["held_mib"] - g["buffers_mib"]
-        lines[0] += f", static buffers {g['buffers_mib']:.0f} MiB, graphs {pool:.0f} MiB"
+        together = stats["weights_mib"] + g["held_mib"]
+        lines[0] += f", static buffers {g['buffers_mib']:.0f} MiB, graphs {pool:.0f} MiB: {together:.0f} MiB together"
         budgets = g["token_budgets"]
         lines.append(
             f"  {len(budgets)} token budgets from {budgets[0]} to {budgets[-1]}, at most {g['max_items']} items and "

@@ -30,6 +30,7 @@ from fusedvit.model.weights import EncoderWeights
 Rows = tuple[tuple[int, int, int], ...]
 SMALLEST_BUDGET, LARGEST_BUDGET = 64, 16384  # merged tokens
 SHARE_OF_FREE_MEMORY = 0.1  # that static buffers may take
+GRAPH_BYTES = 2**17  # of a captured graph
 GRIDS_KEPT = 512
 MAX_GRID_ROWS = 2**16  # of all kept grids: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
@@ -264,6 +265,34 @@ def limits_for(
         most = load_inputs.MAX_ROWS // spec.merge_unit
         raise ValueError(f"token_budgets must be at most {most} for this tower, got {limits.largest}")
     return limits
+
+
+def limits_within(
+    spec: VisionSpec, dtype: torch.dtype, room: int, max_items: int | None = None, max_frames: int | None = None
+) -> Limits:
+    """The budgets of a tower whose static buffers and graphs may take `room` bytes: the most that fit, at least one.
+
+    Raises:
+        TypeError, ValueError: as `limits_for`.
+    """
+    whole = limits_for(spec, dtype, 0, (LARGEST_BUDGET,), max_items, max_frames)
+    ladder = [budget for budget in whole.token_budgets if budget >= (max_items or 1)]
+    fewest, most = 0, len(ladder) - 1
+    while fewest < most:  # the largest budget whose ladder fits
+        middle = (fewest + most + 1) // 2
+        if _held_by(spec, dtype, limits_for(spec, dtype, 0, ladder[middle : middle + 1], max_items, max_frames)) > room:
+            most = middle - 1
+        else:
+            fewest = middle
+    return limits_for(spec, dtype, 0, ladder[fewest : fewest + 1], max_items, max_frames)
+
+
+def _held_by(spec: VisionSpec, dtype: torch.dtype, limits: Limits) -> int:
+    """Bytes of the static buffers and graphs of `limits`."""
+    device = torch.device("meta")
+    encoder = CapturedEncoder(spec, ops_for(device), dtype, device, lambda: None)  # type: ignore[arg-type, return-value]
+    encoder.allocate(limits)
+    return encoder.held_bytes() + len(limits.token_budgets) * GRAPH_BYTES
 
 
 def _bar(budgets: Iterable[int]) -> Iterable[int]:

@@ -1,0 +1,64 @@
+"""How much a tower may hold: the budgets that fit, and options that contradict each other."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusedvit.api import fuse
+from fusedvit.config import FuseConfig
+from fusedvit.graphs.manager import MIB
+from fusedvit.model.ops import TORCH
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.ahead_of_time import TOWERS
+from fusedvit.runtime.captured_encoder import GRAPH_BYTES, CapturedEncoder, limits_for, limits_within
+from tests.support.towers import tiny_tower
+
+
+def held(spec: VisionSpec, budget: int) -> int:
+    """Bytes that the ladder up to `budget` holds, allocated without memory."""
+    limits, device = limits_for(spec, torch.bfloat16, 0, (budget,)), torch.device("meta")
+    encoder: Any = CapturedEncoder(spec, TORCH, torch.bfloat16, device, lambda: None)  # type: ignore[arg-type,return-value]
+    encoder.allocate(limits)
+    return int(encoder.held_bytes()) + len(limits.token_budgets) * GRAPH_BYTES
+
+
+@pytest.mark.parametrize("tower", ["hd72", "windows"])
+@pytest.mark.parametrize("room", [150, 400])
+def test_the_most_budgets_that_fit(tower: str, room: int) -> None:
+    spec = TOWERS[tower]
+    limits = limits_within(spec, torch.bfloat16, room * MIB)
+    ladder = limits_for(spec, torch.bfloat16, 0, (16384,)).token_budgets
+    following = ladder[ladder.index(limits.largest) + 1]
+    assert held(spec, limits.largest) <= room * MIB < held(spec, following)
+
+
+def test_there_is_always_a_budget_with_room_for_the_items() -> None:
+    assert limits_within(TOWERS["hd72"], torch.bfloat16, 0).token_budgets == (64,)
+    assert limits_within(TOWERS["hd72"], torch.bfloat16, 0, max_items=100).largest >= 100
+
+
+@pytest.mark.parametrize("memory, most", [("small", 1.2), (64, None)])
+def test_a_handle_chooses_by_what_its_weights_hold(memory: Any, most: float | None) -> None:
+    tower = tiny_tower()
+    handle = fuse(tower, FuseConfig(memory=memory))
+    handle.refresh()
+    weights = handle.weights.held_bytes()
+    room = weights * (most - 1) if most else 64 * MIB - weights
+    limits = handle.limits(torch.float32, 1 << 40)
+    assert limits == limits_within(handle.spec, torch.float32, int(room))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"memory": "large"}, TypeError, "memory must be 'small', a number of MiB or None, got 'large'"),
+        ({"memory": True}, TypeError, "memory must be"),
+        ({"memory": 0}, ValueError, "memory must be at least 1 MiB, got 0"),
+        ({"memory": 100, "token_budgets": (64,)}, ValueError, "give one of them"),
+        ({"compile": "later"}, ValueError, "compile must be one of 'background', 'now'; got 'later'"),
+    ],
+)
+def test_options_that_no_tower_can_meet(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FuseConfig(**options)
