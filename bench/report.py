@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
 PARITY, GRAPHS = "h200-parity.json", "h200-graphs.json"
+TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
+TRUST_GPU = ("h100-trust.json", "h100-memcheck.json", "h100-two-gpus.json", MUTANTS)  # checks by name, if measured
 FAMILIES_GPU, FAMILIES_CPU = "h200-families.json", "cpu-families.json"
 CHART = "docs/speedup.svg"
 TOWER = "Qwen3-VL-8B"  # whose figures head the README
@@ -273,6 +275,36 @@ def stress_table(trust: dict[str, Any]) -> Table:
     return Table(["compared", "count", "wrong"], rows)
 
 
+def trust_table(faults: dict[str, Any], documents: Iterable[dict[str, Any]]) -> Table:
+    """A row for each fault and each place where it is looked for: what was found, by what command, where, when.
+
+    Args:
+        faults: rows of `tests.trust`.
+        documents: of checks by name, in the order in which they are searched.
+    """
+    checks = {name: (found, of) for of in reversed(list(documents)) for name, found in of["trust"].items()}
+    rows = []
+    for key, fault in faults.items():
+        if fault["tests"]:
+            good = f"{fault['passed']} tests pass" + (f", {fault['failed']} fail" if fault["failed"] else "")
+            rows.append([key, fault["fault"], good, f"`python -m tests.trust --only {key}`", "CPU", fault["date"]])
+        for name in fault["gpu"]:
+            found, of = checks.get(name, ({}, {}))
+            figure = f"{name}: {_counts(found)}" if found else f"{name}: {NOT_MEASURED}"
+            gpu = of.get("passport", {}).get("gpu", "–")
+            command = f"`{of['passport']['command']}`" if of else "–"
+            rows.append([key, fault["fault"], figure, command, "CPU" if gpu == "none" else gpu, of.get("date", "–")])
+    return Table(["id", "fault", "figure", "command", "where", "date"], rows)
+
+
+def _counts(found: dict[str, Any]) -> str:
+    """The plain numbers of a check; that it raised, where it did."""
+    if "error" in found:
+        return "raised " + found["error"].strip().splitlines()[-1].replace("|", "/")
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float) and name != "took_s"}
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
+
+
 def eager_table(cost: dict[str, Any]) -> Table:
     """Fused without graphs beside Hugging Face: wall time, kernels, memory."""
     head = ["workload", "patches", "Hugging Face, ms", "ours without graphs, ms (ratio)"]
@@ -436,6 +468,11 @@ def _families(root: str) -> list[str]:
     return [*table.markdown(), "", origin(FAMILIES_GPU, root), origin(FAMILIES_CPU, root)]
 
 
+def _trust(root: str) -> list[str]:
+    measured = [load(name) for name in TRUST_GPU if (RESULTS / name).exists()]
+    return _one(trust_table(load(TRUST)["rows"], measured), TRUST, root)
+
+
 SECTIONS: dict[str, Callable[[str], list[str]]] = {
     "headline": _headline,
     "towers": lambda root: _towers(BENCH, root, swept=False),
@@ -444,6 +481,7 @@ SECTIONS: dict[str, Callable[[str], list[str]]] = {
     "accuracy": _accuracy,
     "eager": lambda root: _one(eager_table(load(PARITY)["cost"]), PARITY, root),
     "families": _families,
+    "trust": _trust,
     "unsupported": lambda root: unsupported_table().markdown(),
 }
 
