@@ -286,8 +286,10 @@ def trust_table(faults: dict[str, Any], documents: Iterable[dict[str, Any]]) -> 
     rows = []
     for key, fault in faults.items():
         if fault["tests"]:
-            good = f"{fault['passed']} tests pass" + (f", {fault['failed']} fail" if fault["failed"] else "")
-            rows.append([key, fault["fault"], good, f"`python -m tests.trust --only {key}`", "CPU", fault["date"]])
+            figure = f"{fault['passed']} tests pass" if "passed" in fault else NOT_MEASURED
+            figure += f", {fault['failed']} fail" if fault.get("failed") else ""
+            command = f"`python -m tests.trust --only {key}`"
+            rows.append([key, fault["fault"], figure, command, "CPU", fault.get("date", "–")])
         for name in fault["gpu"]:
             found, of = checks.get(name, ({}, {}))
             figure = f"{name}: {_counts(found)}" if found else f"{name}: {NOT_MEASURED}"

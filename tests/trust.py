@@ -135,12 +135,12 @@ def outcomes(tests: list[str]) -> list[tuple[str, str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
-        subprocess.run([*command, "-k", _expression(tests)], cwd=ROOT, check=False)
+        subprocess.run([*command, "-k", selected(tests)], cwd=ROOT, check=False)
         cases = ElementTree.parse(report).iter("testcase")
         return [(_name(case), _outcome(case), float(case.get("time", 0))) for case in cases]
 
 
-def _expression(tests: list[str]) -> str:
+def selected(tests: list[str]) -> str:
     """What pytest's `-k` selects by: whole files, or beginnings of names within a file."""
     parts = []
     for test in tests:
@@ -159,6 +159,11 @@ def _outcome(case: ElementTree.Element) -> str:
     return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
 
 
+def unmeasured(fault: Fault) -> dict[str, Any]:
+    """The row of a fault whose tests did not run yet."""
+    return {"fault": fault.name, "tests": list(fault.tests), "gpu": fault.on_gpu.split()}
+
+
 def rows(wanted: list[str]) -> dict[str, Any]:
     """By fault: its name, its tests, how many passed and did not, the checks on a GPU."""
     found = outcomes([test for fault in wanted for test in FAULTS[fault].tests])
@@ -169,7 +174,7 @@ def rows(wanted: list[str]) -> dict[str, Any]:
         mine = [case for case in found if case[0].startswith(fault.tests or ("no test",))]
         counts = Counter(outcome for _, outcome, _ in mine)
         seconds = round(sum(took for _, _, took in mine), 1)
-        made[key] = {"fault": fault.name, "tests": list(fault.tests), "gpu": fault.on_gpu.split(), "date": date}
+        made[key] = unmeasured(fault) | {"date": date}
         made[key] |= {"passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"]}
         made[key] |= {"seconds": seconds}
     return made
@@ -185,7 +190,7 @@ def main() -> int:
     kept = json.loads(args.json.read_text(encoding="utf-8"))["rows"] if args.only and args.json.exists() else {}
     new = rows(args.only or list(FAULTS))
     document = {"passport": passport("python -m tests.trust", {"--json": args.json}, args.commit)}
-    document["rows"] = {key: (kept | new)[key] for key in FAULTS if key in kept | new}
+    document["rows"] = {key: (kept | new).get(key, unmeasured(fault)) for key, fault in FAULTS.items()}
     args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     wrong = {key: row for key, row in new.items() if row["failed"] or (row["tests"] and not row["passed"])}
     print(json.dumps(wrong, indent=1))

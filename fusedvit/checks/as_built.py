@@ -51,11 +51,12 @@ _NOT_READ = {*vars(nn.Module()), "config"}  # compared by themselves
 
 @dataclass(frozen=True)
 class Built:
-    """A tower as transformers builds it: classes, plain attributes and contents of containers by module path."""
+    """A tower as transformers builds it: classes, plain attributes, children and buffers by module path."""
 
     classes: Mapping[str, type]
     attributes: Mapping[str, Mapping[str, Any]]
     children: Mapping[str, tuple[str, ...]]
+    buffers: Mapping[str, tuple[str, ...]]
 
     @staticmethod
     def like(tower: nn.Module) -> "Built":
@@ -80,6 +81,7 @@ class Built:
                 for path, m in modules.items()
             },
             {path: tuple(m._modules) for path, m in modules.items()},
+            {path: tuple(n for n, b in m._buffers.items() if b is not None) for path, m in modules.items()},
         )
 
 
@@ -150,8 +152,23 @@ def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) 
             return _differs(path, own, _name_of(cls))
         if tuple(module._modules) != built.children[path] and isinstance(module, nn.ModuleList | nn.Sequential):
             return _differs(f"what {path} holds", list(module._modules), list(built.children[path]))
+        wrong = _wrong_registries(path, module, built)
+        if wrong:
+            return wrong
     left = {path for path in found.keys() - built.classes.keys() if not path.startswith(skipped)}
     return f"module {min(left)} is not expected" if left else _wrong_activations(found, family, spec)
+
+
+def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
+    """A buffer that is missing, or something registered that an attribute of the instance hides."""
+    for name in built.buffers[path]:
+        if module._buffers.get(name) is None:
+            return f"buffer {_dotted(path, name)} is missing"
+    for registry in (module._parameters, module._buffers, module._modules):
+        hidden = vars(module).keys() & registry.keys()
+        if hidden:
+            return _differs(_dotted(path, min(hidden)), "an attribute of the instance", "what is registered")
+    return ""
 
 
 def _fused_patch_embed(found: Mapping[str, nn.Module]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
-from operator import attrgetter, contains, is_
+from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
 
@@ -105,7 +105,7 @@ class _Code:
     @staticmethod
     def of(own: OwnCode, modules: Iterable[nn.Module]) -> "_Code":
         """`modules`: their classes could have properties by the names of attributes."""
-        shadows = {(own_class(type(m)), name) for m in modules for name in vars(m).keys() & own.names}
+        shadows = {(own_class(type(m)), name) for m in modules for name in _attributes(m) & own.names}
         owners, names = zip(*own.slots, *shadows, strict=True)
         values = tuple(map(getattr, owners, names, repeat(None)))
         bodies = list(map(_body_of, own.functions))
@@ -119,6 +119,11 @@ class _Code:
         )
 
 
+def _attributes(module: nn.Module) -> set[str]:
+    """Names of what an instance has: its own attributes, and what is registered."""
+    return {*vars(module), *module._parameters, *module._buffers, *module._modules}
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A tower's modules, parameters and code at one moment. Compared by each call: its loops are C's, not Python's.
@@ -127,8 +132,8 @@ class Snapshot:
         children: every inner module.
         registries: registries of modules and parameters, and their lengths.
         orders: registries of modules that run in their order, and that order.
-        instances: `__dict__` of every inner module, where a `forward` would shadow the class's; one that accelerate has
-            put there is among `attributes`.
+        instances: `__dict__` of every module, and how many entries it has: a new one may hide what the class or a
+            registry has by that name.
         called: inner modules whose hooks would fire.
         parameters: every parameter.
         buffers: every buffer.
@@ -143,7 +148,7 @@ class Snapshot:
     registries: tuple[dict[str, Any], ...]
     lengths: list[int]
     orders: tuple[tuple[dict[str, Any], ...], list[tuple[str, ...]]]
-    instances: tuple[dict[str, Any], ...]
+    instances: tuple[tuple[dict[str, Any], ...], list[int]]
     called: tuple[nn.Module, ...]
     parameters: _Tensors
     buffers: _Tensors
@@ -172,7 +177,7 @@ class Snapshot:
             registries,
             list(map(len, registries)),
             (ordered, list(map(tuple, ordered))),
-            tuple(vars(m) for m in inner if "forward" not in vars(m)),
+            (tuple(map(vars, modules)), [len(vars(m)) for m in modules]),
             tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
             _Tensors.of(m._parameters for m in modules),
             _Tensors.of(m._buffers for m in modules),
@@ -204,7 +209,7 @@ class Snapshot:
             self.children.unchanged()
             and list(map(len, self.registries)) == self.lengths
             and list(map(tuple, self.orders[0])) == self.orders[1]
-            and not any(map(contains, self.instances, repeat("forward")))
+            and list(map(len, self.instances[0])) == self.instances[1]
             and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)
             and list(map(type, self.inner)) == self.classes
             and self.attributes.unchanged()

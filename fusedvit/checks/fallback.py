@@ -52,7 +52,7 @@ ADVICE = {
     DTYPES: "the tower's parameters have several dtypes",
     FREED: "somebody freed their memory, as sharding and offloading do between uses",
     ANOTHER_TOWER: "fuse it by itself; torch.nn.DataParallel makes new ones at every call",
-    TRANSFORM: "torch.func, forward-mode AD and dispatch modes see the original code",
+    TRANSFORM: "torch.func, forward-mode AD, dispatch and function modes see the original code",
     ODD_POSITIONS: "fused run images whose patches come row by row, padding last, in whole squares that are pooled",
     CHANGING: "somebody writes the tower's parameters all the time",
     RELEASED: "calls that are under way end in the original code",

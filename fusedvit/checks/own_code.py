@@ -14,6 +14,7 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fusedvit.checks.adapters import Plain
@@ -24,6 +25,7 @@ ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the c
 _WRAPPING = ("torch.distributed.", "torch.nn.utils.")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = "eager_attention_forward"
+_INTERFACE_CLASS = ("transformers.modeling_utils", "AttentionInterface")
 _FLASH = Definition("transformers.integrations.flash_attention", "flash_attention_forward")
 # What transformers registers, by the name in a config; "eager" is a function of the modeling module.
 _ATTENTION = {
@@ -35,7 +37,9 @@ _ATTENTION = {
 }
 _FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
 _CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+_LOOKUP = ("__getattr__", "__iter__", "__getitem__", "__len__")  # by which a forward finds modules and parameters
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
+_TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
 
 
@@ -125,7 +129,7 @@ class _Walk:
     names: set[str] = field(default_factory=set)
 
     def follow_class(self, cls: type) -> None:
-        for name in _CALL:
+        for name in (*_CALL, *_LOOKUP):
             self._follow_method(cls, name)
 
     def follow_attributes(self, path: str, module: nn.Module) -> None:
@@ -156,6 +160,9 @@ class _Walk:
         scope = vars(sys.modules[type(module).__module__])
         interface, name = scope.get(_INTERFACE), getattr(vars(module)["config"], "_attn_implementation", None)
         if interface is None:
+            return
+        if (type(interface).__module__, type(interface).__qualname__) != _INTERFACE_CLASS:
+            self._found_foreign(f"{_INTERFACE} is {_describe(interface)}")
             return
         for owner in (interface, type(interface)):
             for mapping in ("_local_mapping", "_global_mapping"):
@@ -227,6 +234,11 @@ class _Walk:
         self.names |= mentioned
         for name in sorted(mentioned & scope.keys()):
             self._follow_global(sys.modules[scope["__name__"]], name, mentioned)
+        for name in sorted(mentioned & _TENSOR_METHODS):
+            self.slots[id(torch.Tensor), name] = torch.Tensor, name
+            value = getattr(torch.Tensor, name)
+            if isinstance(value, FunctionType) and not _is_torchs(value):
+                self._found_foreign(f"torch.Tensor.{name} is {_describe(value)}")
 
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
         value = vars(module)[name]

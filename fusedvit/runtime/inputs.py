@@ -129,12 +129,13 @@ def check_grid(grid_thw: Grid) -> torch.Tensor:
     """
     if not isinstance(grid_thw, torch.Tensor):
         if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str | bytes):
-            raise TypeError(f"grid_thw must be a tensor or a list of (t, h, w), got {type(grid_thw).__name__}")
+            got = type(grid_thw).__name__
+            raise TypeError(f"fusedvit: grid_thw must be a tensor or a list of (t, h, w), got {got}")
         grid_thw = _grid_from_rows(grid_thw)
     if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
-        raise ValueError(f"grid_thw must have shape (n, 3), got {tuple(grid_thw.shape)}")
+        raise ValueError(f"fusedvit: grid_thw must have shape (n, 3), got {tuple(grid_thw.shape)}")
     if grid_thw.dtype.is_floating_point or grid_thw.dtype.is_complex or grid_thw.dtype == torch.bool:
-        raise ValueError(f"grid_thw must be of an integer dtype, got {grid_thw.dtype}")
+        raise ValueError(f"fusedvit: grid_thw must be of an integer dtype, got {grid_thw.dtype}")
     return grid_thw
 
 
@@ -144,9 +145,9 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
             continue
         if not isinstance(row, Sequence) or len(row) != 3:
             got = f"{len(row)} values" if isinstance(row, Sequence) else type(row).__name__
-            raise ValueError(f"grid_thw[{i}] must be (t, h, w), got {got}")
+            raise ValueError(f"fusedvit: grid_thw[{i}] must be (t, h, w), got {got}")
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in row):
-            raise ValueError(f"grid_thw[{i}] must hold integers, got {[type(n).__name__ for n in row]}")
+            raise ValueError(f"fusedvit: grid_thw[{i}] must hold integers, got {[type(n).__name__ for n in row]}")
     return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
 
 
@@ -162,18 +163,20 @@ def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = Fa
         ValueError: two-dimensional with rows of another width, or of a shape that is no such view.
     """
     if not isinstance(pixel_values, torch.Tensor):
-        raise TypeError(f"pixel_values must be a tensor, got {type(pixel_values).__name__}")
+        raise TypeError(f"fusedvit: pixel_values must be a tensor, got {type(pixel_values).__name__}")
+    if pixel_values.is_meta:
+        raise ValueError("fusedvit: pixel_values must have data, got a tensor on the meta device")
     if marked and pixel_values.dtype == torch.uint8:
         return _byte_rows(pixel_values, spec)
     if not pixel_values.dtype.is_floating_point:
         raise TypeError(
-            f"pixel_values must be normalised floats, got {pixel_values.dtype}: run the image processor first"
+            f"fusedvit: pixel_values must be normalised floats, got {pixel_values.dtype}: run the image processor first"
         )
     if pixel_values.ndim != 2 or spec.padded:
         return _as_rows(pixel_values, spec)
     if pixel_values.shape[1] != spec.patch_width:
         raise ValueError(
-            f"pixel_values rows must be {spec.patch_width} wide "
+            f"fusedvit: pixel_values rows must be {spec.patch_width} wide "
             f"({spec.in_channels} x {spec.temporal_patch_size} x {spec.patch_size} x {spec.patch_size}), "
             f"got {pixel_values.shape[1]}"
         )
@@ -183,7 +186,8 @@ def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = Fa
 def _byte_rows(pixels: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
     widths = spec.still_width, spec.patch_width
     if pixels.shape[-1] not in widths or (spec.rows_only and pixels.ndim != 2):
-        raise ValueError(f"pixel_values must be rows of {widths[0]} or {widths[1]} bytes, got {tuple(pixels.shape)}")
+        got = tuple(pixels.shape)
+        raise ValueError(f"fusedvit: pixel_values must be rows of {widths[0]} or {widths[1]} bytes, got {got}")
     return pixels.reshape(-1, pixels.shape[-1])
 
 
@@ -200,7 +204,7 @@ def _as_rows(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
         except RuntimeError:  # no view of this shape and these strides, for Hugging Face neither
             pass
     shape = f"(patches, {spec.patch_width})" + ("" if spec.rows_only else f", or be a view of (patches, {patch})")
-    raise ValueError(f"pixel_values must have shape {shape}, got {tuple(pixel_values.shape)}")
+    raise ValueError(f"fusedvit: pixel_values must have shape {shape}, got {tuple(pixel_values.shape)}")
 
 
 def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[Item]:
@@ -215,14 +219,14 @@ def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[It
             _refuse_row(i, t, h, w, merge_size)
         need += t * h * w
     if need != patches:
-        raise ValueError(f"grid_thw needs {need} patch rows, pixel_values has {patches}")
+        raise ValueError(f"fusedvit: grid_thw needs {need} patch rows, pixel_values has {patches}")
     return list(map(Item._make, rows))
 
 
 def _refuse_row(i: int, t: int, h: int, w: int, merge_size: int) -> NoReturn:
     if t < 0:
-        raise ValueError(f"grid_thw[{i}] needs t >= 0, got {t}")
+        raise ValueError(f"fusedvit: grid_thw[{i}] needs t >= 0, got {t}")
     name, n = ("h", h) if h < 1 or h % merge_size else ("w", w)
     if n < 1:
-        raise ValueError(f"grid_thw[{i}] needs {name} >= 1, got {n}")
-    raise ValueError(f"grid_thw[{i}] needs {name} to be a multiple of the merge size {merge_size}, got {n}")
+        raise ValueError(f"fusedvit: grid_thw[{i}] needs {name} >= 1, got {n}")
+    raise ValueError(f"fusedvit: grid_thw[{i}] needs {name} to be a multiple of the merge size {merge_size}, got {n}")

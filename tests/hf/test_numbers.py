@@ -234,7 +234,37 @@ def child_replaced(tower: Any) -> None:
     tower.blocks[1].norm1 = copy.deepcopy(tower.blocks[1].norm2)
 
 
+def buffer_dropped(tower: Any) -> None:
+    tower.rotary_pos_emb.inv_freq = None
+
+
+def buffer_as_an_attribute(tower: Any) -> None:
+    vars(tower.rotary_pos_emb)["inv_freq"] = 2 * tower.rotary_pos_emb._buffers.pop("inv_freq")
+
+
+def hidden_buffer(tower: Any) -> None:
+    vars(tower.rotary_pos_emb)["inv_freq"] = 2 * tower.rotary_pos_emb.inv_freq
+
+
+def hidden_parameter(tower: Any) -> None:
+    vars(tower.blocks[1].norm1)["weight"] = 2 * tower.blocks[1].norm1.weight
+
+
+def hidden_module(tower: Any) -> None:
+    vars(tower.blocks[0])["norm2"] = nn.Identity()
+
+
+def hidden_blocks(tower: Any) -> None:
+    vars(tower)["blocks"] = list(tower.blocks)[:1]
+
+
 STRUCTURES = [
+    buffer_dropped,
+    buffer_as_an_attribute,
+    hidden_buffer,
+    hidden_parameter,
+    hidden_module,
+    hidden_blocks,
     child_replaced,
     appended,
     extended,

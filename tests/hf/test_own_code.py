@@ -175,11 +175,35 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
         lambda self, x: torch.cat([x[:, 0]] * 4, -1),
     ),
     "an eager attention": lambda: mock.patch.object(modeling(), "eager_attention_forward", _capped),
+    "a method of tensors": lambda: mock.patch.object(torch.Tensor, "permute", _doubled(torch.Tensor.permute)),
+    "how modules find what is registered": lambda: mock.patch.object(
+        nn.Module, "__getattr__", _doubled(nn.Module.__getattr__)
+    ),
+    "the order in which blocks run": lambda: mock.patch.object(
+        nn.ModuleList, "__iter__", lambda self: iter([*self._modules.values()][::-1])
+    ),
+    "a property over a module": lambda: mock.patch.object(
+        modeling().Qwen3VLVisionBlock, "norm1", property(lambda self: nn.Identity()), create=True
+    ),
+    "a property over a parameter": lambda: mock.patch.object(
+        nn.LayerNorm, "weight", property(lambda self: self._parameters["weight"] * 2), create=True
+    ),
+    "the registry of attention functions": lambda: mock.patch.object(
+        modeling(), "ALL_ATTENTION_FUNCTIONS", types.SimpleNamespace(get_interface=lambda name, default: _capped)
+    ),
     "torch's attention": lambda: mock.patch.object(nn.functional, "scaled_dot_product_attention", _flat_attention),
     "torch's linear": lambda: mock.patch.object(nn.functional, "linear", lambda x, w, b=None: (x @ w.t()) * 2),
     "the call of every module": lambda: mock.patch.object(nn.Module, "__call__", _calling),
     "the output record": lambda: mock.patch.object(modeling(), "BaseModelOutputWithDeepstackFeatures", _record()),
 }
+
+
+def _doubled(old: Any) -> Any:
+    def replacement(*arguments: Any, **named: Any) -> Any:
+        value = old(*arguments, **named)
+        return value * 2 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return replacement
 
 
 def _absolute() -> types.CodeType:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import func
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedvit
@@ -103,6 +104,19 @@ def seen(tower: Any, call: Call) -> Answer:
         return rows(tower, call)(call.pixels)
 
 
+class Twice(TorchFunctionMode):
+    """Sees every function of torch, and changes one."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        return 2 * out if function is torch.nn.functional.gelu else out
+
+
+def twice(tower: Any, call: Call) -> Answer:
+    with Twice():
+        return rows(tower, call)(call.pixels)
+
+
 TRANSFORMS = [
     vmapped,
     jvp,
@@ -115,6 +129,7 @@ TRANSFORMS = [
     linearized,
     counted,
     seen,
+    twice,
 ]
 
 
@@ -174,7 +189,12 @@ def test_a_reason_names_the_transform() -> None:
     tower = tiny_tower()
     fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
     call = Call.of(tower, SMALL)
-    for transform, name in ((jvp, "torch.func"), (dual, "forward-mode AD"), (seen, "the dispatch mode Seen")):
+    for transform, name in (
+        (jvp, "torch.func"),
+        (dual, "forward-mode AD"),
+        (seen, "the dispatch mode Seen"),
+        (twice, "the function mode Twice"),
+    ):
         with pytest.raises(RuntimeError, match=f"fusedvit: Qwen3VLVisionModel runs its original code: .*{name}"):
             transform(tower, call)
 

@@ -1,0 +1,379 @@
+"""Mutants of the guards: one line of the sources made wrong, and the tests that must turn red."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One line made wrong.
+
+    Attributes:
+        guard: what the line does, in words.
+        file: where it is.
+        old, new: what replaces what; `old` is there once.
+        tests: selectors of `tests.trust` that must turn red.
+    """
+
+    guard: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+CHANGE, CHECKED, BUILT = (f"fusedvit/checks/{name}.py" for name in ("change_detection", "checked_tower", "as_built"))
+CODE, FALLBACK, ARGUMENTS = (f"fusedvit/checks/{name}.py" for name in ("own_code", "fallback", "arguments"))
+ADAPTERS, ACCELERATE = "fusedvit/checks/adapters.py", "fusedvit/checks/accelerate_hooks.py"
+CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
+RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
+LAZY, API, LIMITS = "fusedvit/lazy_outputs.py", "fusedvit/api.py", "graphs/limits.py"
+MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
+LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
+REFERENCE = "kernels/reference/linear.py"
+_UNCHANGED = "            and "  # a clause of `Snapshot.unchanged`
+
+
+def _clause(guard: str, clause: str, tests: str, file: str = CHANGE) -> Mutant:
+    return Mutant(guard, file, f"{_UNCHANGED}{clause}\n", "", tests)
+
+
+MUTANTS = (
+    # what is compared at a call
+    Mutant(
+        "children", CHANGE, "self.children.unchanged()\n            and ", "", "hf/fallback:never hf/numbers:another"
+    ),
+    _clause("lengths of registries", "list(map(len, self.registries)) == self.lengths", "hf/numbers:a_param"),
+    _clause("order of lists", "list(map(tuple, self.orders[0])) == self.orders[1]", "hf/numbers:another"),
+    _clause("entries of instances", "list(map(len, self.instances[0])) == self.instances[1]", "hf/numbers:another"),
+    _clause("hooks", "not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)", "hf/fallback:hooks"),
+    _clause("classes", "list(map(type, self.inner)) == self.classes", "hf/numbers:another hf/own_code:ways"),
+    _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
+    _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
+    _clause("parameters", "self.parameters.unchanged()", "hf/weights:answer"),
+    _clause("buffers", "self.buffers.unchanged()", "hf/numbers:every_attribute hf/messages:a_reason"),
+    _clause("addresses of buffers", "self.buffers.in_place()", "hf/numbers:every_attribute"),
+    _clause("code", "self.code.unchanged()", "hf/own_code:every_function"),
+    _clause("dtypes", "list(map(_dtype_of, self.present)) == self.dtypes", "hf/fallback:a_dtype"),
+    _clause("versions", "list(map(_version_of, self.counted)) == self.versions", "hf/weights:every_single"),
+    _clause("attention registries", "self.registries.unchanged()", "hf/own_code:entries"),
+    _clause("bodies of functions", "list(map(_body_of, self.functions)) == self.bodies", "hf/own_code:ways"),
+    Mutant("pre-hooks", CHANGE, ', attrgetter("_forward_pre_hooks"))', ",)", "hf/fallback:hooks"),
+    Mutant("training mode", CHANGE, "for module in dropouts(tower))", "for module in ())", "hf/numbers:dropout"),
+    Mutant(
+        "shadows of attributes",
+        CHANGE,
+        "vars(m).keys() & own.names}",
+        "()}",
+        "hf/numbers:every_attribute_that hf/own_code:ways",
+    ),
+    Mutant(
+        "the chosen attention",
+        CHANGE,
+        'yield attributes, "_attn_implementation_internal"',
+        "pass",
+        "hf/own_code:an_att",
+    ),
+    Mutant("LoRA's state", CHANGE, "yield from adapters.slots_read(module)", "pass", "hf/adapters:changes"),
+    Mutant(
+        "accelerate's hooks",
+        CHANGE,
+        "accelerate_hooks.slots_read(module) if",
+        "() if",
+        "hf/slow:a_hook hf/slow:unhooked",
+    ),
+    # what is asked before weights are prepared
+    Mutant("hooks on inner modules", CHECKED, "if path:", "if False:", "hf/fallback:original"),
+    Mutant("the tower's class", CHECKED, "if foreign:", "if False:", "hf/own_code:remote"),
+    Mutant("adapters of other kinds", CHECKED, "if adapter:", "if False:", "hf/adapters:other hf/adapters:what"),
+    Mutant(
+        "parameters' shapes",
+        CHECKED,
+        "wrong_parameters(plain, family, spec) or wrong",
+        "wrong",
+        "hf/numbers:a_param hf/messages:a_reason",
+    ),
+    Mutant(
+        "the config's numbers",
+        CHECKED,
+        " or wrong_spec(tower, family, spec)",
+        "",
+        "hf/numbers:every_attribute hf/messages:a_reason",
+    ),
+    Mutant(
+        "modules",
+        CHECKED,
+        "wrong = wrong_modules(plain, built, family, spec)",
+        'wrong = ""',
+        "hf/numbers:another hf/messages:a_reason",
+    ),
+    Mutant("foreign code", CHECKED, "if self._code.foreign:", "if False:", "hf/own_code:every_function"),
+    Mutant("freed parameters", CHECKED, "    if freed:", "    if False:", "hf/memory:freed"),
+    Mutant(
+        "parameters that are not dense",
+        CHECKED,
+        "return p.is_contiguous() or",
+        "return True or",
+        "hf/messages:a_reason",
+    ),
+    Mutant(
+        "attributes as built",
+        CHECKED,
+        "wrong = wrong_attributes(plain, built, family, spec, names)",
+        'wrong = ""',
+        "hf/numbers:every_attribute_that",
+    ),
+    Mutant(
+        "buffers as built",
+        CHECKED,
+        "wrong or wrong_buffers(tower, family.engine, spec, names)",
+        "wrong",
+        "hf/messages:a_reason",
+    ),
+    Mutant(
+        "buffers that are missing", BUILT, "if module._buffers.get(name) is None:", "if False:", "hf/numbers:another"
+    ),
+    Mutant("what an attribute hides", BUILT, "        if hidden:", "        if False:", "hf/numbers:another"),
+    Mutant(
+        "function modes",
+        "fusedvit/checks/transforms.py",
+        "        if found is not None:",
+        "        if False:",
+        "hf/transforms:transforms",
+    ),
+    Mutant(
+        "the inverse root of merged rows",
+        EPILOGUE,
+        "PER_LENGTH: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH\n    offs = tl.arange(0, CHUNK)\n    squares",
+        "PER_LENGTH: tl.constexpr = PARTS\n    offs = tl.arange(0, CHUNK)\n    squares",
+        "kernels/linear kernels/epilogue",
+    ),
+    Mutant("several dtypes", CHECKED, "p.dtype != dtype)", "False)", "hf/fallback:several"),
+    Mutant(
+        "GELU's approximate",
+        BUILT,
+        "if approximate is not None and",
+        "if False and",
+        "hf/numbers:every_attribute hf/messages:a_reason",
+    ),
+    Mutant(
+        "num_grid_per_side",
+        BUILT,
+        '    "num_grid_per_side": lambda spec: spec.position_side,\n',
+        "",
+        "hf/numbers:every_attribute hf/fallback",
+    ),
+    Mutant(
+        "dropout in training mode", BUILT, "if module.training and own.get(DROPOUT):", "if False:", "hf/numbers:dropout"
+    ),
+    Mutant("an activation's limit", BUILT, 'everywhere["swiglu_limit"] = spec.glu_limit', "pass", "hf/numbers"),
+    Mutant(
+        "methods on instances",
+        BUILT,
+        "if path and name in names and callable",
+        "if False and callable",
+        "hf/own_code:ways hf/numbers",
+    ),
+    Mutant(
+        "functions of modules", CODE, "self._follow_global(sys.modules", "id(sys.modules", "hf/own_code:every_function"
+    ),
+    Mutant(
+        "functions of torch",
+        CODE,
+        "            self._follow_torch(value, mentioned)",
+        "            pass",
+        "hf/own_code:ways hf/own_code:every_f",
+    ),
+    Mutant(
+        "the attention function",
+        CODE,
+        "if expected is None or definition_of(found) != expected:",
+        "if False:",
+        "hf/own_code:an_att",
+    ),
+    Mutant(
+        "classes of torch's wrappers", CODE, " and not c.__module__.startswith(_WRAPPING))", ")", "hf/handles:a_sharded"
+    ),
+    Mutant(
+        "accelerate's offload",
+        ACCELERATE,
+        '"AlignDevicesHook" or hook.offload',
+        '"AlignDevicesHook"',
+        "hf/slow hf/memory:a_tower hf/state:offloaded",
+    ),
+    Mutant(
+        "LoRA's dropout", ADAPTERS, "(dropout.training and dropout.p)", "False", "hf/adapters:what hf/adapters:adapters"
+    ),
+    Mutant(
+        "merged adapters",
+        ADAPTERS,
+        "if layer._disable_adapters or layer.merged_adapters:",
+        "if layer._disable_adapters:",
+        "hf/adapters",
+    ),
+    # what is asked at a call
+    Mutant("global forward hooks", FALLBACK, '_global.get("_global_forward_hooks") or ', "", "hf/fallback:original"),
+    Mutant(
+        "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "", "hf/fallback:original"
+    ),
+    Mutant("gradients", FALLBACK, "if torch.is_grad_enabled() and", "if False and", "hf/fallback:original"),
+    Mutant("autocast to another dtype", FALLBACK, "if dtype != parameter.dtype:", "if False:", "hf/slow:autocast"),
+    Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/slow:keywords"),
+    Mutant(
+        "copies of a tower", ENCODER, "if self._tower() is not tower:", "if False:", "hf/handles:a_copy hf/handles:rep"
+    ),
+    Mutant(
+        "transforms", ENCODER, "reason = transforms.active(pixel_values)", "reason = None", "hf/transforms:transforms"
+    ),
+    Mutant(
+        "weights that changed meanwhile",
+        ENCODER,
+        "found.unchanged and weights.version == version)",
+        "found.unchanged)",
+        "unit/speculative_replay:weights",
+    ),
+    Mutant(
+        "handles of shallow copies",
+        API,
+        "if handle is not None and not handle.serves(self):",
+        "if False:",
+        "hf/handles:a_copy",
+    ),
+    Mutant(
+        "options that cannot be met", ENCODER, "self._limits(options, torch.float32, 0)", "pass", "hf/messages:options"
+    ),
+    Mutant("counts in 32 bits", LIMITS, "if count > MOST:", "if False:", "hf/messages:options"),
+    # prepared weights, and memory that moves
+    Mutant(
+        "the snapshot dropped with a reason",
+        CACHE,
+        "self._snapshot = None  # whatever",
+        "pass  # whatever",
+        "hf/fallback:weights_written",
+    ),
+    Mutant(
+        "one door to prepared weights",
+        CACHE,
+        "        if reason is not None:\n            self._snap",
+        "        if False:\n            self._snap",
+        "hf/numbers:every_way",
+    ),
+    Mutant("addresses before a replay", REPLAY, "if not weights.in_place():", "if False:", "hf/memory:no_kernel"),
+    Mutant(
+        "addresses before a fingerprint",
+        CACHE,
+        "check_content = check_content and in_place",
+        "pass",
+        "hf/memory:no_kernel",
+    ),
+    Mutant(
+        "addresses after a call",
+        CACHE,
+        "found if in_place else found._replace(unchanged=False)",
+        "found",
+        "hf/memory:parameters hf/memory:no_kernel",
+    ),
+    Mutant(
+        "graphs of addresses of before",
+        CACHE,
+        "if before and before != pointers:",
+        "if False:",
+        "hf/memory:graphs_go hf/memory:no_kernel",
+    ),
+    Mutant("content that was lost", READ, "lost = n is not None and not", "lost = False and not", "hf/memory:sleep"),
+    Mutant("buffers after a loss", CACHE, "            self._on_loss()", "            pass", "hf/memory:sleep"),
+    Mutant(
+        "content",
+        READ,
+        "            unchanged, n = False, self.parameters",
+        "            n = self.parameters",
+        "hf/weights:answer",
+    ),
+    Mutant("positions without a step", PRINT, "begin + (drawn * share >> 31)", "begin", "unit/fingerprint_coverage"),
+    Mutant(
+        "outputs apart",
+        RUNNER,
+        "merged = [torch.empty(shape, device=device, dtype=dtype) for _ in range(spec.merged_outputs)]",
+        "merged = list(torch.empty(spec.merged_outputs, *shape, device=device, dtype=dtype))",
+        "hf/memory:outputs",
+    ),
+    Mutant(
+        "overflow item by item",
+        RUNNER,
+        "if len(steps) == 1 and steps[0].batch is None:",
+        "if all(s.batch is None for s in steps):",
+        "unit/speculative_replay:what",
+    ),
+    Mutant(
+        "hidden states of other pixels",
+        LAZY,
+        "if not all(state.unchanged() for state in self.inputs):",
+        "if False:",
+        "hf/lazy_outputs:reading",
+    ),
+    Mutant(
+        "hidden states of other weights",
+        LAZY,
+        "if not self.weights_unchanged():",
+        "if False:",
+        "hf/lazy_outputs:reading",
+    ),
+    # graphs and kernels
+    Mutant("the plan of a replay", REPLAY, " or batch.budget != self.budget", "", "unit/speculative_replay"),
+    Mutant(
+        "the lock of a replay",
+        MANAGER,
+        "        with self._lock:\n            graph = self._graphs.get(budget)",
+        "        with contextlib.nullcontext():\n            graph = self._graphs.get(budget)",
+        "unit/graphs/manager unit/speculative_replay",
+    ),
+    Mutant(
+        "failures are remembered",
+        MANAGER,
+        "budget not in self._graphs and budget not in self._failed:",
+        "budget not in self._graphs:",
+        "unit/graphs/manager",
+    ),
+    Mutant("failures without a message", MANAGER, " or type(error).__name__", "", "unit/graphs/manager"),
+    Mutant(
+        "a failed budget's work",
+        MANAGER,
+        "min((b for b in self._graphs if b > budget), default=None)",
+        "None",
+        "unit/graphs/manager",
+    ),
+    Mutant(
+        "a use ends whatever is raised",
+        MANAGER,
+        "            finally:\n                self._capture.after_use()\n            return True",
+        "            finally:\n                pass\n            self._capture.after_use()\n            return True",
+        "unit/graphs/manager",
+    ),
+    Mutant(
+        "overflow of frames x rows",
+        LOAD,
+        "tokens = tl.where(good & (frame <= rows), t, 0) * frame",
+        "tokens = tl.where(good, t, 0) * frame",
+        "kernels/load_inputs",
+    ),
+    Mutant("the frame budget", LOAD, " | (frames > FRAMES)", "", "kernels/load_inputs unit/speculative_replay:a_video"),
+    Mutant(
+        "moments of merged rows",
+        EPILOGUE,
+        "PER_LENGTH: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH\n    offs = tl.arange(0, CHUNK)\n    count",
+        "PER_LENGTH: tl.constexpr = PARTS\n    offs = tl.arange(0, CHUNK)\n    count",
+        "kernels/linear kernels/epilogue",
+    ),
+    Mutant(
+        "row statistics of RMS norms",
+        REFERENCE,
+        "return torch.rsqrt((part_m2 + size * part_mean**2)",
+        "return torch.rsqrt((part_m2 + part_mean**2)",
+        "kernels/epilogue kernels/linear unit/family_encoders",
+    ),
+    Mutant(
+        "64-bit rows of a norm",
+        NORMS,
+        "rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)\n        mask_m = rows < num_rows\n        mask =",
+        "rows = block * BLOCK_M + tl.arange(0, BLOCK_M)\n        mask_m = rows < num_rows\n        mask =",
+        "kernels/norms kernels/aot:command_passes",
+    ),
+)
