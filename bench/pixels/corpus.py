@@ -46,16 +46,20 @@ def measure(setting: Setting, work: Workload, count: int, seconds: float) -> dic
 
 
 def _rate(run: Run, files: Sequence[bytes], seconds: float | None, device: torch.device) -> float:
+    """Images a second from the end of the first batch on: processes that start count for nobody."""
     for _ in run(files[:32]):  # warms up
         pass
-    _wait(device)
-    begin, done = time.perf_counter(), 0
+    begin, done = None, 0
     for images in run(files):
+        if begin is None:
+            _wait(device)
+            begin = time.perf_counter()
+            continue
         done += images
         if seconds is not None and time.perf_counter() - begin > seconds:
             break
     _wait(device)
-    return done / (time.perf_counter() - begin)
+    return done / (time.perf_counter() - begin) if begin is not None else 0.0
 
 
 def _wait(device: torch.device) -> None:
