@@ -41,7 +41,8 @@ TRANSFORMERS = ("api", "checkpoint", "checks", "corpus", "families", "pixels", *
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120  # lines
 MAX_FOLDER, MAX_FOLDERS = 16, {"kernels/hopper": 10}  # Python files of one folder, __init__.py not counted
 MAX_DEPTH = 15  # modules in the longest chain of imports: a command, a benchmark, a call, a kernel
-OTHERS_PRIVATE = {"_sleep", "_version", "_parameters", "_modules", "_buffers", "_make", "_replace", "_asdict", "_fields"}
+_RECORDS = {"_make", "_replace", "_asdict", "_fields"}
+OTHERS_PRIVATE = {"_version", "_parameters", "_modules", "_buffers", "_sleep", *_RECORDS}
 
 MACHINE = re.compile(
     r"(?<![\w./])/(?:work|root|home|opt|Users|mnt)/\w|[A-Z]:\\\\?Users"  # absolute paths of one machine
