@@ -61,7 +61,7 @@ class Setting:
 
     def tokens(self, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
         with torch.inference_mode():
-            return tower(pixels, grid_thw=grid)
+            return tower(pixels, grid_thw=grid.to(pixels.device))  # as `inputs.to(device)` leaves them
 
 
 def setting_of(name: str, device: torch.device) -> Setting:
