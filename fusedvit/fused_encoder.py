@@ -576,7 +576,7 @@ class FusedEncoder:
             return self._runtime
 
     def _new_loader(self, device: torch.device, dtype: torch.dtype, limits: Limits | None) -> KernelLoader:
-        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device))
+        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device), device)
         ladder = limits.token_budgets if limits is not None else ()
         return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()))
 

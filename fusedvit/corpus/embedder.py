@@ -85,7 +85,7 @@ class Embedder:
         if processor is None and not isinstance(model, str | Path):
             raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
         self._model = _loaded(model, device, dtype) if isinstance(model, str | Path) else model
-        self._handle = fuse(self._model, config)
+        self._handle = fuse(self._model, config or FuseConfig(compile="now"))
         self._processor = _processors_of(str(model)) if processor is None else processor
         self._output, self._deepstack, self._encode = output, deepstack, encode
         self._threads, self._limits = threads, limits

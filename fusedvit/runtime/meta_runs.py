@@ -1,5 +1,6 @@
 """Runs of the encoder on the meta device, for the kernels that they launch: without memory and without a GPU."""
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -25,15 +26,30 @@ class MetaRuns:
     """The launches of a tower's runs."""
 
     def __init__(
-        self, spec: VisionSpec, dtype: torch.dtype, limits: Limits | None, target: Callable[[], Target]
+        self,
+        spec: VisionSpec,
+        dtype: torch.dtype,
+        limits: Limits | None,
+        target: Callable[[], Target],
+        device: torch.device = META,
     ) -> None:
-        """`limits` of the graphs, None where there are none; `target` is asked at each run, as backends may fail."""
-        self._spec, self._dtype, self._limits, self._target = spec, dtype, limits, target
+        """Nothing is launched yet.
+
+        Args:
+            limits: of the graphs, None where there are none.
+            target: asked at each run, as backends may fail.
+            device: the GPU that will run this; Triton keeps what it loads by GPU.
+        """
+        self._spec, self._dtype, self._limits, self._target, self._device = spec, dtype, limits, target, device
         self._encoder: tuple[Target, CapturedEncoder] | None = None
         self._weights: EncoderWeights | None = None
 
     def launch(self, run: Run, weights: EncoderWeights) -> None:
         """Launches what `run` does, and what every call does around it."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            self._launch(run, weights)
+
+    def _launch(self, run: Run, weights: EncoderWeights) -> None:
         fingerprints_on_meta()
         if run.graph:
             self._weights = weights

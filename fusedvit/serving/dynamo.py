@@ -18,6 +18,7 @@ from dynamo.vllm.multimodal_utils.custom_encoder.backend.base import Preprocesse
 
 from fusedvit.api import fuse
 from fusedvit.checkpoint import load_tower
+from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving.embeddings import VisionEmbeddings
@@ -54,7 +55,7 @@ class FusedVisionEncoder(VisionEncoderBackend):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         self._model = load_tower(model_id, self._device, dtype)
-        self._handle: FusedEncoder = fuse(self._model)
+        self._handle: FusedEncoder = fuse(self._model, FuseConfig(compile="now"))
         self._merge = self._handle.spec.merge_size
         self._processor = AutoImageProcessor.from_pretrained(model_id)
         self._loader = _Loader()

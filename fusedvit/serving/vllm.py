@@ -93,7 +93,7 @@ def options() -> FuseConfig:
         unknown = given.keys() - {f.name for f in fields(FuseConfig)}
         if unknown:
             raise ValueError(f"unknown option {min(unknown)!r}, expected {[f.name for f in fields(FuseConfig)]}")
-        return FuseConfig(**given)
+        return FuseConfig(**{"compile": "now", **given})  # an engine starts before its traffic does
     except (ValueError, TypeError) as error:
         raise ValueError(f"fusedvit: {CONFIG}={text}: {error}") from error
 
@@ -241,7 +241,7 @@ def _limited(given: FuseConfig, config: Any) -> FuseConfig:
     theirs, largest = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
     budgets = sorted(set(getattr(theirs, "encoder_cudagraph_token_budgets", None) or ()))
     found: dict[str, Any] = {
-        "token_budgets": budgets or (largest,),
+        "token_budgets": (budgets or (largest,)) if given.memory is None else None,
         "max_items": getattr(theirs, "encoder_cudagraph_max_vision_items_per_batch", None) or None,
         "max_frames": getattr(theirs, "encoder_cudagraph_max_frames_per_batch", None) or None,
     }
