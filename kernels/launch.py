@@ -166,6 +166,7 @@ class FromCache(triton.AsyncCompileMode):
     Attributes:
         collect: launches launch nothing; kernels that are not in the cache are noted. Otherwise the first one raises
             `KernelMissing`, or `KernelFailed` if it is one of `failed`.
+        found: kernels of a collection that are in the cache; not on a device yet.
         missing: jobs of kernels that are not in the cache, by their keys' digests, which name folders of the cache.
     """
 
@@ -185,6 +186,7 @@ class FromCache(triton.AsyncCompileMode):
         """
         super().__init__(None)  # no executor: nothing is compiled
         self.collect = collect
+        self.found: list[Any] = []
         self.missing: dict[str, KernelJob] = {}
         self._seen: set[object] = set()
         self._pause = pause
@@ -203,7 +205,9 @@ class FromCache(triton.AsyncCompileMode):
             return
         self._seen.add(key)
         self._pause()
-        job.build()
+        built = job.build()
+        if built is not None:
+            self.found.append(built)
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any) -> Any:
         """Triton's call for a kernel that this process does not have: `compile_fn` reads what is in the cache."""

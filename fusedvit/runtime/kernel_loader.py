@@ -8,10 +8,12 @@ nothing. Nothing here calls CUDA, so that the thread disturbs nobody's capture.
 import contextlib
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from triton.errors import TritonError
 from triton.runtime import driver
 
 from fusedvit.errors import WeightsReleased
@@ -20,6 +22,7 @@ from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.compile_service import CompileService, Request
 
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
+LOADING = 0.02  # seconds of a call that may go into loading kernels
 PAUSE = 0.0003  # seconds between two launches of the thread
 ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
 
@@ -79,6 +82,7 @@ class KernelLoader:
         self._service = service
         self._pending: dict[Run, float] = {}  # and their order
         self._missing: dict[Run, frozenset[str]] = {}
+        self._unloaded: dict[Run, list[Any]] = {}  # kernels of ready runs
         self._asked = 0
         self._trying = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -91,12 +95,13 @@ class KernelLoader:
         Where it waits and nothing can be compiled elsewhere it returns, too: their launches compile.
 
         Raises:
-            KernelsNotReady: they are not, and `wait` is false.
+            KernelsNotReady: they are not, or not all are on the device yet, and `wait` is false.
         """
-        if self.ready.issuperset(runs):
-            return
         if wait:
             self._wait_for(runs)
+            return
+        if self.ready.issuperset(runs):
+            self._load(runs)
             return
         with self._service.changed:
             for run in runs:
@@ -126,6 +131,17 @@ class KernelLoader:
                 self._send(mode.missing, 0.0, urgent=False)
                 self._start()
             raise KernelsNotReady("") from None
+
+    def _load(self, runs: Collection[Run]) -> None:
+        """Loads kernels of ready runs onto the current device, for as long as a call has time for it."""
+        end = time.perf_counter() + LOADING
+        for run in runs:
+            kernels = self._unloaded.get(run, [])
+            while kernels:
+                if time.perf_counter() > end:
+                    raise KernelsNotReady("")
+                with contextlib.suppress(TritonError, RuntimeError, IndexError):  # its launch says so, and to whom
+                    _ = kernels.pop().run
 
     def _ask_for(self, run: Run) -> None:
         """Puts a run before those that nobody asked for, and behind those that somebody did."""
@@ -199,7 +215,7 @@ class KernelLoader:
             return
         with service.changed:
             missing = frozenset(mode.missing)
-            self._missing[run] = missing
+            self._missing[run], self._unloaded[run] = missing, mode.found
             if missing <= service.failed.keys():  # a launch that fails to compile knows what to do
                 self.ready.add(run)
                 self._pending.pop(run, None)

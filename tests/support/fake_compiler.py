@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from fusedvit.kernels import launch
 from fusedvit.runtime.compile_service import CompileService, Request
 from fusedvit.runtime.kernel_loader import Run
+
+KERNEL = SimpleNamespace(run="loads it")
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,10 @@ class FakeJob:
 
     name: str
 
-    def build(self) -> None:
+    def build(self) -> object:
         mode = launch.from_cache()
         assert mode is not None
-        mode.submit(self.name, lambda: None, lambda kernel: None)
+        return mode.submit(self.name, lambda: KERNEL, lambda kernel: None)
 
 
 class FakeCompiler(CompileService):

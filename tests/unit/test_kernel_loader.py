@@ -151,6 +151,24 @@ def test_a_launch_that_nobody_foresaw_compiles_nothing_and_is_sent_for(compiler:
     until(lambda: graph(64) in loader.ready)
 
 
+def test_calls_load_kernels_for_a_short_time_each(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    compiler.at_once, loaded = True, []
+
+    class Kernel:
+        @property
+        def run(self) -> None:
+            loaded.append(time.sleep(0.015))
+
+    with mock.patch("tests.support.fake_compiler.KERNEL", Kernel()):
+        refused(loader, graph(64))
+        until(lambda: graph(64) in loader.ready)
+    assert refused(loader, graph(64)) == "" and len(loaded) == 2
+    loader.need([graph(64)], wait=False)
+    loader.need([graph(64)], wait=False)
+    assert len(loaded) == 3
+
+
 def test_where_nothing_can_be_compiled_calls_are_told_and_waiting_ends(compiler: FakeCompiler) -> None:
     loader, _weights = loader_on(compiler)
     refused(loader, graph(64))
