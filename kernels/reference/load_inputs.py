@@ -51,7 +51,9 @@ def _is_raster(image: torch.Tensor, h: int, w: int) -> bool:
 def load_patches(pixels: torch.Tensor, grid: torch.Tensor, merge: int, out: torch.Tensor) -> torch.Tensor:
     """See `fusedvit.kernels.load_inputs.load_patches`."""
     first = 0
-    for image, (_, h, w) in zip(pixels, grid.tolist(), strict=True):
+    for image, (t, h, w) in zip(pixels, grid.tolist(), strict=True):
+        if not t:
+            continue
         rows = rearrange(image[: h * w], "(bh mh bw mw) c -> (bh bw mh mw) c", mh=merge, mw=merge, bw=w // merge)
         out[first : first + h * w] = 2 * (rows - 0.5)
         first += h * w
