@@ -5,8 +5,8 @@ UNSUPPORTED = {
     "5.17 and 5.23",
     "VideoLlama3VisionModel": "has a merge size per image, and resizes the merged tokens",
     "Kimi_K25VisionModel": "attends across frames, adds temporal positions and averages over time: it would take "
-    "segments of whole clips, a tap more for each token's time, patches in raster order, and a kernel that averages over "
-    "frames",
+    "segments of whole clips, a tap more for each token's time, patches in raster order, and a kernel that averages "
+    "over frames",
     "MiniMaxM3VLVisionModel": "three-axis rotary embedding of a part of each head, attention across frames",
     "MuseGlimmerVisionModel": "windows of 32 x 32 patches in raster order, zero-padded position table",
     "MuseSparkVisionModel": "windows of 32 x 32 patches in raster order, zero-padded position table",
