@@ -24,6 +24,13 @@ STATE = "_fusedvit"  # in a swapped processor's __dict__
 ORIGINAL = "_fusedvit_original"  # of a swapped class
 _OUTPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 _BICUBIC = 3  # of Pillow and transformers
+PIPELINE = frozenset(  # methods between images and patches, of which some are not called where our kernels run
+    {
+        *("preprocess", "_preprocess", "_preprocess_image_like_inputs", "_prepare_image_like_inputs"),
+        *("_prepare_input_videos", "process_image", "convert_to_rgb", "resize", "pad", "patchify", "rescale"),
+        *("normalize", "rescale_and_normalize", "_fuse_mean_std_and_rescale_factor"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ def _methods(classes: Classes) -> dict[str, Any]:
         given = kwargs.pop("videos", images) if not classes.still else images
         home = self.__dict__.get(STATE)
         asked = given.device if isinstance(given, _Videos) else kwargs.get("device")
-        if home is not None and not args:
+        if home is not None and not args and PIPELINE.isdisjoint(self.__dict__):
             found = _bytes_of(classes, self, given, kwargs, home, home.resolve(asked))
             if found is not None:
                 return found
@@ -290,7 +297,8 @@ def normalization_of(classes: Classes, kwargs: dict[str, Any]) -> Normalization 
 
 
 def _is_bytes(image: Any, channels: int) -> bool:
-    return image.dtype in (np.uint8, torch.uint8) and image.shape[-3] == channels
+    byte = torch.uint8 if isinstance(image, torch.Tensor) else np.uint8
+    return image.dtype == byte and image.shape[-3] == channels
 
 
 @functools.cache
@@ -318,15 +326,15 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
 
     if not kwargs.get("do_resize") or kwargs.get("resample") not in _bicubic():
         return None
-    decided: dict[tuple[int, ...], tuple[tuple[int, int, int], tuple[int, int]]] = {}
+    decided: dict[tuple[int, ...], tuple[tuple[int, int, int], tuple[int, int] | None]] = {}
     sources = []
     for image in images:
         shape = tuple(image.shape)
         if shape not in decided:
             decided[shape] = _decide(classes, part, shape, kwargs)
         grid, size = decided[shape]
-        if any(new > n * kwargs["patch_size"] for new, n in zip(size, grid[1:], strict=True)):
-            return None  # it resizes without telling
+        if size is None:
+            return None
         frames = _tensor(image) if isinstance(image, np.ndarray) else image
         frames = frames.movedim(-3, -1)
         sources.append(Source(frames[None] if classes.still else frames, grid, size))
@@ -339,13 +347,19 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
 
 def _decide(
     classes: Classes, part: Any, shape: tuple[int, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """(grid, size resized to), by the processor's own code on an image that has this shape and no pixels."""
+) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
+    """(grid, size resized to), by the processor's own code on an image that has this shape and no pixels.
+
+    The size is None where something else than the backend's method has changed it.
+    """
     sizes = as_class(classes.sizes, part)
-    sizes.resized = shape[-2:]
+    sizes.resized = None
     image = (
         _shape_alone(shape) if classes.backend.name == "pil" else torch.empty(shape, dtype=torch.uint8, device="meta")
     )
     found = sizes._preprocess([image], **kwargs | {"return_tensors": None})
     t, h, w = (int(n) for n in found[classes.outputs[1]][0])
-    return (t, h, w), sizes.resized
+    room = h * kwargs["patch_size"], w * kwargs["patch_size"]
+    size = sizes.resized or (shape[-2], shape[-1])
+    fits = size == room if sizes.resized is None else all(n <= most for n, most in zip(size, room, strict=True))
+    return (t, h, w), size if fits else None

@@ -19,6 +19,7 @@ from fusedvit.model.normalization import Normalization
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.byte_processors import (
     ORIGINAL,
+    PIPELINE,
     STATE,
     Home,
     as_class,
@@ -118,6 +119,10 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
         return "is of no backend that we know", False
     if getattr(original, "patchify", None) is None or outputs_of(original) is None:
         return "does not cut images into patches with a grid", False
+    own = {name for cls in original.__mro__ if not cls.__module__.startswith("transformers.") for name in vars(cls)}
+    own = (own | part.__dict__.keys()) & PIPELINE
+    if own:  # whose answer may depend on pixels that no check would try
+        return f"has code of its own: {', '.join(sorted(own))}", False
     plain = copy.copy(part)
     plain.__class__ = original
     plain.__dict__.pop(STATE, None)

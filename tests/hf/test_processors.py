@@ -17,7 +17,7 @@ from transformers.utils import is_torchvision_available
 from fusedvit.errors import UnsupportedModel
 from fusedvit.pixels import BytePixels, restore, swap
 from fusedvit.pixels.byte_processors import STATE, Home
-from tests.support.processors import image_processor, noise, video_processor
+from tests.support.processors import PIXELS, image_processor, noise, video_processor
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -301,14 +301,6 @@ def test_settings_changed_later_count() -> None:
             assert torch.equal(got.pixels() if isinstance(got, BytePixels) else got, wanted)
 
 
-class Sideways(type(named("Qwen2VLImageProcessor"))):  # type: ignore[misc]
-    """Somebody's processor that cuts patches in another order."""
-
-    def patchify(self, *args: Any, **kwargs: Any) -> Any:
-        patches, h, w = super().patchify(*args, **kwargs)
-        return patches[..., ::-1].copy() if isinstance(patches, np.ndarray) else patches.flip(-1), h, w
-
-
 class Brighter(type(named("Qwen2VLImageProcessor"))):  # type: ignore[misc]
     """Somebody's processor that changes what is resized."""
 
@@ -316,25 +308,61 @@ class Brighter(type(named("Qwen2VLImageProcessor"))):  # type: ignore[misc]
         return super().resize(*args, **kwargs) // 2
 
 
+class Larger(type(named("Qwen2VLImageProcessor"))):  # type: ignore[misc]
+    """Somebody's processor whose methods are transformers' own."""
+
+    patch_size = 16
+
+    def greeting(self) -> str:
+        return "hello"
+
+
+class Both:
+    def __init__(self, image: Any, video: Any = None) -> None:
+        self.image_processor, self.video_processor = image, video
+
+
 def test_processors_of_others(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(UnsupportedModel, match="Sideways.*lays patches out in another way"):
-        swap(Sideways())
-    processor = Brighter()  # only what it does itself is right
-    image = [noise(70, 90)]
-    wanted = processor(images=image, return_tensors="pt")
-    assert_equal(swap(processor, "cpu")(images=image, return_tensors="pt"), wanted)
-    assert not processor.__dict__[STATE].ours
-
-    class Both:
-        image_processor, video_processor = Sideways(), None
-
+    with pytest.raises(UnsupportedModel, match="Brighter.*has code of its own: resize"):
+        swap(Brighter())
     with pytest.raises(UnsupportedModel, match="Both cannot give bytes: image_processor"):
-        swap(Both())
-    Both.image_processor, Both.video_processor = named("Qwen2VLImageProcessor"), Sideways()
+        swap(Both(Brighter()))
     with caplog.at_level("WARNING", "fusedvit"):
-        swap(Both())
-    assert "left as it is, giving floats: video_processor (Sideways)" in caplog.text
-    assert type(Both.video_processor) is Sideways and STATE in Both.image_processor.__dict__
+        both = swap(Both(named("Qwen2VLImageProcessor"), Brighter()))
+    assert "left as it is, giving floats: video_processor (Brighter)" in caplog.text
+    assert type(both.video_processor) is Brighter and STATE in both.image_processor.__dict__
+    processor = Larger(size=PIXELS)
+    given = {"images": [noise(70, 90)], "return_tensors": "pt"}
+    with swapped(processor) as ours:
+        assert ours.greeting() == "hello"
+        assert_equal(ours(**given), processor(**given))
+
+
+@pytest.mark.parametrize("method", ("resize", "patchify"))
+def test_a_method_replaced_on_the_instance(method: str) -> None:
+    """Before the swap it is refused; after it, the original code runs."""
+    processor, other = named("Qwen2VLImageProcessor"), named("Qwen2VLImageProcessor")
+    given = {"images": [noise(70, 90)], "return_tensors": "pt"}
+    swap(processor)
+    for each in (processor, other):
+        original = getattr(each, method)
+
+        def replaced(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            return found // 2 if method == "resize" else (found[0] * 2, *found[1:])
+
+        setattr(each, method, replaced)
+    got, wanted = processor(**given), other(**given)
+    assert type(got["pixel_values"]) is torch.Tensor and torch.equal(got["pixel_values"], wanted["pixel_values"])
+    with pytest.raises(UnsupportedModel, match=f"has code of its own: {method}"):
+        swap(other)
+
+
+def test_processors_that_only_the_check_tells_apart() -> None:
+    """Of transformers, and of no family that we know: their patches are another thing."""
+    for name in ("PaddleOCRVLImageProcessor", "VideoLlama3ImageProcessor", "CLIPImageProcessor"):
+        with pytest.raises(UnsupportedModel, match=name):
+            swap(named(name))
 
 
 class Images(torch.utils.data.Dataset):  # type: ignore[type-arg]
