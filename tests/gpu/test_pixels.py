@@ -39,7 +39,8 @@ def assert_equal(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("size", [(600, 600), (1280, 960), (2300, 1700), (448, 448), (1, 150), (2900, 31), (37, 6000)])
 def test_bytes_of_large_images(name: str, size: tuple[int, int], device: torch.device) -> None:
     plain, ours = both(name, device, patch_size=16, size=LARGE)
-    images = [noise(*size), (noise(*size) // 128 * 255).astype(np.uint8)]
+    # pictures: of an array of one row nobody knows where the channels are
+    images = [Image.fromarray(noise(*size)), Image.fromarray((noise(*size) // 128 * 255).astype(np.uint8))]
     assert_equal(ours(images=images, return_tensors="pt"), plain(images=images, return_tensors="pt"))
 
 
@@ -50,7 +51,7 @@ def test_many_sizes_in_one_call(name: str, device: torch.device) -> None:
     sizes = [(chance.randint(1, 400), chance.randint(2, 400)) for _ in range(60)]
     sizes = [size for size in sizes if max(size) < 200 * min(size)]
     images: list[Any] = [noise(*size) for size in sizes + sizes[:3] * 3]
-    images[3:9:2] = [Image.fromarray(image) for image in images[3:9:2]]
+    images = [Image.fromarray(x) if i % 5 == 0 or x.shape[0] < 5 else x for i, x in enumerate(images)]
     images[10] = Image.fromarray(noise(50, 60)).convert("L")
     images[11] = torch.from_numpy(noise(50, 60)).movedim(-1, 0)
     assert_equal(ours(images=images, return_tensors="pt"), plain(images=images, return_tensors="pt"))
