@@ -60,8 +60,9 @@ class Setting:
         return _patch_of(self.original)
 
     def tokens(self, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        """Hugging Face's tower takes its grid on the GPU alone; a fused one takes it as processors give it, too."""
         with torch.inference_mode():
-            return tower(pixels, grid_thw=grid.to(pixels.device))  # as `inputs.to(device)` leaves them
+            return tower(pixels, grid_thw=grid if tower is self.fused else grid.to(self.device))
 
 
 def setting_of(name: str, device: torch.device) -> Setting:
