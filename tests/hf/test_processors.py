@@ -358,7 +358,7 @@ def test_a_method_replaced_on_the_instance(method: str) -> None:
         swap(other)
 
 
-def test_processors_that_only_the_check_tells_apart() -> None:
+def test_processors_of_other_families() -> None:
     """Of transformers, and of no family that we know: their patches are another thing."""
     for name in ("PaddleOCRVLImageProcessor", "VideoLlama3ImageProcessor", "CLIPImageProcessor"):
         with pytest.raises(UnsupportedModel, match=name):
