@@ -70,7 +70,7 @@ def setting_of(name: str, device: torch.device) -> Setting:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     original, wide = towers.build(towers.GEOMETRIES[name], dtype, device)
     fused = towers.shared_copy(original)
-    fusedvit.fuse(fused, processor=processor_for(448, _patch_of(original)))
+    fusedvit.fuse(fused, fusedvit.FuseConfig(compile="now"), processor=processor_for(448, _patch_of(original)))
     return Setting(original, fused, wide, dtype, device)
 
 
