@@ -263,9 +263,12 @@ class _Walk:
             self._follow(value, Definition(module.__name__, name), where)
             return
         origin = self._undecorated(value)
-        if origin is not None and origin.path == name and origin.module.startswith(self.engine.packages):
+        if origin is not None and origin.module.startswith(self.engine.libraries):
+            return
+        own_name = self.engine.renamed.get(name, name)
+        if origin is not None and origin.path == own_name and origin.module.startswith(self.engine.packages):
             self._follow(value, origin, where)
-        elif not (_is_torchs(value) or (origin and origin.module.startswith(self.engine.libraries))):
+        elif not _is_torchs(value):
             self._found_foreign(f"{where} is {_describe(value)}")
 
     @staticmethod

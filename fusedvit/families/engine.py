@@ -38,6 +38,7 @@ class Engine:
         decorators: prefixes of modules whose decorators leave a function or class as it is.
         activations: `VisionSpec.activation` -> class name, and its `approximate` if it is torch's GELU.
         libraries: prefixes of modules whose functions are taken as they are, if their source defines them.
+        renamed: names under which the code calls functions -> what their source calls them, where that differs.
         values: attributes that must have this value wherever a module has them.
         objects: attributes that hold an object which computes: the only classes that it may have.
         buffers: buffers that a forward reads, by name: what they must hold.
@@ -52,6 +53,7 @@ class Engine:
     decorators: tuple[str, ...]
     activations: Mapping[str, tuple[str, str | None]]
     libraries: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     objects: Mapping[str, frozenset[str]] = field(default_factory=dict)
     buffers: Mapping[str, Expected] = field(default_factory=dict)

@@ -10,17 +10,11 @@ gives them back. What cannot run fused runs vLLM's own code, and one log line sa
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import inspect
-import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -33,12 +27,11 @@ from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import side_by_side
+from fusedvit.serving.plugin import install, is_disabled, options, warm_up, wrap
 from fusedvit.serving.vllm_towers import TOWERS, VLLM
 
 RELEASES = ((0, 26), (0, 33))  # first and last that are known
-DISABLE, CONFIG = "FUSEDVIT_DISABLE", "FUSEDVIT_CONFIG"
 _SERVED = "_fusedvit_served"  # in a tower's __dict__
-_WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _WORKER = "vllm.v1.worker.gpu_worker"
 _LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
@@ -69,80 +62,14 @@ def register() -> None:
     Raises:
         ValueError: `FUSEDVIT_CONFIG` holds no options.
     """
-    if os.environ.get(DISABLE, "0") not in ("", "0"):
-        return
-    options()
-    for name in [*_PATCHES]:
-        if name in sys.modules:
-            _PATCHES[name](sys.modules[name])
-    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
-
-
-def options() -> FuseConfig:
-    """What `FUSEDVIT_CONFIG` says.
-
-    Raises:
-        ValueError: it is no JSON object of `FuseConfig`'s options; the message names what is wrong.
-    """
-    text = os.environ.get(CONFIG, "").strip()
-    try:
-        given = json.loads(text) if text else {}
-        if not isinstance(given, dict):
-            raise ValueError(f"expected an object, got {type(given).__name__}")
-        unknown = given.keys() - {f.name for f in fields(FuseConfig)}
-        if unknown:
-            raise ValueError(f"unknown option {min(unknown)!r}, expected {[f.name for f in fields(FuseConfig)]}")
-        return FuseConfig(**{"compile": "now", **given})  # an engine starts before its traffic does
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"fusedvit: {CONFIG}={text}: {error}") from error
+    if not is_disabled():
+        options()
+        install(_PATCHES)
 
 
 def stats(worker: Any) -> dict[str, Any]:
     """Counters of the fused towers of a worker, by their paths: `llm.collective_rpc("fusedvit_stats")`."""
     return {path: served.handle.stats() for path, served in _served_by(worker)}
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Changes a module of `_PATCHES` at the end of its import."""
-
-    def __init__(self) -> None:
-        self._finding: set[str] = set()
-
-    def find_spec(
-        self, name: str, path: Any = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _PATCHES or name in self._finding:
-            return None
-        self._finding.add(name)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._finding.discard(name)
-        if spec is None or spec.loader is None:
-            return None
-        run = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            _PATCHES[name](module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _wrap(cls: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a method that `cls` defines: `around(original, self, *args, **kwargs)` runs instead."""
-    original = vars(cls).get(name)
-    if original is None or hasattr(original, _WRAPPED):
-        return
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(original, self, *args, **kwargs)
-
-    setattr(wrapper, _WRAPPED, True)
-    setattr(cls, name, wrapper)
 
 
 # towers
@@ -157,7 +84,7 @@ def _patch_towers(module: ModuleType) -> None:
         if cls is None or wrong:
             logger.warning("fusedvit: %s runs vLLM's own code: %s", name, wrong)
             continue
-        _wrap(cls, "__init__", functools.partial(_construct, cls, family))
+        wrap(cls, "__init__", functools.partial(_construct, cls, family))
 
 
 def _wrong_signature(cls: Any) -> str:
@@ -273,21 +200,8 @@ def _normalised(tower: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _prepare(tower: nn.Module, served: Served) -> None:
     """Prepares weights and captures graphs; what fails is left to the calls, each of which finds its own way."""
-    served.ready, handle = True, served.handle
-    try:
-        with torch.inference_mode(False):
-            handle.warmup(progress=iter)
-    except RuntimeError as error:
-        logger.warning("fusedvit: %s prepares at its first call: %s", type(tower).__name__, error)
-        return
-    found = handle.stats()
-    graphs = found.get("graphs", {})
-    budgets = graphs.get("token_budgets", ())
-    how = f"{len(budgets)} token budgets up to {max(budgets)}" if budgets else "no graphs"
-    logger.info(
-        "fusedvit: %s (%s) runs fused: %s, %.0f MiB of prepared weights, %.0f MiB of graphs and buffers",
-        *(type(tower).__name__, handle.family.name, how, found["weights_mib"], graphs.get("held_mib", 0.0)),
-    )
+    served.ready = True
+    warm_up(served.handle, type(tower).__name__, logger)
 
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -355,7 +269,7 @@ def _served_in(model: object) -> list[tuple[nn.Module, Served]]:
 
 
 def _patch_runner(module: ModuleType) -> None:
-    _wrap(module.GPUModelRunner, "profile_run", _profile)
+    wrap(module.GPUModelRunner, "profile_run", _profile)
 
 
 def _patch_worker(module: ModuleType) -> None:
@@ -365,7 +279,7 @@ def _patch_worker(module: ModuleType) -> None:
         ("reload_weights", _reload),
         ("shutdown", _shut_down),
     ):
-        _wrap(module.Worker, name, around)
+        wrap(module.Worker, name, around)
     module.Worker.fusedvit_stats = stats
 
 

@@ -1,0 +1,130 @@
+"""What plugins of serving engines share: their switch, their options, and how they change an engine's code.
+
+An environment variable switches plugins off, another holds options:
+
+    FUSEDVIT_DISABLE=1   leaves the engine as it is
+    FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}'
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fusedvit.config import FuseConfig
+from fusedvit.fused_encoder import FusedEncoder
+
+DISABLE, CONFIG = "FUSEDVIT_DISABLE", "FUSEDVIT_CONFIG"
+_WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
+
+Patches = Mapping[str, Callable[[ModuleType], None]]
+
+
+def is_disabled() -> bool:
+    return os.environ.get(DISABLE, "0") not in ("", "0")
+
+
+def options() -> FuseConfig:
+    """What `FUSEDVIT_CONFIG` says. Kernels are compiled as an engine starts: `compile` is "now" unless it says so.
+
+    Raises:
+        ValueError: it is no JSON object of `FuseConfig`'s options; the message names what is wrong.
+    """
+    text = os.environ.get(CONFIG, "").strip()
+    try:
+        given = json.loads(text) if text else {}
+        if not isinstance(given, dict):
+            raise ValueError(f"expected an object, got {type(given).__name__}")
+        unknown = given.keys() - {f.name for f in fields(FuseConfig)}
+        if unknown:
+            raise ValueError(f"unknown option {min(unknown)!r}, expected {[f.name for f in fields(FuseConfig)]}")
+        return FuseConfig(**{"compile": "now", **given})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"fusedvit: {CONFIG}={text}: {error}") from error
+
+
+def install(patches: Patches) -> None:
+    """Changes the modules of `patches`, now or at the end of their import; more often than once changes nothing.
+
+    A change must leave what it has changed already, as `wrap` does.
+    """
+    for name in [*patches]:
+        if name in sys.modules:
+            patches[name](sys.modules[name])
+    if not any(isinstance(finder, _AfterImport) and finder.patches is patches for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(patches))
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:
+    """Replaces a function that the class or module `owner` holds: `around(original, *args, **kwargs)` runs instead.
+
+    Returns whether there is one.
+    """
+    original = vars(owner).get(name)
+    if original is None or hasattr(original, _WRAPPED):
+        return original is not None
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(wrapper, _WRAPPED, True)
+    setattr(owner, name, wrapper)
+    return True
+
+
+def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger) -> None:
+    """Prepares weights, captures graphs and says what they hold; what fails is left to the calls."""
+    try:
+        with torch.inference_mode(False):
+            handle.warmup(progress=iter)
+    except RuntimeError as error:
+        logger.warning("fusedvit: %s prepares at its first call: %s", name, error)
+        return
+    found = handle.stats()
+    graphs = found.get("graphs", {})
+    budgets = graphs.get("token_budgets", ())
+    how = f"{len(budgets)} token budgets up to {max(budgets)}" if budgets else "no graphs"
+    logger.info(
+        "fusedvit: %s (%s) runs fused: %s, %.0f MiB of prepared weights, %.0f MiB of graphs and buffers",
+        *(name, handle.family.name, how, found["weights_mib"], graphs.get("held_mib", 0.0)),
+    )
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Changes a module of `patches` at the end of its import."""
+
+    def __init__(self, patches: Patches) -> None:
+        self.patches = patches
+        self._finding: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.patches or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self.patches[name](module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
