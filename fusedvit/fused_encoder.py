@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -153,7 +153,13 @@ class FusedEncoder:
         self._ended = True
         self.processors.clear()
         self.release()
-        self._runtime = None
+        self._drop_runtime()
+
+    def _drop_runtime(self) -> None:
+        """The next call makes another; nothing is compiled for this one any more."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None and runtime.kernels is not None:
+            runtime.kernels.cancel()
 
     def __repr__(self) -> str:
         state, counted = self.state(), f"{self._stats.fused} of {self._stats.calls} calls fused"
@@ -231,21 +237,20 @@ class FusedEncoder:
         self._live_tower()
         wanted = None if calls is None else [self._items_of(grid) for grid in calls]
         parameter = self.weights.first_parameter()
-        with on_device(parameter.device), self._nothing_launched():
-            weights = self.weights
+        with on_device(parameter.device):
             kinds = FLOATS, *(STILL_BYTES if still else BYTES for still in self._normalizations)
-            fits = all(weights.fits(parameter, kind) for kind in kinds)
-            if not fits or not weights.read_back(weights.mark(), True, None).unchanged:
-                self._raise_if(self._prepare_now(weights.version))
-                parameter = weights.first_parameter()
-            runtime = self._runtime_on(parameter)
-            graphs = runtime.graphs
-            if graphs is not None:
-                unit, limits = self.spec.merge_unit, graphs.limits
-                budgets = limits.token_budgets if wanted is None else budgets_of(wanted, unit, limits)
-                if runtime.kernels is not None:
-                    runtime.kernels.need([Run(budget, True, self.weights.kinds) for budget in budgets], wait=True)
-                graphs.capture(progress, budgets)
+            with self._nothing_launched():
+                if not all(self.weights.fits(parameter, kind) for kind in kinds):
+                    self._raise_if(self._prepare_now(self.weights.version))
+                runtime = self._runtime_on(self.weights.first_parameter())
+                budgets = _budgets_of(runtime, wanted)
+            if runtime.kernels is not None:  # while it waits for compilers, others may call
+                runtime.kernels.need([Run(budget, True, self.weights.kinds) for budget in budgets], wait=True)
+            with self._nothing_launched():
+                if not self.weights.read_back(self.weights.mark(), True, None).unchanged:
+                    self._raise_if(self._prepare_now(self.weights.version))
+                if runtime.graphs is not None:
+                    runtime.graphs.capture(progress, budgets)
 
     def _items_of(self, grid_thw: Grid) -> list[Item]:
         rows = check_grid(grid_thw).tolist()
@@ -277,7 +282,7 @@ class FusedEncoder:
         with self._lock:
             self._release_graphs()
             self.config = config
-            self._runtime = None
+            self._drop_runtime()
 
     def release(self) -> None:
         """Gives back all memory: graphs, static buffers, prepared weights, and parameters of before that moved away.
@@ -597,6 +602,14 @@ def _source_of(
     normalizations: dict[bool, Normalization],
 ) -> CheckedTower:
     return CheckedTower(_held(tower, name), family, spec, built, normalizations)
+
+
+def _budgets_of(runtime: Runtime, calls: Sequence[Sequence[Item]] | None) -> Collection[int]:
+    """Token budgets that calls of these items replay; all of them for None."""
+    if runtime.graphs is None:
+        return ()
+    limits = runtime.graphs.limits
+    return limits.token_budgets if calls is None else budgets_of(calls, runtime.spec.merge_unit, limits)
 
 
 def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:

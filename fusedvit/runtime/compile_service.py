@@ -76,6 +76,7 @@ class CompileService:
         self._scratch = ""
         self._starts = 0
         self._users = 0
+        self._owner = os.getpid()
         atexit.register(self.stop)
 
     def compile(self, request: Request) -> None:
@@ -133,7 +134,9 @@ class CompileService:
         return thread
 
     def stop(self) -> None:
-        """Ends the program and every thread, and removes its files."""
+        """Ends the program and every thread, and removes its files; in a fork of this process it does nothing."""
+        if os.getpid() != self._owner:
+            return
         self.ending.set()
         with self.changed:
             self._end_process()

@@ -112,6 +112,12 @@ class KernelLoader:
             self._start()
         raise KernelsNotReady(self._service.broken)
 
+    def cancel(self) -> None:
+        """Nothing more is compiled until somebody asks again."""
+        with self._service.changed:
+            self._pending.clear()
+            self._service.changed.notify_all()
+
     @contextlib.contextmanager
     def guard(self, runs: Collection[Run]) -> Iterator[None]:
         """Within it, launches of `runs` compile nothing.
