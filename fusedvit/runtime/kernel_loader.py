@@ -113,7 +113,7 @@ class KernelLoader:
         raise KernelsNotReady(self._service.broken)
 
     def cancel(self) -> None:
-        """Nothing more is compiled until somebody asks again."""
+        """Nothing more is compiled until a call needs something again."""
         with self._service.changed:
             self._pending.clear()
             self._service.changed.notify_all()

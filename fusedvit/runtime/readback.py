@@ -141,6 +141,9 @@ class ContentCheck:
         sources = FingerprintSources.of([*parameters, *beginnings])
         device = sources.pointers.device
         found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))
+        for dtype in GRID_DTYPES:  # so that what a call launches is loaded by now
+            rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
+            ops.fingerprint(sources, found[:0], rows.to(dtype), rows)
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         marks = StreamMarks(device) if device.type == "cuda" else None
         addresses = [p.data_ptr() for p in parameters]
