@@ -494,10 +494,12 @@ class FusedEncoder:
             ValueError: patches of another layout than the tower's.
         """
         spec = self.spec
+        if spec.padded:
+            raise ValueError(f"fusedvit: {self.family.name} takes no bytes: rows of its patches have another layout")
         wanted = spec.in_channels, spec.temporal_patch_size, spec.patch_size
         got = normalization.channels, normalization.temporal_patch, normalization.patch
         if got != wanted:
-            raise ValueError(f"pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
+            raise ValueError(f"fusedvit: pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
         return self._normalizations.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
 
     def _taken(self, pixels: BytePixels) -> torch.Tensor:

@@ -19,9 +19,10 @@ def normalization_for(tower: Any, **numbers: Any) -> Normalization:
     return Normalization(**({"rescale_factor": 1 / 255, "patch": c.patch_size} | layout | CLIP | numbers))
 
 
-def bytes_for(tower: Any, grid: Grid, still: bool, seed: int = 0, **numbers: Any) -> BytePixels:
-    """On the CPU; with a mean far from that of the normalisation, as bright images have."""
+def bytes_for(tower: Any, grid: Grid, still: bool, seed: int = 0, page: bool = False, **numbers: Any) -> BytePixels:
+    """On the CPU; with a mean far from that of the normalisation, as bright images have. `page`: black on white."""
     n = normalization_for(tower, **numbers)
     generator = torch.Generator().manual_seed(seed)
-    rows = 180 + 25 * torch.randn(patches_of(grid), n.width(still), generator=generator)
+    rows = torch.randn(patches_of(grid), n.width(still), generator=generator)
+    rows = 255.0 * (rows < 1.6) if page else 180 + 25 * rows
     return BytePixels.mark(rows.clamp(0, 255).to(torch.uint8), n, still)

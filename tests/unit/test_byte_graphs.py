@@ -1,6 +1,5 @@
 """One graph for floats, bytes of all frames and bytes of still images, in any order; on graphs that need no GPU."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -40,14 +39,13 @@ def test_one_graph_serves_all_kinds_in_any_order(case: Case) -> None:
     answer(case[0], pixels_of(FLOATS), GRID)
     assert case[1].stats()["refreshes"] == 3 and case[1].stats()["graphs"]["replays"] == 4
     notes, captures = speculated(case), case[2].manager.stats.captures
-    for seed, (first, second) in enumerate(itertools.product(KINDS.values(), repeat=2)):
-        for kind in (first, second):
-            poison(case)
-            pixels = pixels_of(kind, seed=seed)
-            found = answer(case[0], pixels, GRID)
-            assert close(found, eager_of(case, pixels)), (first, second)
-            assert close(found, eager_of(case, pixels_of(kind, seed=seed).pixels() if kind else pixels))
-    assert all(notes) and len(notes) == 18
+    for seed, kind in enumerate((0, 0, 1, 1, 2, 2, 0, 2, 1, 0)):  # each after each
+        poison(case)
+        pixels = pixels_of(kind, seed=seed)
+        found = answer(case[0], pixels, GRID)
+        assert close(found, eager_of(case, pixels)), seed
+        assert close(found, eager_of(case, pixels.pixels() if kind else pixels)), seed
+    assert all(notes) and len(notes) == 10
     assert case[2].manager.stats.captures == captures and case[2].manager.stats.mispredictions == 0
 
 
