@@ -378,7 +378,7 @@ class FusedEncoder:
             RuntimeError: `strict`, and the call must take the original code.
             TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
-        marked = isinstance(pixel_values, BytePixels)
+        marked = type(pixel_values) is BytePixels
         pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
         reason = transforms.active(pixels)
         if self._tower() is not tower:
@@ -506,7 +506,9 @@ class FusedEncoder:
         """What the encoder takes of them: bytes where their normalisation is in the weights, else floats."""
         if self.spec.padded:
             return pixels.pixels()
-        return pixels.unmarked() if self.expect(pixels.normalization, pixels.still) else pixels.pixels()
+        known = self._normalizations.get(pixels.still) == pixels.normalization
+        known = known or self.expect(pixels.normalization, pixels.still)
+        return pixels.unmarked() if known else pixels.pixels()
 
     def _ensure_weights(self, parameter: torch.Tensor, kind: int) -> Reason | None:
         """Prepares weights if there are none for pixels of `kind` on the device and in the dtype of `parameter`; says

@@ -33,6 +33,7 @@ class BytePixels(torch.Tensor):
     normalization: Normalization
     still: bool
     casts: tuple[torch.dtype, ...]
+    _bytes: torch.Tensor
 
     @staticmethod
     def mark(
@@ -58,13 +59,13 @@ class BytePixels(torch.Tensor):
             raise ValueError(f"fusedvit: rows of patches must be {width} bytes, got shape {tuple(patches.shape)}")
         with _plainly():
             marked: BytePixels = torch.Tensor._make_subclass(BytePixels, patches)
+            marked._bytes = patches if type(patches) is torch.Tensor else patches.as_subclass(torch.Tensor)
         marked.normalization, marked.still, marked.casts = normalization, still, casts
         return marked
 
     def unmarked(self) -> torch.Tensor:
         """The bytes, a plain uint8 tensor in the same memory."""
-        with _plainly():
-            return self.as_subclass(torch.Tensor)
+        return self._bytes  # a view of it would take the tower's call 5 us
 
     def pixels(self) -> torch.Tensor:
         """What Hugging Face's processor and the casts since would have made, bit for bit: fp32 if there were none.
@@ -112,7 +113,7 @@ class BytePixels(torch.Tensor):
             return found(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         """What does not ask `__torch_function__`: `torch.as_tensor`, `torch.tensor`, vmap, code in C++."""
         raise _refused(str(func))
 

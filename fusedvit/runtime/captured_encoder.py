@@ -154,7 +154,8 @@ class CapturedEncoder:
         """
         rows, kind = pixels.shape[0], FLOATS
         if pixels.dtype == torch.uint8:
-            kind, pixels = kind_of(pixels, self._spec.patch_width), pixels.to(self._device, non_blocking=True)
+            kind = kind_of(pixels, self._spec.patch_width)
+            pixels = pixels if pixels.device == self._device else pixels.to(self._device, non_blocking=True)
         if load_inputs.can_load(pixels, self._device):
             self._load(budget, grid, rows, kind, pixels)
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedvit.graphs.packing import sole_budget
-from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS, kind_of
+from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, MAX_ROWS, STILL_BYTES
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.runtime.captured_encoder import TowerGraphs
@@ -118,8 +118,8 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
 def _takes_bytes(pixels: torch.Tensor, runtime: Runtime) -> bool:
     """Whether these are bytes, rows of them as wide as patches of a kind that the weights take."""
     spec, width = runtime.spec, pixels.shape[1]
-    known = pixels.dtype == torch.uint8 and width in (spec.patch_width, spec.still_width)
-    return known and kind_of(pixels, spec.patch_width) in runtime.weights.kinds
+    kind = BYTES if width == spec.patch_width else STILL_BYTES if width == spec.still_width else None
+    return pixels.dtype == torch.uint8 and kind in runtime.weights.kinds
 
 
 def _is_current(device: torch.device) -> bool:

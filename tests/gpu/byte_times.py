@@ -27,7 +27,7 @@ def contenders(plain: Any, taking: Any, grid: Any, still: bool) -> list[Contende
         "plain, bf16": (plain, floats.bfloat16()),
         "bf16": (taking, floats.bfloat16()),
         "fp32": (taking, floats),
-        "bytes": (taking, marked),
+        "still bytes" if still else "bytes": (taking, marked),
     }
     return [
         Contender(f"{name} ({clock})", lambda tower=tower, pixels=pixels: tower(pixels, grid_thw=rows), clock)

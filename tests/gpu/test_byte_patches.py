@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.bench.towers import GEOMETRIES, build, shallow
+from fusedvit.bench.towers import GEOMETRIES, build
 from fusedvit.pixels.byte_pixels import BytePixels
 from tests.support.byte_patches import CLIP, HALF, KINDS, bytes_for
 from tests.support.towers import Call, assert_bitwise, assert_rule, random_grid, without_tf32
@@ -15,7 +15,11 @@ from tests.support.towers import Call, assert_bitwise, assert_rule, random_grid,
 pytestmark = pytest.mark.gpu
 
 LEAST, MOST = 1025, 1088  # patch tokens: one budget, hence one set of kernels to compile
-NAMES = ("Qwen3-VL-8B", "Qwen2.5-VL-7B", "GLM-4.1V-9B")
+SHALLOW = {
+    "Qwen3-VL-8B": {"depth": 2, "deepstack_visual_indexes": [0]},
+    "Qwen2.5-VL-7B": {"depth": 2, "fullatt_block_indexes": [1]},
+    "GLM-4.1V-9B": {"depth": 2},
+}
 CAPTURED = fusedvit.FuseConfig(strict=True, token_budgets=(MOST // 4,), max_items=64, max_frames=64)
 
 
@@ -33,10 +37,10 @@ def poison(handle: Any) -> None:
 
 @pytest.mark.parametrize("numbers", [CLIP, HALF], ids=["clip", "half"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHALLOW)
 def test_every_kind_keeps_the_rule_in_one_graph(name: str, dtype: torch.dtype, numbers: dict[str, Any]) -> None:
     """And has the bits of an eager run, whatever the buffers held."""
-    geometry = shallow(GEOMETRIES[name], 2)
+    geometry = GEOMETRIES[name].but(**SHALLOW[name])
     tower, wide = build(geometry, dtype, torch.device("cuda"))
     grids = [geometry.rows(list(random_grid(seed, LEAST, MOST))) for seed in range(3)]
     pixels = [bytes_for(tower, grid, still, **numbers).cuda() for grid in grids for still in KINDS.values()]
@@ -63,7 +67,7 @@ def test_every_kind_keeps_the_rule_in_one_graph(name: str, dtype: torch.dtype, n
 
 def test_bytes_from_anywhere() -> None:
     """On the CPU, pinned, strided, misaligned, on another stream, as a batch of one: the same bits."""
-    tower, _ = build(shallow(GEOMETRIES["Qwen2.5-VL-7B"], 2), torch.bfloat16, torch.device("cuda"))
+    tower, _ = build(GEOMETRIES["Qwen2.5-VL-7B"].but(**SHALLOW["Qwen2.5-VL-7B"]), torch.bfloat16, torch.device("cuda"))
     grid = list(random_grid(1, LEAST, MOST))
     handle = fusedvit.fuse(tower, CAPTURED)
     for still in KINDS.values():
