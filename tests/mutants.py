@@ -86,25 +86,30 @@ def tried(mutants: list[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
             yield mutant, "caught" if caught else "survived", time.monotonic() - begin
 
 
+def document(outcomes: dict[str, str], path: Path) -> dict[str, Any]:
+    """What was found so far, as docs/trust.md takes it."""
+    survived = sum(outcome == "survived" for outcome in outcomes.values())
+    counts = {"mutants": len(outcomes), "caught": len(outcomes) - survived, "wrong": survived}
+    passport = importlib.import_module("fusedvit.bench.report").passport  # not before triton knows that it interprets
+    found = {"passport": passport("python -m tests.mutants", {"--json": path}), "trust": {"mutants": counts}}
+    return found | {"date": datetime.date.today().isoformat(), "outcomes": outcomes}
+
+
 def main() -> int:
-    """Exits with 1 where a mutant survived."""
+    """Exits with 1 where a mutant survived. Those that the document at `--json` has as caught are not tried again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where the counts go")
+    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", default="", help="a part of a guard's name")
     args = parser.parse_args()
-    found: dict[str, str] = {}
-    for mutant, outcome, seconds in tried([m for m in MUTANTS if args.only in m.guard]):
-        found[mutant.guard] = outcome
+    known = json.loads(args.json.read_text(encoding="utf-8"))["outcomes"] if args.json.exists() else {}
+    outcomes = {m.guard: known[m.guard] for m in MUTANTS if m.guard in known}
+    wanted = [m for m in MUTANTS if args.only in m.guard and outcomes.get(m.guard) != "caught"]
+    for mutant, outcome, seconds in tried(wanted):
+        outcomes[mutant.guard] = outcome
         print(f"{outcome:8} {seconds:5.1f} s  {mutant.guard}", flush=True)
-    survived = [guard for guard, outcome in found.items() if outcome == "survived"]
-    counts: dict[str, Any] = {"mutants": len(found), "caught": len(found) - len(survived), "wrong": len(survived)}
-    if args.json:
-        from fusedvit.bench.report import passport
-
-        document = {"passport": passport("python -m tests.mutants", {"--json": args.json})}
-        document |= {"date": datetime.date.today().isoformat(), "trust": {"mutants": counts}, "survived": survived}
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(counts | {"survived": survived}))
+        args.json.write_text(json.dumps(document(outcomes, args.json), indent=1) + "\n", encoding="utf-8")
+    survived = [guard for guard, outcome in outcomes.items() if outcome == "survived"]
+    print(json.dumps({"mutants": len(outcomes), "survived": survived}))
     return int(bool(survived))
 
 

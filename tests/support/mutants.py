@@ -41,11 +41,15 @@ MUTANTS = (
     Mutant(
         "children", CHANGE, "self.children.unchanged()\n            and ", "", "hf/fallback:never hf/numbers:another"
     ),
-    _clause("lengths of registries", "list(map(len, self.registries)) == self.lengths", "hf/numbers:a_param"),
+    _clause(
+        "lengths of registries",
+        "list(map(len, self.registries)) == self.lengths",
+        "hf/numbers:another hf/numbers:a_module",
+    ),
     _clause("order of lists", "list(map(tuple, self.orders[0])) == self.orders[1]", "hf/numbers:another"),
     _clause("entries of instances", "list(map(len, self.instances[0])) == self.instances[1]", "hf/numbers:another"),
     _clause("hooks", "not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)", "hf/fallback:hooks"),
-    _clause("classes", "list(map(type, self.inner)) == self.classes", "hf/numbers:another hf/own_code:ways"),
+    _clause("classes", "list(map(type, self.inner)) == self.classes", "hf/numbers:another"),
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
     _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
     _clause("parameters", "self.parameters.unchanged()", "hf/weights:answer"),
@@ -53,7 +57,9 @@ MUTANTS = (
     _clause("addresses of buffers", "self.buffers.in_place()", "hf/numbers:every_attribute"),
     _clause("code", "self.code.unchanged()", "hf/own_code:every_function"),
     _clause("dtypes", "list(map(_dtype_of, self.present)) == self.dtypes", "hf/fallback:a_dtype"),
-    _clause("versions", "list(map(_version_of, self.counted)) == self.versions", "hf/weights:every_single"),
+    _clause(
+        "versions", "list(map(_version_of, self.counted)) == self.versions", "hf/weights:answer hf/weights:unwatched"
+    ),
     _clause("attention registries", "self.registries.unchanged()", "hf/own_code:entries"),
     _clause("bodies of functions", "list(map(_body_of, self.functions)) == self.bodies", "hf/own_code:ways"),
     Mutant("pre-hooks", CHANGE, ', attrgetter("_forward_pre_hooks"))', ",)", "hf/fallback:hooks"),
@@ -61,7 +67,7 @@ MUTANTS = (
     Mutant(
         "shadows of attributes",
         CHANGE,
-        "vars(m).keys() & own.names}",
+        "_attributes(m) & own.names}",
         "()}",
         "hf/numbers:every_attribute_that hf/own_code:ways",
     ),
@@ -124,7 +130,7 @@ MUTANTS = (
     Mutant(
         "buffers as built",
         CHECKED,
-        "wrong or wrong_buffers(tower, family.engine, spec, names)",
+        "wrong or wrong_buffers(tower, family, spec, names)",
         "wrong",
         "hf/messages:a_reason",
     ),
@@ -220,9 +226,7 @@ MUTANTS = (
     Mutant(
         "copies of a tower", ENCODER, "if self._tower() is not tower:", "if False:", "hf/handles:a_copy hf/handles:rep"
     ),
-    Mutant(
-        "transforms", ENCODER, "reason = transforms.active(pixel_values)", "reason = None", "hf/transforms:transforms"
-    ),
+    Mutant("transforms", ENCODER, "reason = transforms.active(pixels)", "reason = None", "hf/transforms:transforms"),
     Mutant(
         "weights that changed meanwhile",
         ENCODER,
@@ -354,7 +358,9 @@ MUTANTS = (
         "tokens = tl.where(good, t, 0) * frame",
         "kernels/load_inputs",
     ),
-    Mutant("the frame budget", LOAD, " | (frames > FRAMES)", "", "kernels/load_inputs unit/speculative_replay:a_video"),
+    Mutant(
+        "the frame budget", LOAD, " | (frames > most_frames)", "", "kernels/load_inputs unit/speculative_replay:a_video"
+    ),
     Mutant(
         "moments of merged rows",
         EPILOGUE,
