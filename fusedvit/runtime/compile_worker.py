@@ -32,7 +32,9 @@ from triton.runtime.cache import get_cache_manager
 from fusedvit.kernels.codegen_checks import AbsentGPU
 from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache, private_cache
 from fusedvit.runtime.compile_service import HEADER, Request
+from fusedvit.runtime.compiled_kernels import build_launcher
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 MOST_CHILDREN = 16
 MEMORY_OF_A_CHILD = 600 << 20  # bytes
 NICENESS = 19  # of a child whose kernel nobody waits for
@@ -232,27 +234,29 @@ def most_children(urgent: bool) -> int:
     """How many kernels are compiled at a time: by cores and free memory; unless urgent, one core of many stays free."""
     cores = available_cores()
     wanted = cores if urgent or cores <= 2 else cores - 1
-    return max(1, min(MOST_CHILDREN, wanted, _available_memory() // MEMORY_OF_A_CHILD))
+    return max(1, min(MOST_CHILDREN, wanted, available_memory() // MEMORY_OF_A_CHILD))
 
 
 def available_cores() -> int:
     """Cores that this process may use, by its affinity and its control group."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
+        quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
+        cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes of memory that are free, in the machine and in the control group."""
     found = 1 << 40
     with contextlib.suppress(OSError, ValueError, IndexError):
         found = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) << 10
-    with contextlib.suppress(OSError, ValueError):
-        folder = Path("/sys/fs/cgroup")
-        most = int((folder / "memory.max").read_text())
-        found = min(found, most - int((folder / "memory.current").read_text()))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        most, used = (int((CONTROL_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        files = int(
+            (CONTROL_GROUP / "memory.stat").read_text().split("\nfile ")[1].split()[0]
+        )  # given back when it is needed
+        found = min(found, most - used + files)
     return max(0, found)
 
 
@@ -304,20 +308,13 @@ def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
         if not expected:
             raise RuntimeError(f"the key of {job.name} is another one in the compiling process")
         kernel = job.build()
-        _build_launcher(kernel)
+        build_launcher(kernel)
     except OSError as error:
         said = {"error": f"{type(error).__name__}: {error}", "errno": error.errno}
     except BaseException as error:  # whatever a compiler dies of is said to the one who waits for the kernel
         said = {"error": f"{type(error).__name__}: {error}"[:2000]}
     os.write(writer, json.dumps(said).encode())
     os._exit(0)
-
-
-def _build_launcher(kernel: Any) -> None:
-    """Compiles what launches `kernel`: up to Triton 3.6 that is C code of its own, in the cache too."""
-    if hasattr(nvidia, "make_launcher"):
-        with contextlib.suppress(AssertionError):  # without a driver library there is nothing to launch with
-            nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def fill(
             if index >= len(compilations):
                 return
             try:
-                _build_launcher(compilations[index]())
+                build_launcher(compilations[index]())
                 said.put("")
             except Exception as error:  # whatever a compiler dies of is one kernel's problem
                 said.put(" ".join(f"{type(error).__name__}: {error}".split())[:500])
@@ -172,7 +172,7 @@ def _prune(folder: Path) -> None:
             (group.parent / path).unlink(missing_ok=True)
 
 
-def _build_launcher(kernel: Any) -> None:
+def build_launcher(kernel: Any) -> None:
     """Compiles what launches `kernel`: up to Triton 3.6 that is C code of its own, kept in the cache too.
 
     It is linked to the driver's library. Where there is none, an empty one stands in: the code that is kept is the

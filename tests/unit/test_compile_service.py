@@ -8,6 +8,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import pytest
+
+from fusedvit.runtime import compile_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = """
@@ -121,3 +126,36 @@ def test_a_program_that_cannot_run_is_said_once(tmp_path: Path) -> None:
     found = result(start(environment(tmp_path / "cache", site(tmp_path, BROKEN))))
     assert found["done"] == 0 and found["broken"] and found["starts"] == 3
     assert found["said"].count("kernels cannot be compiled") == 1
+
+
+@pytest.mark.parametrize(
+    "cores, free, urgent, children",
+    [
+        (16, 64, True, 16),
+        (16, 64, False, 15),
+        (2, 64, False, 2),
+        (128, 64, True, 16),
+        (16, 3, True, 5),
+        (16, 0, True, 1),
+    ],
+)
+def test_children_are_bounded_by_cores_and_memory(cores: int, free: int, urgent: bool, children: int) -> None:
+    with (
+        mock.patch.object(compile_worker, "available_cores", lambda: cores),
+        mock.patch.object(compile_worker, "available_memory", lambda: free << 30),
+    ):
+        assert compile_worker.most_children(urgent) == children
+
+
+def test_a_control_group_bounds_them_too(tmp_path: Path) -> None:
+    """Its page cache counts as free, as it is given back."""
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{8 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{7 << 30}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {4 << 30}\nfile {3 << 30}\n")
+    with mock.patch.object(compile_worker, "CONTROL_GROUP", tmp_path):
+        assert compile_worker.available_memory() <= 4 << 30
+        assert compile_worker.available_cores() <= 2
+        (tmp_path / "memory.max").write_text("max\n")
+        (tmp_path / "cpu.max").write_text("max 100000\n")
+        assert compile_worker.available_cores() == len(os.sched_getaffinity(0))
