@@ -163,6 +163,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each workload in each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tower", nargs="*", default=list(TOWERS))
+    parser.add_argument("--workload", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     roots = {"before": args.before.resolve(), "after": ROOT}
@@ -180,10 +181,10 @@ def main() -> int:
         "towers": found,
     }
     for tower in args.tower:
-        rounds = found[tower] = {name: [] for name in WORKLOADS}
+        rounds = found[tower] = {name: [] for name in args.workload}
         with checkouts(roots, tower) as both:
             for _ in range(args.rounds):
-                for name in WORKLOADS:
+                for name in args.workload:
                     rounds[name].append(compare(both, name, args.seconds))
                     print(tower, name, describe(rounds[name][-1]), flush=True)
                     args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")

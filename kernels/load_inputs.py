@@ -39,14 +39,22 @@ _ROWS = 8  # pixel rows of padded images that a program copies
 
 
 @triton.jit
-def _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE: tl.constexpr):
+def _load_side(ptrs, here, wide):
+    """Numbers of 32 bits, or if `wide` of 64, as int64."""
+    low = tl.load(ptrs, mask=here, other=0)
+    high = tl.load(ptrs + 1, mask=here & (wide != 0), other=0)
+    return tl.where(wide != 0, (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64), low)
+
+
+@triton.jit
+def _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, wide, MERGE: tl.constexpr):
     """(t, h, w, tokens, number of invalid ones) of items `i`. Past the last item all are 0."""
     here = i < num_items
-    ptrs = grid_ptr + i.to(tl.int64) * item_pitch
-    step = side_pitch.to(tl.int64)
-    t = tl.load(ptrs, mask=here, other=0).to(tl.int64)
-    h = tl.load(ptrs + step, mask=here, other=0).to(tl.int64)
-    w = tl.load(ptrs + 2 * step, mask=here, other=0).to(tl.int64)
+    ptrs = grid_ptr + i.to(tl.int64) * item_pitch * (1 + wide)
+    step = side_pitch.to(tl.int64) * (1 + wide)
+    t = _load_side(ptrs, here, wide)
+    h = _load_side(ptrs + step, here, wide)
+    w = _load_side(ptrs + 2 * step, here, wide)
     # Each side is at most `rows`, under 2^31, before it is multiplied: no product overflows.
     good = (t >= 1) & (t <= rows) & (h >= 1) & (h <= rows) & (w >= 1) & (w <= rows)
     good = good & (h % MERGE == 0) & (w % MERGE == 0)
@@ -68,6 +76,7 @@ def _load_grid(
     kind,
     most_frames,
     room,
+    wide,
     MERGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -78,7 +87,7 @@ def _load_grid(
     frames = total
     for start in tl.range(0, room, BLOCK):
         i = start + offs
-        t, h, w, tokens, bad = _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, MERGE)
+        t, h, w, tokens, bad = _load_items(grid_ptr, i, num_items, rows, item_pitch, side_pitch, wide, MERGE)
         invalid += bad
         within = tokens <= rows
         total += tl.sum(tl.where(within, tokens, 0), 0)
@@ -124,11 +133,21 @@ def _load_pixels(
 
 
 @triton.jit(
-    do_not_specialize=["num_items", "rows", "item_pitch", "side_pitch", "length", "kind", "most_frames", "room"],
+    do_not_specialize=[
+        "num_items",
+        "rows",
+        "item_pitch",
+        "side_pitch",
+        "length",
+        "kind",
+        "most_frames",
+        "room",
+        "wide",
+    ],
     do_not_specialize_on_alignment=["grid_ptr"],
 )
 def _load_inputs_kernel(
-    grid_ptr,  # [num_items, 3] int64 or int32
+    grid_ptr,  # [num_items, 3], words of int64 or int32
     pixels_ptr,  # [length, WIDTH] of any float or uint8; nothing where WIDTH is 0
     into_ptr,  # [length or more, WIDTH or more] of any float, rows PITCH apart; nothing where WIDTH is 0
     counts_ptr,  # [3, 4] int32 or None
@@ -141,6 +160,7 @@ def _load_inputs_kernel(
     kind,
     most_frames,
     room,
+    wide,  # 1 where the grid has 64 bits, two words a number; else 0
     MERGE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -152,7 +172,7 @@ def _load_inputs_kernel(
     if pid == 0:
         _load_grid(
             grid_ptr, out_ptr, counts_ptr, num_items, rows, item_pitch, side_pitch, kind, most_frames, room,
-            MERGE, BLOCK,
+            wide, MERGE, BLOCK,
         )  # fmt: skip
     elif WIDTH:
         _load_pixels(pixels_ptr, into_ptr, length, pid - 1, WIDTH, PITCH, GROUP, CHUNK)
@@ -215,7 +235,7 @@ def load_inputs(
         f"expected at most {room} items of {GRID_DTYPES}, got {grid.shape[0]} of {grid.dtype}"
     )
     length, width, pitch = (0, 0, 0) if pixels is None or into is None else (*pixels.shape, into.stride(0))
-    scalars = (grid.shape[0], rows, *grid.stride(), length, kind, frames, room)
+    scalars = (grid.shape[0], rows, *grid.stride(), length, kind, frames, room, int(grid.dtype is torch.int64))
     programs = 1 - (-length * width // _CHUNK)
     fixed = merge, room, width, pitch
     if pixels is None or into is None or counts is None or not grid.is_cuda:
@@ -224,7 +244,7 @@ def load_inputs(
     # The GPU idles until this launch, so the key is shorter than that of `launch`.
     addresses = grid.data_ptr(), pixels.data_ptr(), into.data_ptr(), counts.data_ptr(), out.data_ptr()
     aligned = not (addresses[1] | addresses[2] | addresses[3] | addresses[4]) % 16
-    key = grid.dtype, pixels.dtype, into.dtype, *fixed, out.device, aligned
+    key = pixels.dtype, into.dtype, *fixed, out.device, aligned
     loaded = _loaded.get(key)
     if loaded is not None:
         loaded.launch(programs, (*addresses, *scalars))
@@ -251,7 +271,12 @@ def _launch(
     constants = {"MERGE": merge, "BLOCK": block, "WIDTH": width, "PITCH": pitch}
     constants |= {"GROUP": min(common & -common, 16), "CHUNK": _CHUNK}
     options = {"num_warps": 4 if block < 1024 else 8}
-    return launch(_load_inputs_kernel, programs, (), (grid, pixels, into, counts, out), constants, options, scalars)
+    words = grid
+    if grid.dtype == torch.int64:  # one kernel for both: its pointer is to 32 bits
+        words = torch.empty(0, dtype=torch.int32, device=grid.device)
+        places = 2 * grid.storage_offset(), grid.shape, [2 * pitch for pitch in grid.stride()]
+        words.set_(grid.untyped_storage(), *places)
+    return launch(_load_inputs_kernel, programs, (), (words, pixels, into, counts, out), constants, options, scalars)
 
 
 # ── padded images ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -100,6 +100,11 @@ class LinearConfig:
     splits: int = 1
     pdl: bool = False
 
+    @property
+    def least_n(self) -> int:
+        """Columns of the narrowest part of the row statistics that it can write."""
+        return self.block_n
+
     def tiles(self, rows: int, n: int) -> int:
         """Tiles of an output of `rows` rows and `n` columns."""
         return -(-rows // self.block_m) * -(-n // self.block_n)

@@ -206,7 +206,7 @@ def _patch_embed(run: _Run) -> _Stream:
         run.ops.gather_rows(b.pixels, b.meta.order, tokens, pixels, run.spec.merge_unit, run.plan.max_programs)
     taps = None if w.position is None else Taps(w.position, b.meta.tap_index, b.meta.tap_weight)
     if w.patch_norm is None:
-        stream = run.stream(run.plan.patch.block_n)
+        stream = run.stream(run.plan.patch.least_n)  # as narrow as the blocks of a small batch write them
         stats = None if run.spec.sandwich else stream.stats
         _embed(run, pixels, stream.hidden, Epilogue(taps=taps, stats=stats, scratch=b.scratch))
         return stream

@@ -41,6 +41,7 @@ from fusedvit.kernels.hopper.gemm_epilogue import (
     extra_descriptor,
     finish_chunk,
     load_vectors,
+    merge_moments,
     moments_of,
     read_moments,
     round_pairs,
@@ -61,9 +62,12 @@ from fusedvit.kernels.launch import launch
 
 @record
 class GemmShape:
-    """Sizes and schedule of a launch, known when it is compiled but for the number of steps."""
+    """Sizes and schedule of a launch, known when it is compiled but for the first four."""
 
     steps: gl.tensor  # of 64 in K
+    in_parts: gl.tensor  # of the statistics of a row of x, each of `in_width` channels, `per_length` in IN_LENGTH
+    in_width: gl.tensor
+    per_length: gl.tensor
     N: gl.constexpr
     BM: gl.constexpr  # rows of one consumer in a tile
     BN1: gl.constexpr  # columns of the first accumulator
@@ -369,13 +373,20 @@ def _finish_tile(
     CHUNKS: gl.constexpr = (shape.BN1 + shape.BN2) // 64
     rows = row0.to(gl.int64) + gl.arange(0, shape.BM, gl.SliceLayout(1, L))
     near = gl.minimum(rows, epi.num_rows - 1)
+    out_mean = gl.zeros([shape.BM], gl.float32, gl.SliceLayout(1, L))
+    out_m2 = out_mean
     _await_extra(epi, staging, phase, C)
     for j in range(0, gl.minimum(CHUNKS, (shape.N - col0 + 63) // 64)):
         x, chunks = _next(chunks)
         y = _finish_chunk_at(shape, epi, staging, descs, x, mean, rstd, near, row0, col0, j, C)
         if epi.OUT_WIDTH > 0:
-            mean_out, m2_out = moments_of(y)
-            store_moments(mean_out, m2_out, epi, rows, rows < epi.num_rows, col0 // 64 + j)
+            chunk_mean, chunk_m2 = moments_of(y)
+            if epi.OUT_WIDTH == 64:
+                store_moments(chunk_mean, chunk_m2, epi, rows, rows < epi.num_rows, col0 // 64 + j)
+            else:
+                _, out_mean, out_m2 = merge_moments(j * 64.0, out_mean, out_m2, 64, chunk_mean, chunk_m2)
+    if epi.OUT_WIDTH > 64:
+        store_moments(out_mean, out_m2, epi, rows, rows < epi.num_rows, col0 // epi.OUT_WIDTH)
 
 
 @gluon.jit
@@ -394,7 +405,7 @@ def _consumer(shape, epi, pipe, staging, descs, C: gl.constexpr):
         rstd = mean
         if epi.IN_PARTS > 0:  # before the main loop, which hides their latency
             rows = row0.to(gl.int64) + gl.arange(0, shape.BM, gl.SliceLayout(1, L))
-            mean, rstd = read_moments(epi, gl.minimum(rows, epi.num_rows - 1), shape.BM, gl.SliceLayout(1, L))
+            mean, rstd = read_moments(epi, shape, gl.minimum(rows, epi.num_rows - 1), shape.BM, gl.SliceLayout(1, L))
         vectors = load_vectors(epi, col0, _vector_width(shape.BN1 + shape.BN2))
         phase = (i // 2 if PING_PONG else i) & 1
         if shape.X_IN_REGISTERS:
@@ -422,7 +433,7 @@ def _consumer_2(shape, epi, pipe, staging, descs):
     _consumer(shape, epi, pipe, staging, descs, 2)
 
 
-@gluon.jit(do_not_specialize=["steps"])
+@gluon.jit(do_not_specialize=["steps", "in_parts", "in_width", "per_length"])
 def _hopper_gemm_kernel(
     x_desc,  # [T, K]
     w1_desc,  # [N, K]
@@ -438,7 +449,10 @@ def _hopper_gemm_kernel(
     stats_out_ptr,
     clip_ptr,
     num_rows_ptr,  # [1] int32: the true T
-    steps,  # of 64 in K
+    steps,  # see `GemmShape`, as the next three
+    in_parts,
+    in_width,
+    per_length,
     N: gl.constexpr,
     EPS: gl.constexpr,
     IN_PARTS: gl.constexpr,
@@ -494,7 +508,9 @@ def _hopper_gemm_kernel(
             mbarrier.init(order.index(i), count=1)
     gdc_launch_dependents()
 
-    shape = GemmShape(steps, N, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS)
+    shape = GemmShape(
+        steps, in_parts, in_width, per_length, N, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS
+    )
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, clip_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_CLIP,
@@ -543,11 +559,18 @@ def linear(
         min(tiles, config.max_programs),
         _descriptors(x, weight, out, e, config),
         tuple(num_rows if p is None else p for p in pointers) + (num_rows,),
-        epilogue_constants(n, k, e) | config.constants(),
+        epilogue_constants(n, k, e) | {"IN_PARTS": int(e.norm is not None), "IN_WIDTH": 1} | config.constants(),
         config.options(),
-        (-(-k // CHUNK),),
+        (-(-k // CHUNK), *_parts_of(e)),
     )
     return out
+
+
+def _parts_of(e: Epilogue) -> tuple[int, int, int]:
+    """Parts of the input's statistics, channels of each, and parts of so many channels as one row had that wrote
+    them."""
+    stats = None if e.norm is None else e.norm.stats
+    return (0, 1, 1) if stats is None else (stats.parts, stats.width, -(-stats.length // stats.width))
 
 
 def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperGemmConfig) -> str:
@@ -557,7 +580,7 @@ def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperGemmConfig) 
         return f"gated activations of whole 16s of columns, without rotary factors or taps, got {n}"
     if steps < 2:
         return f"at least two steps of {CHUNK} in K, got {steps}"
-    if e.stats is not None and (e.stats.width != config.block_n or n % CHUNK):
+    if e.stats is not None and (e.stats.width not in (config.block_n, CHUNK) or n % CHUNK):
         return f"statistics of whole {CHUNK}s in parts of {config.block_n}, got {n} in parts of {e.stats.width}"
     return unsupported_operands(e, x)
 

@@ -72,7 +72,12 @@ class HopperGemmConfig:
 
     @property
     def block_n(self) -> int:
-        """Columns of a part of the row statistics: a chunk, whatever the tile, so that readers need one kernel."""
+        """Columns of a part of the row statistics."""
+        return self.cols
+
+    @property
+    def least_n(self) -> int:
+        """Columns of the narrowest part of the row statistics that it can write."""
         return CHUNK
 
     @property

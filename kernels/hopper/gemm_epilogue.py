@@ -39,7 +39,7 @@ class EpilogueArgs:
     num_rows: gl.tensor
     N: gl.constexpr
     EPS: gl.constexpr
-    IN_PARTS: gl.constexpr  # 0: no norm
+    IN_PARTS: gl.constexpr  # 0: no norm; `gemm` reads the number at run time
     CENTRED: gl.constexpr  # LayerNorm, else RMSNorm
     IN_WIDTH: gl.constexpr
     IN_LENGTH: gl.constexpr
@@ -71,40 +71,48 @@ def merge_moments(count, mean, m2, more, more_mean, more_m2):
     return total, mean, m2
 
 
+PARTS = gl.constexpr(8)  # of the statistics of a row that are read together
+
+
 @gluon.jit
-def _read_parts(epi, rows, start: gl.constexpr, PAIRS: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr):
-    """(channels, mean, M2) of parts start ... start + PAIRS - 1 of `rows`."""
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PAIRS, 16])
-    PER_LENGTH: gl.constexpr = (epi.IN_LENGTH + epi.IN_WIDTH - 1) // epi.IN_WIDTH
-    COUNT: gl.constexpr = channels_of(start, PAIRS, epi.IN_PARTS, epi.IN_WIDTH, epi.IN_LENGTH)
+def _channels_before(part, shape, epi):
+    """Channels in parts 0 ... part - 1; the last part of every IN_LENGTH channels may be narrower."""
+    return part // shape.per_length * epi.IN_LENGTH + part % shape.per_length * shape.in_width
+
+
+@gluon.jit
+def _read_parts(epi, shape, rows, start, BM: gl.constexpr, ROWS: gl.constexpr):
+    """(channels, mean, M2) of up to PARTS parts of `rows` from `start` on."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * PARTS, 16])
     rows = gl.convert_layout(rows, gl.SliceLayout(1, L), assert_trivial=True)
-    offs = gl.expand_dims(gl.arange(0, 2 * PAIRS, gl.SliceLayout(0, L)), 0)
-    ptrs = epi.stats_in_ptr + 2 * start + gl.expand_dims(rows * (2 * epi.IN_PARTS), 1) + offs
-    both = gl.load(ptrs, mask=offs < 2 * (epi.IN_PARTS - start), other=0.0)
-    mean, m2 = both.reshape([BM, PAIRS, 2]).split()  # [BM, PAIRS]
-    P: gl.constexpr = mean.type.layout
-    part = start + gl.arange(0, PAIRS, gl.SliceLayout(0, P))
-    size = gl.minimum(epi.IN_LENGTH - (part % PER_LENGTH) * epi.IN_WIDTH, epi.IN_WIDTH)
-    size = gl.expand_dims(gl.where(part < epi.IN_PARTS, size, 0).to(gl.float32), 0)
-    total_mean = gl.sum(mean * size, 1) * (1.0 / COUNT)
+    offs = gl.expand_dims(gl.arange(0, 2 * PARTS, gl.SliceLayout(0, L)), 0)
+    ptrs = epi.stats_in_ptr + (gl.expand_dims(rows * (2 * shape.in_parts), 1) + (2 * start + offs))
+    both = gl.load(ptrs, mask=offs < 2 * (shape.in_parts - start), other=0.0)
+    mean, m2 = both.reshape([BM, PARTS, 2]).split()  # [BM, PARTS]
+    part = start + gl.arange(0, PARTS, gl.SliceLayout(0, mean.type.layout))
+    size = gl.minimum(epi.IN_LENGTH - (part % shape.per_length) * shape.in_width, shape.in_width)
+    size = gl.expand_dims(gl.where(part < shape.in_parts, size, 0).to(gl.float32), 0)
+    end = gl.minimum(start + PARTS, shape.in_parts)
+    count = (_channels_before(end, shape, epi) - _channels_before(start, shape, epi)).to(gl.float32)
+    total_mean = gl.sum(mean * size, 1) * (1.0 / count)
     spread = mean - gl.expand_dims(total_mean, 1)
     total_m2 = gl.sum(m2 + size * spread * spread, 1)
     total_mean = gl.convert_layout(total_mean, ROWS, assert_trivial=True)
-    return COUNT, total_mean, gl.convert_layout(total_m2, ROWS, assert_trivial=True)
-
-
-@gluon.constexpr_function
-def pairs_at(start, parts):
-    """Parts that are read together from `start` on: 8 where no more are left."""
-    return 8 if parts - start <= 8 else 16
+    return count, total_mean, gl.convert_layout(total_m2, ROWS, assert_trivial=True)
 
 
 @gluon.jit
-def read_moments(epi, rows, BM: gl.constexpr, ROWS: gl.constexpr):
-    """(mean, 1 / sqrt(var + eps)) of `rows`, merged from up to 16 parts at a time; of an RMSNorm (any, 1 / rms)."""
-    count, mean, m2 = _read_parts(epi, rows, 0, pairs_at(0, epi.IN_PARTS), BM, ROWS)
-    for start in gl.static_range(16, epi.IN_PARTS, 16):
-        more, more_mean, more_m2 = _read_parts(epi, rows, start, pairs_at(start, epi.IN_PARTS), BM, ROWS)
+def read_moments(epi, shape, rows, BM: gl.constexpr, ROWS: gl.constexpr):
+    """(mean, 1 / sqrt(var + eps)) of `rows`, merged from PARTS parts at a time; of an RMSNorm (any, 1 / rms).
+
+    The parts are as wide as the tiles that wrote them: `shape` says how many there are and how wide, at run time, so
+    that one kernel reads them all.
+    """
+    mean = gl.zeros([BM], gl.float32, ROWS)
+    m2 = mean
+    count = gl.minimum(shape.in_parts, 0).to(gl.float32)  # 0
+    for start in range(0, shape.in_parts, PARTS):
+        more, more_mean, more_m2 = _read_parts(epi, shape, rows, start, BM, ROWS)
         count, mean, m2 = merge_moments(count, mean, m2, more, more_mean, more_m2)
     square = m2 / count
     if not epi.CENTRED:

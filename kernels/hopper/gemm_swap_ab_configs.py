@@ -84,6 +84,11 @@ class HopperSwapABConfig:
         """Columns of a part of the row statistics."""
         return UNIT
 
+    @property
+    def least_n(self) -> int:
+        """See `HopperGemmConfig`."""
+        return UNIT
+
     def tiles(self, rows: int, n: int) -> int:
         """Tiles of an output of `rows` rows and `n` columns."""
         return -(-rows // self.rows) * -(-n // self.cols)
@@ -217,8 +222,10 @@ def hopper_swap_ab_candidates(rows: int, n: int, k: int, target: Target, kind: s
 
 
 # How much slower than the fastest tile one may be, by the cost model, so that it stands for that one too: a tile is a
-# kernel to compile. Layers that a tower has once, or once per merger, may lose more.
-TOLERANCE, RARE = 0.02, {"norm+gelu": 0.1, "bias": 0.1, "gelu": 0.3, "taps+stats": 0.3, "stats": 0.3}
+# kernel to compile. Layers that a tower has once, or once per merger, may lose more, in small batches most.
+TOLERANCE = 0.02
+RARE = {"norm+gelu": (0.12, 0.04), "bias": (0.12, 0.04), "gelu": (0.2, 0.05), "taps+stats": (0.3, 0.3),
+        "stats": (0.3, 0.3)}  # fmt: skip
 OF_MERGED = {"norm+gelu", "gelu", "bias"}  # epilogues of layers over merged tokens, a quarter of the patches
 
 
@@ -250,16 +257,22 @@ Tile = HopperGemmConfig | HopperSwapABConfig
 
 def _fastest(tiles: Iterable[Tile], rows: int, n: int, k: int, target: Target, kind: str) -> Tile | None:
     """The fastest of `tiles` that run at `rows` rows, scheduled."""
-    found = [tile for tile in tiles if _in_one_wave(tile, rows, n, target)]
+    found = [tile for tile in tiles if _in_one_wave(tile, rows, n, target, kind)]
     best = min(found, key=lambda tile: mean_us(tile, rows, n, k, target, kind), default=None)
     if isinstance(best, HopperGemmConfig):
         return replace(best, max_programs=target.num_sms, pdl=uses_pdl(rows, kind))
     return None if best is None else replace(best, pdl=_uses_pdl(best, rows, k, kind))
 
 
-def _in_one_wave(tile: Tile, rows: int, n: int, target: Target) -> bool:
+def _in_one_wave(tile: Tile, rows: int, n: int, target: Target, kind: str) -> bool:
     """Whether a tile is for so many rows: swap-AB has nothing that hides the end of a tile, and is for few."""
-    return isinstance(tile, HopperGemmConfig) or (rows <= MOST_BUDGET and tile.tiles(rows, n) <= target.num_sms)
+    return isinstance(tile, HopperGemmConfig) or (rows <= _most(kind) and tile.tiles(rows, n) <= target.num_sms)
+
+
+def _most(kind: str) -> int:
+    """Rows up to which swap-AB is chosen. A norm over merged tokens ends where the blocks' layers end that write its
+    statistics: it would need a kernel for each of their widths, which the GEMM reads at run time."""
+    return MOST_BUDGET // 4 if kind == "norm+gelu" else MOST_BUDGET
 
 
 @lru_cache(maxsize=256)
@@ -272,11 +285,11 @@ def tiles_of(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> t
     every = list(dict.fromkeys(tile for found in offered.values() for tile in found))
     covered: dict[Tile, dict[int, float]] = {tile: {} for tile in every}  # rows -> how much slower than the fastest
     for rows in sizes if every else ():
-        runs = [tile for tile in every if _in_one_wave(tile, rows, n, target)]
+        runs = [tile for tile in every if _in_one_wave(tile, rows, n, target, kind)]
         us = {tile: mean_us(tile, rows, n, k, target, kind) for tile in runs}
         least = min(us[tile] for tile in offered[rows])
         for tile, time in us.items():
-            if time <= least * (1 + RARE.get(kind, TOLERANCE)):
+            if time <= least * (1 + RARE.get(kind, (TOLERANCE,) * 2)[rows > MOST_BUDGET // 4]):
                 covered[tile][rows] = time / least
     chosen, left = list[Tile](), set(sizes if every else ())
     while left:
@@ -293,6 +306,6 @@ def _offered(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind
         return []
     tiles = gemm_configs.hopper_gemm_candidates(rows, n, k, target, kind)
     found: list[Tile] = [tile for tile in tiles if not gemm_configs.wrong_hopper_gemm(tile, target, dtype)]
-    if kind in PROVEN[dtype] and rows <= MOST_BUDGET and "linear/swap_ab" not in dict(target.without):
+    if kind in PROVEN[dtype] and rows <= _most(kind) and "linear/swap_ab" not in dict(target.without):
         found += hopper_swap_ab_candidates(rows, n, k, target, kind)
     return [replace(tile, pdl=False) for tile in found]

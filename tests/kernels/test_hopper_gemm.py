@@ -185,7 +185,7 @@ def test_wrong_configurations_say_why(changed: dict[str, int], said: str) -> Non
         (Layer(16, 128, 64), FP32, GOOD, "operands of 16 bits only, got torch.float32"),
         (Layer(16, 128, 136, activation="swiglu"), FP16, GOOD, "gated activations of whole 16s of columns"),
         (Layer(16, 64, 64), FP16, GOOD, "at least two steps of 64 in K, got 1"),
-        (Layer(16, 128, 72, stats=True), FP16, GOOD, "statistics of whole 64s in parts of 64, got 72"),
+        (Layer(16, 128, 72, stats=True), FP16, GOOD, "statistics of whole 64s in parts of 128, got 72"),
         (Layer(16, 128, 72, heads=1), FP16, GOOD, "rotary columns of whole 64s and no residual, got 48"),
     ],
 )
@@ -216,7 +216,7 @@ def test_the_reference_takes_its_configurations(config: HopperGemmConfig) -> Non
     t = tensors(layer, FP32, CPU)
     out, stats = fused(layer, t).run(linear_ref, config)
     assert_within(out, plain(layer, t, torch.float64), plain(layer, t, FP32))
-    assert stats is not None and stats.width == config.block_n == 64
+    assert stats is not None and stats.width == config.cols
     torch.testing.assert_close(moments(stats, 21, EPS)[0][:, 0], out.double().mean(1), rtol=1e-5, atol=1e-5)
 
 
