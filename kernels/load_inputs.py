@@ -274,8 +274,8 @@ def _launch(
     words = grid
     if grid.dtype == torch.int64:  # one kernel for both: its pointer is to 32 bits
         words = torch.empty(0, dtype=torch.int32, device=grid.device)
-        places = 2 * grid.storage_offset(), grid.shape, [2 * pitch for pitch in grid.stride()]
-        words.set_(grid.untyped_storage(), *places)
+        strides = [2 * pitch for pitch in grid.stride()]
+        words.set_(grid.untyped_storage(), 2 * grid.storage_offset(), grid.shape, strides)
     return launch(_load_inputs_kernel, programs, (), (words, pixels, into, counts, out), constants, options, scalars)
 
 

@@ -144,7 +144,7 @@ def test_tiles_bound_by_loads_use_no_pdl() -> None:
 @pytest.mark.parametrize(
     "layer, config, said",
     [
-        (Layer(40, 640, 256, activation="swiglu"), GOOD, "no swiglu"),
+        (Layer(40, 640, 256, activation="swiglu"), GOOD, "no gated activation"),
         (Layer(40, 640, 256, taps=True), GOOD, "position taps"),
         (Layer(40, 256, 264), replace(GOOD, stages=4), "whole 16s of columns, got 264"),
         (Layer(40, 256, 256), GOOD, "as many steps of 64 in K as stages, got 4 and 9"),
