@@ -494,6 +494,8 @@ class FusedEncoder:
             ValueError: patches of another layout than the tower's.
         """
         spec = self.spec
+        if self._normalizations.get(still) == normalization:
+            return True
         if spec.padded:
             raise ValueError(f"fusedvit: {self.family.name} takes no bytes: rows of its patches have another layout")
         wanted = spec.in_channels, spec.temporal_patch_size, spec.patch_size
@@ -506,8 +508,8 @@ class FusedEncoder:
         """What the encoder takes of them: bytes where their normalisation is in the weights, else floats."""
         if self.spec.padded:
             return pixels.pixels()
-        known = self._normalizations.get(pixels.still) == pixels.normalization
-        known = known or self.expect(pixels.normalization, pixels.still)
+        normalization, still = pixels.normalization, pixels.still
+        known = self._normalizations.get(still) is normalization or self.expect(normalization, still)
         return pixels.unmarked() if known else pixels.pixels()
 
     def _ensure_weights(self, parameter: torch.Tensor, kind: int) -> Reason | None:

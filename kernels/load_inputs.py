@@ -121,13 +121,15 @@ def _load_pixels(
     CHUNK: tl.constexpr,
 ):
     """Copies a chunk of values, to rows that may lie further apart; bytes are centred."""
-    offs = pid.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    start = pid.to(tl.int64) * CHUNK
+    offs = start + tl.arange(0, CHUNK)
     here = offs < length.to(tl.int64) * WIDTH
     x = tl.load(pixels_ptr + offs, mask=here)
     if pixels_ptr.dtype.element_ty == tl.uint8:
         x = (x.to(tl.float32) - 128.0) * 0.0078125
     if PITCH != WIDTH:  # GROUP values that begin at a multiple of GROUP are in one row
-        offs += offs // WIDTH * (PITCH - WIDTH)
+        cols = (start % WIDTH).to(tl.int32) + tl.arange(0, CHUNK)  # of the first row, and on into the next ones
+        offs = start // WIDTH * PITCH + cols + (cols // WIDTH).to(tl.int64) * (PITCH - WIDTH)
         offs = tl.max_contiguous(tl.multiple_of(offs, GROUP), GROUP)
     tl.store(into_ptr + offs, x.to(into_ptr.dtype.element_ty), mask=here)
 
