@@ -60,7 +60,7 @@ def measure(
     from vllm.config import set_current_vllm_config
 
     served = vllm_models.serve(options.tower, device, options.dtype, _PORT)
-    document = {"tower": options.tower, "vllm": about(served), "workloads": dict[str, Any]()}
+    document: dict[str, Any] = {"tower": options.tower, "vllm": about(served), "workloads": {}}
     with set_current_vllm_config(served.config), torch.inference_mode():
         with torch.inference_mode(False):
             fuse(served.ours).warmup(calls=[torch.tensor(grid) for grid in options.workloads.values()])
@@ -138,7 +138,9 @@ def _runs(served: Served, manager: Any, exact: list[Any], batches: list[Batch]) 
         found = []
         for batch in batches:
             pixels, grid = batch.values()
-            found.append(side_by_side(handle(visual, pixels, grid, {}), handle.spec))
+            outputs = handle(visual, pixels, grid, {})
+            assert outputs is not None, handle.report()
+            found.append(side_by_side(outputs, handle.spec))
         return found
 
     runs: dict[str, Callable[[], Any]] = {EAGER: lambda: [served.theirs.embed_multimodal(**b) for b in batches]}

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         port = free.getsockname()[1]
     vllm_models.open_site(args.folder)
     queue = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(_rank, (args, port, queue), nprocs=args.ranks)  # type: ignore[no-untyped-call]
+    multiprocessing.spawn(_rank, (args, port, queue), nprocs=args.ranks)
     found = queue.get()
     if args.json:
         args.json.write_text(json.dumps(found))
@@ -106,7 +106,8 @@ def _measure(theirs: Any, ours: Any, pixels: torch.Tensor, grid: torch.Tensor, r
         alone = visual(images[chosen].flatten(0, 1), grid[chosen].tolist()).chunk(count)
         same = same and all(torch.equal(got[i], rows) for i, rows in zip(chosen, alone, strict=True))
     one = _ms(lambda: visual(pixels, grid_thw=grid), rounds)
-    several, vllms = (_ms(lambda model=m: model.embed_multimodal(**batch), rounds) for m in (ours, theirs))
+    several = _ms(lambda: ours.embed_multimodal(**batch), rounds)
+    vllms = _ms(lambda: theirs.embed_multimodal(**batch), rounds)
     times = {"one rank": one, "all ranks": several, "vLLM's own, all ranks": vllms}
     return {"ms": times, "speedup": one / several, "same bits": same, "budgets": _budgets(handle)}
 

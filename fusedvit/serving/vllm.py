@@ -139,7 +139,8 @@ def _vllm() -> tuple[Any, Any, Any]:
 
 
 def _rank_of(tower: nn.Module) -> int:
-    return next((m.tp_rank for m in tower.modules() if isinstance(getattr(m, "tp_rank", None), int)), 0)
+    ranks = (getattr(module, "tp_rank", None) for module in tower.modules())
+    return next((rank for rank in ranks if isinstance(rank, int)), 0)
 
 
 def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
