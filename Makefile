@@ -2,6 +2,7 @@
 # make test       ruff, mypy, and the tests that are quick (with a GPU: the gpu tests too)
 # make test-all   every test, older transformers too, kernels compiled ahead of time
 # make aot-matrix kernels compiled ahead of time on the other Triton versions, some of them emulated
+# make test-serving  tests inside serving engines, each in an environment of its own (a GB and a few minutes each)
 # make lint       ruff and mypy
 # make clean      removes the environment and every cache
 #
@@ -24,6 +25,7 @@ OLDER_TESTS := families family_models family_parents gemma4 generate own_code un
 OLDEST_TRITON := 3.6.0
 MIDDLE_TRITON := 3.8.0
 NEWEST_TRITON := 3.9.0
+OLDEST_VLLM := 0.26.0
 
 ifdef PY
 SETUP :=
@@ -37,6 +39,8 @@ endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider
 TYPED := $(VENV)/typed
+VLLM := $(VENV)/vllm
+OLDER_VLLM := $(VENV)/vllm-$(OLDEST_VLLM)
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EMULATED := tests/emulator/kernels/test_emulated_kernels.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
@@ -47,7 +51,8 @@ EVERY := $(if $(HAS_GPU),-m "not gpu")
 
 .DEFAULT_GOAL := help
 .PRECIOUS: $(VENV)/transformers-%/.ready
-.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu aot aot-matrix clean
+.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu test-serving test-vllm aot \
+    aot-matrix clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -105,6 +110,30 @@ test-hf-%: $(VENV)/transformers-%/.ready
 
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
+
+# An engine's environment sees the packages of VENV behind its own: torch is not installed twice. Python 3.11 at least.
+test-serving: test-vllm
+
+test-vllm: $(VLLM)/.ready $(OLDER_VLLM)/.ready
+	VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 FUSEDVIT_OLDEST_VLLM=$(abspath $(OLDER_VLLM)) \
+	    PYTHONPATH=$(CURDIR)/tests/serving/vllm/site OMP_NUM_THREADS=1 \
+	    $(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/serving/vllm
+
+$(VLLM)/.ready: tests/serving/vllm/requirements.txt pyproject.toml $(SETUP)
+	@echo "installing vLLM without its CUDA packages into $(VLLM): a minute"
+	$(PY) -m venv $(VLLM)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	    $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps "setuptools>=77" -r $<
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The Python files of the oldest release: its code is judged, and not run.
+$(OLDER_VLLM)/.ready: $(SETUP)
+	@mkdir -p $(OLDER_VLLM)
+	$(PIP:install=download) --no-deps --dest $(OLDER_VLLM) vllm==$(OLDEST_VLLM)
+	$(PY) tests/serving/vllm/unpack.py $(OLDER_VLLM)
+	@touch $@
 
 # Kernels compiled ahead of time, which needs no GPU. On the installed Triton: for Hopper, one of those that differ in
 # sizes or 16-bit types alone.

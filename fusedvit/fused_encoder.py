@@ -642,7 +642,9 @@ def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None
         what(alive)
 
 
-def _end_of(handle: weakref.ref[FusedEncoder], _: object) -> None:
+def _end_of(
+    handle: weakref.ref[FusedEncoder], _: object, is_finalizing: Callable[[], bool] = sys.is_finalizing
+) -> None:
     """Called when the tower goes; with the whole process there is nothing to give back."""
-    if not sys.is_finalizing():
+    if not is_finalizing():  # kept as a default: at that time this module's own names may be gone
         _told(handle, FusedEncoder.end)

@@ -52,7 +52,7 @@ class OwnCode:
         slots: (class or module, name) of everything that was followed.
         registries: (registry of attention functions, name) of what would be looked up.
         functions: every function that was followed.
-        names: every name that the code mentions, attributes among them.
+        names: every name that the code mentions, attributes among them, and what the engine's record names.
         methods: names of the methods, beside `forward`, that a class's code calls.
     """
 
@@ -95,7 +95,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
         tuple(walk.slots.values()),
         tuple(walk.registries),
         tuple(walk.functions.values()),
-        frozenset(walk.names),
+        frozenset(walk.names | engine.values.keys() | engine.objects.keys()),
         walk.methods(),
     )
 

@@ -26,7 +26,9 @@ from fusedvit.checks.as_built import Built
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.model.normalization import Normalization
 from fusedvit.outputs import side_by_side
+from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.serving.plugin import install, is_disabled, options, warm_up, wrap
 from fusedvit.serving.vllm_towers import TOWERS, VLLM
 
@@ -34,6 +36,7 @@ RELEASES = ((0, 26), (0, 33))  # first and last that are known
 _SERVED = "_fusedvit_served"  # in a tower's __dict__
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _WORKER = "vllm.v1.worker.gpu_worker"
+_NORM = "FusedMMInputNorm"  # vLLM's, of bytes on the device
 _LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
 
 logger = logging.getLogger("vllm.fusedvit")  # below vLLM's own: its handlers print it
@@ -44,11 +47,15 @@ class Served:
     """A fused tower of this process.
 
     Attributes:
+        normalization: what vLLM would make of bytes on the device; None where pixels come normalised.
+        versions: of the buffers that say so.
         ready: weights are prepared and graphs captured.
         lost: asleep on level 2, or woken from it and not loaded yet.
     """
 
     handle: FusedEncoder
+    normalization: Normalization | None = None
+    versions: tuple[int, ...] = ()
     ready: bool = False
     lost: bool = False
 
@@ -156,7 +163,9 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     if reason is not None:
         unfuse(tower)
         return str(reason)
-    vars(tower)[_SERVED] = Served(handle)
+    served = vars(tower)[_SERVED] = Served(handle)
+    if type(tower._modules.get("input_norm")).__name__ == _NORM:
+        _read_normalization(tower, served)
     if config is not None:
         config.compilation_config.cudagraph_mm_encoder = False  # its manager would capture what we replace
     return ""
@@ -186,14 +195,36 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
     """
     if grid_thw is None or any(value is not None for value in more.values()):
         return None
-    outputs = handle(tower, _normalised(tower, x), grid_thw, {})
+    outputs = handle(tower, _pixels(tower, x), grid_thw, {})
     return None if outputs is None else side_by_side(outputs, handle.spec)
 
 
-def _normalised(tower: Any, x: torch.Tensor) -> torch.Tensor:
-    """Pixels as vLLM's `forward` begins with them."""
-    norm = tower._modules.get("input_norm")
-    return x if norm is None else norm(x.to(device=tower.device, non_blocking=True), tower.dtype)
+def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
+    """Bytes with their normalisation, which is folded into the weights; else what vLLM's `forward` begins with."""
+    norm, served = tower._modules.get("input_norm"), vars(tower)[_SERVED]
+    if norm is None:
+        return x
+    if x.dtype == torch.uint8 and served.normalization is not None:
+        if _versions(norm) != served.versions:
+            _read_normalization(tower, served)
+        return BytePixels.mark(x, served.normalization)
+    pixels: torch.Tensor = norm(x.to(device=tower.device, non_blocking=True), tower.dtype)
+    return pixels
+
+
+def _read_normalization(tower: Any, served: Served) -> None:
+    """vLLM computes `byte * weight + bias` per channel, in fp32."""
+    norm, spec = tower._modules["input_norm"], served.handle.spec
+    weight, bias = norm.weight.double().cpu(), norm.bias.double().cpu()
+    mean, std = (-bias / weight).tolist(), (1 / weight).tolist()
+    layout = {"patch": spec.patch_size, "temporal_patch": spec.temporal_patch_size, "channels": spec.in_channels}
+    served.normalization = Normalization(None, tuple(mean), tuple(std), **layout)
+    served.versions = _versions(norm)
+    served.handle.expect(served.normalization, still=False)
+
+
+def _versions(norm: Any) -> tuple[int, ...]:
+    return norm.weight._version, norm.bias._version
 
 
 # memory

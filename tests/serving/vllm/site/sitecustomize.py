@@ -26,7 +26,9 @@ def _define_operators():
     kept[-1].define(f"qnms{boxes}")
     kept.append(torch.library.Library("_C", "FRAGMENT"))
     kept[-1].define("gelu_quick(Tensor(a!) out, Tensor input) -> ()")
-    kept[-1].impl("gelu_quick", lambda out, x: out.copy_(x * torch.sigmoid(1.702 * x)), "CPU")
+    kept[-1].impl("gelu_quick", lambda out, x: [out.copy_(x * torch.sigmoid(1.702 * x))].clear(), "CPU")
+    kept[-1].define("prepack_moe_weight(Tensor weight, Tensor(a!) out, str isa) -> ()")
+    kept[-1].impl("prepack_moe_weight", lambda weight, out, isa: [out.copy_(weight)].clear(), "CPU")
     torch.accelerator.empty_cache = lambda: None
 
 

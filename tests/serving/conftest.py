@@ -1,0 +1,7 @@
+"""Tests inside serving engines: each folder runs in the environment of its engine (`make test-serving`)."""
+
+import importlib.util
+
+ENGINES = ("vllm", "sglang")
+
+collect_ignore = [engine for engine in ENGINES if importlib.util.find_spec(engine) is None]

@@ -1,0 +1,372 @@
+"""What a server does to a model while it runs: reload, sleep, options; and what keeps a tower from running fused."""
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from torch import nn
+from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.models import qwen3_vl
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+import fusedvit
+from fusedvit.errors import UnsupportedModel
+from fusedvit.serving import vllm as plugin
+from fusedvit.serving.plugin import CONFIG
+from tests.serving.vllm.support import GRIDS, close, config_of, embed, load, pixels_of, under
+
+GRID = GRIDS["mixed"]
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[Any, Any, Any]:
+    config, model = load()
+    return config, model, fusedvit.fuse(model)
+
+
+@pytest.fixture
+def own(served: tuple[Any, Any, Any]) -> Any:
+    """vLLM's own answer, from the same model at that moment."""
+    config, model, _ = served
+    forward = type(model.visual).__mro__[1].forward
+
+    def answer(grid: Any = GRID) -> torch.Tensor:
+        here = model.visual
+        cls, here.__class__ = type(here), type(here).__mro__[1]
+        try:
+            assert type(here).forward is forward
+            return embed(config, model, grid)
+        finally:
+            here.__class__ = cls
+
+    return answer
+
+
+def fused_calls(handle: Any) -> int:
+    return int(handle.stats()["fused"])
+
+
+def original(handle: Any) -> dict[str, int]:
+    return dict(handle.stats()["original"])
+
+
+# what changes while it runs
+
+
+def test_its_graphs_are_switched_off_only_where_it_runs_fused(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not served[0].compilation_config.cudagraph_mm_encoder
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    config, model = load()
+    assert config.compilation_config.cudagraph_mm_encoder
+    with pytest.raises(UnsupportedModel):
+        fusedvit.fuse(model)
+
+
+def test_metadata_of_its_graphs_passes_through(served: Any) -> None:
+    config, model, handle = served
+    pixels, grid, before = pixels_of(model, GRID, torch.float32), [list(item) for item in GRID], fused_calls(handle)
+    with torch.inference_mode(), under(config):
+        want = model.visual(pixels, grid)
+        metadata = model.visual.prepare_encoder_metadata(grid)
+        got = model.visual(pixels, None, encoder_metadata=metadata)
+    assert close(got, want) and fused_calls(handle) == before + 1
+
+
+def test_reload(served: Any, own: Any) -> None:
+    config, model, handle = served
+    before = embed(config, model, GRID)
+    kept = [p.detach().clone() for p in model.visual.parameters()]
+    for parameter in model.visual.parameters():
+        parameter.data.copy_(parameter * 0.9)
+    after = embed(config, model, GRID)
+    assert close(after, own()) and not close(after, before)
+    state = {name: value * 1.1 for name, value in model.visual.named_parameters()}
+    model.visual.load_weights(state.items())
+    assert close(embed(config, model, GRID), own())
+    for parameter, value in zip(model.visual.parameters(), kept, strict=True):
+        parameter.data.copy_(value)
+    assert torch.equal(embed(config, model, GRID), before) and not original(handle)
+
+
+def worker_of(model: Any) -> Any:
+    """vLLM's worker with nothing but this model and a sleep that leaves memory where it is."""
+    worker: Any = Worker.__new__(Worker)
+    worker.model_runner = SimpleNamespace(model=model, shutdown=lambda: None)
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
+    worker.get_draft_model = lambda: None
+    worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=[])
+    worker._sleep_saved_parameters = worker._sleep_saved_buffers = worker._sleep_saved_draft_buffers = {}
+    return worker
+
+
+@pytest.fixture
+def asleep(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Levels and tags that vLLM's backend was told."""
+    told: list[Any] = []
+    backend = SimpleNamespace(suspend=told.append, resume=told.append)
+    monkeypatch.setattr(Worker, "sleep_mode_backend", backend)
+    monkeypatch.setattr(Worker, "synchronize_device", lambda self: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1, 2))
+    yield told
+
+
+def test_sleep_and_wake(served: Any, own: Any, asleep: list[Any]) -> None:
+    config, model, handle = served
+    worker, before = worker_of(model), embed(config, model, GRID)
+    worker.sleep(1)
+    assert handle.stats()["weights_mib"] == 0
+    worker.wake_up(["kv_cache"])
+    assert handle.stats()["weights_mib"] == 0
+    worker.wake_up(["weights"])
+    assert handle.stats()["weights_mib"] > 0 and torch.equal(embed(config, model, GRID), before)
+    kept = [p.detach().clone() for p in model.visual.parameters()]
+    worker.sleep(level=2)
+    for parameter in model.visual.parameters():
+        parameter.data.fill_(torch.nan)
+    worker.wake_up()
+    assert handle.stats()["weights_mib"] == 0, "nothing is prepared of weights that are lost"
+    worker.model_runner.reload_weights = lambda: [
+        p.data.copy_(v) for p, v in zip(model.visual.parameters(), kept, strict=True)
+    ]
+    worker.vllm_config = config
+    worker.reload_weights()
+    assert handle.stats()["weights_mib"] > 0
+    assert torch.equal(embed(config, model, GRID), before) and close(before, own())
+    assert asleep == [1, ["kv_cache"], ["weights"], 2, None]
+
+
+def test_the_profile_run_prepares_first(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = load()
+    handle, seen = fusedvit.fuse(model), []
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    runner: Any = GPUModelRunner.__new__(GPUModelRunner)
+    runner.model = model
+    runner.supports_mm_inputs = False
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        seen.append(handle.stats()["weights_mib"])
+        raise InterruptedError
+
+    runner.max_num_tokens, runner._dummy_run = 1, stop
+    with caplog.at_level(logging.INFO, "vllm.fusedvit"), pytest.raises(InterruptedError):
+        runner.profile_run()
+    assert seen and seen[0] > 0, "memory is taken before the run that is measured"
+    line = the_line(caplog, "runs fused")
+    assert "Qwen3-VL" in line and "MiB" in line
+
+
+def test_stats_of_a_worker(served: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, handle = served
+    worker = worker_of(model)
+    assert worker.fusedvit_stats() == {"visual": handle.stats()}
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    worker.profiler, worker.weight_transfer_engine = None, None
+    worker.elastic_ep_executor = SimpleNamespace(shutdown=lambda: None)
+    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
+        worker.shutdown()
+    assert any("visual: {'calls':" in r.getMessage() for r in caplog.records)
+
+
+# what falls back
+
+
+class _Lora(nn.Module):
+    """As `vllm.lora.layers` stands around a layer."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer(x)
+
+
+class _Quantized(LinearMethodBase):
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight.round(decimals=1), bias)
+
+
+def _wrap_lora(visual: Any) -> tuple[Any, str, Any]:
+    return visual.blocks[1].attn, "proj", _Lora(visual.blocks[1].attn.proj)
+
+
+CHANGES: dict[str, Any] = {
+    "LoRA around a layer": _wrap_lora,
+    "quantised": lambda v: (v.blocks[0].mlp.linear_fc1, "quant_method", _Quantized()),
+    "FP8 attention": lambda v: (v.blocks[0].attn.attn, "fp8_enabled", True),
+    "another scale": lambda v: (v.blocks[2].attn.attn, "scale", 0.5),
+    "another epsilon": lambda v: (v.blocks[0].norm1, "eps", 1e-2),
+    "another activation": lambda v: (v.blocks[0].mlp, "act_fn", nn.ReLU()),
+    "another method": lambda v: (v.blocks[0].attn.attn, "_forward_method", v.blocks[0].attn.attn._forward_sdpa),
+    "another merger": lambda v: (v, "merger", v.deepstack_merger_list[0]),
+    "a block less": lambda v: (v, "blocks", v.blocks[:2]),
+    "sharded": lambda v: (v.blocks[0].attn.qkv, "tp_size", 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_somebody_changes_is_noticed(served: Any, own: Any, change: str) -> None:
+    """Before or after a fused call, the next one runs vLLM's own code, and the reason names the place."""
+    config, model, handle = served
+    embed(config, model, GRID)
+    before, counted = fused_calls(handle), sum(original(handle).values())
+    owner, name, value = CHANGES[change](model.visual)
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        reason = handle.reason()
+        assert reason is not None and reason.detail, change
+        try:
+            got = embed(config, model, GRID)
+        except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError):
+            pass  # as vLLM's own code does with such a module
+        else:
+            assert close(got.nan_to_num(), own().nan_to_num()), (got - own()).abs().max()
+        assert fused_calls(handle) == before and sum(original(handle).values()) > counted
+    finally:
+        setattr(owner, name, kept)
+    assert handle.reason() is None and close(embed(config, model, GRID), own())
+
+
+REPLACED = {
+    "a forward": (qwen3_vl.Qwen3_VisionBlock, "forward"),
+    "a method of the tower": (qwen3_vl.Qwen3_VisionTransformer, "rot_pos_emb"),
+    "a function of its module": (qwen3_vl, "pos_embed_interpolate_native"),
+    "attention on this platform": (MMEncoderAttention, "_forward_sdpa"),
+    "what a linear layer runs": (UnquantizedLinearMethod, "apply"),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_replaced_code_is_noticed(served: Any, own: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model, handle = served
+    embed(config, model, GRID)
+    owner, name = REPLACED[what]
+    theirs, before = getattr(owner, name), fused_calls(handle)
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        found = theirs(*args, **kwargs)
+        return tuple(part * 1.5 for part in found) if isinstance(found, tuple) else found * 1.5
+
+    monkeypatch.setattr(owner, name, other)
+    assert torch.equal(embed(config, model, GRID), own()) and fused_calls(handle) == before
+    assert handle.reason() is not None and name in str(handle.reason())
+
+
+def test_normalisation_that_changes(served: Any, own: Any) -> None:
+    config, model, _ = served
+    norm = model.visual.input_norm
+    kept = norm.weight.clone()
+    norm.weight.mul_(0.5)
+    try:
+        assert close(embed(config, model, GRID), own())
+    finally:
+        norm.weight.copy_(kept)
+    assert close(embed(config, model, GRID), own())
+
+
+# what is left alone as it is loaded
+
+
+def the_line(caplog: pytest.LogCaptureFixture, part: str) -> str:
+    """The one record with `part` in it; pytest may list a record twice."""
+    found = {id(r): r.getMessage() for r in caplog.records if part in r.getMessage()}
+    assert len(found) == 1, found
+    return next(iter(found.values()))
+
+
+def line_of(caplog: pytest.LogCaptureFixture) -> str:
+    return the_line(caplog, "runs vLLM's own code")
+
+
+def left_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, config: Any = None) -> str:
+    """The one line that a load of a model which is not fused gives."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
+        config, model = load(config=config)
+    assert config.compilation_config.cudagraph_mm_encoder
+    assert torch.isfinite(embed(config, model, GRID)).all()
+    with pytest.raises(UnsupportedModel):
+        fusedvit.fuse(model)
+    return line_of(caplog)
+
+
+@pytest.mark.parametrize("release", ["0.25.1", "0.34.0", "1.0.0rc1", "dev"])
+def test_an_unknown_release(release: str, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", release)
+    assert release in left_alone(caplog, monkeypatch)
+
+
+def test_batch_invariant_mode(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
+    assert "VLLM_BATCH_INVARIANT" in left_alone(caplog, monkeypatch)
+
+
+def test_lora_of_the_tower(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = {"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True}
+    config = config_of("Qwen3VLForConditionalGeneration", **lora)
+    assert "LoRA" in left_alone(caplog, monkeypatch, config)
+
+
+def test_lora_of_the_language_model_alone() -> None:
+    config = config_of("Qwen3VLForConditionalGeneration", enable_lora=True, max_lora_rank=8)
+    assert fusedvit.fuse(load(config=config)[1]).reason() is None
+
+
+def test_an_unknown_signature(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tower(nn.Module):
+        def __init__(self, vision_config: Any) -> None:
+            super().__init__()
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return pixels
+
+    module = SimpleNamespace(__name__=qwen3_vl.__name__, Qwen3_VisionTransformer=Tower)
+    init = Tower.__init__
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setitem(__import__("sys").modules, qwen3_vl.__name__, module)
+    with caplog.at_level(logging.INFO, "vllm.fusedvit"):
+        plugin.register()
+    assert Tower.__init__ is init and "pixels" in line_of(caplog)
+
+
+# options
+
+
+def test_limits_are_vllms(served: Any) -> None:
+    config, _, handle = served
+    assert tuple(handle.config.token_budgets) == (config.scheduler_config.max_num_encoder_input_tokens,)
+    asked = config_of(
+        "Qwen3VLForConditionalGeneration",
+        compilation_config={
+            "cudagraph_mm_encoder": True,
+            "encoder_cudagraph_token_budgets": [512, 128],
+            "encoder_cudagraph_max_vision_items_per_batch": 4,
+            "encoder_cudagraph_max_frames_per_batch": 32,
+        },
+    )
+    found = fusedvit.fuse(load(config=asked)[1]).config
+    assert (*found.token_budgets,) == (128, 512) and (found.max_items, found.max_frames) == (4, 32)
+
+
+def test_options_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG, '{"token_budgets": [256], "watch_data": false, "max_items": 3}')
+    found = fusedvit.fuse(load()[1]).config
+    assert (*found.token_budgets,) == (256,) and not found.watch_data and found.max_items == 3
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"budgets": [1]}', '{"token_budgets": [4, 2]}', '{"strict": 1}'])
+def test_wrong_options(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG, text)
+    with pytest.raises(ValueError, match=f"^fusedvit: {CONFIG}="):
+        plugin.register()
