@@ -139,7 +139,7 @@ class DataParallelEncoder:
         for pieces in balance(works, 1 + len(self._copies), constant):
             rows = [pixel_values[:0]] + [_rows_of(pixel_values, first_rows, works, piece) for piece in pieces]
             grids = grid[[piece.item for piece in pieces]]
-            grids[:, 0] = torch.tensor([piece.frames for piece in pieces], dtype=grid.dtype)
+            grids[:, 0] = torch.tensor([piece.frames for piece in pieces], dtype=grid.dtype, device="cpu")
             shares.append(_Share(pieces, torch.cat(rows), grids))
         return shares
 

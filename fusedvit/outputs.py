@@ -75,7 +75,7 @@ def _hidden_states(
         TensorState.of(pixels.unmarked() if isinstance(pixels, BytePixels) else pixels),
         *([TensorState.of(grid)] if isinstance(grid, torch.Tensor) else []),
     )
-    rows = grid if isinstance(grid, torch.Tensor) else torch.tensor(grid)
+    rows = grid if isinstance(grid, torch.Tensor) else torch.tensor(grid, device="cpu")
     selection = arguments.get(f"output_{HIDDEN_STATES}", getattr(tower.config, f"output_{HIDDEN_STATES}", True))
     asked = dict(arguments) | {f"output_{HIDDEN_STATES}": selection, "return_dict": True}
     autocast = torch.is_autocast_enabled(device.type)

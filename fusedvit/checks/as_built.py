@@ -293,6 +293,7 @@ def _uneven_bounds(buffers: Mapping[str, torch.Tensor], family: Family, spec: Vi
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    expected = expected.to(found.device)  # an engine may build its tower under a default device
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=tolerance)
 
 

@@ -130,7 +130,7 @@ def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dty
     import pyarrow
     import pyarrow.parquet
 
-    parts = [torch.empty(0, width, dtype=dtype) if e.rows is None else e.rows.to(dtype) for e in found]
+    parts = [torch.empty(0, width, dtype=dtype, device="cpu") if e.rows is None else e.rows.to(dtype) for e in found]
     counts = [len(part) for part in parts]
     columns: dict[str, list[Any]] = {
         "id": [e.id for e in found],
@@ -140,7 +140,9 @@ def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dty
         "rows": counts,
         "error": [e.error for e in found],
     }
-    save_file({"rows": torch.cat([torch.empty(0, width, dtype=dtype), *parts]).contiguous()}, folder / ROWS)
+    save_file(
+        {"rows": torch.cat([torch.empty(0, width, dtype=dtype, device="cpu"), *parts]).contiguous()}, folder / ROWS
+    )
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / INDEX)
     for path in (folder / ROWS, folder / INDEX, folder):
         _sync(path)

@@ -64,9 +64,9 @@ class Normalization:
         """`(factor, shift)`, each `[channels]` fp64: the processor makes `factor * byte + shift`."""
         scale = 1.0 if self.rescale_factor is None else self.rescale_factor
         if self.mean is None or self.std is None:
-            ones = torch.ones(self.channels, dtype=torch.float64)
+            ones = torch.ones(self.channels, dtype=torch.float64, device="cpu")
             return ones * scale, ones * 0
-        mean, std = (torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.std))
+        mean, std = (torch.tensor(values, dtype=torch.float64, device="cpu") for values in (self.mean, self.std))
         return scale / std, -mean / std
 
     def apply(self, rows: torch.Tensor, still: bool) -> torch.Tensor:

@@ -91,7 +91,7 @@ def prepare(
 def rope_frequencies(spec: VisionSpec) -> torch.Tensor:
     """`theta^(-2i / (head_dim / 2))`, i < head_dim / 4, fp32: computed in fp32 whatever the tower's dtype is."""
     half = spec.head_dim // 2
-    return 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32) / half))
+    return 1.0 / (spec.rope_theta ** (torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half))
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _first(fc1: LinearWeights, gated: bool) -> LinearWeights:
 
     They give channels of zeros, which `_second` multiplies by zeros.
     """
-    rows = torch.arange(fc1.weight.shape[0])
+    rows = torch.arange(fc1.weight.shape[0], device="cpu")
     if gated:
         rows = rearrange(rows, "(two n) -> (n two)", two=2)
     factors = 2 if gated else 1
@@ -289,7 +289,7 @@ def _first(fc1: LinearWeights, gated: bool) -> LinearWeights:
         return _rows(fc1, rows) if gated else fc1
     padded = {name: getattr(fc1, name) for name in ("weight", "bias", "colsum") if getattr(fc1, name) is not None}
     padded = {name: torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for name, t in padded.items()}
-    return _rows(replace(fc1, **padded), torch.cat([rows, torch.arange(len(rows), len(rows) + missing)]))
+    return _rows(replace(fc1, **padded), torch.cat([rows, torch.arange(len(rows), len(rows) + missing, device="cpu")]))
 
 
 def _second(fc2: LinearWeights) -> LinearWeights:
@@ -328,7 +328,7 @@ def _wants_lines(weight: torch.Tensor) -> bool:
 
 def query_factor(spec: VisionSpec, rows: int) -> torch.Tensor:
     """`[rows]`: what the outputs of the original q | k | v are multiplied by."""
-    factor = torch.ones(rows, dtype=torch.float64)
+    factor = torch.ones(rows, dtype=torch.float64, device="cpu")
     factor[: spec.num_heads * spec.head_dim] = query_scale(spec.head_dim, spec.attention_scale)
     return factor
 
@@ -336,7 +336,7 @@ def query_factor(spec: VisionSpec, rows: int) -> torch.Tensor:
 def rotary_channels(spec: VisionSpec) -> torch.Tensor:
     """`[head_dim]`: which channel of a head of q or k each of the kernels' channels is: rotary pairs are neighbours,
     those that turn by the row come first."""
-    channels = torch.arange(spec.head_dim)
+    channels = torch.arange(spec.head_dim, device="cpu")
     if spec.rope_axial:
         return rearrange(channels, "(half two p) -> half (p two)", half=2, two=2).flip(0).flatten()
     return rearrange(channels, "(half p) -> (p half)", half=2)
@@ -348,7 +348,7 @@ def rotary_rows(spec: VisionSpec) -> torch.Tensor:
     A rotary pair become neighbours, which does not change q . k; heads of k and v that are shared are repeated.
     """
     kv_heads, d = spec.kv_heads or spec.num_heads, spec.head_dim
-    order = torch.arange((spec.num_heads + 2 * kv_heads) * d)
+    order = torch.arange((spec.num_heads + 2 * kv_heads) * d, device="cpu")
     q, k, v = order.split([spec.num_heads * d, kv_heads * d, kv_heads * d])
     turned = [part.view(-1, d)[:, rotary_channels(spec)] for part in (q, k)]
     shared = [repeat(part, "h d -> (h r) d", r=spec.num_heads // kv_heads) for part in (turned[1], v.view(kv_heads, d))]

@@ -117,7 +117,7 @@ def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps
 def _sent(runs: Sequence[_Run], device: torch.device) -> Iterator[torch.Tensor]:
     """The images of each run on the device: copied there where they are on the host."""
     sizes = [sum(source.frames.numel() for source in run.sources) if run.on_host else 0 for run in runs]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     at = 0
     for run, size in zip(runs, sizes, strict=True):

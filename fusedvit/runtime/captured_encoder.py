@@ -190,7 +190,7 @@ class CapturedEncoder:
         if grid is None:
             if len(self._grids) == len(self._grid_slots):
                 self._grids.clear()
-            host = torch.tensor(rows, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            host = torch.tensor(rows, dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
             grid = self._grids[rows] = self._grid_slots[len(self._grids), : len(rows)]
             grid.copy_(host, non_blocking=True)
         return grid

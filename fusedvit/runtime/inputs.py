@@ -148,7 +148,7 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
             raise ValueError(f"fusedvit: grid_thw[{i}] must be (t, h, w), got {got}")
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in row):
             raise ValueError(f"fusedvit: grid_thw[{i}] must hold integers, got {[type(n).__name__ for n in row]}")
-    return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
+    return torch.tensor([list(row) for row in rows], dtype=torch.int64, device="cpu").reshape(len(rows), 3)
 
 
 def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = False) -> torch.Tensor:

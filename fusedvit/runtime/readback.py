@@ -201,8 +201,8 @@ class ContentCheck:
         pinned, room = self.stream is not None, max(SMALLEST_SLOT, 1 << max(0, items - 1).bit_length())
         with torch.inference_mode(False):  # it is used again in any mode
             return Slot(
-                torch.empty(self.expected.shape, dtype=torch.int32, pin_memory=pinned),
-                torch.empty(room, 3, dtype=torch.int64, pin_memory=pinned),
+                torch.empty(self.expected.shape, dtype=torch.int32, device="cpu", pin_memory=pinned),
+                torch.empty(room, 3, dtype=torch.int64, device="cpu", pin_memory=pinned),
             )
 
 

@@ -294,7 +294,7 @@ def _fill_grid(grid: torch.Tensor, items: Sequence[Item]) -> None:
     """Writes the grid table; inside somebody's capture value by value, so that no host memory is baked in."""
     rows = [(item.t, item.h, item.w) for item in items]
     if not (grid.is_cuda and torch.cuda.is_current_stream_capturing()):
-        grid.copy_(torch.tensor(rows, dtype=torch.int32), non_blocking=True)
+        grid.copy_(torch.tensor(rows, dtype=torch.int32, device="cpu"), non_blocking=True)
         return
     for i, row in enumerate(rows):
         for j, value in enumerate(row):

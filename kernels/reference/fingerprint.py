@@ -18,7 +18,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def sampled_groups(groups: int) -> torch.Tensor:
     """`[min(groups, SAMPLES)]` int64: which groups of `GROUP` words of a tensor are read."""
-    s = torch.arange(min(groups, SAMPLES))
+    s = torch.arange(min(groups, SAMPLES), device="cpu")
     if groups <= SAMPLES:
         return s
     begin = s * groups // SAMPLES
@@ -31,7 +31,7 @@ def sampled_groups(groups: int) -> torch.Tensor:
 def _samples(groups: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The groups that are read, and what is added to each."""
     group = sampled_groups(groups)
-    salt = ((torch.arange(len(group)) + 1) * _GOLDEN).to(torch.int32)
+    salt = ((torch.arange(len(group), device="cpu") + 1) * _GOLDEN).to(torch.int32)
     return group.to(device), salt.to(device)
 
 

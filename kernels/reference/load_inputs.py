@@ -38,7 +38,7 @@ def patch_grid(positions: torch.Tensor, side: int, merge: int, out: torch.Tensor
     for i, image in enumerate(positions.long()):
         w, h = (int(n) + 1 for n in image.amax(0)) if len(image) else (0, 0)
         whole = 0 < w <= side and 0 < h <= side and w % merge == 0 and h % merge == 0 and w * h <= len(image)
-        out[i] = torch.tensor([1, h, w] if whole and _is_raster(image, h, w) else [0, 0, 0])
+        out[i] = torch.tensor([1, h, w] if whole and _is_raster(image, h, w) else [0, 0, 0], device="cpu")
     return out
 
 

@@ -22,13 +22,13 @@ from fusedvit.kernels.reference.positions import packed_cos_sin
 
 def _positions(h: int, w: int, merge: int) -> torch.Tensor:
     """The raster index of a frame's tokens in merge-block order, `[h * w]` int64."""
-    index = torch.arange(h * w).view(h, w)
+    index = torch.arange(h * w, device="cpu").view(h, w)
     return rearrange(index, "(bh mh) (bw mw) -> (bh bw mh mw)", mh=merge, mw=merge)
 
 
 def _windows(h: int, w: int, side: int) -> tuple[torch.Tensor, list[int]]:
     """Merged tokens of an h x w frame window by window: their indices, and how many each window holds."""
-    index = F.pad(torch.arange(h * w).view(h, w), (0, -w % side, 0, -h % side), value=-1)
+    index = F.pad(torch.arange(h * w, device="cpu").view(h, w), (0, -w % side, 0, -h % side), value=-1)
     cut = rearrange(index, "(ih sh) (iw sw) -> (ih iw) (sh sw)", sh=side, sw=side)
     return cut[cut >= 0], (cut >= 0).sum(1).tolist()
 
@@ -44,7 +44,7 @@ def _linear_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tenso
 def _cubic_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Bicubic taps of one axis with half-pixel centres, clamped to the border: indices and weights, each `[n, 4]`."""
     source = (index.float() + 0.5) * side / size - 0.5
-    low, tap = source.floor().long(), torch.arange(-1, 3)
+    low, tap = source.floor().long(), torch.arange(-1, 3, device="cpu")
     d = (source[:, None] - low[:, None] - tap).abs()
     near = (1.25 * d - 2.25) * d * d + 1
     far = ((-0.75 * d + 3.75) * d - 6) * d + 3
@@ -53,7 +53,7 @@ def _cubic_taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor
 
 def _taps(row: torch.Tensor, col: torch.Tensor, h: int, w: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     if layout.taps == 2:
-        return torch.stack([col, layout.side + row], 1).int(), torch.ones(len(row), 2)
+        return torch.stack([col, layout.side + row], 1).int(), torch.ones(len(row), 2, device="cpu")
     axis = _linear_taps if layout.taps == 4 else _cubic_taps
     rows, row_weights = axis(row, h, layout.side)
     cols, col_weights = axis(col, w, layout.side)
@@ -83,7 +83,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
         if layout.window:
             order, sizes = _windows(h // layout.merge, w // layout.merge, layout.window // layout.merge)
             raster = raster.view(-1, unit)[order].flatten()
-            starts = torch.arange(tokens.start // unit, tokens.stop // unit, len(order))
+            starts = torch.arange(tokens.start // unit, tokens.stop // unit, len(order), device="cpu")
             out.order[tokens.start // unit : tokens.stop // unit] = (starts[:, None] + order).flatten().to(out.order)
             windows += [size * unit for size in sizes] * t
         row, col = raster // w, raster % w
@@ -107,7 +107,7 @@ def vision_metadata(grid: torch.Tensor, inv_freq: torch.Tensor, out: Metadata, l
 
 
 def _segments(lengths: list[int], cu: torch.Tensor, count: torch.Tensor) -> None:
-    ends = torch.tensor([0, *lengths]).cumsum(0)
+    ends = torch.tensor([0, *lengths], device="cpu").cumsum(0)
     cu[: len(ends)] = ends.to(cu)
     cu[len(ends) :] = int(ends[-1])
     count.fill_(len(lengths))
@@ -119,5 +119,5 @@ def _tiles(lengths: list[int], block_m: int, above: int, up_to: int, table: torc
     rows = [(b, b + n, r, 0) for b, n in starts if above < n <= up_to for r in range(b, b + n, block_m)]
     table.zero_()
     if rows:
-        table[: len(rows)] = torch.tensor(rows).to(table)
+        table[: len(rows)] = torch.tensor(rows, device="cpu").to(table)
     count.fill_(len(rows))
