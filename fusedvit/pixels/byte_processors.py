@@ -49,7 +49,7 @@ class Home:
         elif os.getpid() != self.process or torch.utils.data.get_worker_info() is not None:
             device = torch.device("cpu")
         elif self.device is None:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = torch.device("cuda" if _has_gpu() else "cpu")
         else:
             device = self.device
         if device.type == "cuda" and device.index is None:
@@ -59,6 +59,11 @@ class Home:
     def runs_ours(self, asked: Any) -> bool:
         """Whether our kernels, or their reference, will run."""
         return self.ours and (self.checking or self.resolve(asked).type == "cuda")
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 class Backend(NamedTuple):
@@ -352,7 +357,26 @@ def _decide(
 
     The size is None where something else than the backend's method has changed it.
     """
-    sizes = as_class(classes.sizes, part)
+    if classes.still:  # whose code reads no more than its arguments
+        try:
+            return _decide_still(classes, shape, tuple(kwargs.items()))
+        except TypeError:  # an argument that cannot be a key
+            pass
+    return _decided(classes, part.__dict__, shape, kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide_still(
+    classes: Classes, shape: tuple[int, ...], arguments: tuple[tuple[str, Any], ...]
+) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
+    return _decided(classes, dict(arguments), shape, dict(arguments))
+
+
+def _decided(
+    classes: Classes, attributes: dict[str, Any], shape: tuple[int, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
+    sizes = object.__new__(classes.sizes)
+    sizes.__dict__.update(attributes)
     sizes.resized = None
     image = (
         _shape_alone(shape) if classes.backend.name == "pil" else torch.empty(shape, dtype=torch.uint8, device="meta")
