@@ -104,7 +104,7 @@ FAULTS = {
     "F24": Fault("memory and latency drift", "", "soak"),
     "F25": Fault("LoRA, hooks, attentions, training", "hf/fallback hf/adapters"),
     "F26": Fault("empty batches, items without frames", "hf/outputs:empty_batch hf/outputs:item_without_frames"),
-    "F27": Fault("untrusted files", "kernels/tuning_table unit/media"),
+    "F27": Fault("untrusted files", "kernels/tuning_table unit/pixels/media"),
     "F28": Fault("a guard that no test looks at", "unit/graphs/plan_rules", "mutants"),
     "F29": Fault("code that is not transformers' own", "hf/own_code"),
     "F30": Fault("structure or numbers change", "hf/numbers"),
