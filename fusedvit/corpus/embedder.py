@@ -55,7 +55,7 @@ class Embedder:
         device, dtype: of a checkpoint; a GPU and bf16 if there is one, else the CPU and fp32.
         threads: that decode; as many as there are processors if left out.
         limits: on bytes, pixels and frames of each file.
-        config: as `fuse` takes it.
+        config: as `fuse` takes it; `FuseConfig(compile="now")` if left out.
 
     Raises:
         InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused.
