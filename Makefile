@@ -52,7 +52,7 @@ EVERY := $(if $(HAS_GPU),-m "not gpu")
 .DEFAULT_GOAL := help
 .PRECIOUS: $(VENV)/transformers-%/.ready
 .PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu test-serving test-vllm aot \
-    aot-matrix clean
+    aot-chips aot-matrix clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -136,9 +136,14 @@ $(OLDER_VLLM)/.ready: $(SETUP)
 	@touch $@
 
 # Kernels compiled ahead of time, which needs no GPU. On the installed Triton: for Hopper, one of those that differ in
-# sizes or 16-bit types alone.
+# sizes or 16-bit types alone; for Ampere, Ada and smaller Blackwell a sample (make aot-chips has every tower).
 aot: $(SETUP)
 	$(AHEAD) --alike --arch 90
+	$(AHEAD) --alike --arch 80 86 89 120 --dtype bf16 --tower hd72 windows --budget 256 4096
+
+# Every tower on every architecture that is not Hopper's, within its shared memory: half an hour on one core.
+aot-chips: $(SETUP)
+	$(AHEAD) --alike --arch 80 86 89 100 120
 
 # On the oldest Triton of our range: for Hopper every bf16 kernel and size, for other architectures one of those that are
 # alike. On the newest: one of those that are alike, for every architecture. On both some of what is compiled for Hopper

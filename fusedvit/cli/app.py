@@ -149,7 +149,7 @@ def tune(
     operation: Annotated[
         list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")
     ] = None,
-    budget_minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; run again to go on.")] = 60.0,
+    budget_minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; run again to go on.")] = 12.0,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes that compile and check candidates; else one per core.")
     ] = None,

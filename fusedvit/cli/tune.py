@@ -1,6 +1,7 @@
 """`fusedvit tune`."""
 
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fusedvit import __version__
 from fusedvit.bench import tune, tune_candidates
 from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.bench.tune_candidates import TuningTask
+from fusedvit.bench.workloads import WORKLOADS
 from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
@@ -26,7 +28,7 @@ def run(
     tower: list[str] | None = None,
     budget: list[int] | None = None,
     operation: list[str] | None = None,
-    budget_minutes: float = 60.0,
+    budget_minutes: float = 12.0,
     jobs: int | None = None,
     thorough: bool = False,
     dry_run: bool = False,
@@ -54,9 +56,53 @@ def run(
     if dry_run:
         _show_plan(items, tuner, console)
         return Outcome({"passport": passport, "operations": [item.describe() for item in items]})
-    tuner.keep = lambda entries, decided: tuning_table.write(path, passport, entries, decided)
-    _run(tuner, waves, path, console)
-    return Outcome({"passport": passport, "entries": tuner.entries(items), "log": log.found})
+    unproven = path.with_suffix(".unproven.json")
+    tuner.keep = lambda entries, decided: tuning_table.write(unproven, passport, entries, decided)
+    _run(tuner, waves, console)
+    gains = {name: _gains(name, tuner, items) for name in names} if on_gpu else {}
+    refused = [name for name in gains if not tune.worth_it(gains[name])]
+    kept = [item for item in items if _name_of(item, names) not in refused]
+    _show_gains(gains, console)
+    _write(path, passport, tuner, items, kept, console)
+    unproven.unlink(missing_ok=True)
+    found = {"entries": tuner.entries(kept), "gains": gains, "refused": refused, "log": log.found}
+    return Outcome({"passport": passport, **found})
+
+
+def _name_of(item: TuningTask, names: tuple[str, ...]) -> str:
+    """The first tower that has this operation."""
+    return next(name for name in names if spec_of(GEOMETRIES[name]) == item.spec)
+
+
+def _gains(name: str, tuner: tune.Tuner, items: list[TuningTask]) -> dict[str, list[float]]:
+    """Of a whole tower, by what was found for it."""
+    spec = spec_of(GEOMETRIES[name])
+    entries = tuner.entries([item for item in items if item.spec == spec])
+    if not entries:
+        return {}
+    with torch.inference_mode():
+        return tune.tower_gains(spec, entries, WORKLOADS, tuner.dtype, tuner.device)
+
+
+def _show_gains(gains: dict[str, dict[str, list[float]]], console: Console) -> None:
+    for name, of in gains.items():
+        rounds = [statistics.geometric_mean(ratios) for ratios in zip(*of.values(), strict=True)]
+        mean = ", ".join(f"{ratio:.3f}" for ratio in rounds) or "no other choice at any workload"
+        verdict = "kept" if tune.worth_it(of) else f"refused: less than {tune.WORTH:.0%} in every round"
+        console.print(f"{name}, whole tower, heuristics over tuned, round by round: {mean}: {verdict}", highlight=False)
+
+
+def _write(
+    path: Path, passport: dict[str, Any], tuner: tune.Tuner, items: list[TuningTask], kept: list[TuningTask],
+    console: Console,
+) -> None:  # fmt: skip
+    """Writes the table of what is kept, over one that is there."""
+    entries = tuner.entries(kept)
+    if entries or path.exists():
+        tuning_table.write(path, passport, entries, [item.task.key for item in items if tuner.log.decided(item)])
+    decided = [tuner.log.decided(item) for item in items]
+    where = escape(str(path)) if entries or path.exists() else "no table is written"
+    console.print(f"{sum(decided)} of {len(decided)} decided, {len(entries)} unlike the heuristics: {where}")
 
 
 def _waves(
@@ -77,16 +123,12 @@ def _names(asked: list[str]) -> tuple[str, ...]:
     return tuple(asked)
 
 
-def _run(tuner: tune.Tuner, waves: list[list[TuningTask]], path: Path, console: Console) -> None:
+def _run(tuner: tune.Tuner, waves: list[list[TuningTask]], console: Console) -> None:
     """Runs the tuner, which writes its table, and shows that."""
     with torch.inference_mode(), progress_bar() as step:
         tuner.step = step
         entries = tuner.run(*waves)
     _show_found(entries, console)
-    decided = [tuner.log.decided(item) for wave in waves for item in wave]
-    console.print(
-        f"{sum(decided)} of {len(decided)} decided, {len(entries)} unlike the heuristics: {escape(str(path))}"
-    )
 
 
 def _show_plan(items: list[TuningTask], tuner: tune.Tuner, console: Console) -> None:

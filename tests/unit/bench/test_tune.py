@@ -19,6 +19,7 @@ from typer.testing import CliRunner  # noqa: E402
 from fusedvit.bench import ops, tune, tune_candidates  # noqa: E402
 from fusedvit.bench.towers import GEOMETRIES, spec_of  # noqa: E402
 from fusedvit.bench.tune_candidates import Candidate, TuningTask, in_waves, tuning_tasks  # noqa: E402
+from fusedvit.cli import tune as cli_tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import tuning_table  # noqa: E402
 from fusedvit.kernels.hopper.attention_configs import schedules  # noqa: E402
@@ -420,7 +421,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "9 of 9 decided" in result.output
     written = tuning_table.read(tmp_path / "t.json", "CPU")
     assert f"{len(written.entries)} unlike the heuristics" in result.output and not written.stale
-    assert {"passport", "entries", "log"} == set(json.loads((tmp_path / "d.json").read_text()))
+    assert {"passport", "entries", "log", "gains", "refused"} == set(json.loads((tmp_path / "d.json").read_text()))
 
 
 def test_the_commands_dry_run_and_refusals(tmp_path: Path) -> None:
@@ -436,3 +437,37 @@ def test_the_commands_dry_run_and_refusals(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         result = RUNNER.invoke(app, ["tune"])
         assert result.exit_code == 2 and "needs an NVIDIA GPU" in result.output
+
+
+@pytest.mark.parametrize(
+    "gains, worth",
+    [
+        ({}, False),
+        ({"a": [1.02, 1.02], "b": [1.01, 1.03]}, True),
+        ({"a": [1.05, 1.0], "b": [1.05, 1.0]}, False),
+        ({"a": [1.005, 1.005]}, False),
+    ],
+)
+def test_a_table_is_worth_it_if_whole_towers_are_faster_in_every_round(gains: Any, worth: bool) -> None:
+    assert tune.worth_it(gains) == worth
+
+
+def test_whole_towers_are_timed_where_choices_differ() -> None:
+    spec = spec_of(GEOMETRIES["tiny"])
+    qkv = next(q.task.key for q in tuning_tasks([spec], (64,), FP32) if q.task.name == "qkv")
+    entries = [tuning_table.entry_of(qkv, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
+    found = tune.tower_gains(spec, entries, {"one": [(1, 8, 8)], "other": [(1, 32, 32)]}, FP32, CPU)
+    assert list(found) == ["one"] and len(found["one"]) == tune.ROUNDS and all(0.1 < r < 10 for r in found["one"])
+    assert tune.table_of(entries).entries == {qkv: LinearConfig(32, 32, 32, 4, 2)}
+
+
+def test_what_gains_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = tune.Tuner(CPU, FP32, tune.Log(None, {}), lambda pairs: iter(()))
+    items, console = tuning_tasks([QWEN3_VL_8B], (256,), FP32), cli_tune.Console(quiet=True)
+    entry = tuning_table.entry_of(items[0].task.key, LinearConfig(32, 32, 32, 4, 2))
+    monkeypatch.setattr(tuner, "entries", lambda kept: [entry] if kept else [])
+    passport = tuning_table.passport("CPU", "0")
+    cli_tune._write(tmp_path / "t.json", passport, tuner, items, [], console)
+    assert not (tmp_path / "t.json").exists()
+    cli_tune._write(tmp_path / "t.json", passport, tuner, items, items, console)
+    assert len(tuning_table.read(tmp_path / "t.json", "CPU").entries) == 1
