@@ -59,14 +59,22 @@ def run(
     unproven = path.with_suffix(".unproven.json")
     tuner.keep = lambda entries, decided: tuning_table.write(unproven, passport, entries, decided)
     _run(tuner, waves, console)
-    gains = {name: _gains(name, tuner, items) for name in names} if on_gpu else {}
+    found = _prove(tuner, items, names if on_gpu else (), path, passport, console)
+    unproven.unlink(missing_ok=True)
+    return Outcome({"passport": passport, **found, "log": log.found})
+
+
+def _prove(
+    tuner: tune.Tuner, items: list[TuningTask], names: tuple[str, ...], path: Path, passport: dict[str, Any],
+    console: Console,
+) -> dict[str, Any]:  # fmt: skip
+    """Times whole towers, and writes the entries of those that gain; `names`: of the towers that are timed."""
+    gains = {name: _gains(name, tuner, items) for name in names}
     refused = [name for name in gains if not tune.worth_it(gains[name])]
-    kept = [item for item in items if _name_of(item, names) not in refused]
+    kept = [item for item in items if not names or _name_of(item, names) not in refused]
     _show_gains(gains, console)
     _write(path, passport, tuner, items, kept, console)
-    unproven.unlink(missing_ok=True)
-    found = {"entries": tuner.entries(kept), "gains": gains, "refused": refused, "log": log.found}
-    return Outcome({"passport": passport, **found})
+    return {"entries": tuner.entries(kept), "gains": gains, "refused": refused}
 
 
 def _name_of(item: TuningTask, names: tuple[str, ...]) -> str:
