@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from queue import SimpleQueue
 
 import triton
 
@@ -73,6 +74,7 @@ class CompileService:
         self._waiting: dict[str, Request] = {}  # by digest, until done or failed
         self._tries: Counter[str] = Counter()
         self._process: subprocess.Popen[bytes] | None = None
+        self._outbox: SimpleQueue[Request | None] = SimpleQueue()
         self._scratch = ""
         self._starts = 0
         self._users = 0
@@ -167,6 +169,8 @@ class CompileService:
         except OSError as error:
             self.give_up(f"{type(error).__name__}: {error}")
             return
+        self._outbox = SimpleQueue()
+        self.thread(partial(self._write, self._process, self._outbox), "fusedvit-send")
         self.thread(partial(self._listen, self._process), "fusedvit-compile")
         for request in {id(request): request for request in self._waiting.values()}.values():
             self._send(request)
@@ -185,14 +189,19 @@ class CompileService:
         }
 
     def _send(self, request: Request) -> None:
-        process = self._process
-        assert process is not None and process.stdin is not None, "sent to a program that runs"
-        text = pickle.dumps(request)
-        try:
-            process.stdin.write(HEADER.pack(len(text)) + text)
-            process.stdin.flush()
-        except OSError:  # it has ended, which `_listen` deals with
-            return
+        self._outbox.put(request)
+
+    def _write(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]") -> None:
+        """Sends what is put into the outbox, in a thread: while the program starts, a pipe that is full blocks."""
+        assert process.stdin is not None, "started with a pipe"
+        with contextlib.suppress(OSError), process.stdin:  # it may have ended, which `_listen` deals with
+            while True:
+                request = outbox.get()
+                text = b"" if request is None else pickle.dumps(request)
+                process.stdin.write(HEADER.pack(len(text)) + text)
+                process.stdin.flush()
+                if request is None:
+                    return
 
     def _listen(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdout is not None, "started with a pipe"
@@ -243,11 +252,9 @@ class CompileService:
             self.changed.notify_all()
 
     def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.write(HEADER.pack(0))  # its sign to end
-                process.stdin.close()
+        if self._process is not None:
+            self._process = None
+            self._outbox.put(None)
 
 
 @cache
