@@ -125,6 +125,7 @@ class CompileService:
             with self.changed:
                 self._users -= 1
                 if not self._users:
+                    self._waiting.clear()  # whoever needs them after all sends them again
                     self._end_process()
 
     def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
@@ -225,6 +226,7 @@ class CompileService:
             elif "done" in said:
                 self._waiting.pop(said["done"], None)
                 self.done.add(said["done"])
+                self._starts = 0
             elif said.get("compiler"):
                 self._waiting.pop(said["failed"], None)
                 self.failed[said["failed"]] = said["error"]

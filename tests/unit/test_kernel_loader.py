@@ -193,6 +193,20 @@ def test_it_keeps_no_weights_and_waits_for_released_ones(compiler: FakeCompiler)
     until(lambda: compiler.users == 0)
 
 
+def test_what_is_cancelled_is_sent_again_when_it_is_needed(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(64))
+    until(lambda: "own 64 True" in compiler.names())
+    loader.cancel()
+    until(lambda: compiler.users == 0)
+    sent = len(compiler.sent)
+    other, _weights = loader_on(compiler)
+    refused(other, graph(64))
+    until(lambda: "own 64 True" in [job.name for r in compiler.sent[sent:] for job in r.jobs.values()])
+    compiler.finish_all()
+    until(lambda: graph(64) in other.ready)
+
+
 def test_the_end_of_the_process_ends_the_thread(compiler: FakeCompiler) -> None:
     loader, _weights = loader_on(compiler)
     refused(loader, graph(64))
