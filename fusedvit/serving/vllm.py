@@ -113,7 +113,12 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
     if type(tower) is not cls:  # somebody's subclass, which may compute something else
         return
     config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
-    why_not = _reason_of_engine(tower) or _fuse(tower, family, config)
+    try:
+        why_not = _reason_of_engine(tower) or _fuse(tower, family, config)
+    except Exception as error:  # vLLM shall start, whatever it holds that we did not foresee
+        why_not = f"{type(error).__name__}: {error}"
+        if type(tower) is not cls:
+            unfuse(tower)
     if why_not and _rank_of(tower) == 0:
         logger.info("fusedvit: %s runs vLLM's own code: %s", cls.__name__, why_not)
 

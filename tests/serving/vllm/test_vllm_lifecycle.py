@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 import fusedvit
 from fusedvit.errors import UnsupportedModel
+from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving import vllm as plugin
 from fusedvit.serving.plugin import CONFIG
 from tests.serving.vllm.support import GRIDS, close, config_of, embed, load, pixels_of, under
@@ -310,6 +311,14 @@ def test_an_unknown_release(release: str, caplog: Any, monkeypatch: pytest.Monke
 def test_batch_invariant_mode(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
     assert "VLLM_BATCH_INVARIANT" in left_alone(caplog, monkeypatch)
+
+
+def test_vllm_starts_whatever_happens(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise KeyError("what nobody foresaw")
+
+    monkeypatch.setattr(FusedEncoder, "reason", fail)
+    assert "KeyError: 'what nobody foresaw'" in left_alone(caplog, monkeypatch)
 
 
 def test_lora_of_the_tower(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
