@@ -30,7 +30,7 @@ from fusedvit.families.unsupported import UNSUPPORTED
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
-PARITY, GRAPHS = "h200-parity.json", "h200-graphs.json"
+PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
 TRUST_GPU = ("h100-trust.json", "h100-memcheck.json", "h100-two-gpus.json", MUTANTS)  # checks by name, if measured
 FAMILIES_GPU, FAMILIES_CPU = "h200-families.json", "cpu-families.json"
@@ -475,6 +475,19 @@ def _trust(root: str) -> list[str]:
     return _one(trust_table(load(TRUST)["rows"], measured), TRUST, root)
 
 
+def vllm_table(rows: dict[str, Any]) -> Table:
+    """Inside vLLM: its times over ours, and ours."""
+    peers = ("vLLM eager", "vLLM graphs as served", "vLLM graph of the exact size", "its replay alone")
+    lines = []
+    for name, row in rows.items():
+        cells = [
+            f"{row['ratio'][p]['median']:.2f}{', NaN' if row['parity'].get(p, {}).get('nan') else ''}" for p in peers
+        ]
+        errors = [row["parity"][p]["rms_error"] for p in ("vLLM eager", "ours")]
+        lines.append([name, *cells, f"{row['ms']['ours']['median']:.2f}", *(f"{error:.4f}" for error in errors)])
+    return Table(["workload", *peers, "ours, ms", "vLLM's rms error", "our rms error"], lines)
+
+
 SECTIONS: dict[str, Callable[[str], list[str]]] = {
     "headline": _headline,
     "towers": lambda root: _towers(BENCH, root, swept=False),
@@ -484,6 +497,7 @@ SECTIONS: dict[str, Callable[[str], list[str]]] = {
     "eager": lambda root: _one(eager_table(load(PARITY)["cost"]), PARITY, root),
     "families": _families,
     "trust": _trust,
+    "vllm": lambda root: _one(vllm_table(load(VLLM)["workloads"]), VLLM, root),
     "unsupported": lambda root: unsupported_table().markdown(),
 }
 

@@ -1,8 +1,8 @@
 """`fusedvit bench --vllm FOLDER`: vLLM's tower as it serves, and the same model with the plugin.
 
 Contenders take the model runner's batches, one a modality, through `embed_multimodal` or vLLM's graph manager, and run
-interleaved. "ours" includes the plugin; "fused tower" is the same tower without it. An answer that breaks the tolerance
-rule gets no time; a NaN answer's time is printed, and marked.
+interleaved. "fused tower" calls the handle, "vLLM's module" the tower through the plugin, "ours" the model. An answer
+that breaks the tolerance rule gets no time; a NaN answer's time is printed, and marked.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,8 @@ from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.outputs import side_by_side
 
 EAGER, GRAPHS, EXACT, REPLAY = "vLLM eager", "vLLM graphs as served", "vLLM graph of the exact size", "its replay alone"
-OURS, DIRECT = "ours", "fused tower"
-CONTENDERS = (EAGER, GRAPHS, EXACT, REPLAY, OURS, DIRECT)
+OURS, MODULE, DIRECT = "ours", "vLLM's module", "fused tower"
+CONTENDERS = (EAGER, GRAPHS, EXACT, REPLAY, OURS)
 _PORT = 29541
 Step = Callable[[str], None]
 
@@ -118,9 +118,9 @@ def row(served: Served, manager: Any, grid: Grid, options: Options) -> dict[str,
     }
     if OURS in bursts:
         found["ratio"] = {name: asdict(ratios(ms, bursts[OURS])) for name, ms in bursts.items() if name != OURS}
-    if OURS in bursts and DIRECT in bursts:
-        cost = [a - b for a, b in zip(bursts[OURS], bursts[DIRECT], strict=True)]
-        found["adapter_ms"] = asdict(spread(cost))
+    for name, outer, inner in (("adapter_ms", MODULE, DIRECT), ("embed_multimodal_ms", OURS, MODULE)):
+        if outer in bursts and inner in bursts:
+            found[name] = asdict(spread([a - b for a, b in zip(bursts[outer], bursts[inner], strict=True)]))
     return found
 
 
@@ -143,18 +143,22 @@ def _runs(served: Served, manager: Any, exact: list[Any], batches: list[Batch]) 
             found.append(side_by_side(outputs, handle.spec))
         return found
 
+    def module() -> list[Any]:
+        return [visual(pixels, grid_thw=grid) for pixels, grid in map(dict.values, batches)]
+
     runs: dict[str, Callable[[], Any]] = {EAGER: lambda: [served.theirs.embed_multimodal(**b) for b in batches]}
     if manager is not None:
         graphs = [g.graph for m in exact for found in m.budget_graphs.values() for g in found.values()]
         runs[GRAPHS] = lambda: [manager.execute(b) for b in batches]
         runs[EXACT] = lambda: [m.execute(b) for m, b in zip(exact, batches, strict=True)]
         runs[REPLAY] = lambda: [graph.replay() for graph in graphs]
-    return runs | {OURS: lambda: [served.ours.embed_multimodal(**b) for b in batches], DIRECT: direct}
+    runs[OURS] = lambda: [served.ours.embed_multimodal(**b) for b in batches]
+    return runs | {MODULE: module, DIRECT: direct}
 
 
 def _answer(name: str, run: Callable[[], Any], grid: Grid) -> torch.Tensor:
     outputs = run()
-    if name == DIRECT:  # whole batches: images first, as its grids are
+    if name in (MODULE, DIRECT):  # whole batches: images first, as its grids are
         merge = sum(t * h * w for t, h, w in grid) // sum(len(rows) for rows in outputs)
         images = [(t, h, w) for t, h, w in grid if t == 1]
         videos = [(t, h, w) for t, h, w in grid if t > 1]
@@ -192,13 +196,11 @@ def show(document: dict[str, Any], console: Any) -> None:
     about = document["vllm"]
     title = f"{document['tower']} inside vLLM {about['version']} on {about['device']}: ms (time over ours)"
     table = Table(title=title, title_justify="left")
-    for head in ("workload", *CONTENDERS, "plugin adds"):
+    for head in ("workload", *CONTENDERS, "plugin adds", "embed_multimodal adds"):
         table.add_column(head)
     for name, found in document["workloads"].items():
-        adds = found.get("adapter_ms")
-        table.add_row(
-            name, *(_cell(found, contender) for contender in CONTENDERS), f"{adds['median']:.3f}" if adds else "–"
-        )
+        adds = [found[key]["median"] for key in ("adapter_ms", "embed_multimodal_ms") if key in found]
+        table.add_row(name, *(_cell(found, contender) for contender in CONTENDERS), *(f"{ms:.3f}" for ms in adds))
     console.print(table)
     for name, reason in document.get("failed", {}).items():
         console.print(f"{name}: {reason}", style="red", markup=False)
@@ -216,5 +218,5 @@ def _cell(found: dict[str, Any], contender: str) -> str:
 def any_wrong(document: dict[str, Any]) -> bool:
     """Whether one of our answers is wrong, or a workload failed; vLLM's wrong answers are its own."""
     rows = document["workloads"].values()
-    ours = [found["parity"][name]["passed"] for found in rows for name in (OURS, DIRECT)]
+    ours = [found["parity"][name]["passed"] for found in rows for name in (OURS, MODULE, DIRECT)]
     return bool(document.get("failed")) or not ours or not all(ours)
