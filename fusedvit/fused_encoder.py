@@ -303,14 +303,15 @@ class FusedEncoder:
         `pooler_output` and `deepstack_features` side by side, by whichever code the tower runs.
 
         Args:
-            pixel_values, grid_thw: as the tower takes them.
+            pixel_values, grid_thw: as the tower takes them; of padded images the positions instead of a grid.
 
         Raises:
             RuntimeError: the tower was unfused, or is gone.
             TypeError, ValueError: as a call of the tower.
         """
-        found = self._live_tower()(pixel_values, grid_thw=grid_thw, return_dict=True)
-        rows = found.pooler_output if self.spec.merged_outputs else found.last_hidden_state
+        found = self._live_tower()(pixel_values, grid_thw, return_dict=True)
+        rows = getattr(found, "pooler_output", None)
+        rows = found.last_hidden_state if rows is None else rows
         return torch.cat([rows, *getattr(found, "deepstack_features", ())], dim=1)
 
     def _release_graphs(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.cli.media import VisionInput, prepare
+from fusedvit.cli.towers import call_tower as call_rows
 from fusedvit.cli.towers import cast_parameters_, layout_of, takes_single_frames
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import Comparison, compare
@@ -40,7 +41,8 @@ class Towers:
     def calls(self, item: VisionInput) -> dict[str, Callable[[], Any]]:
         """The original's pixels are floats, as Hugging Face's processor gives them; the fused tower takes bytes."""
         floats = item.floats(self.dtype)
-        return {"original": lambda: call_tower(self.original, floats), "fused": lambda: call_tower(self.fused, item)}
+        taken = floats if self.handle.spec.padded else item
+        return {"original": lambda: call_tower(self.original, floats), "fused": lambda: call_tower(self.fused, taken)}
 
 
 def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
@@ -86,7 +88,7 @@ def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
 def call_tower(module: nn.Module, item: VisionInput) -> Any:
     """The module's own record of outputs."""
     with torch.inference_mode():
-        return module(item.pixel_values, grid_thw=item.grid_thw)
+        return call_rows(module, item.pixel_values, item.grid_thw)
 
 
 def _outputs(answer: Any) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ IMAGES: Grid = [(1, 4, 6), (1, 10, 4)]
 VIDEOS: Grid = [(2, 4, 10), (4, 4, 4)]
 # AutoModel does not know these, or the tower is further inside; test_family_models.py and test_gemma4.py build them.
 OTHERS = {"qwen2_5_omni", "qwen3_omni_moe", "colqwen2", "diffusion_gemma"}
-NEWER = {"hyperclovax_vision_v2"}  # than the oldest transformers of our range
+NEWER = {"hyperclovax_vision_v2", "embedding_gemma2"}  # than the oldest transformers of our range
 # Text configs whose defaults build no model.
 TEXT: dict[str, dict[str, Any]] = {
     "cohere_compass": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
@@ -78,12 +78,15 @@ def padded_features(model: Any, tower: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, Any] = {}
     for seed, grid in enumerate((IMAGES, VIDEOS)):
         images, positions = padded_images(pixels_for(tower, grid, seed), grid, tower.config.pooling_kernel_size)
-        of_video = hasattr(model, "get_video_features") and grid is VIDEOS
-        features = model.get_video_features if of_video else model.get_image_features
-        frames = {"num_frames_per_video": torch.tensor([t for t, _, _ in grid])} if of_video else {}
-        known = {name: n for name, n in frames.items() if name in inspect.signature(features).parameters}
+        features, frames = model.get_image_features, {}
+        of_video = getattr(model, "get_video_features", None) if grid is VIDEOS else None
+        if (
+            of_video and "num_frames_per_video" in inspect.signature(of_video).parameters
+        ):  # older ones want equal videos
+            features, frames = of_video, {"num_frames_per_video": torch.tensor([t for t, _, _ in grid])}
         with torch.no_grad():
-            found |= {f"{seed} {name}": t for name, t in flat(outputs_of(features(images, positions, **known))).items()}
+            answer = outputs_of(features(images, positions, **frames))
+        found |= {f"{seed} {name}": t for name, t in flat(answer).items()}
     return found
 
 

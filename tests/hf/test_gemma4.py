@@ -188,6 +188,15 @@ def test_bounds_and_standardisation_are_followed() -> None:
     assert handle.stats()["original"] == {} and not after["last_hidden_state"].equal(before)
 
 
+def test_what_engines_take() -> None:
+    tower = tower_of()
+    inputs = batch([(1, 6, 9), (1, 3, 3)], 63)
+    handle = fusedvit.fuse(tower, STRICT)
+    with torch.no_grad():
+        rows = handle.concatenated(*inputs.values())
+    assert rows.equal(run(tower, inputs)["last_hidden_state"])
+
+
 def test_hidden_states_are_computed_when_read() -> None:
     tower = tower_of()
     inputs = batch([(1, 6, 9), (1, 3, 3)], 63)
