@@ -188,6 +188,20 @@ def test_bounds_and_standardisation_are_followed() -> None:
     assert handle.stats()["original"] == {} and not after["last_hidden_state"].equal(before)
 
 
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_pooling_size_that_changes_runs_the_original_code(used: bool) -> None:
+    tower = tower_of()
+    inputs = batch([(1, 6, 6)], 36)
+    handle = fusedvit.fuse(tower)
+    if used:
+        run(tower, inputs)
+    tower.config.pooling_kernel_size = 2
+    expected = run(fusedvit.unfuse(copy_of(tower)), inputs)
+    assert expected["last_hidden_state"].shape[0] == 9
+    assert_same(run(tower, inputs), expected, limit=0)
+    assert handle.stats()["original"] == {"modified modules": 1}
+
+
 def test_what_engines_take() -> None:
     tower = tower_of()
     inputs = batch([(1, 6, 9), (1, 3, 3)], 63)

@@ -14,6 +14,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.cli.towers import inputs_of
 from fusedvit.fused_encoder import MOST_MOVES
 from fusedvit.graphs.limits import check_limits
 from fusedvit.runtime import readback
@@ -354,8 +355,10 @@ def answers(request: pytest.FixtureRequest) -> Callable[[Any, Call], dict[str, t
         with graphs_on_cpu(handle, LIMITS):
             call.run(tower)
             with torch.no_grad():
-                grid: Any = call.grid.tolist() if request.param == "grid on the host" else call.grid
-                return outputs_of(tower(call.pixels, grid_thw=grid))
+                pixels, named = inputs_of(tower, call.pixels, call.grid)
+                if request.param == "grid on the host" and "grid_thw" in named:
+                    named["grid_thw"] = call.grid.tolist()
+                return outputs_of(tower(pixels, **named))
 
     return run
 
@@ -394,10 +397,11 @@ def test_concatenated(name: str) -> None:
     call = Call.of(tower, SMALL)
     handle = fusedvit.fuse(tower)
     for _ in range(2):  # fused, then by the original code
-        got = handle.concatenated(call.pixels, call.grid)
+        pixels, named = inputs_of(tower, call.pixels, call.grid)
+        got = handle.concatenated(pixels, *named.values())
         with torch.no_grad():
-            out = tower(call.pixels, call.grid)
-        rows = out.pooler_output if out.pooler_output is not None else out.last_hidden_state
+            out = tower(pixels, *named.values())
+        rows = out.last_hidden_state if out.get("pooler_output") is None else out.pooler_output
         parts = [rows, *getattr(out, "deepstack_features", ())]
         assert got.equal(torch.cat(parts, dim=1)) and got.shape[1] == len(parts) * rows.shape[1]
         tower.register_module("extra", nn.Identity())

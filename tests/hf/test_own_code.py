@@ -20,7 +20,7 @@ from fusedvit.checks import fallback
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code import OwnCode, own_code
 from fusedvit.checks.source_code import definition_of
-from tests.support.families import INSTALLED, class_of, family_tower
+from tests.support.families import BY_GRID, INSTALLED, class_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, tiny_tower
 
 GRID = [(1, 8, 4), (1, 2, 10)]
@@ -411,9 +411,11 @@ def test_remote_code_without_a_base_of_transformers() -> None:
 def test_nothing_of_transformers_is_foreign(name: str) -> None:
     found: OwnCode = own_code(Plain.of(family_tower(name)))
     assert found.foreign == ""
-    names = {name for _, name in found.slots}
-    assert {"forward", "apply_rotary_pos_emb_vision", "eager_attention_forward", "ALL_ATTENTION_FUNCTIONS"} <= names
-    assert {"get_vision_position_ids", "scaled_dot_product_attention", "linear"} <= names
+    names = {slot for _, slot in found.slots}
+    assert {"forward", "eager_attention_forward", "ALL_ATTENTION_FUNCTIONS"} <= names
+    assert {"apply_rotary_pos_emb_vision", "apply_rotary_pos_emb"} & names
+    assert {"scaled_dot_product_attention", "linear"} <= names
+    assert name not in BY_GRID or "get_vision_position_ids" in names
 
 
 def test_a_definition_is_where_the_source_says() -> None:

@@ -88,6 +88,7 @@ def is_installed(name: str) -> bool:
 
 
 INSTALLED = [name for name in TINY if is_installed(name)]
+BY_GRID = [name for name in INSTALLED if name != "Gemma4VisionModel"]  # others take padded images
 
 
 def class_of(name: str) -> Any:
