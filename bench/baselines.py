@@ -309,19 +309,25 @@ def _padded_in_a_graph(
         pooled, valid = tower.pooler(hidden, positions, none, length)
         return pooled, valid
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pooled, valid = run()
-
-    def call() -> torch.Tensor:
-        graph.replay()
+    def finish(pooled: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         rows = pooled[valid]
         if config.standardize:
             rows = (rows - tower.std_bias.float()) * tower.std_scale.float()
         return rows.to(images.dtype)
 
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        eager = finish(*run())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pooled, valid = run()
+
+    def call(inputs: tuple[torch.Tensor, ...] = (images, positions, none)) -> torch.Tensor:
+        """`inputs` are what the graph reads, alive as long as this."""
+        graph.replay()
+        return finish(pooled, valid)
+
+    torch.testing.assert_close(call(), eager)
     return call
