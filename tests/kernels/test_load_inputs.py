@@ -52,6 +52,14 @@ def test_grids_of_any_layout(op: Callable[..., torch.Tensor], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_product_that_wraps_in_64_bits(op: Callable[..., torch.Tensor], device: torch.device) -> None:
+    """Of sides that are each within the call's rows: t h w = 2^64 + rows."""
+    rows, grid = 2**30, [[685, 2**15 * 953, 2**15 * 26317]]
+    out = op(torch.tensor(grid, device=device), rows, 1000, 2, table(device))
+    assert not out.any(), out
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_what_is_no_grid_of_the_call_becomes_no_items(op: Callable[..., torch.Tensor], device: torch.device) -> None:
     grid = torch.tensor(GOOD, device=device)
     for tokens in (0, 1, ROWS - 1, ROWS + 1, 2**31 - 1):

@@ -47,7 +47,7 @@ def test_any_grid_passes_or_names_what_is_wrong(grid: list[tuple[int, int, int]]
     bad = next((i for i, (t, h, w) in enumerate(grid) if t < 0 or h < 1 or w < 1 or h % 2 or w % 2), None)
     need = sum(t * h * w for t, h, w in grid)
     if bad is not None:
-        with pytest.raises(ValueError, match=rf"^grid_thw\[{bad}\] needs [thw] .* got -?\d+$"):
+        with pytest.raises(ValueError, match=rf"^fusedvit: grid_thw\[{bad}\] needs [thw] .* got -?\d+$"):
             check_items(rows, patches, 2)
     elif need != patches:
         with pytest.raises(ValueError, match=f"needs {need} patch rows, pixel_values has {patches}$"):

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -274,6 +276,29 @@ def test_an_error_in_a_replay_frees_the_buffers_for_the_next(where: str) -> None
     assert capture.in_use == 0
     log.fail_at = None
     assert replay(manager, log)
+
+
+def test_replays_of_other_threads_wait() -> None:
+    """Static buffers have one user at a time, also where the content is unread."""
+    manager, *_ = make(Log())
+    manager.ready(16)
+    at_once: list[int] = []
+    inside: list[int] = []
+
+    def load(budget: int) -> None:
+        inside.append(budget)
+        time.sleep(0.02)
+        at_once.append(len(inside))
+        inside.pop()
+
+    threads = [
+        threading.Thread(target=manager.replay_if_captured, args=(16, load, lambda budget: None)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [1] * 4
 
 
 def test_release_gives_everything_back_and_the_next_use_captures_again() -> None:
