@@ -61,7 +61,7 @@ SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a vide
     "1 x 16384": (16384,),
 }
 SEQUENCES_ON_CPU = {"2 x 40": (40, 40)}
-PARTS = ("taps", "stats", "norm", "rms", "rope", "residual", "bias", "gelu_tanh", "gelu", "quick_gelu", "swiglu")
+PARTS = ("taps", "stats", "norm", "rms", "rope", "residual", "bias", *sorted(set(epilogues.ACTIVATIONS) - {"none"}))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def linear_case(
     """
     n, k, parts = task.key.n, task.key.k, set(task.key.kind.split("+"))
     sets = sets or rotated_sets(n * k * dtype.itemsize, rows, device)
-    cols = n // 2 if "swiglu" in parts else n
+    cols = n // 2 if parts & set(epilogues.GATED) else n
     x = _in_buffer(rows, k, dtype, device).copy_(_random(rows, k, dtype=dtype, device=device))
     out = _in_buffer(rows, cols, dtype, device)
     weights = [in_lines(_random(n, k, dtype=dtype, device=device, scale=k**-0.5)) for _ in range(sets)]

@@ -118,7 +118,7 @@ def _linear(task: Task, spec: VisionSpec, rows: int) -> Cost:
     parts, n, k = set(task.key.kind.split("+")), task.key.n, task.key.k
     if task.name == "qkv" and spec.kv_heads:
         n = spec.head_dim * (spec.num_heads + 2 * spec.kv_heads)
-    extra = rows * n if parts & {"residual", "taps"} else -rows * n // 2 if "swiglu" in parts else 0
+    extra = rows * n if parts & {"residual", "taps"} else -rows * n // 2 if parts & {"swiglu", "geglu_tanh"} else 0
     return linear_cost(rows, n, k, extra_values=extra)
 
 
