@@ -222,8 +222,8 @@ def _read_normalization(tower: Any, served: Served) -> None:
     norm, spec = tower._modules["input_norm"], served.handle.spec
     weight, bias = norm.weight.double().cpu(), norm.bias.double().cpu()
     mean, std = (-bias / weight).tolist(), (1 / weight).tolist()
-    layout = {"patch": spec.patch_size, "temporal_patch": spec.temporal_patch_size, "channels": spec.in_channels}
-    served.normalization = Normalization(None, tuple(mean), tuple(std), **layout)
+    layout = spec.patch_size, spec.temporal_patch_size, spec.in_channels
+    served.normalization = Normalization(None, tuple(mean), tuple(std), *layout)
     served.versions = _versions(norm)
     served.handle.expect(served.normalization, still=False)
 
