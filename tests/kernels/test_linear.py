@@ -48,6 +48,7 @@ CASES = {
     "fc1": Layer(21, 70, 50, norm=True, activation="gelu_tanh"),
     "merger fc1": Layer(9, 160, 50, activation="gelu"),
     "deepstack fc1": Layer(9, 160, 50, norm=True, merged=4, part=32, activation="gelu"),  # 4 x (32 + 8) channels
+    "rms of merged rows": Layer(9, 160, 50, norm=True, rms=True, merged=4, part=32),  # 4 x (32 + 8) channels
     "deepstack fc1, more parts than a chunk": Layer(3, 4 * 72, 40, norm=True, merged=4, part=16),  # 4 x 5 parts
 }
 
