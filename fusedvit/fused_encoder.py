@@ -473,6 +473,15 @@ class FusedEncoder:
                 outputs = run(runtime, pixels, items, self._stats.eager_runs)
         return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
+    def leave(self, why: str) -> None:
+        """Counts a call that an engine's adapter leaves to the original code.
+
+        Raises:
+            RuntimeError: `strict`.
+        """
+        self._stats.add(calls=1)
+        self._fall_back(Reason(fallback.ENGINE, why))
+
     def _fall_back(self, reason: Reason) -> EncoderOutputs | None:
         """Counts a call that takes the original code.
 

@@ -182,7 +182,7 @@ def _fused_patch_embed(found: Mapping[str, nn.Module]) -> tuple[str, ...]:
 
 def _wrong_activations(found: Mapping[str, nn.Module], family: Family, spec: VisionSpec) -> str:
     for path, (name, approximate) in _activation_paths(family, spec).items():
-        cls = type(found[path])
+        cls = type(found.get(path))
         if cls.__name__ != name or not cls.__module__.startswith(("torch.nn.", *family.engine.packages)):
             return _differs(path, _name_of(cls), name)
         if approximate is not None and getattr(found[path], "approximate", None) != approximate:

@@ -31,6 +31,7 @@ TRANSFORM = "transform"
 CHANGING = "changing weights"
 RELEASED = "unfused during the call"
 NOT_READY = "kernels not ready"
+ENGINE = "engine"
 UNSUPPORTED_DEVICE = "unsupported device"
 UNSUPPORTED_DTYPE = "unsupported dtype"
 
@@ -57,6 +58,7 @@ ADVICE = {
     CHANGING: "somebody writes the tower's parameters all the time",
     RELEASED: "calls that are under way end in the original code",
     NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',
+    ENGINE: "the serving engine computes something else for such calls",
     UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",
     UNSUPPORTED_DTYPE: "kernels take float32, float16 and bfloat16",
 }

@@ -1,0 +1,332 @@
+"""The SGLang plugin: `pip install fusedvit` beside SGLang, and its vision towers run fused.
+
+SGLang calls `register` in its processes (entry point group `sglang.srt.plugins`). It notes what a tower's constructor
+builds, and fuses the tower where SGLang has loaded its weights: in the model runner and in the encoder server, before
+the KV pool takes what memory is left. What cannot run fused runs SGLang's own code, and one log line says why.
+
+An encoder server of several ranks loads plugins in its first alone; the others take
+`SGLANG_EXTERNAL_MODEL_PACKAGE=fusedvit.serving.sglang_encoder`. Switch and options: see `plugin`.
+"""
+
+import functools
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.api import fuse_tower, unfuse
+from fusedvit.checks.as_built import Built
+from fusedvit.families.base import Family
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.outputs import side_by_side
+from fusedvit.serving.plugin import install, is_disabled, options, warm_up, wrap
+from fusedvit.serving.sglang_towers import SGLANG, TOWERS
+
+RELEASES = ((0, 5, 20), (0, 5, 23))  # first and last that are known
+_BUILT, _SERVED = "_fusedvit_built", "_fusedvit_served"  # in a tower's __dict__
+_LOADED = "maybe_precompile_model_kernels_after_loading"  # called with weights in place and no KV pool yet
+_WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again
+
+logger = logging.getLogger("sglang.fusedvit")
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a tower was when its constructor returned.
+
+    Attributes:
+        built: its structure; None where `wrong` says why there is none.
+        config: its vision config.
+        graphs: the attributes that make it run CUDA graphs of SGLang's own, which are off since.
+    """
+
+    built: Built | None
+    wrong: str
+    config: Any
+    graphs: Mapping[str, Any]
+
+
+@dataclass
+class Served:
+    """A fused tower of this process.
+
+    Attributes:
+        ready: weights are prepared and graphs captured.
+        lost: its weights were given back, and hold nothing until they are updated.
+    """
+
+    handle: FusedEncoder
+    ready: bool = True
+    lost: bool = False
+
+
+def register() -> None:
+    """Changes SGLang's towers as they are imported; more often than once changes nothing.
+
+    Raises:
+        ValueError: `FUSEDVIT_CONFIG` holds no options.
+    """
+    if not is_disabled():
+        options()
+        install(_TOWERS)
+
+
+def report(scheduler: Any) -> None:
+    """Logs the counters of a scheduler's fused towers: `engine.collective_rpc("fusedvit_report")`."""
+    for path, served in _served_in(scheduler.tp_worker.model_runner.model):
+        logger.info("fusedvit: %s: %s", path, served.handle.stats())
+
+
+# construction
+
+
+def _patch_towers(module: ModuleType) -> None:
+    for (home, name), family in TOWERS.items():
+        if home != module.__name__:
+            continue
+        cls = getattr(module, name, None)
+        wrong = _wrong_signature(cls)
+        if wrong:
+            logger.warning("fusedvit: %s runs SGLang's own code: %s", name, wrong)
+            continue
+        wrap(cls, "__init__", functools.partial(_construct, cls, family))
+
+
+def _wrong_signature(cls: Any) -> str:
+    """What of a tower's class is not as in the known releases; "" for nothing."""
+    if cls is None:
+        return "SGLang has no such class any more"
+    built, called = inspect.signature(cls.__init__).parameters, inspect.signature(cls.forward).parameters
+    if not {"vision_config", "config"} & built.keys():
+        return f"its constructor takes {[*built]}, expected vision_config or config among them"
+    if [*called] != ["self", "x", "grid_thw"]:
+        return f"its forward takes {[*called]}, expected x and grid_thw"
+    return ""
+
+
+def _construct(cls: Any, family: Family, original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
+    """A tower's constructor; what it built is noted as it returns, before anybody else has the tower."""
+    original(tower, *args, **kwargs)
+    if type(tower) is not cls:  # somebody's subclass, which notes itself or may compute something else
+        return
+    wrong = _unknown_release()
+    for module, patch in _LOADERS.items():  # complete by now, as they need not be when plugins are loaded
+        if module in sys.modules and not wrong:
+            wrong = patch(sys.modules[module])
+    given = inspect.signature(original).bind(tower, *args, **kwargs).arguments
+    config = given.get("vision_config", given.get("config"))
+    if wrong:
+        logger.info("fusedvit: %s runs SGLang's own code: %s", cls.__name__, wrong)
+        return
+    vars(tower)[_BUILT] = _note(tower, config), family
+
+
+def _note(tower: Any, config: Any) -> Noted:
+    graphs = {name: vars(tower)[name] for name in ("enable_cg", "cuda_graph_runner") if name in vars(tower)}
+    if graphs.get("enable_cg"):
+        tower.enable_cg, tower.cuda_graph_runner = False, None
+    for module in tower.modules():  # as at its first call: which kernels it takes is settled once per process
+        if vars(module).get("_forward_method", module) is None:
+            module._forward_method = module._resolve_forward_method()
+    try:
+        return Noted(Built.of(tower, SGLANG), "", config, graphs)
+    except ValueError as error:
+        return Noted(None, str(error), config, graphs)
+
+
+def _unknown_release() -> str:
+    from sglang.version import __version__
+
+    release = tuple(map(int, re.findall(r"\d+", __version__)[:3]))
+    if RELEASES[0] <= release <= RELEASES[1]:
+        return ""
+    known = " to ".join(".".join(map(str, r)) for r in RELEASES)
+    return f"SGLang {__version__} is not known to this release of fusedvit, which knows {known}"
+
+
+# loading
+
+
+def _after_runner(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    found = original(runner, *args, **kwargs)
+    fuse_towers(runner.model)
+    return found
+
+
+def _after_encoder(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    found = original(model, *args, **kwargs)
+    fuse_towers(model)
+    return found
+
+
+def fuse_towers(model: nn.Module) -> None:
+    """Fuses the towers of a model whose weights are loaded, prepares them and captures their graphs.
+
+    Raises:
+        ValueError: `FUSEDVIT_CONFIG` has options that a tower cannot meet.
+    """
+    for tower in [module for module in model.modules() if _BUILT in vars(module)]:
+        noted, family = vars(tower).pop(_BUILT)
+        name = type(tower).__name__
+        why_not = noted.wrong or _reason_of_engine(tower) or _fuse(tower, family, noted)
+        if not why_not:
+            _turn_off_graphs()
+            warm_up(vars(tower)[_SERVED].handle, name, logger)
+            continue
+        vars(tower).update(noted.graphs)
+        if _rank() == 0:
+            logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
+
+
+def _reason_of_engine(tower: nn.Module) -> str:
+    """What of SGLang's options keeps a tower from running fused, the same on every rank; "" for nothing."""
+    from sglang.srt.runtime_context import get_exec
+
+    ranks = max(getattr(module, "tp_size", 1) for module in tower.modules() if module is not tower)
+    if ranks > 1:
+        return f"its weights are sharded over {ranks} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
+    deterministic = get_exec().deterministic
+    if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
+        return "deterministic inference is on: answers shall not depend on the batch, nor differ from a trainer's"
+    return ""
+
+
+def _rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_rank)
+
+
+def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
+    """Fuses a tower, or says why it cannot run fused."""
+    try:
+        spec = family.spec_from_config(noted.config)
+    except (ValueError, TypeError, AttributeError) as error:
+        return str(error)
+    assert noted.built is not None, "asked for only where nothing was wrong"
+    handle = fuse_tower(tower, family, spec, options(), built=noted.built, call=run)
+    reason = handle.reason()
+    if reason is not None:
+        unfuse(tower)
+        return str(reason)
+    vars(tower)[_SERVED] = Served(handle)
+    return ""
+
+
+def _turn_off_graphs() -> None:
+    """Calls that fall back take SGLang's eager code: its own graphs place positions elsewhere."""
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get():
+        envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.set(False)
+        logger.info("fusedvit: SGLANG_VIT_ENABLE_CUDA_GRAPH is off: the fused tower has graphs of its own")
+
+
+def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
+    """A fused tower's `forward`: `[tokens, (1 + deepstack) * out]`, or None, and SGLang's own runs.
+
+    Args:
+        x: `[patches, patch_width]`, normalised.
+        grid_thw: `[items, 3]` or a list of triples.
+    """
+    if handle.spec.window and int(torch.as_tensor(grid_thw)[:, 0].max()) > 1:
+        handle.leave("several frames: SGLang's full attention spans them")
+        return None
+    outputs = handle(tower, x, grid_thw, {})
+    return None if outputs is None else side_by_side(outputs, handle.spec)
+
+
+# memory
+
+
+def _release(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives prepared weights and graphs back with SGLang's weights or graphs."""
+    from sglang.srt.runtime_context import get_exec
+
+    found = original(manager, *args, **kwargs)
+    away = {_WEIGHTS, _GRAPHS} & manager.offload_tags
+    features = get_exec().features
+    loses = features.enable_memory_saver and not features.enable_weights_cpu_backup
+    for _, served in _served_of(manager) if away else ():
+        served.handle.release()
+        served.ready, served.lost = False, served.lost or (_WEIGHTS in away and loses)
+    if away and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
+def _resume(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepares again where weights have their content: not those that were given back without a copy."""
+    found = original(manager, *args, **kwargs)
+    _prepare_awake(manager)
+    return found
+
+
+def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Other content in the same parameters: the next call notices; what was lost is there again."""
+    found = original(manager, *args, **kwargs)
+    for _, served in _served_of(manager) if found.success else ():
+        served.lost = False
+    _prepare_awake(manager)
+    return found
+
+
+def _prepare_awake(manager: Any) -> None:
+    if {_WEIGHTS, _GRAPHS} & manager.offload_tags:
+        return
+    for path, served in _served_of(manager):
+        if not served.ready and not served.lost:
+            served.ready = True
+            warm_up(served.handle, path, logger)
+
+
+def _served_of(manager: Any) -> list[tuple[str, Served]]:
+    return list(_served_in(manager.tp_worker.model_runner.model))
+
+
+def _served_in(model: nn.Module) -> Iterator[tuple[str, Served]]:
+    return ((path, vars(module)[_SERVED]) for path, module in model.named_modules() if _SERVED in vars(module))
+
+
+# where
+
+
+def _patch_runner(module: ModuleType) -> str:
+    return _hooked(module.ModelRunner, {_LOADED: _after_runner})
+
+
+def _patch_encoder(module: ModuleType) -> str:
+    return _hooked(module, {_LOADED: _after_encoder})
+
+
+def _patch_updater(module: ModuleType) -> str:
+    updates = dict.fromkeys(("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update"), _updated)
+    memory = {"release_memory_occupation": _release, "resume_memory_occupation": _resume}
+    return _hooked(module.SchedulerWeightUpdaterManager, memory | updates)
+
+
+def _patch_scheduler(module: ModuleType) -> str:
+    module.Scheduler.fusedvit_report = report
+    return ""
+
+
+def _hooked(owner: Any, around: Mapping[str, Callable[..., Any]]) -> str:
+    """Replaces functions of `owner`; says which of them there is not."""
+    missing = [name for name, replacement in around.items() if not wrap(owner, name, replacement)]
+    return f"{owner.__name__} has no {missing[0]}" if missing else ""
+
+
+_TOWERS: dict[str, Callable[[ModuleType], None]] = {module: _patch_towers for module, _ in TOWERS}
+_LOADERS: dict[str, Callable[[ModuleType], str]] = {
+    "sglang.srt.model_executor.model_runner": _patch_runner,
+    "sglang.srt.disaggregation.encoder.server": _patch_encoder,
+    "sglang.srt.managers.scheduler_components.weight_updater": _patch_updater,
+    "sglang.srt.managers.scheduler": _patch_scheduler,
+}

@@ -1,0 +1,85 @@
+"""SGLang's vision towers as dialects of our families: what its modules and parameter names are for the same weights."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fusedvit.families.base import Family
+from fusedvit.families.engine import Engine, rotary_frequencies, rotary_table
+from fusedvit.families.registry import family_of
+from fusedvit.model.param_names import WeightNames
+from fusedvit.model.spec import VisionSpec
+
+_MODELS = "sglang.srt.models."
+_UNQUANTIZED = "sglang.srt.layers.quantization.unquant."
+_ROWS = 8  # SGLang rounds the width of Qwen2.5-VL's MLP up to a multiple of this
+
+SGLANG = Engine(
+    name="SGLang",
+    towers=(_MODELS,),
+    packages=("sglang.", "transformers."),
+    libraries=(
+        "einops.",
+        "sglang.kernels.",
+        "sglang.srt.distributed.",
+        "sglang.srt.environ",
+        "sglang.srt.runtime_context",
+        "sglang.srt.utils",
+    ),
+    renamed={"apply_rotary_pos_emb": "apply_rotary_pos_emb_native"},
+    decorators=(
+        "sglang.kernels.kernel_api_logging",
+        "sglang.srt.utils.custom_op",
+        "contextlib",
+        "torch._dynamo.",
+        "torch.utils._contextlib",
+    ),
+    activations={
+        "gelu_tanh": ("GELUTanh", None),
+        "gelu": ("GELUActivation", None),
+        "quick_gelu": ("QuickGELUActivation", None),
+        "swiglu": ("SiluAndMul", None),
+    },
+    objects={
+        "quant_method": frozenset(
+            _UNQUANTIZED + kind for kind in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+        )
+    },
+    buffers={"cos_sin_cache": rotary_table, "inv_freq": rotary_frequencies},
+    tolerance=1e-2,  # the table may be in the tower's dtype; a last bit is 1e-3 of an angle at position 8191
+    position_rows=64,
+)
+
+
+def _renamed(names: WeightNames) -> WeightNames:
+    """SGLang's attention holds `qkv_proj`, its MLPs `act`; it merges gate and up into one layer."""
+    if len(names.fc1) == 2:
+        names = replace(names, fc1=("blocks.{}.mlp.gate_up_proj",))
+    return replace(names, qkv=("blocks.{}.attn.qkv_proj",), act="blocks.{}.mlp.act")
+
+
+def _dialect(hugging_face: str) -> Family:
+    """The record of the family that Hugging Face's class belongs to, as SGLang builds it."""
+    family = family_of(hugging_face)
+    assert family is not None, hugging_face
+    return replace(family, names=_renamed(family.names), aliases={}, engine=SGLANG)
+
+
+def _rounded(spec_from_config: Callable[[Any], VisionSpec]) -> Callable[[Any], VisionSpec]:
+    def rounded(config: Any) -> VisionSpec:
+        spec = spec_from_config(config)
+        return replace(spec, intermediate_size=-(-spec.intermediate_size // _ROWS) * _ROWS)
+
+    return rounded
+
+
+_QWEN2_5 = _dialect("Qwen2_5_VisionTransformerPretrainedModel")
+
+# (module, tower class) -> the dialect. Qwen3-VL's tower serves its MoE, Qwen3.5 and Qwen4-Exp too.
+TOWERS: dict[tuple[str, str], Family] = {
+    (_MODELS + "qwen3_vl", "Qwen3VLMoeVisionModel"): _dialect("Qwen3VLVisionModel"),
+    (_MODELS + "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"): _dialect("Qwen3OmniMoeVisionEncoder"),
+    (_MODELS + "qwen2_5_vl", "Qwen2_5_VisionTransformer"): replace(
+        _QWEN2_5, spec_from_config=_rounded(_QWEN2_5.spec_from_config)
+    ),
+}

@@ -1,0 +1,5 @@
+"""See the package."""
+
+
+def rotary_embedding(*args: object) -> None:
+    raise NotImplementedError

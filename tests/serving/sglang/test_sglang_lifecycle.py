@@ -1,0 +1,123 @@
+"""Weights that are updated, given back and taken again, through SGLang's own managers."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.runtime_context import get_context
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+from fusedvit.fused_encoder import FusedEncoder
+from tests.serving.sglang.support import GRIDS, build, close, embed, loaded, own, tower_of
+
+IMAGES = GRIDS["images"]
+
+
+def worker_of(model: Any) -> Any:
+    unused = dict.fromkeys(("update_model_fields", "recapture_cuda_graph", "get_model_runner"))
+    updater = WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=None,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        **unused,
+    )
+    runner = SimpleNamespace(model=model, weight_updater=updater)
+    return SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])
+
+
+def manager_of(model: Any) -> SchedulerWeightUpdaterManager:
+    return SchedulerWeightUpdaterManager(
+        tp_worker=worker_of(model),
+        draft_worker=None,
+        memory_saver_adapter=TorchMemorySaverAdapter.create(enable=False),
+        flush_cache=lambda **kwargs: True,
+        is_fully_idle=lambda **kwargs: True,
+    )
+
+
+@pytest.mark.parametrize("load_format", (None, "direct"), ids=str)
+def test_updated_weights_are_seen(load_format: str | None) -> None:
+    model = loaded(build())
+    tower, manager = tower_of(model), manager_of(model)
+    before = embed(tower, IMAGES)
+    prefix = "visual." if load_format else "model.visual."
+    named = [(prefix + n, torch.randn_like(p) * 0.05) for n, p in tower.named_parameters() if n != "pos_embed.weight"]
+    if load_format is None:  # names of a checkpoint
+        named = [(name.replace("qkv_proj", "qkv"), value) for name, value in named]
+    assert manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")).success
+    (_, runner), *_ = manager.tp_worker.weight_update_runners()
+    assert runner.weight_updater.update_weights_from_tensor(named, load_format=load_format)[0]
+    assert manager.end_weight_update(EndWeightUpdateReqInput()).success
+    answer = embed(tower, IMAGES)
+    assert not close(answer, before) and close(answer, own(tower, IMAGES))
+    assert torch.equal(tower.merger.linear_fc1.weight, dict(named)[prefix + "merger.linear_fc1.weight"])
+    assert vars(tower)["_fusedvit"].stats()["fused"] == 2
+
+
+@pytest.mark.parametrize("saver", (False, True), ids=("kept", "lost"))
+def test_memory_is_given_back_and_taken_again(saver: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sglang.fusedvit")
+    model = loaded(build())
+    tower, manager = tower_of(model), manager_of(model)
+    served, want = vars(tower)["_fusedvit_served"], embed(tower, IMAGES)
+    held = vars(tower)["_fusedvit"].stats()["weights_mib"]
+    manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    assert served.ready and vars(tower)["_fusedvit"].stats()["weights_mib"] == held
+    with get_context().override_server_args(device="cpu", enable_memory_saver=saver):
+        manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["weights", "cuda_graph"]))
+    assert not served.ready and not vars(tower)["_fusedvit"].stats()["weights_mib"]
+    manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["cuda_graph"]))
+    assert not served.ready  # its weights are away
+    manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights"]))
+    assert served.ready is not saver
+    manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all"))
+    manager.end_weight_update(EndWeightUpdateReqInput())
+    assert served.ready and caplog.text.count("runs fused") == 2
+    assert torch.equal(embed(tower, IMAGES), want)
+
+
+def test_a_release_that_is_refused_takes_nothing() -> None:
+    model = loaded(build())
+    manager = manager_of(model)
+    manager.is_fully_idle = lambda **kwargs: False
+    with pytest.raises(AssertionError, match="idle"):
+        manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=None))
+    assert vars(tower_of(model))["_fusedvit_served"].ready
+
+
+def test_counters_are_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sglang.fusedvit")
+    model = loaded(build())
+    embed(tower_of(model), IMAGES)
+    Scheduler.fusedvit_report(SimpleNamespace(tp_worker=worker_of(model)))
+    assert "fusedvit: visual: {'calls': 1, 'fused': 1" in caplog.text
+
+
+def test_a_rotary_table_that_grows_is_the_same_table() -> None:
+    tower = tower_of(loaded(build()))
+    want = embed(tower, IMAGES)
+    tower.rotary_pos_emb._ensure_cos_sin_cache_length(9000)
+    assert torch.equal(embed(tower, IMAGES), want) and vars(tower)["_fusedvit"].stats()["fused"] == 2
+
+
+def test_weights_that_cannot_be_prepared_are_left_to_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: FusedEncoder, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(FusedEncoder, "warmup", fails)
+    tower = tower_of(loaded(build()))
+    assert close(embed(tower, IMAGES), own(tower, IMAGES))

@@ -1,0 +1,49 @@
+"""Processes as SGLang starts them: ranks that share images or shards, and encoder ranks that load no plugins."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, close
+
+SPAWNED = """
+import sglang.srt.disaggregation.encoder.server as server  # as unpickling what a rank starts with does
+from sglang.srt.models.registry import ModelRegistry  # as its loader does
+from tests.serving.sglang import support
+
+support.load_plugins = lambda: None
+support.start()
+assert ModelRegistry.resolve_model_cls([support.QWEN3])[0].__module__ == "sglang.srt.models.qwen3_vl"
+model = support.build()
+server.maybe_precompile_model_kernels_after_loading(model, "cpu")
+tower, grid = model.visual, support.GRIDS["mixed"]
+assert support.close(support.embed(tower, grid), support.own(tower, grid))
+assert vars(tower)["_fusedvit"].stats()["fused"] == 1
+"""
+
+
+def _run(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], env=os.environ | environment)
+
+
+def test_an_encoder_rank_without_plugins() -> None:
+    package = "fusedvit.serving.sglang_encoder"
+    assert _run("-c", SPAWNED, SGLANG_EXTERNAL_MODEL_PACKAGE=package).wait(timeout=120) == 0
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    ranks = [_run("-m", "tests.serving.sglang.rank", str(r), str(tmp_path / "m"), str(tmp_path)) for r in (0, 1)]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for architecture in (QWEN3, QWEN25):
+        assert first[architecture]["fused"] and second[architecture]["fused"]
+        for name in GRIDS:
+            answer = first[architecture][name]
+            assert close(answer, first[architecture][f"{name} own"]), (architecture, name)
+            assert torch.equal(answer, second[architecture][name])
+    assert not first["sharded"]["fused"] and not second["sharded"]["fused"]
+    (line,) = first["sharded"]["lines"]
+    assert "sharded over 2 GPUs; with --mm-enable-dp-encoder" in line and not second["sharded"]["lines"]

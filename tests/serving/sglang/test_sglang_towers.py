@@ -1,0 +1,215 @@
+"""Towers of SGLang's models, found by the plugin's entry point, against the same towers' own code."""
+
+import contextlib
+import logging
+import types
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import sglang.version
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention import vision
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.lora.layers import BaseLayerWithLoRA, ColumnParallelLinearWithLoRA
+from sglang.srt.models import qwen2_5_vl
+from sglang.srt.runtime_context import get_context
+
+import fusedvit
+from fusedvit.serving import sglang as plugin
+from tests.serving.sglang.support import (
+    GRIDS,
+    MODELS,
+    QWEN25,
+    build,
+    close,
+    embed,
+    loaded,
+    own,
+    pixels_of,
+    tower_of,
+)
+
+IMAGES = GRIDS["images"]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "sglang.fusedvit")
+    return caplog
+
+
+def handle_of(tower: Any) -> Any:
+    return vars(tower)["_fusedvit"]
+
+
+def test_the_plugin_is_found() -> None:
+    (found,) = (point for point in entry_points(group="sglang.srt.plugins") if point.name == "fusedvit")
+    assert found.value == "fusedvit.serving.sglang:register"
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_answers_are_sglangs(architecture: str, log: pytest.LogCaptureFixture) -> None:
+    tower = tower_of(loaded(build(architecture)))
+    assert "runs fused" in log.text
+    for name, grid in GRIDS.items():
+        want = own(tower, grid)
+        assert close(embed(tower, grid), want), name
+        if architecture != QWEN25:  # which takes no lists in SGLang
+            assert close(embed(tower, grid, as_list=True), want), name
+    stats = handle_of(tower).stats()
+    left = 2 if architecture == QWEN25 else 0  # videos: its full attention spans a whole clip in SGLang
+    calls = len(GRIDS) * (1 if architecture == QWEN25 else 2)
+    assert (stats["calls"], stats["fused"], sum(stats["original"].values())) == (calls, calls - left, left)
+
+
+def test_widths_that_sglang_rounds_up() -> None:
+    tower = tower_of(loaded(build(QWEN25, intermediate_size=341)))
+    assert tower.blocks[0].mlp.gate_up_proj.weight.shape[0] == 2 * 344
+    assert close(embed(tower, IMAGES), own(tower, IMAGES)) and handle_of(tower).stats()["fused"] == 1
+
+
+def test_unfused_is_as_before() -> None:
+    model = build()
+    tower, before = tower_of(model), type(tower_of(model))
+    loaded(model)
+    answer = embed(tower, IMAGES)
+    fusedvit.unfuse(model)
+    assert type(tower) is before and close(answer, embed(tower, IMAGES))
+
+
+def _hook(tower: Any) -> None:
+    tower.blocks[1].register_forward_hook(lambda *args: None)
+
+
+def _lora(tower: Any) -> None:
+    mlp = tower.blocks[0].mlp
+    layer = ColumnParallelLinearWithLoRA.__new__(ColumnParallelLinearWithLoRA)  # its constructor pins memory of a GPU
+    BaseLayerWithLoRA.__init__(layer, mlp.linear_fc1, None)
+    mlp.linear_fc1 = layer
+
+
+def _quantised(tower: Any) -> None:
+    tower.blocks[0].mlp.linear_fc1.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+
+
+def _kernel(tower: Any) -> None:
+    tower.patch_embed.proj._forward_method = tower.patch_embed.proj._forward_conv
+
+
+def _number(tower: Any) -> None:
+    tower.blocks[0].norm1.eps = 1e-3
+
+
+def _method(tower: Any) -> None:
+    tower.blocks[0].mlp.forward = tower.blocks[1].mlp.forward
+
+
+def _class(tower: Any) -> None:
+    tower.blocks[0].mlp.act = torch.nn.SiLU()
+
+
+def _parameter(tower: Any) -> None:
+    tower.merger.linear_fc2.weight = torch.nn.Parameter(tower.merger.linear_fc2.weight[:32], requires_grad=False)
+
+
+PATCHES = (_hook, _lora, _quantised, _kernel, _number, _method, _class, _parameter)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__[1:])
+@pytest.mark.parametrize("late", (False, True), ids=("before", "after"))
+def test_a_changed_tower_runs_its_own_code(
+    patch: Callable[[Any], None], late: bool, log: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    tower = tower_of(model)
+    if late:
+        loaded(model)
+        embed(tower, IMAGES)
+        patch(tower)
+        with torch.inference_mode(), contextlib.suppress(Exception):  # SGLang's own error, where it has one
+            tower(pixels_of(tower, IMAGES), grid_thw=torch.tensor(IMAGES))
+        stats = handle_of(tower).stats()
+        assert stats["fused"] == 1 and sum(stats["original"].values()) == 1
+    else:
+        before = type(tower)
+        patch(tower)
+        loaded(model)
+        assert type(tower) is before and log.text.count("runs SGLang's own code") == 1
+
+
+def test_a_function_that_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tower_of(loaded(build()))
+    before = embed(tower, IMAGES)
+    monkeypatch.setattr(vision, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
+
+
+@pytest.mark.parametrize("release", ("0.5.19", "0.6.0", "1.0rc1"))
+def test_an_unknown_release_is_left_alone(
+    release: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sglang.version, "__version__", release)
+    model = build()
+    before = type(tower_of(model))
+    loaded(model)
+    assert type(tower_of(model)) is before and log.text.count(f"SGLang {release} is not known") == 1
+
+
+def test_another_signature_is_left_alone(log: pytest.LogCaptureFixture) -> None:
+    class Other(torch.nn.Module):
+        def __init__(self, vision_config: Any) -> None:
+            pass
+
+        def forward(self, x: Any, grid_thw: Any, mask: Any) -> None:
+            pass
+
+    module = types.ModuleType("sglang.srt.models.qwen3_vl")
+    module.Qwen3VLMoeVisionModel = Other  # type: ignore[attr-defined]
+    before = Other.__init__
+    plugin._patch_towers(module)
+    assert Other.__init__ is before and "its forward takes ['self', 'x', 'grid_thw', 'mask']" in log.text
+
+
+@pytest.mark.parametrize("option", ({"enable_deterministic_inference": True}, {"rl_on_policy_target": "fsdp"}), ids=str)
+def test_deterministic_inference_is_left_alone(option: dict[str, Any], log: pytest.LogCaptureFixture) -> None:
+    model = build()
+    with get_context().override_server_args(device="cpu", **option):
+        loaded(model)
+    assert "deterministic inference is on" in log.text and "_fusedvit" not in vars(tower_of(model))
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDVIT_CONFIG", '{"token_budget": 64}')
+    with pytest.raises(ValueError, match="unknown option 'token_budget'"):
+        plugin.register()
+    monkeypatch.setenv("FUSEDVIT_DISABLE", "1")
+    plugin.register()
+
+
+def test_graphs_of_sglangs_own_are_off_where_we_run() -> None:
+    with envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.override(True):
+        tower = tower_of(loaded(build()))
+        assert not envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get()
+        assert handle_of(tower).stats()["state"] == "fused"
+    with envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.override(True):
+        model = build()
+        _hook(tower_of(model))
+        loaded(model)
+        assert envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get()
+
+
+def test_window_towers_get_their_graphs_back_where_they_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = object()
+    monkeypatch.setattr(qwen2_5_vl, "_is_cuda", True)
+    monkeypatch.setattr(qwen2_5_vl, "ViTCudaGraphRunner", lambda tower: runner)
+    for changed in (False, True):
+        with envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.override(True):
+            model = build(QWEN25)
+        tower = tower_of(model)
+        if changed:
+            _hook(tower)
+        loaded(model)
+        assert (tower.enable_cg, tower.cuda_graph_runner) == ((True, runner) if changed else (False, None))
