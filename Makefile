@@ -39,7 +39,7 @@ endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider
 TYPED := $(VENV)/typed
-VLLM := $(VENV)/vllm
+ENGINES := $(VENV)/engines
 OLDER_VLLM := $(VENV)/vllm-$(OLDEST_VLLM)
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -50,9 +50,9 @@ QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)
 EVERY := $(if $(HAS_GPU),-m "not gpu")
 
 .DEFAULT_GOAL := help
-.PRECIOUS: $(VENV)/transformers-%/.ready
-.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu test-serving test-vllm aot \
-    aot-chips aot-matrix clean
+.PRECIOUS: $(VENV)/transformers-%/.ready $(ENGINES)/%/.ready
+.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu test-serving test-vllm \
+    test-sglang test-dynamo aot aot-chips aot-matrix clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -112,20 +112,28 @@ test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
 
 # An engine's environment sees the packages of VENV behind its own: torch is not installed twice. Python 3.11 at least.
-test-serving: test-vllm
+test-serving: test-vllm test-sglang test-dynamo
 
-test-vllm: $(VLLM)/.ready $(OLDER_VLLM)/.ready
-	VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 FUSEDVIT_OLDEST_VLLM=$(abspath $(OLDER_VLLM)) \
-	    PYTHONPATH=$(CURDIR)/tests/serving/vllm/site OMP_NUM_THREADS=1 \
-	    $(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/serving/vllm
+ON_A_CPU := DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/serving/vllm/site
+IN_ENGINE = $(ENGINES)/$(@:test-%=%)/bin/python -m pytest -q -p no:cacheprovider tests/serving/$(@:test-%=%)
 
-$(VLLM)/.ready: tests/serving/vllm/requirements.txt pyproject.toml $(SETUP)
-	@echo "installing vLLM without its CUDA packages into $(VLLM): a minute"
-	$(PY) -m venv $(VLLM)
+test-vllm: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
+	$(ON_A_CPU) VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 FUSEDVIT_OLDEST_VLLM=$(abspath $(OLDER_VLLM)) $(IN_ENGINE)
+
+# Its compiled functions would take a compiler longer than the tests do.
+test-sglang: $(ENGINES)/sglang/.ready
+	$(ON_A_CPU):$(CURDIR)/tests/serving/sglang/site TORCHDYNAMO_DISABLE=1 $(IN_ENGINE)
+
+test-dynamo: $(ENGINES)/dynamo/.ready
+	$(ON_A_CPU) $(IN_ENGINE)
+
+$(ENGINES)/%/.ready: tests/serving/%/requirements.txt pyproject.toml $(SETUP)
+	@echo "installing $* without its CUDA packages into $(@D): a minute"
+	$(PY) -m venv $(@D)
 	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-	    $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps "setuptools>=77" -r $<
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	    $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps "setuptools>=77" -r $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # The Python files of the oldest release: its code is judged, and not run.
