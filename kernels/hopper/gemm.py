@@ -45,6 +45,7 @@ from fusedvit.kernels.hopper.gemm_epilogue import (
     moments_of,
     read_moments,
     round_pairs,
+    steps_of,
     store_moments,
     store_vectors,
     unsupported_operands,
@@ -64,7 +65,8 @@ from fusedvit.kernels.launch import launch
 class GemmShape:
     """Sizes and schedule of a launch, known when it is compiled but for the first four."""
 
-    steps: gl.tensor  # of 64 in K
+    steps: gl.tensor  # of 64 in K, see `steps_of`
+    STEPS: gl.constexpr
     in_parts: gl.tensor  # of the statistics of a row of x, each of `in_width` channels, `per_length` in IN_LENGTH
     in_width: gl.tensor
     per_length: gl.tensor
@@ -178,7 +180,7 @@ def _load_step(shape, pipe, descs, stage, row0, col0, k, X: gl.constexpr, W: gl.
 
 @gluon.jit
 def _producer(shape, epi, pipe, staging, descs):
-    ahead = gl.minimum(shape.steps, shape.STAGES)
+    ahead = gl.minimum(steps_of(shape), shape.STAGES)
     num_m, first, step, tiles = _schedule(shape, epi.num_rows)
     tile_m, tile_n = _tile_coords(shape, first, num_m)  # outside the output where there are no tiles: never loaded
     row0 = tile_m * (shape.BM * shape.CONSUMERS)
@@ -194,15 +196,15 @@ def _producer(shape, epi, pipe, staging, descs):
         tile_m, tile_n = _tile_coords(shape, first + i * step, num_m)
         row0 = tile_m * (shape.BM * shape.CONSUMERS)
         col0 = tile_n * (shape.BN1 + shape.BN2)
-        for k in range(0, shape.steps):
-            at = i * shape.steps + k
+        for k in range(0, steps_of(shape)):
+            at = i * steps_of(shape) + k
             stage = at % shape.STAGES
             if at >= ahead:
                 mbarrier.wait(pipe.empty.index(stage), ((at // shape.STAGES) & 1) ^ 1)
                 _load_step(shape, pipe, descs, stage, row0, col0, k, True, True)
             if epi.HAS_RESIDUAL or epi.ROPE_COLS > 0:
                 # By this step the consumer has begun, and the staging buffers are about free.
-                if k == gl.minimum(shape.steps - 1, shape.STAGES):
+                if k == gl.minimum(steps_of(shape) - 1, shape.STAGES):
                     if shape.CONSUMERS > 1:
                         for c in gl.static_range(shape.CONSUMERS):
                             _load_extra(shape, epi, descs, staging, c, c, row0, col0, i & 1)
@@ -263,19 +265,19 @@ def _main_loop(shape, pipe, staging, at, phase, C: gl.constexpr, L1: gl.constexp
     acc1, acc2 = _issue_mma(shape, pipe, stage, PART, acc1, acc2, True)
     acc1, acc2 = _wait_mma(shape, acc1, acc2, 1)
     _release_staging(staging, C)
-    for k in range(1, shape.steps - 1):
+    for k in range(1, steps_of(shape) - 1):
         stage = (at + k) % shape.STAGES
         mbarrier.wait(pipe.full.index(stage), ((at + k) // shape.STAGES) & 1)
         acc1, acc2 = _issue_mma(shape, pipe, stage, PART, acc1, acc2, False)
         acc1, acc2 = _wait_mma(shape, acc1, acc2, 1)
         mbarrier.arrive(pipe.empty.index((at + k - 1) % shape.STAGES), count=1)
-    stage = (at + shape.steps - 1) % shape.STAGES
-    mbarrier.wait(pipe.full.index(stage), ((at + shape.steps - 1) // shape.STAGES) & 1)
+    stage = (at + steps_of(shape) - 1) % shape.STAGES
+    mbarrier.wait(pipe.full.index(stage), ((at + steps_of(shape) - 1) // shape.STAGES) & 1)
     acc1, acc2 = _issue_mma(shape, pipe, stage, PART, acc1, acc2, False)
     if shape.CONSUMERS == 1:  # the other's products queue behind the two steps in flight
         mbarrier.arrive(staging.order.index(1 - C), count=1)
     acc1, acc2 = _wait_mma(shape, acc1, acc2, 1)
-    mbarrier.arrive(pipe.empty.index((at + shape.steps - 2) % shape.STAGES), count=1)
+    mbarrier.arrive(pipe.empty.index((at + steps_of(shape) - 2) % shape.STAGES), count=1)
     acc1, acc2 = _wait_mma(shape, acc1, acc2, 0)
     mbarrier.arrive(pipe.empty.index(stage), count=1)
     return acc1, acc2
@@ -294,7 +296,7 @@ def _main_loop_from_registers(
     acc1 = gl.zeros([shape.BM, shape.BN1], gl.float32, L1)
     acc2 = gl.zeros([shape.BM, 64], gl.float32, L2)
     _release_staging(staging, C)
-    for k in range(0, shape.steps):
+    for k in range(0, steps_of(shape)):
         stage = (at + k) % shape.STAGES
         mbarrier.wait(pipe.full.index(stage), ((at + k) // shape.STAGES) & 1)
         x1 = pipe.x.index(stage * shape.CONSUMERS + C).load(X1)
@@ -409,9 +411,9 @@ def _consumer(shape, epi, pipe, staging, descs, C: gl.constexpr):
         vectors = load_vectors(epi, col0, _vector_width(shape.BN1 + shape.BN2))
         phase = (i // 2 if PING_PONG else i) & 1
         if shape.X_IN_REGISTERS:
-            acc1, acc2 = _main_loop_from_registers(shape, pipe, staging, i * shape.steps, C, L1, L)
+            acc1, acc2 = _main_loop_from_registers(shape, pipe, staging, i * steps_of(shape), C, L1, L)
         else:
-            acc1, acc2 = _main_loop(shape, pipe, staging, i * shape.steps, phase, C, L1, L)
+            acc1, acc2 = _main_loop(shape, pipe, staging, i * steps_of(shape), phase, C, L1, L)
         chunks = _chunks(shape, acc1, acc2, L)
         store_vectors(epi, staging.vectors, 2 * C, vectors)
         _finish_tile(shape, epi, staging, descs, chunks, mean, rstd, row0, col0, phase, C, L)
@@ -453,6 +455,7 @@ def _hopper_gemm_kernel(
     in_parts,
     in_width,
     per_length,
+    STEPS: gl.constexpr,
     N: gl.constexpr,
     EPS: gl.constexpr,
     IN_PARTS: gl.constexpr,
@@ -509,7 +512,7 @@ def _hopper_gemm_kernel(
     gdc_launch_dependents()
 
     shape = GemmShape(
-        steps, in_parts, in_width, per_length, N, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS
+        steps, STEPS, in_parts, in_width, per_length, N, BM, BN1, BN2, CONSUMERS, STAGES, GROUP_M, X_IN_REGISTERS
     )
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, clip_ptr,
@@ -554,12 +557,13 @@ def linear(
     if tiles == 0:
         return out
     pointers = *e.vectors(), *e.tap_tensors(), e.moments_out(), e.clip
+    in_parts = {"IN_PARTS": int(e.norm is not None), "IN_WIDTH": 1}  # their numbers are arguments at run time
     launch(
         _hopper_gemm_kernel,
         min(tiles, config.max_programs),
         _descriptors(x, weight, out, e, config),
         tuple(num_rows if p is None else p for p in pointers) + (num_rows,),
-        epilogue_constants(n, k, e) | {"IN_PARTS": int(e.norm is not None), "IN_WIDTH": 1} | config.constants(),
+        epilogue_constants(n, k, e, e.residual is not None) | in_parts | config.constants(),
         config.options(),
         (-(-k // CHUNK), *_parts_of(e)),
     )

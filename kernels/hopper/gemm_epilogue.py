@@ -71,6 +71,12 @@ def merge_moments(count, mean, m2, more, more_mean, more_m2):
     return total, mean, m2
 
 
+@gluon.jit
+def steps_of(shape):
+    """Steps of 64 in K: STEPS, a constant to the compiler, or where that is 0 `steps`."""
+    return shape.steps * (shape.STEPS == 0) + shape.STEPS
+
+
 PARTS = gl.constexpr(8)  # of the statistics of a row that are read together
 
 
@@ -357,14 +363,22 @@ def descriptor(t: torch.Tensor, rows: int, layout: Any = LINES, tile: int = 1) -
     return found
 
 
-def epilogue_constants(n: int, k: int, e: Epilogue) -> dict[str, int | float | str]:
-    """`Epilogue.constants`, without K, and whether what a kernel has no None for is there."""
+def epilogue_constants(n: int, k: int, e: Epilogue, shared_k: bool) -> dict[str, int | float | str]:
+    """`Epilogue.constants`, with steps in place of K, and whether what a kernel has no None for is there.
+
+    Args:
+        shared_k: steps are an argument at run time: layers that differ in K alone share a kernel.
+    """
     constants = e.constants(n, k)
-    del constants["K"]  # an argument at run time: layers that differ in nothing else share a kernel
-    return constants | {
-        "CENTRED": e.norm is not None and e.norm.colsum is not None,
-        "HAS_CLIP": e.clip is not None,
-        "HAS_BIAS": e.bias is not None,
-        "HAS_RESIDUAL": e.residual is not None,
-        "OUT_WIDTH": 0 if e.stats is None else e.stats.width,
-    }
+    steps = -(-int(constants.pop("K")) // CHUNK)
+    return (
+        {"STEPS": 0 if shared_k else steps}
+        | constants
+        | {
+            "CENTRED": e.norm is not None and e.norm.colsum is not None,
+            "HAS_CLIP": e.clip is not None,
+            "HAS_BIAS": e.bias is not None,
+            "HAS_RESIDUAL": e.residual is not None,
+            "OUT_WIDTH": 0 if e.stats is None else e.stats.width,
+        }
+    )

@@ -43,6 +43,7 @@ from fusedvit.kernels.hopper.gemm_epilogue import (
     extra_descriptor,
     merge_moments,
     moments_of,
+    steps_of,
     store_moments,
     unpack_cos_sin,
     unsupported_operands,
@@ -67,7 +68,8 @@ from fusedvit.kernels.tma import rows_behind
 class SwapABShape:
     """Sizes of a launch, known when it is compiled but for the number of steps."""
 
-    steps: gl.tensor  # of 64 in K
+    steps: gl.tensor  # of 64 in K, see `steps_of`
+    STEPS: gl.constexpr
     N: gl.constexpr
     ROWS: gl.constexpr  # rows of x in a tile: columns of a WGMMA
     WIDTH: gl.constexpr  # columns of the accumulator of a chunk: a power of two
@@ -477,7 +479,7 @@ def _producer(shape, epi, pipe, descs):
         for k in range(0, ahead):
             _load_rows(shape, epi, pipe, descs, k, row0, k, dtype)
         stage, phase = ahead - shape.STAGES, ahead - shape.STAGES
-        for k in range(ahead, shape.steps):
+        for k in range(ahead, steps_of(shape)):
             mbarrier.wait(pipe.empty.index(stage), phase)
             _load_weights(shape, pipe, descs, stage, col0, k, dtype)
             _load_rows(shape, epi, pipe, descs, stage, row0, k, dtype)
@@ -513,7 +515,7 @@ def _main_loop(shape, epi, pipe, parts, C: gl.constexpr):
     sums = _issue_mma(shape, _zeros(shape), before, C, dtype)
     if UNDER:
         _merge_moments_share(shape, epi, pipe, C, parts)
-    for _ in range(1, shape.steps):
+    for _ in range(1, steps_of(shape)):
         mbarrier.wait(pipe.full.index(stage), phase)
         sums = _issue_mma(shape, sums, stage, C, dtype)
         sums = _wait_mma(shape, sums, 1)
@@ -579,6 +581,7 @@ def _hopper_swap_ab_kernel(
     stats_out_ptr,
     num_rows_ptr,  # [1] int32: the true T
     steps,  # of 64 in K
+    STEPS: gl.constexpr,
     N: gl.constexpr,
     EPS: gl.constexpr,
     IN_PARTS: gl.constexpr,
@@ -616,7 +619,7 @@ def _hopper_swap_ab_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     gdc_launch_dependents()
 
-    shape = SwapABShape(steps, N, ROWS, WIDTH, BOX, CONSUMERS, STAGES, HAS_RESIDUAL or ROPE_COLS > 0)
+    shape = SwapABShape(steps, STEPS, N, ROWS, WIDTH, BOX, CONSUMERS, STAGES, HAS_RESIDUAL or ROPE_COLS > 0)
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, num_rows_ptr, num_rows_ptr, num_rows_ptr, stats_out_ptr, num_rows_ptr,
         num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_CLIP,
@@ -675,7 +678,7 @@ def linear(
         config.tiles(rows, n),
         _descriptors(x, weight, out, e, config),
         tuple(num_rows if p is None else p for p in pointers) + (num_rows,),
-        epilogue_constants(n, k, e) | config.constants(),
+        epilogue_constants(n, k, e, e.residual is not None and config.rows > UNIT) | config.constants(),
         config.options(),
         (-(-k // UNIT),),
     )
