@@ -3,6 +3,7 @@
 import json as json_text
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fusedvit.checkpoint import tower_config
 from fusedvit.cli.console import Outcome, progress_bar
 from fusedvit.cli.towers import DTYPES
 from fusedvit.errors import InputError, UnsupportedModel
-from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.kernels.codegen_checks import AbsentGPU, Launch
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
 from fusedvit.runtime.gpus import target_named
@@ -37,9 +38,10 @@ def run(
         raise InputError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     specs = {name: _spec_of(name) for name in model}
     _make(out)
-    compilations = {}
+    compilations: dict[Launch, Callable[[], Any]] = {}
     for spec in specs.values():
-        compilations |= tower_launches(spec, DTYPES[dtype], target)
+        for takes_bytes in (False, True):
+            compilations |= tower_launches(spec, DTYPES[dtype], target, takes_bytes=takes_bytes)
     triton.runtime.driver.set_active(AbsentGPU(target.capability))
     with progress_bar() as step:
         problems = compiled_kernels.fill(out, list(compilations.values()), jobs or os.cpu_count() or 1, step)
