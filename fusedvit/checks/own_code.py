@@ -259,11 +259,12 @@ class _Walk:
 
     def _follow_function(self, value: FunctionType, module: ModuleType, name: str) -> None:
         where = f"{module.__name__}.{name}"
-        if defines(module.__name__, name):
+        origin, defined_here = self._undecorated(value), defines(module.__name__, name)
+        in_library = origin is not None and origin.module.startswith(self.engine.libraries)
+        if origin is not None and in_library and (origin.path == name or not defined_here):
+            return  # a module may define what it could not import
+        if defined_here:
             self._follow(value, Definition(module.__name__, name), where)
-            return
-        origin = self._undecorated(value)
-        if origin is not None and origin.module.startswith(self.engine.libraries):
             return
         own_name = self.engine.renamed.get(name, name)
         if origin is not None and origin.path == own_name and origin.module.startswith(self.engine.packages):

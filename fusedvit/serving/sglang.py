@@ -29,7 +29,7 @@ from fusedvit.outputs import side_by_side
 from fusedvit.serving.plugin import install, is_disabled, options, warm_up, wrap
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
 
-RELEASES = ((0, 5, 20), (0, 5, 23))  # first and last that are known
+RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
 _BUILT, _SERVED = "_fusedvit_built", "_fusedvit_served"  # in a tower's __dict__
 _LOADED = "maybe_precompile_model_kernels_after_loading"  # called with weights in place and no KV pool yet
 _WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again

@@ -20,6 +20,8 @@ SGLANG = Engine(
     packages=("sglang.", "transformers."),
     libraries=(
         "einops.",
+        "flashinfer.",
+        "sgl_kernel.",
         "sglang.kernels.",
         "sglang.srt.distributed.",
         "sglang.srt.environ",

@@ -147,7 +147,7 @@ def test_a_function_that_is_replaced_is_called(monkeypatch: pytest.MonkeyPatch) 
     assert not close(embed(tower, IMAGES), before) and close(embed(tower, IMAGES), own(tower, IMAGES))
 
 
-@pytest.mark.parametrize("release", ("0.5.19", "0.6.0", "1.0rc1"))
+@pytest.mark.parametrize("release", ("0.5.20", "0.6.0", "1.0rc1"))
 def test_an_unknown_release_is_left_alone(
     release: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
