@@ -129,6 +129,17 @@ def fuse_tower(
     return handle
 
 
+def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> None:
+    """Lets `tower`, which has shards of its weights only, run by the handle of a fused tower that has them whole.
+
+    Args:
+        tower, call: as in `fuse_tower`.
+    """
+    handle.stand_for(tower)
+    tower.__dict__[_HANDLE] = handle
+    _set_class(tower, _engine_class(type(tower), call))
+
+
 def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
     """Gives every tower of `model` its own class back and frees what was prepared; returns `model`.
 

@@ -4,7 +4,6 @@ import copy
 import operator
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,24 +12,11 @@ from fusedvit.api import fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.graphs.load import balance, patch_constant
-from fusedvit.graphs.packing import Piece, Work
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.runtime.inputs import Grid, check_grid
+from fusedvit.runtime.item_shares import in_order, shares_of
 
 MOST_RUNS = 3  # of a call during which the tower changes, before it runs on the tower's own GPU alone
-
-
-class _Share(NamedTuple):
-    """What one GPU encodes: its pieces, their pixels and their grid."""
-
-    pieces: tuple[Piece, ...]
-    pixels: torch.Tensor
-    grid: torch.Tensor
-
-    def on(self, device: torch.device) -> "_Share":
-        """The same with the pixels on `device`, copied in the caller's streams."""
-        return self._replace(pixels=self.pixels.to(device, non_blocking=True))
 
 
 class DataParallelEncoder:
@@ -105,53 +91,26 @@ class DataParallelEncoder:
 
     def _run(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor | None:
         """The gathered rows, or None where the tower itself ran its original code."""
-        shares = self._shares(pixel_values, grid)
+        if pixel_values.ndim != 2:
+            return None
+        shares = shares_of(self._handle.spec, len(pixel_values), grid, 1 + len(self._copies))
         if shares is None:
             return None
         others = [
-            self._pool.submit(copied.run, share.on(copied.device), _stream_on(copied.device))
+            self._pool.submit(copied.run, pixels.to(copied.device, non_blocking=True), share.grid, stream)
             for copied, share in zip(self._copies, shares[1:], strict=True)
             if share.pieces
+            for pixels, stream in [(share.pixels_of(pixel_values), _stream_on(copied.device))]
         ]
         own = None
         try:
-            own = self._handle(self._tower, shares[0].pixels, shares[0].grid, {})
+            own = self._handle(self._tower, shares[0].pixels_of(pixel_values), shares[0].grid, {})
         finally:
             rows = [other.result() for other in others]  # before anything is raised: nothing runs on afterwards
         if own is None:
             return None
-        ran = [shares[0].pieces, *(share.pieces for share in shares[1:] if share.pieces)]
-        return self._gathered(ran, [_concatenated(self._handle, own), *rows])
-
-    def _shares(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[_Share] | None:
-        """Every device's share, the tower's first. None where pixels and grid do not fit, which the tower says best."""
-        works = [Work(t, h * w) for t, h, w in grid.tolist()]
-        if min([n for work in works for n in work], default=0) <= 0 or pixel_values.ndim != 2:
-            return None
-        if len(pixel_values) != sum(frames * patches for frames, patches in works):
-            return None
-        spec = self._handle.spec
-        constant = patch_constant(spec.hidden_size, spec.intermediate_size, 3 if spec.gated else 2)
-        first_rows = [0]
-        for frames, patches in works:
-            first_rows.append(first_rows[-1] + frames * patches)
-        shares = []
-        for pieces in balance(works, 1 + len(self._copies), constant):
-            rows = [pixel_values[:0]] + [_rows_of(pixel_values, first_rows, works, piece) for piece in pieces]
-            grids = grid[[piece.item for piece in pieces]]
-            grids[:, 0] = torch.tensor([piece.frames for piece in pieces], dtype=grid.dtype, device="cpu")
-            shares.append(_Share(pieces, torch.cat(rows), grids))
-        return shares
-
-    def _gathered(self, ran: Sequence[tuple[Piece, ...]], rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows in the caller's order, on the device of the first."""
-        device = rows[0].device
-        parts: dict[tuple[int, int], torch.Tensor] = {}
-        for pieces, found in zip(ran, rows, strict=True):
-            patches = sum(piece.tokens for piece in pieces) // max(1, len(found))  # of each row
-            split = found.to(device, non_blocking=True).split([piece.tokens // max(1, patches) for piece in pieces])
-            parts |= {(piece.item, piece.first_frame): part for piece, part in zip(pieces, split, strict=True)}
-        return torch.cat([parts[key] for key in sorted(parts)]) if parts else rows[0]
+        ran = [shares[0], *(share for share in shares[1:] if share.pieces)]
+        return in_order(ran, [_concatenated(self._handle, own), *rows])
 
 
 class _Copy:
@@ -181,10 +140,10 @@ class _Copy:
             for name, tensor in theirs.items():
                 mine[name].copy_(tensor)
 
-    def run(self, share: _Share, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """The rows of `share`, on this device, in the caller's stream there."""
+    def run(self, pixels: torch.Tensor, grid: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """The rows of a share whose pixels are on this device, in the caller's stream there."""
         with torch.inference_mode(), torch.cuda.stream(stream):  # of None: nothing
-            return self._handle.concatenated(share.pixels, share.grid)
+            return self._handle.concatenated(pixels, grid)
 
 
 def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
@@ -193,11 +152,6 @@ def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
 
 def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _rows_of(pixels: torch.Tensor, first_rows: Sequence[int], works: Sequence[Work], piece: Piece) -> torch.Tensor:
-    start = first_rows[piece.item] + piece.first_frame * works[piece.item].frame_tokens
-    return pixels[start : start + piece.tokens]
 
 
 def _concatenated(handle: FusedEncoder, outputs: EncoderOutputs) -> torch.Tensor:

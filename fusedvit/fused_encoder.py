@@ -94,6 +94,7 @@ class FusedEncoder:
         self._name, family, spec = type(tower).__name__, self.family, self.spec
         this = weakref.ref(self)  # below nothing holds the handle: it and its weights go with the last user's reference
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
+        self._stands_for: Callable[[], nn.Module | None] = self._tower
         self._ended = False
         self._stats = Stats()
         self.processors: list[Any] = []
@@ -131,7 +132,11 @@ class FusedEncoder:
 
     def serves(self, tower: nn.Module) -> bool:
         """Whether it is the handle of this very tower, and not of one that this is a copy of."""
-        return self._tower() is tower
+        return self._tower() is tower or self._stands_for() is tower
+
+    def stand_for(self, tower: nn.Module) -> None:
+        """It is the handle of `tower` too, whose weights its own tower has whole."""
+        self._stands_for = weakref.ref(tower)
 
     def _live_tower(self) -> nn.Module:
         """The tower, if this handle still serves it.

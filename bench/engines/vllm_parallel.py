@@ -72,8 +72,8 @@ def _rank(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
         pixels = torch.randn(rows, patch_width(tower), device=device, generator=generator).to(dtype)
         with torch.inference_mode():
             found = _measure(theirs, ours, pixels, grid, args.rounds)
-            pt = _embeddings(tower(pixels, grid_thw=grid.to(device)))
-            ref = _embeddings(wide(pixels.to(wider(dtype)), grid_thw=grid.to(device)))
+            pt = embeddings(tower(pixels, grid_thw=grid.to(device)))
+            ref = embeddings(wide(pixels.to(wider(dtype)), grid_thw=grid.to(device)))
             got = torch.cat(ours.embed_multimodal(pixel_values=pixels, image_grid_thw=grid))
             found["parity"] = verdict_of([got], [ref], [pt])
     stats = fuse(ours).stats()
@@ -87,7 +87,7 @@ def _rank(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def _embeddings(outputs: Any) -> torch.Tensor:
+def embeddings(outputs: Any) -> torch.Tensor:
     return torch.cat([outputs.pooler_output, *outputs.deepstack_features], 1)
 
 
@@ -105,9 +105,9 @@ def _measure(theirs: Any, ours: Any, pixels: torch.Tensor, grid: torch.Tensor, r
         begin += count
         alone = visual(images[chosen].flatten(0, 1), grid[chosen].tolist()).chunk(count)
         same = same and all(torch.equal(got[i], rows) for i, rows in zip(chosen, alone, strict=True))
-    one = _ms(lambda: visual(pixels, grid_thw=grid), rounds)
-    several = _ms(lambda: ours.embed_multimodal(**batch), rounds)
-    vllms = _ms(lambda: theirs.embed_multimodal(**batch), rounds)
+    one = median_ms(lambda: visual(pixels, grid_thw=grid), rounds)
+    several = median_ms(lambda: ours.embed_multimodal(**batch), rounds)
+    vllms = median_ms(lambda: theirs.embed_multimodal(**batch), rounds)
     times = {"one rank": one, "all ranks": several, "vLLM's own, all ranks": vllms}
     return {"ms": times, "speedup": one / several, "same bits": same, "budgets": _budgets(handle)}
 
@@ -116,20 +116,20 @@ def _budgets(handle: Any) -> list[int]:
     return [*handle.stats().get("graphs", {}).get("token_budgets", ())][-1:]
 
 
-def _ms(run: Callable[[], Any], rounds: int) -> float:
+def median_ms(run: Callable[[], Any], rounds: int) -> float:
     """The median call, all ranks at once, on this rank's clock."""
     times = []
     for _ in range(rounds + 3):
-        _synchronize()
+        synchronize()
         dist.barrier()
         begin = time.perf_counter()
         run()
-        _synchronize()
+        synchronize()
         times.append(1e3 * (time.perf_counter() - begin))
     return statistics.median(times[3:])
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

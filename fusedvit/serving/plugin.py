@@ -3,7 +3,8 @@
 An environment variable switches plugins off, another holds options:
 
     FUSEDVIT_DISABLE=1   leaves the engine as it is
-    FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}'
+    FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}', and
+                         "gather_sharded": false, which leaves towers alone whose weights are sharded
 """
 
 import functools
@@ -25,6 +26,7 @@ from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 
 DISABLE, CONFIG = "FUSEDVIT_DISABLE", "FUSEDVIT_CONFIG"
+_GATHER = "gather_sharded"
 _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
 
 Patches = Mapping[str, Callable[[ModuleType], None]]
@@ -40,15 +42,28 @@ def options() -> FuseConfig:
     Raises:
         ValueError: it is no JSON object of `FuseConfig`'s options; the message names what is wrong.
     """
+    return _options()[0]
+
+
+def may_gather() -> bool:
+    """Whether shards of a tower's weights may be gathered into a whole copy on each GPU."""
+    return _options()[1]
+
+
+def _options() -> tuple[FuseConfig, bool]:
     text = os.environ.get(CONFIG, "").strip()
     try:
         given = json.loads(text) if text else {}
         if not isinstance(given, dict):
             raise ValueError(f"expected an object, got {type(given).__name__}")
-        unknown = given.keys() - {f.name for f in fields(FuseConfig)}
+        gather = given.pop(_GATHER, True)
+        if not isinstance(gather, bool):
+            raise ValueError(f"{_GATHER} must be true or false, got {gather!r}")
+        known = [*(f.name for f in fields(FuseConfig)), _GATHER]
+        unknown = given.keys() - set(known)
         if unknown:
-            raise ValueError(f"unknown option {min(unknown)!r}, expected {[f.name for f in fields(FuseConfig)]}")
-        return FuseConfig(**{"compile": "now", **given})
+            raise ValueError(f"unknown option {min(unknown)!r}, expected {known}")
+        return FuseConfig(**{"compile": "now", **given}), gather
     except (ValueError, TypeError) as error:
         raise ValueError(f"fusedvit: {CONFIG}={text}: {error}") from error
 

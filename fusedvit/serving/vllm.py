@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse_tower, unfuse
+from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
@@ -29,11 +29,12 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.normalization import Normalization
 from fusedvit.outputs import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.serving.plugin import install, is_disabled, options, warm_up, wrap
+from fusedvit.serving.plugin import CONFIG, install, is_disabled, may_gather, options, warm_up, wrap
+from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
 from fusedvit.serving.vllm_towers import TOWERS, VLLM
 
 RELEASES = ((0, 26), (0, 33))  # first and last that are known
-_SERVED = "_fusedvit_served"  # in a tower's __dict__
+SERVED = "_fusedvit_served"  # in a tower's __dict__
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _WORKER = "vllm.v1.worker.gpu_worker"
 _NORM = "FusedMMInputNorm"  # vLLM's, of bytes on the device
@@ -51,6 +52,7 @@ class Served:
         versions: of the buffers that say so.
         ready: weights are prepared and graphs captured.
         lost: asleep on level 2, or woken from it and not loaded yet.
+        sharded: this rank's part of it, where vLLM shards its weights.
     """
 
     handle: FusedEncoder
@@ -58,6 +60,12 @@ class Served:
     versions: tuple[int, ...] = ()
     ready: bool = False
     lost: bool = False
+    sharded: ShardedTower | None = None
+
+    def changed(self, why: str) -> None:
+        """Shards hold something else on every rank."""
+        if self.sharded is not None:
+            self.sharded.stale, self.ready = why, False
 
 
 # what vLLM calls
@@ -92,6 +100,7 @@ def _patch_towers(module: ModuleType) -> None:
             logger.warning("fusedvit: %s runs vLLM's own code: %s", name, wrong)
             continue
         wrap(cls, "__init__", functools.partial(_construct, cls, family))
+        wrap(cls, "load_weights", _load)
 
 
 def _wrong_signature(cls: Any) -> str:
@@ -113,12 +122,16 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
     if type(tower) is not cls:  # somebody's subclass, which may compute something else
         return
     config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
+    why_not = _reason_of_engine(tower)
     try:
-        why_not = _reason_of_engine(tower) or _fuse(tower, family, config)
+        if not why_not and _ranks(tower) == 1:
+            why_not = _fuse(tower, family, config)
     except Exception as error:  # vLLM shall start, whatever it holds that we did not foresee
         why_not = f"{type(error).__name__}: {error}"
         if type(tower) is not cls:
             unfuse(tower)
+    if not why_not and _ranks(tower) > 1:
+        why_not = _fuse_sharded(tower, functools.partial(_whole, cls, family, original, config, args, kwargs))
     if why_not and _rank_of(tower) == 0:
         logger.info("fusedvit: %s runs vLLM's own code: %s", cls.__name__, why_not)
 
@@ -132,9 +145,11 @@ def _reason_of_engine(tower: nn.Module) -> str:
         return f"vLLM {vllm.__version__} is not known to this release of fusedvit, which knows {known}"
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return "VLLM_BATCH_INVARIANT is set: answers shall not depend on the batch"
-    ranks = max(getattr(module, "tp_size", 1) for module in tower.modules())
-    if ranks > 1:
-        return f"its weights are sharded over {ranks} GPUs; with --mm-encoder-tp-mode data every GPU runs it fused"
+    if _ranks(tower) > 1 and not may_gather():
+        return (
+            f"its weights are sharded over {_ranks(tower)} GPUs, and {CONFIG} forbids to gather them; "
+            "with --mm-encoder-tp-mode data every GPU runs it fused"
+        )
     lora = getattr(config, "lora_config", None)
     if getattr(lora, "enable_tower_connector_lora", False):
         return "LoRA of the vision tower is on (enable_tower_connector_lora)"
@@ -155,6 +170,61 @@ def _rank_of(tower: nn.Module) -> int:
     return next((rank for rank in ranks if isinstance(rank, int)), 0)
 
 
+def _ranks(tower: nn.Module) -> int:
+    """How many GPUs the tower's weights are sharded over."""
+    return max(getattr(module, "tp_size", 1) for module in tower.modules())
+
+
+def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
+    """Such a tower with whole weights, which hold nothing yet, fused; and why it cannot be."""
+    whole, mode = cls.__new__(cls), _vllm()[2].model_config.multimodal_config
+    kept = mode.mm_encoder_tp_mode
+    mode.mm_encoder_tp_mode = "data"
+    try:
+        original(whole, *args, **kwargs)
+    finally:
+        mode.mm_encoder_tp_mode = kept
+    return whole, _fuse(whole, family, vision_config)
+
+
+def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
+    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot.
+
+    Raises:
+        RuntimeError: on every rank, where one has failed, or cannot and others can.
+    """
+    from vllm.distributed import get_tp_group
+
+    group, given = EngineGroup.of(get_tp_group()), options()
+    whole, why_not = agreed_whole(group, make)
+    if whole is None or why_not:
+        return why_not
+    served: Served = vars(whole)[SERVED]
+    served.handle.reconfigure(replace(served.handle.config, watch_data=False))  # nobody else has the copy
+    served.sharded = ShardedTower(
+        tower, whole, served.handle, Built.of(tower, VLLM), group, run, logger, given.watch_data
+    )
+    vars(tower)[SERVED] = served
+    fuse_sharded(tower, served.handle, _run_sharded)
+    return ""
+
+
+def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> Any:
+    """As `run`, of a tower with shards: every rank encodes its share, and has all rows."""
+    if grid_thw is None or any(value is not None for value in more.values()):
+        return None
+    return vars(tower)[SERVED].sharded(x, grid_thw)
+
+
+def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A tower's `load_weights`, which every rank passes: shards are gathered again."""
+    found = original(tower, *args, **kwargs)
+    served = vars(tower).get(SERVED)
+    if served is not None:
+        served.changed("loaded")
+    return found
+
+
 def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     """Fuses a tower, or says why it cannot run fused."""
     try:
@@ -168,7 +238,7 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     if reason is not None:
         unfuse(tower)
         return str(reason)
-    served = vars(tower)[_SERVED] = Served(handle)
+    served = vars(tower)[SERVED] = Served(handle)
     if type(tower._modules.get("input_norm")).__name__ == _NORM:
         _read_normalization(tower, served)
     if config is not None:
@@ -206,7 +276,7 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
 
 def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
     """Bytes with their normalisation, which is folded into the weights; else what vLLM's `forward` begins with."""
-    norm, served = tower._modules.get("input_norm"), vars(tower)[_SERVED]
+    norm, served = tower._modules.get("input_norm"), vars(tower)[SERVED]
     if norm is None:
         return x
     if x.dtype == torch.uint8 and served.normalization is not None:
@@ -238,7 +308,10 @@ def _versions(norm: Any) -> tuple[int, ...]:
 def _prepare(tower: nn.Module, served: Served) -> None:
     """Prepares weights and captures graphs; what fails is left to the calls, each of which finds its own way."""
     served.ready = True
-    warm_up(served.handle, type(tower).__name__, logger)
+    if served.sharded is None:
+        warm_up(served.handle, type(tower).__name__, logger)
+    elif served.sharded.gather():
+        served.sharded.after(functools.partial(warm_up, served.handle, type(tower).__name__, logger))
 
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,6 +326,7 @@ def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
     level = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("level", 1)
     for _, served in _served_by(worker):
         served.handle.release()
+        served.changed("woken")
         served.ready, served.lost = False, level >= _LAST_LEVEL
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -272,6 +346,7 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
     """Other content in the same parameters: the next call notices; what was lost is there again."""
     found = original(worker, *args, **kwargs)
     for _, served in _served_by(worker):
+        served.changed("reloaded")
         served.lost = False
     _prepare_awake(worker)
     return found
@@ -297,12 +372,12 @@ def _model_of(worker: Any) -> nn.Module | None:
 def _served_by(worker: Any) -> Iterator[tuple[str, Served]]:
     model = _model_of(worker)
     named = model.named_modules() if isinstance(model, nn.Module) else ()
-    return ((path, vars(module)[_SERVED]) for path, module in named if _SERVED in vars(module))
+    return ((path, vars(module)[SERVED]) for path, module in named if SERVED in vars(module))
 
 
 def _served_in(model: object) -> list[tuple[nn.Module, Served]]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [(module, vars(module)[_SERVED]) for module in modules if _SERVED in vars(module)]
+    return [(module, vars(module)[SERVED]) for module in modules if SERVED in vars(module)]
 
 
 def _patch_runner(module: ModuleType) -> None:
@@ -314,6 +389,7 @@ def _patch_worker(module: ModuleType) -> None:
         ("sleep", _sleep),
         ("wake_up", _wake_up),
         ("reload_weights", _reload),
+        ("finish_weight_update", _reload),
         ("shutdown", _shut_down),
     ):
         wrap(module.Worker, name, around)

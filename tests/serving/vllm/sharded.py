@@ -1,34 +1,198 @@
-"""Two ranks with sharded weights, vLLM's default under tensor parallelism: its own code, whose ranks wait in it."""
+"""Two ranks with sharded weights, vLLM's default under tensor parallelism: `python sharded.py SCENARIO`."""
 
+import logging
+import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import multiprocessing
 
 ROOT = Path(__file__).resolve().parents[3]
+PATIENCE, LATE = 4.0, 9.0
+SERVED = "_fusedvit_served"  # the attribute of a tower: the plugin is loaded by vLLM here
 
 
-def rank_of(rank: int, port: int) -> None:
-    sys.path.insert(0, str(ROOT))
-    import fusedvit
-    from fusedvit.errors import UnsupportedModel
+def load(rank: int, architecture: str = "Qwen3VLForConditionalGeneration") -> tuple[Any, Any]:
+    """(config, model); every rank's loader takes its shards of the same random weights."""
     from tests.serving.vllm import support
 
-    config = support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)
-    with support.under(config):
-        support.start(rank, 2, port)
-    _, model = support.load(config=config, rank_and_world=(rank, 2))
-    assert config.compilation_config.cudagraph_mm_encoder
-    assert torch.isfinite(support.embed(config, model, support.GRIDS["mixed"])).all()
+    config = support.config_of(architecture, tensor_parallel_size=2)
+    config, model = support.load(config=config, rank_and_world=(rank, 2))
+    fill(model, 1.0)
+    return config, model
+
+
+def fill(model: Any, scale: float) -> None:
+    from fusedvit.cli.towers import random_weights_
+
+    served = vars(model.visual).get(SERVED)
+    if served is None:
+        return
+    source = served.sharded.whole
+    random_weights_(source)
+    state = {name: value.detach().clone() * scale for name, value in source.named_parameters()}
+    assert model.visual.load_weights(state.items())
+    for parameter in source.parameters():
+        parameter.data.fill_(torch.nan)  # what is gathered comes from shards
+
+
+def own(config: Any, model: Any, grid: Any, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """vLLM's own sharded answer."""
+    from tests.serving.vllm.support import embed
+
+    tower = model.visual
+    cls, tower.__class__ = type(tower), type(tower).__mro__[1]
     try:
-        fusedvit.fuse(model)
-    except UnsupportedModel:
-        print("own code on both ranks", flush=True)
+        return embed(config, model, grid, dtype)
+    finally:
+        tower.__class__ = cls
+
+
+def check(config: Any, model: Any) -> None:
+    from tests.serving.vllm.support import GRIDS, embed
+
+    before = stats(model)["fused"]
+    for grid in GRIDS.values():
+        for dtype in (torch.uint8, torch.float32):
+            got, want = embed(config, model, grid, dtype), own(config, model, grid, dtype)
+            assert want.norm() > 0 and (got - want).norm() <= 1e-5 * want.norm(), (got - want).norm() / want.norm()
+    assert stats(model)["fused"] - before >= 2 * (len(GRIDS) + 1), "mixed: two calls"
+
+
+def stats(model: Any) -> dict[str, Any]:
+    return vars(model.visual)[SERVED].handle.stats()
+
+
+def parity(rank: int) -> None:
+    """Answers, also after weights changed, and that rows are one GPU's on the same shares."""
+    from fusedvit.runtime.item_shares import in_order, shares_of
+    from tests.serving.vllm import support
+
+    for architecture in support.MODELS:
+        if "Moe" in architecture:
+            continue  # the same towers
+        config, model = load(rank, architecture)
+        assert not config.compilation_config.cudagraph_mm_encoder
+        names = [name for name, _ in model.named_parameters()]
+        check(config, model)
+        assert names == [name for name, _ in model.named_parameters()], "the model has no more parameters than before"
+        fill(model, 0.9)
+        check(config, model)
+        with torch.no_grad():
+            for parameter in model.visual.parameters():
+                parameter.data.mul_(1.1)  # on every rank
+        check(config, model)
+    sharded, grid = vars(model.visual)[SERVED].sharded, torch.tensor(support.GRIDS["mixed"])
+    pixels = support.pixels_of(model, support.GRIDS["mixed"], torch.float32)
+    with torch.inference_mode(), support.under(config):
+        shares = shares_of(sharded.handle.spec, len(pixels), grid, 2)
+        alone = [sharded.encode(sharded.handle, sharded.whole, s.pixels_of(pixels), s.grid) for s in shares]
+        assert torch.equal(model.visual(pixels, grid), in_order(shares, alone))
+
+
+def raised(run: Callable[[], Any]) -> str:
+    begin = time.monotonic()
+    try:
+        run()
+    except RuntimeError as error:
+        assert time.monotonic() - begin < 60
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def differences(rank: int) -> None:
+    """What happens on one rank raises on both, and on both ranks alike falls back; afterwards all is well."""
+    from fusedvit.serving.sharded import ShardedTower
+    from tests.serving.vllm.support import GRIDS, embed
+
+    config, model = load(rank)
+    grid = GRIDS["mixed"]
+    check(config, model)
+    block = model.visual.blocks[1]
+    if rank == 1:
+        hook = block.mlp.register_forward_hook(lambda *_: None)
+    error = raised(lambda: embed(config, model, grid))
+    assert "rank 1 cannot run fused a hook on blocks.1.mlp" in error and "rank 0 runs fused" in error, error
+    if rank == 1:
+        hook.remove()
+    check(config, model)
+
+    sharded: ShardedTower = vars(model.visual)[SERVED].sharded
+    encode = sharded.encode
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    if rank == 0:
+        sharded.encode = fails
+    error = raised(lambda: embed(config, model, grid))
+    assert "out of memory" in error and (rank == 0 or "rank 0 failed OutOfMemoryError" in error), error
+    sharded.encode = encode
+    check(config, model)
+
+    if rank == 1:
+        block.norm1.weight.data.mul_(2)
+    error = raised(lambda: embed(config, model, grid))
+    assert "rank 1 has other weights" in error, error
+    if rank == 1:
+        sharded.stale = "loaded on one rank only"
+    error = raised(lambda: embed(config, model, grid))
+    assert "rank 1 " in error and "gather (loaded on one rank only)" in error, error
+    if rank == 1:
+        block.norm1.weight.data.div_(2)
+    sharded.stale = "loaded"
+    check(config, model)
+
+    seen: list[Any] = []
+    hook = block.mlp.register_forward_hook(lambda *_: seen.append(1))
+    assert embed(config, model, grid).norm() > 0 and seen, "on every rank: vLLM's own code"
+    hook.remove()
+    check(config, model)
+
+
+def delay(rank: int) -> None:
+    """A rank that comes too late: both raise."""
+    from tests.serving.vllm.support import GRIDS, embed
+
+    config, model = load(rank)
+    sharded = vars(model.visual)[SERVED].sharded
+    sharded.patience = PATIENCE
+    check(config, model)
+    time.sleep(1.0 * rank)
+    check(config, model)
+    if rank == 1:
+        time.sleep(LATE)
+    error = raised(lambda: embed(config, model, GRIDS["mixed"]))
+    assert f"rank {rank} waited for the other 1" in error, error
+    time.sleep(LATE * (1 - rank))  # its process is there still
+
+
+def forbidden(rank: int) -> None:
+    from tests.serving.vllm import support
+
+    config, model = load(rank)
+    assert config.compilation_config.cudagraph_mm_encoder and SERVED not in vars(model.visual)
+    assert torch.isfinite(support.embed(config, model, support.GRIDS["mixed"])).all()
+
+
+def rank_of(rank: int, port: int, scenario: str) -> None:
+    sys.path.insert(0, str(ROOT))
+    from tests.serving.vllm import support
+
+    logging.getLogger("vllm").setLevel(logging.INFO)
+    with support.under(support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)):
+        support.start(rank, 2, port)
+    globals()[scenario](rank)
+    print(f"\nrank {rank} holds", flush=True)
+    os._exit(0)  # groups may be broken, as they are to be
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from tests.serving.vllm.support import free_port
 
-    multiprocessing.spawn(rank_of, (free_port(),), nprocs=2)
+    multiprocessing.spawn(rank_of, (free_port(), sys.argv[1]), nprocs=2)

@@ -80,10 +80,16 @@ def test_data_parallel() -> None:
     assert found["holds"] and found["same bits"] and found["ranks fused"] == 2 and found["parity"]["passed"]
 
 
-def test_sharded_weights_are_left_alone() -> None:
-    output = run(str(HERE / "sharded.py"))
+@pytest.mark.parametrize("scenario", ["parity", "differences", "delay"])
+def test_sharded_weights(scenario: str) -> None:
+    output = run(str(HERE / "sharded.py"), scenario)
+    assert output.count("holds") == 2 and "shards of 2 GPUs gathered" in output, output[-3000:]
+
+
+def test_sharded_weights_that_shall_not_be_gathered() -> None:
+    output = run(str(HERE / "sharded.py"), "forbidden", FUSEDVIT_CONFIG='{"gather_sharded": false}')
     assert output.count("with --mm-encoder-tp-mode data every GPU runs it fused") == 1, output[-3000:]
-    assert "over 2 GPUs" in output and output.count("own code on both ranks") == 2
+    assert output.count("holds") == 2
 
 
 def test_the_command() -> None:

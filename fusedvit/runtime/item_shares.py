@@ -1,0 +1,79 @@
+"""What each of several GPUs encodes of one call: whole images, and videos cut between frames, balanced by load."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fusedvit.graphs.load import balance, patch_constant
+from fusedvit.graphs.packing import Piece, Work
+from fusedvit.model.spec import VisionSpec
+
+
+class Share(NamedTuple):
+    """What one GPU encodes.
+
+    Attributes:
+        pieces: of the caller's items, in the caller's order.
+        rows: first and last (exclusive) of the patches of each.
+        grid: `[pieces, 3]`, on the CPU.
+    """
+
+    pieces: tuple[Piece, ...]
+    rows: tuple[tuple[int, int], ...]
+    grid: torch.Tensor
+
+    def patches(self) -> int:
+        return sum(piece.tokens for piece in self.pieces)
+
+    def pixels_of(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Its patches; a view where they lie one after another."""
+        first, last = (self.rows[0][0], self.rows[-1][1]) if self.rows else (0, 0)
+        if last - first == self.patches():
+            return pixels[first:last]
+        return torch.cat([pixels[begin:end] for begin, end in self.rows])
+
+
+def shares_of(spec: VisionSpec, patches: int, grid: torch.Tensor, parts: int) -> list[Share] | None:
+    """The share of each of `parts` GPUs, the same for the same arguments.
+
+    Args:
+        patches: rows of the call's pixels.
+        grid: `[items, 3]` on the CPU.
+
+    Returns:
+        None where pixels and grid do not fit, which the tower says best.
+    """
+    works = [Work(t, h * w) for t, h, w in grid.tolist()]
+    if min([n for work in works for n in work], default=0) <= 0:
+        return None
+    first_rows = [0]
+    for frames, each in works:
+        first_rows.append(first_rows[-1] + frames * each)
+    if first_rows[-1] != patches:
+        return None
+    constant = patch_constant(spec.hidden_size, spec.intermediate_size, 3 if spec.gated else 2)
+    found = []
+    for pieces in balance(works, parts, constant):
+        begins = [first_rows[piece.item] + piece.first_frame * works[piece.item].frame_tokens for piece in pieces]
+        grids = grid[[piece.item for piece in pieces]]
+        grids[:, 0] = torch.tensor([piece.frames for piece in pieces], dtype=grid.dtype, device="cpu")
+        rows = tuple((begin, begin + piece.tokens) for begin, piece in zip(begins, pieces, strict=True))
+        found.append(Share(pieces, rows, grids))
+    return found
+
+
+def in_order(shares: Sequence[Share], rows: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """What the GPUs encoded, in the caller's order, on the device of the first.
+
+    Args:
+        rows: of each share, `[tokens, width]`.
+        out: where it goes; it is created if None.
+    """
+    device = rows[0].device
+    parts: dict[tuple[int, int], torch.Tensor] = {}
+    for (pieces, _, _), found in zip(shares, rows, strict=True):
+        patches = sum(piece.tokens for piece in pieces) // max(1, len(found))  # of each row
+        split = found.to(device, non_blocking=True).split([piece.tokens // max(1, patches) for piece in pieces])
+        parts |= {(piece.item, piece.first_frame): part for piece, part in zip(pieces, split, strict=True)}
+    return torch.cat([parts[key] for key in sorted(parts)], out=out) if parts else rows[0]

@@ -1,0 +1,435 @@
+"""Sharded towers: the shards are gathered once, and every rank encodes its share of each call.
+
+Engines shard a tower over the GPUs of its language model. Here each rank holds a whole copy of it besides, which runs
+fused; the shards stay as they are. A call's items are divided over the ranks, and the rows are gathered.
+
+Ranks agree before they wait for each other: each says how it fared, over the engine's own group on the CPU. They all
+run fused, or all run the engine's code, or all gather again; where they differ, or one has failed, all raise. A rank
+that does not come is waited for `PATIENCE` seconds.
+"""
+
+import datetime
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from fusedvit.checks.adapters import Plain
+from fusedvit.checks.as_built import Built, wrong_attributes, wrong_modules
+from fusedvit.checks.change_detection import Snapshot, hooked
+from fusedvit.checks.checked_tower import CheckedTower
+from fusedvit.checks.own_code import own_code
+from fusedvit.errors import first_line
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.model.ops import ops_for
+from fusedvit.runtime.inputs import check_grid
+from fusedvit.runtime.item_shares import Share, in_order, shares_of
+from fusedvit.runtime.readback import ContentCheck
+
+PATIENCE = 50.0  # seconds that a call waits for the other ranks
+LOADING = 900.0  # the same while weights are loaded, and kernels compiled
+MIB = 2**20
+_TEXT = 400  # bytes of what a rank says
+
+FUSED, OWN, STALE, FAILED = "runs fused", "cannot run fused", "has other weights", "failed"
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
+
+Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | None]
+
+
+class Group(Protocol):
+    """The ranks that share a tower, and this one's place among them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def exchange(self, text: str, seconds: float) -> list[str]:
+        """What every rank says, by rank; over the CPU.
+
+        Raises:
+            RuntimeError: another rank did not come within `seconds`, or is gone.
+        """
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        """Fills `out`, `[size, *mine.shape]`, on the device."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The group of a `GroupCoordinator`, as vLLM and SGLang have it."""
+
+    rank: int
+    size: int
+    on_cpu: dist.ProcessGroup
+    on_device: dist.ProcessGroup
+
+    @staticmethod
+    def of(coordinator: Any) -> "EngineGroup":
+        """`coordinator`: what the engine's `get_tp_group()` gives."""
+        c = coordinator
+        return EngineGroup(c.rank_in_group, c.world_size, c.cpu_group, c.device_group)
+
+    def exchange(self, text: str, seconds: float) -> list[str]:
+        mine = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
+        said = text.encode()[:_TEXT]
+        mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8, device="cpu")
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = datetime.timedelta(seconds=seconds)
+        self.on_cpu.allgather([found], [mine], options).wait()
+        return [bytes(rank.tolist()).rstrip(b"\0").decode(errors="replace") for rank in found]
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        _all_gather(out.flatten(0, 1), mine, group=self.on_device)
+
+
+# weights
+
+
+class Shard(NamedTuple):
+    """How the shards of a parameter make the whole.
+
+    Attributes:
+        name: of the parameter.
+        dim: along which it is cut; None where every rank has all of it.
+        parts: rows of each merged output (q, k and v; gate and up) in a rank's shard, if it is cut along its rows.
+    """
+
+    name: str
+    dim: int | None
+    parts: tuple[int, ...]
+
+    def join_(self, whole: torch.Tensor, shards: torch.Tensor) -> None:
+        """Writes the ranks' shards, `[size, *shard]`, to where they belong; what only pads a table is left."""
+        size = len(shards)
+        for rank, shard in enumerate(shards):
+            if self.dim:
+                whole.narrow(self.dim, rank * shard.shape[self.dim], shard.shape[self.dim]).copy_(shard)
+                continue
+            begin = 0
+            for rows in self.parts:
+                first = begin * size + rank * rows
+                into = whole[first : first + rows]
+                into.copy_(shard[begin : begin + rows][: len(into)])
+                begin += rows
+
+
+def layout_of(sharded: nn.Module, whole: nn.Module, size: int) -> tuple[Shard, ...]:
+    """How the shards of a tower's parameters make those of a whole one.
+
+    Raises:
+        ValueError: a parameter that is cut in another way than engines' linear layers and embeddings are.
+    """
+    mine, theirs = dict(sharded.named_parameters()), dict(whole.named_parameters())
+    if mine.keys() != theirs.keys():
+        raise ValueError(f"parameter {min(mine.keys() ^ theirs.keys())} is in one of a sharded and a whole tower only")
+    return tuple(_shard_of(name, sharded, tuple(mine[name].shape), tuple(theirs[name].shape), size) for name in mine)
+
+
+def _shard_of(name: str, tower: nn.Module, shard: tuple[int, ...], whole: tuple[int, ...], size: int) -> Shard:
+    if shard == whole:
+        return Shard(name, None, ())
+    layer = tower.get_submodule(name.rpartition(".")[0])
+    cut = [dim for dim, (got, all_of_it) in enumerate(zip(shard, whole, strict=False)) if got != all_of_it]
+    dim = cut[0] if len(cut) == 1 and len(shard) == len(whole) else -1
+    padded = hasattr(layer, "num_embeddings") and dim == 0 and shard[0] * size >= whole[0]
+    if dim < 0 or (shard[dim] * size != whole[dim] and not padded):
+        raise ValueError(f"parameter {name} is {[*shard]} of {[*whole]} on each of {size} GPUs")
+    parts = tuple(getattr(layer, "output_partition_sizes", ())) if dim == 0 else ()
+    return Shard(name, dim, parts if sum(parts) == shard[0] else shard[:1])
+
+
+# what ranks say
+
+
+@dataclass
+class Agreement:
+    """Rounds in which every rank says what it does and how it fared, and learns whether they all go on."""
+
+    group: Group
+    rounds: int = 0
+
+    def on(self, what: str, state: str, detail: str = "", seconds: float = PATIENCE) -> str:
+        """The state that all ranks are in.
+
+        Raises:
+            RuntimeError: one has failed, they differ, or one did not come within `seconds`.
+        """
+        self.rounds += 1
+        here = f"{what} {self.rounds}"
+        try:
+            said = [text.split("\n") for text in self.group.exchange(f"{here}\n{state}\n{detail}", seconds)]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"fusedvit: rank {self.group.rank} waited for the other {self.group.size - 1} at {here}, at most "
+                f"{seconds:g} s: {first_line(error)}"
+            ) from error
+        states = {state for _, state, *_ in said}
+        if len({step for step, *_ in said}) == len(states) == 1 and FAILED not in states:
+            return state
+        each = "; ".join(
+            f"rank {rank} {' '.join(filter(None, text[1:]))} ({text[0]})" for rank, text in enumerate(said)
+        )
+        raise RuntimeError(f"fusedvit: the ranks of a sharded tower differ, and none goes on alone: {each}")
+
+    def on_attempt(self, what: str, error: Exception | None, why_not: str = "") -> str:
+        """As `on`, while loading: of what a rank tried by itself.
+
+        Raises:
+            Exception: this rank's own error.
+        """
+        told = FAILED if error else OWN if why_not else FUSED
+        try:
+            return self.on(what, told, f"{type(error).__name__}: {first_line(error)}" if error else why_not, LOADING)
+        except RuntimeError as differs:
+            raise (error or differs) from differs
+
+
+# towers
+
+
+def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module, str]]) -> tuple[nn.Module | None, str]:
+    """A whole tower, or why every rank runs the engine's code.
+
+    Args:
+        make: builds it on this rank, and says why it cannot run fused; "" for nothing.
+
+    Raises:
+        RuntimeError: on every rank, where one has failed, or cannot and others can.
+    """
+    whole, why_not, failed = None, "", None
+    try:
+        whole, why_not = make()
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of it
+        failed = error
+    Agreement(group).on_attempt("build", failed, why_not)
+    return whole, why_not
+
+
+class _Baseline(NamedTuple):
+    """What a rank's shards and their modules were when they were gathered."""
+
+    snapshot: Snapshot
+    content: ContentCheck | None
+
+    @staticmethod
+    def of(source: CheckedTower, content: bool) -> "_Baseline":
+        parameters = [*source.parameters().values()]
+        check = ContentCheck.of(parameters, (), ops_for(parameters[0].device)) if content else None
+        return _Baseline(source.snapshot(), check)
+
+    def begin(self) -> Callable[[], bool]:
+        """Starts to compare; what it returns says whether all is as it was."""
+        content, snapshot = self.content, self.snapshot
+        if content is None or not snapshot.in_place():
+            return lambda: snapshot.in_place() and snapshot.unchanged()
+        read = content.begin(None if content.marks is None else content.marks.here(), True, None)
+        return lambda: read.wait(snapshot.unchanged).unchanged
+
+
+class _Encoded(NamedTuple):
+    """How one rank fared: its rows, padded to the longest share, and memory for all."""
+
+    state: str
+    detail: str = ""
+    error: Exception | None = None
+    mine: torch.Tensor | None = None
+    all: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+@dataclass
+class ShardedTower:
+    """One rank's part of a tower: its shards, and the whole copy that runs fused.
+
+    Attributes:
+        sharded: the engine's tower.
+        whole: of the same class, with whole parameters; nobody else has it.
+        handle: of `whole`.
+        built: `sharded` as it was built.
+        encode: the engine's call of a fused tower.
+        logger: the engine's, or below it.
+        watch_data: compare the content of shards at each call.
+        stale: why shards must be gathered before the next call; "" for nothing. Set by what every rank passes only.
+    """
+
+    sharded: nn.Module
+    whole: nn.Module
+    handle: FusedEncoder
+    built: Built
+    group: Group
+    encode: Encode
+    logger: logging.Logger
+    watch_data: bool = True
+    stale: str = "loaded"
+    patience: float = PATIENCE
+    _baseline: _Baseline | None = field(default=None, init=False)
+    _agreement: Agreement = field(init=False)
+    _said: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._agreement = Agreement(self.group)
+
+    def __call__(self, pixels: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
+        """All rows of a call, `[tokens, (1 + deepstack) * out]`; None: every rank runs the engine's code.
+
+        Raises:
+            RuntimeError: on every rank, what one of them met.
+            TypeError, ValueError: as a call of the tower.
+        """
+        grid = check_grid(grid_thw).cpu()
+        shares = shares_of(self.handle.spec, len(pixels), grid, self.group.size)
+        if shares is None:  # which the tower says best, and every rank alike
+            return self.encode(self.handle, self.whole, pixels, grid)
+        patience = LOADING if self.stale else self.patience  # one rank may compile more than another at first
+        for _ in range(2):
+            if self.stale and not self.gather():
+                return None
+            found = self._encoded(pixels, shares)
+            try:
+                state = self._agreement.on("call", found.state, found.detail, patience)
+            except RuntimeError as error:
+                raise (found.error or error) from error
+            if state == FUSED:
+                return self._gathered(found, shares)
+            if state == OWN:
+                self._own(found.detail)
+                return None
+            self.stale = "written to"
+        raise RuntimeError("fusedvit: the shards of a tower change while they are gathered")
+
+    def _tokens(self, shares: Sequence[Share]) -> list[int]:
+        return [share.patches() // self.handle.spec.merge_size**2 for share in shares]
+
+    def _encoded(self, pixels: torch.Tensor, shares: Sequence[Share]) -> _Encoded:
+        """This rank's share; whatever goes wrong is told to the others before it is raised."""
+        assert self._baseline is not None, "gathered"
+        share, tokens = shares[self.group.rank], self._tokens(shares)
+        try:
+            unchanged = self._baseline.begin()
+            rows = self.encode(self.handle, self.whole, share.pixels_of(pixels), share.grid)
+            if not unchanged():
+                path = hooked(self.sharded)
+                return _Encoded(OWN, f"a hook on {path}") if path else self._changed()
+            if rows is None:
+                return _Encoded(OWN, str(self.handle.reason() or "this call"))
+            mine = rows.new_empty(max(tokens), rows.shape[1])
+            mine[: len(rows)] = rows
+            return _Encoded(
+                FUSED,
+                mine=mine,
+                all=rows.new_empty(self.group.size, *mine.shape),
+                rows=rows.new_empty(sum(tokens), rows.shape[1]),
+            )
+        except Exception as error:  # noqa: BLE001 - out of memory, a wrong pixel: the other ranks must learn of it
+            return _Encoded(FAILED, f"{type(error).__name__}: {first_line(error)}", error)
+
+    def _changed(self) -> _Encoded:
+        """Other modules or code keep the tower from running fused; other content is gathered again."""
+        reason = self._reason()
+        return _Encoded(OWN, reason) if reason else _Encoded(STALE)
+
+    def _gathered(self, found: _Encoded, shares: Sequence[Share]) -> torch.Tensor:
+        assert found.mine is not None and found.all is not None and found.rows is not None
+        self.group.all_gather(found.all, found.mine)
+        rows = [found.all[rank, :count] for rank, count in enumerate(self._tokens(shares))]
+        ran = [(share, of) for share, of in zip(shares, rows, strict=True) if share.pieces]
+        return in_order([share for share, _ in ran], [of for _, of in ran], out=found.rows)
+
+    # weights
+
+    def gather(self) -> bool:
+        """Makes the whole copy of all ranks' shards; False: on every rank something keeps it from running fused.
+
+        Raises:
+            RuntimeError: on every rank, what one of them met.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            return self._gather()
+
+    def _gather(self) -> bool:
+        why, detail, failed = self.stale, "", None
+        layout: tuple[Shard, ...] = ()
+        room = None
+        self.stale = "gathering failed"
+        try:
+            detail = self._reason() or str(self.handle.reason() or "")
+            layout = layout_of(self.sharded, self.whole, self.group.size)
+            cut = [p for p, shard in zip(self.sharded.parameters(), layout, strict=True) if shard.dim is not None]
+            room = cut[0].new_empty(self.group.size * max(p.numel() for p in cut)) if cut else None
+        except Exception as error:  # noqa: BLE001 - as in `_encoded`
+            failed = error
+        agreed = self._agreement.on_attempt(f"gather ({why})", failed, detail)
+        self.stale = why if agreed == OWN else ""
+        if agreed == OWN:
+            self._own(detail)
+            return False
+        self._join(layout, room)
+        source = CheckedTower(self.sharded, self.handle.family, self.handle.spec, self.built)
+        self._baseline = _Baseline.of(source, self.watch_data)
+        held = sum(p.numel() * p.element_size() for p in self.whole.parameters()) / MIB
+        self._say(
+            f"{type(self.whole).__name__} ({why}): shards of {self.group.size} GPUs gathered, {held:.0f} MiB on each"
+        )
+        return True
+
+    def _own(self, why: str) -> None:
+        """Every rank runs the engine's code: said once for each reason."""
+        if why not in self._said:
+            self._said.add(why)
+            self._say(f"{type(self.whole).__name__} runs the engine's own code on every rank: {why}")
+
+    def _say(self, text: str) -> None:
+        if self.group.rank == 0:
+            self.logger.info("fusedvit: %s", text)
+
+    def _join(self, layout: Sequence[Shard], room: torch.Tensor | None) -> None:
+        mine, whole = dict(self.sharded.named_parameters()), dict(self.whole.named_parameters())
+        for shard in layout:
+            own = mine[shard.name].detach()
+            if shard.dim is None:
+                whole[shard.name].copy_(own)
+                continue
+            assert room is not None
+            out = room[: self.group.size * own.numel()].view(self.group.size, *own.shape)
+            self.group.all_gather(out, own.contiguous())
+            shard.join_(whole[shard.name], out)
+        buffers = dict(self.sharded.named_buffers())
+        for name, buffer in self.whole.named_buffers():
+            if buffer is not buffers.get(name, buffer):
+                buffer.copy_(buffers[name])
+
+    def after(self, work: Callable[[], object]) -> None:
+        """Does what each rank does by itself, such as compiling kernels, and waits for the others.
+
+        Raises:
+            RuntimeError: on every rank, where one has failed.
+        """
+        failed: Exception | None = None
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the other ranks must learn of it
+            failed = error
+        self._agreement.on_attempt("warm-up", failed)
+
+    def _reason(self) -> str:
+        """What of the sharded tower keeps the whole one from standing for it; "" for nothing."""
+        path = hooked(self.sharded)
+        if path:
+            return f"a hook on {path}"
+        family, spec, plain = self.handle.family, self.handle.spec, Plain.of(self.sharded)
+        code = own_code(plain, family.engine)
+        values = {name: value for name, value in family.engine.values.items() if name != "tp_size"}
+        family = replace(family, engine=replace(family.engine, values=values))
+        wrong = wrong_modules(plain, self.built, family, spec) or code.foreign
+        return wrong or wrong_attributes(plain, self.built, family, spec, code.names)
