@@ -135,9 +135,10 @@ def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> No
     Args:
         tower, call: as in `fuse_tower`.
     """
+    original: Any = type(tower)
     handle.stand_for(tower)
     tower.__dict__[_HANDLE] = handle
-    _set_class(tower, _engine_class(type(tower), call))
+    _set_class(tower, _engine_class(original, call))
 
 
 def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:

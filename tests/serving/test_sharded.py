@@ -1,0 +1,211 @@
+"""Sharded towers on four ranks, threads of this process, without an engine: what is gathered, and what all agree on."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusedvit.api import fuse
+from fusedvit.checks.as_built import Built
+from fusedvit.cli.towers import TINY, random_weights_
+from fusedvit.outputs import side_by_side
+from fusedvit.serving.sharded import FAILED, FUSED, OWN, Agreement, Shard, ShardedTower, agreed_whole, layout_of
+
+transformers = pytest.importorskip("transformers")
+
+RANKS = 4
+GRID = torch.tensor([[1, 8, 8], [9, 4, 6], [1, 4, 20], [3, 8, 4]])
+
+
+@dataclass
+class Meeting:
+    """Where the threads hand over what they say and hold."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(RANKS))
+    held: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Threads:
+    """One rank's group."""
+
+    rank: int
+    meeting: Meeting
+    size: int = RANKS
+
+    def _all(self, mine: Any, seconds: float = 20) -> list[Any]:
+        self.meeting.held[self.rank] = mine
+        self.meeting.barrier.wait(seconds)
+        found = [self.meeting.held[rank] for rank in range(self.size)]
+        self.meeting.barrier.wait(seconds)
+        return found
+
+    def exchange(self, text: str, seconds: float) -> list[str]:
+        return self._all(text, seconds)
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        out.copy_(torch.stack(self._all(mine.clone())))
+
+
+def on_ranks(run: Callable[[Threads], Any]) -> list[Any]:
+    """What `run` gives on each rank: its result, or the error that it raised."""
+    meeting, found = Meeting(), [None] * RANKS
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = run(Threads(rank, meeting))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return found
+
+
+# weights
+
+
+@pytest.mark.parametrize("parts", [(12,), (4, 8), (4, 4, 4)])
+def test_merged_outputs_are_joined(parts: tuple[int, ...]) -> None:
+    whole = torch.arange(12 * 5 * RANKS).view(12 * RANKS, 5)
+    outputs = whole.split([rows * RANKS for rows in parts])  # q, then k, then v
+    shards = torch.stack([torch.cat([o.chunk(RANKS)[rank] for o in outputs]) for rank in range(RANKS)])
+    found = torch.zeros_like(whole)
+    Shard("qkv", 0, parts).join_(found, shards)
+    assert torch.equal(found, whole)
+
+
+def test_inputs_and_padded_tables_are_joined() -> None:
+    whole = torch.arange(6 * 8).view(6, 8)
+    found = torch.zeros_like(whole)
+    Shard("proj", 1, ()).join_(found, torch.stack(whole.chunk(RANKS, 1)))
+    assert torch.equal(found, whole)
+    padded = torch.cat([whole, torch.full((10, 8), -1)])  # 16 rows, of which the whole table has 6
+    Shard("table", 0, (4,)).join_(found.zero_(), torch.stack(padded.chunk(RANKS)))
+    assert torch.equal(found, whole)
+
+
+def tower_of(weight: tuple[int, ...], **attributes: Any) -> nn.Module:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(weight))
+    vars(layer).update(attributes)
+    return nn.ModuleDict({"layer": layer})
+
+
+@pytest.mark.parametrize(
+    ("shard", "whole", "attributes", "expected"),
+    [
+        ((6, 8), (24, 8), {"output_partition_sizes": [2, 4]}, (0, (2, 4))),
+        ((6, 8), (24, 8), {}, (0, (6,))),
+        ((6, 2), (6, 8), {"output_partition_sizes": [6]}, (1, (6,))),
+        ((6, 8), (6, 8), {}, (None, ())),
+        ((16, 8), (50, 8), {"num_embeddings": 50}, (0, (16,))),
+        ((16, 8), (50, 8), {}, "layer.weight is"),
+        ((3, 4), (12, 16), {}, "layer.weight is"),
+        ((12, 8), (12, 8, 1), {}, "layer.weight is"),
+    ],
+)
+def test_layouts(shard: Any, whole: Any, attributes: Any, expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            layout_of(tower_of(shard, **attributes), tower_of(whole), RANKS)
+        return
+    (found,) = layout_of(tower_of(shard, **attributes), tower_of(whole), RANKS)
+    assert (found.dim, found.parts if found.dim == 0 else expected[1]) == expected
+
+
+# agreement
+
+
+@pytest.mark.parametrize("state", [FUSED, OWN])
+def test_all_alike(state: str) -> None:
+    assert on_ranks(lambda group: Agreement(group).on("call", state)) == [state] * RANKS
+
+
+@pytest.mark.parametrize(
+    "differs", [("call", OWN, "a hook on blocks.1"), ("call", FAILED, "out of memory"), ("gather", FUSED, "")]
+)
+def test_one_that_differs_raises_on_all(differs: tuple[str, str, str]) -> None:
+    found = on_ranks(lambda group: Agreement(group).on(*differs if group.rank == 2 else ("call", FUSED, "")))
+    assert all(isinstance(error, RuntimeError) and f"rank 2 {differs[1]}" in str(error) for error in found)
+    assert all(differs[2] in str(error) and differs[0] in str(error) for error in found)
+
+
+def test_all_that_fail_raise() -> None:
+    found = on_ranks(lambda group: Agreement(group).on("call", FAILED, "out of memory"))
+    assert all(isinstance(error, RuntimeError) for error in found)
+
+
+def test_one_that_cannot_build() -> None:
+    def make(rank: int) -> tuple[nn.Module, str]:
+        if rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return nn.Module(), ""
+
+    found = on_ranks(lambda group: agreed_whole(group, lambda: make(group.rank)))
+    assert isinstance(found[1], torch.OutOfMemoryError)
+    assert all("rank 1 failed OutOfMemoryError: CUDA out of memory" in str(found[rank]) for rank in (0, 2, 3))
+
+
+# calls
+
+
+def encode(handle: Any, tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor | None:
+    outputs = handle(tower, pixels, grid, {})
+    return None if outputs is None else side_by_side(outputs, handle.spec)
+
+
+def model() -> Any:
+    found = transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel(
+        transformers.models.qwen3_vl.configuration_qwen3_vl.Qwen3VLVisionConfig(**TINY)
+    ).eval()
+    random_weights_(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def towers() -> Any:
+    """(a tower and its handle a rank, the answer of one that nobody shards, pixels)"""
+    alone = model()
+    handles, wholes = [], []
+    for _ in range(RANKS):
+        whole = model()
+        handles.append(fuse(whole))
+        wholes.append(whole)
+    rows = int(GRID.prod(1).sum())
+    pixels = torch.randn(rows, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = alone(pixels, grid_thw=GRID)
+    return alone, wholes, handles, torch.cat([found.pooler_output, *found.deepstack_features], 1), pixels
+
+
+def test_rows_come_in_order_on_every_rank(towers: Any) -> None:
+    alone, wholes, handles, want, pixels = towers
+    lines: list[str] = []
+    logger: Any = SimpleNamespace(info=lambda *text: lines.append(str(text)))
+
+    def run(group: Threads) -> Any:
+        for parameter in wholes[group.rank].parameters():
+            parameter.data.zero_()
+        served = ShardedTower(
+            alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger, watch_data=False
+        )
+        with torch.inference_mode():
+            return served(pixels, GRID), served(pixels[:64], GRID[:1])
+
+    for found in on_ranks(run):
+        assert not isinstance(found, Exception), found
+        rows, first = found
+        torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(first, want[: len(first)], rtol=1e-4, atol=1e-4)
+    assert len(lines) == 1, lines
+    assert all(handle.stats()["items"] for handle in handles), "every rank has a share"
