@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.only and name not in args.only:
             return
         found[name] = in_process(scenario, cache, _report, profile, kernels)
-        about = {"passport": of, "figures": judged(found), "problems": problems(found)}
+        about = {"passport": of, "figures": judged(found), "bars": BARS, "problems": problems(found)}
         out.write_text(json.dumps(about | {"scenarios": found}, indent=1))
 
     with tempfile.TemporaryDirectory() as folder:

@@ -30,10 +30,12 @@ from fusedvit.families.unsupported import UNSUPPORTED
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
+SERVED, REPLAY = "vLLM graphs as served", "its replay alone"  # of the document VLLM
+PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
 PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
 TRUST_GPU = ("h100-trust.json", "h100-memcheck.json", "h100-two-gpus.json", MUTANTS)  # checks by name, if measured
-FAMILIES_GPU, FAMILIES_CPU = "h200-families.json", "cpu-families.json"
+FAMILIES_GPU, FAMILIES_CPU = ("h200-families.json", "h100-gemma.json"), "cpu-families.json"
 CHART = "docs/speedup.svg"
 TOWER = "Qwen3-VL-8B"  # whose figures head the README
 HEADLINE = ("1 x 224 px", "1 x 448 px", "1 x 1024 px", "8 x 448 px", "video, 64 frames 448 px")
@@ -147,13 +149,27 @@ def _tower_row(workload: str, row: dict[str, Any], compiled: list[str]) -> list[
     ]
 
 
-def headline_table(rows: dict[str, Any]) -> Table:
-    """Five workloads of one tower: ours, and the two peers."""
-    head = ["workload", "patches", "ours, ms", "engine-like, ms (ratio)", "Hugging Face, ms (ratio)"]
-    chosen = {name: rows[name] for name in HEADLINE}
-    lines = [[n, str(r["tokens"]), _ms(r["ms"].get("ours"), "wrong"), _peer(r, r["engine_like"]), _peer(r, "hf")]
-             for n, r in chosen.items()]  # fmt: skip
+def headline_table(rows: dict[str, Any], inside_vllm: dict[str, Any]) -> Table:
+    """Five workloads of one tower: inside vLLM on an H100, then by itself on an H200, each beside its peers.
+
+    Args:
+        rows: workloads of the document of whole towers.
+        inside_vllm: workloads of the document of `fusedvit bench --vllm`.
+    """
+    head = ["workload", "patches", "H100: in vLLM, ours, ms", "vLLM's graphs (ratio)", "their replay alone (ratio)"]
+    head += ["H200: ours, ms", "engine-like, ms (ratio)", "Hugging Face, ms (ratio)"]
+    lines = []
+    for name in HEADLINE:
+        row, served = rows[name], inside_vllm[name]
+        cells = [_ms(served["ms"]["ours"]), *(_served(served, p) for p in (SERVED, REPLAY))]
+        cells += [_ms(row["ms"].get("ours"), "wrong"), _peer(row, row["engine_like"]), _peer(row, "hf")]
+        lines.append([name, str(row["tokens"]), *cells])
     return Table(head, lines)
+
+
+def _served(row: dict[str, Any], peer: str) -> str:
+    wrong = ", NaN" if row["parity"].get(peer, {}).get("nan") else ""
+    return f"{_ms(row['ms'][peer])} ({row['ratio'][peer]['median']:.2f}{wrong})"
 
 
 def operation_table(rows: list[dict[str, Any]]) -> Table:
@@ -452,7 +468,8 @@ def _towers(name: str, root: str, swept: bool) -> list[str]:
 
 
 def _headline(root: str) -> list[str]:
-    return _one(headline_table(load(BENCH)["towers"][TOWER]["workloads"]), BENCH, root)
+    table = headline_table(load(BENCH)["towers"][TOWER]["workloads"], load(VLLM)["workloads"])
+    return [*_one(table, VLLM, root), origin(BENCH, root)]
 
 
 def _operations(root: str) -> list[str]:
@@ -466,8 +483,9 @@ def _accuracy(root: str) -> list[str]:
 
 
 def _families(root: str) -> list[str]:
-    table = family_table(load(FAMILIES_GPU)["families"], load(FAMILIES_CPU)["families"])
-    return [*table.markdown(), "", origin(FAMILIES_GPU, root), origin(FAMILIES_CPU, root)]
+    on_gpus = {name: found for document in FAMILIES_GPU for name, found in load(document)["families"].items()}
+    table = family_table(on_gpus, load(FAMILIES_CPU)["families"])
+    return [*table.markdown(), "", *(origin(name, root) for name in (*FAMILIES_GPU, FAMILIES_CPU))]
 
 
 def _trust(root: str) -> list[str]:
@@ -477,7 +495,7 @@ def _trust(root: str) -> list[str]:
 
 def vllm_table(rows: dict[str, Any]) -> Table:
     """Inside vLLM: its times over ours, and ours."""
-    peers = ("vLLM eager", "vLLM graphs as served", "vLLM graph of the exact size", "its replay alone")
+    peers = ("vLLM eager", SERVED, "vLLM graph of the exact size", REPLAY)
     lines = []
     for name, row in rows.items():
         cells = [
@@ -486,6 +504,47 @@ def vllm_table(rows: dict[str, Any]) -> Table:
         errors = [row["parity"][p]["rms_error"] for p in ("vLLM eager", "ours")]
         lines.append([name, *cells, f"{row['ms']['ours']['median']:.2f}", *(f"{error:.4f}" for error in errors)])
     return Table(["workload", *peers, "ours, ms", "vLLM's rms error", "our rms error"], lines)
+
+
+def pixel_table(rows: list[dict[str, Any]]) -> Table:
+    """Wall time from decoded images in host memory to tokens, by who makes the pixels and who encodes them."""
+    contenders = list(rows[0]["ms"])
+    lines = []
+    for row in rows:
+        times = [_ms(row["ms"].get(name)) for name in contenders]
+        lines.append([row["workload"], *times, f"{row['bar_ms']:g}", f"{row['bytes']['ratio']:.3f}"])
+    return Table(["images", *contenders, "bar", "bytes copied, of fp32 patches'"], lines)
+
+
+def rate_table(corpus: dict[str, Any]) -> Table:
+    """Images a second from JPEG bytes to tokens."""
+    rates = corpus["images_per_s"]
+    return Table(list(rates), [[f"{rate:.0f}" for rate in rates.values()]])
+
+
+def bar_table(figures: Iterable[tuple[str, float, str]]) -> Table:
+    """Figures beside their bars.
+
+    Args:
+        figures: (what it is, what was found, its bar in words).
+    """
+    return Table(["figure", "found", "bar"], [[what, f"{found:.2f}", bar] for what, found, bar in figures])
+
+
+def _pixels(root: str) -> list[str]:
+    document = load(PIXELS)
+    return [*pixel_table(document["rows"]).markdown(), "", *_one(rate_table(document["corpus"]), PIXELS, root)]
+
+
+def _embed(root: str) -> list[str]:
+    figures = load(EMBED)["figures"].items()
+    return _one(bar_table((what, f["found"], f"at least {f['bar']:g}") for what, f in figures), EMBED, root)
+
+
+def _first_call(root: str) -> list[str]:
+    document = load(FIRST_CALL)
+    figures = [(document["bars"][name], found) for name, found in document["figures"].items()]
+    return _one(bar_table((what, found, f"at most {bar:g}") for (bar, what), found in figures), FIRST_CALL, root)
 
 
 SECTIONS: dict[str, Callable[[str], list[str]]] = {
@@ -497,6 +556,9 @@ SECTIONS: dict[str, Callable[[str], list[str]]] = {
     "eager": lambda root: _one(eager_table(load(PARITY)["cost"]), PARITY, root),
     "families": _families,
     "trust": _trust,
+    "pixels": _pixels,
+    "embed": _embed,
+    "first-call": _first_call,
     "vllm": lambda root: _one(vllm_table(load(VLLM)["workloads"]), VLLM, root),
     "unsupported": lambda root: unsupported_table().markdown(),
 }
