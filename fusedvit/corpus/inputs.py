@@ -121,7 +121,8 @@ class _Table:
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._ends = list(accumulate(groups))
         self._column = next(name for name in CONTENTS if name in self._file.schema_arrow.names)
-        self._group, self._values = -1, []
+        self._group = -1
+        self._values: Any = []
 
     def content(self, row: int) -> bytes | Path:
         """A file's bytes, or its path beside the table; nothing (which does not decode) where the row holds neither."""
