@@ -21,16 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse_tower, unfuse
+from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import side_by_side
-from fusedvit.serving.plugin import install, is_disabled, options, warm_up, wrap
+from fusedvit.serving.plugin import install, is_disabled, may_gather, options, warm_up, wrap
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
+from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
 
 RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
 _BUILT, _SERVED = "_fusedvit_built", "_fusedvit_served"  # in a tower's __dict__
+_DATA_PARALLEL = "use_data_parallel"  # of a tower's constructor: whole weights
 _LOADED = "maybe_precompile_model_kernels_after_loading"  # called with weights in place and no KV pool yet
 _WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again
 
@@ -45,12 +47,14 @@ class Noted:
         built: its structure; None where `wrong` says why there is none.
         config: its vision config.
         graphs: the attributes that make it run CUDA graphs of SGLang's own, which are off since.
+        whole: builds such a tower with whole weights, which hold nothing yet; None where SGLang cannot.
     """
 
     built: Built | None
     wrong: str
     config: Any
     graphs: Mapping[str, Any]
+    whole: Callable[[], Any] | None
 
 
 @dataclass
@@ -60,11 +64,26 @@ class Served:
     Attributes:
         ready: weights are prepared and graphs captured.
         lost: its weights were given back, and hold nothing until they are updated.
+        sharded: this rank's part of it, where SGLang shards its weights.
     """
 
     handle: FusedEncoder
     ready: bool = True
     lost: bool = False
+    sharded: ShardedTower | None = None
+
+    def changed(self, why: str) -> None:
+        """Shards hold something else on every rank."""
+        if self.sharded is not None:
+            self.sharded.stale, self.ready = why, False
+
+    def prepare(self, name: str) -> None:
+        """Prepares weights and captures graphs; shards are gathered before."""
+        self.ready, warm = True, functools.partial(warm_up, self.handle, name, logger)
+        if self.sharded is None:
+            warm()
+        elif self.sharded.gather():
+            self.sharded.after(warm)
 
 
 def register() -> None:
@@ -120,15 +139,26 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
     for module, patch in _LOADERS.items():  # complete by now, as they need not be when plugins are loaded
         if module in sys.modules and not wrong:
             wrong = patch(sys.modules[module])
-    given = inspect.signature(original).bind(tower, *args, **kwargs).arguments
+    bound = inspect.signature(original).bind(tower, *args, **kwargs)
+    given = bound.arguments
     config = given.get("vision_config", given.get("config"))
     if wrong:
         logger.info("fusedvit: %s runs SGLang's own code: %s", cls.__name__, wrong)
         return
-    vars(tower)[_BUILT] = _note(tower, config), family
+    again = (
+        functools.partial(_build_whole, cls, original, bound) if _DATA_PARALLEL in bound.signature.parameters else None
+    )
+    vars(tower)[_BUILT] = _note(tower, config, again), family
 
 
-def _note(tower: Any, config: Any) -> Noted:
+def _build_whole(cls: Any, original: Any, bound: inspect.BoundArguments) -> Any:
+    whole = cls.__new__(cls)
+    bound.arguments |= {"self": whole, _DATA_PARALLEL: True}
+    original(*bound.args, **bound.kwargs)
+    return whole
+
+
+def _note(tower: Any, config: Any, whole: Callable[[], Any] | None = None) -> Noted:
     graphs = {name: vars(tower)[name] for name in ("enable_cg", "cuda_graph_runner") if name in vars(tower)}
     if graphs.get("enable_cg"):
         tower.enable_cg, tower.cuda_graph_runner = False, None
@@ -136,9 +166,9 @@ def _note(tower: Any, config: Any) -> Noted:
         if vars(module).get("_forward_method", module) is None:
             module._forward_method = module._resolve_forward_method()
     try:
-        return Noted(Built.of(tower, SGLANG), "", config, graphs)
+        return Noted(Built.of(tower, SGLANG), "", config, graphs, whole)
     except ValueError as error:
-        return Noted(None, str(error), config, graphs)
+        return Noted(None, str(error), config, graphs, whole)
 
 
 def _unknown_release() -> str:
@@ -175,22 +205,28 @@ def fuse_towers(model: nn.Module) -> None:
     for tower in [module for module in model.modules() if _BUILT in vars(module)]:
         noted, family = vars(tower).pop(_BUILT)
         name = type(tower).__name__
-        why_not = noted.wrong or _reason_of_engine(tower) or _fuse(tower, family, noted)
+        fuse = _fuse if _ranks(tower) == 1 else _fuse_sharded
+        why_not = noted.wrong or _reason_of_engine(tower, noted) or fuse(tower, family, noted)
         if not why_not:
             _turn_off_graphs()
-            warm_up(vars(tower)[_SERVED].handle, name, logger)
+            vars(tower)[_SERVED].prepare(name)
             continue
         vars(tower).update(noted.graphs)
         if _rank() == 0:
             logger.info("fusedvit: %s runs SGLang's own code: %s", name, why_not)
 
 
-def _reason_of_engine(tower: nn.Module) -> str:
-    """What of SGLang's options keeps a tower from running fused, the same on every rank; "" for nothing."""
-    from sglang.srt.runtime_context import get_exec
+def _ranks(tower: nn.Module) -> int:
+    """How many GPUs the tower's weights are sharded over."""
+    return max(getattr(module, "tp_size", 1) for module in tower.modules() if module is not tower)
 
-    ranks = max(getattr(module, "tp_size", 1) for module in tower.modules() if module is not tower)
-    if ranks > 1:
+
+def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
+    """What of SGLang's options keeps a tower from running fused, the same on every rank; "" for nothing."""
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    ranks = _ranks(tower)
+    if ranks > 1 and (not may_gather() or noted.whole is None or get_parallel().tp_size != ranks):
         return f"its weights are sharded over {ranks} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
     deterministic = get_exec().deterministic
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
@@ -220,6 +256,54 @@ def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
     return ""
 
 
+def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
+    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot.
+
+    Raises:
+        RuntimeError: on every rank, where one has failed, or cannot and others can.
+    """
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    def make() -> tuple[Any, str]:
+        assert noted.whole is not None, "asked before"
+        parameter, default = next(tower.parameters()), torch.get_default_dtype()
+        torch.set_default_dtype(parameter.dtype)
+        try:
+            with parameter.device:
+                whole = noted.whole().eval()
+        finally:
+            torch.set_default_dtype(default)
+        vars(whole).pop(_BUILT, None)
+        of_whole = _note(whole, noted.config)
+        return whole, of_whole.wrong or _fuse(whole, family, of_whole)
+
+    assert noted.built is not None, "asked for only where nothing was wrong"
+    group = EngineGroup.of(get_tp_group())
+    whole, why_not = agreed_whole(group, make)
+    if whole is None or why_not:
+        return why_not
+    served: Served = vars(whole)[_SERVED]
+    served.sharded = ShardedTower(tower, whole, served.handle, noted.built, group, run, logger)
+    vars(tower)[_SERVED] = served
+    fuse_sharded(tower, served.handle, _run_sharded)
+    return ""
+
+
+def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
+    """As `run`, of a tower with shards: every rank encodes its share, and has all rows."""
+    if _spans_frames(handle, grid_thw):
+        return None
+    found: torch.Tensor | None = vars(tower)[_SERVED].sharded(x, grid_thw)
+    return found
+
+
+def _spans_frames(handle: FusedEncoder, grid_thw: Any) -> bool:
+    if not handle.spec.window or int(torch.as_tensor(grid_thw)[:, 0].max()) <= 1:
+        return False
+    handle.leave("several frames: SGLang's full attention spans them")
+    return True
+
+
 def _turn_off_graphs() -> None:
     """Calls that fall back take SGLang's eager code: its own graphs place positions elsewhere."""
     from sglang.srt.environ import envs
@@ -236,8 +320,7 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) 
         x: `[patches, patch_width]`, normalised.
         grid_thw: `[items, 3]` or a list of triples.
     """
-    if handle.spec.window and int(torch.as_tensor(grid_thw)[:, 0].max()) > 1:
-        handle.leave("several frames: SGLang's full attention spans them")
+    if len(grid_thw) and _spans_frames(handle, grid_thw):  # a rank's share may be empty
         return None
     outputs = handle(tower, x, grid_thw, {})
     return None if outputs is None else side_by_side(outputs, handle.spec)
@@ -256,6 +339,7 @@ def _release(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     loses = features.enable_memory_saver and not features.enable_weights_cpu_backup
     for _, served in _served_of(manager) if away else ():
         served.handle.release()
+        served.changed("woken")
         served.ready, served.lost = False, served.lost or (_WEIGHTS in away and loses)
     if away and torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -273,6 +357,7 @@ def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     """Other content in the same parameters: the next call notices; what was lost is there again."""
     found = original(manager, *args, **kwargs)
     for _, served in _served_of(manager) if found.success else ():
+        served.changed("updated")
         served.lost = False
     _prepare_awake(manager)
     return found
@@ -283,8 +368,7 @@ def _prepare_awake(manager: Any) -> None:
         return
     for path, served in _served_of(manager):
         if not served.ready and not served.lost:
-            served.ready = True
-            warm_up(served.handle, path, logger)
+            served.prepare(path)
 
 
 def _served_of(manager: Any) -> list[tuple[str, Served]]:

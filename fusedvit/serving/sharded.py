@@ -259,7 +259,6 @@ class ShardedTower:
         built: `sharded` as it was built.
         encode: the engine's call of a fused tower.
         logger: the engine's, or below it.
-        watch_data: compare the content of shards at each call.
         stale: why shards must be gathered before the next call; "" for nothing. Set by what every rank passes only.
     """
 
@@ -270,14 +269,17 @@ class ShardedTower:
     group: Group
     encode: Encode
     logger: logging.Logger
-    watch_data: bool = True
     stale: str = "loaded"
     patience: float = PATIENCE
     _baseline: _Baseline | None = field(default=None, init=False)
+    _check_content: bool = field(init=False)
     _agreement: Agreement = field(init=False)
     _said: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
+        config = self.handle.config
+        self._check_content = config.watch_data
+        self.handle.reconfigure(replace(config, watch_data=False))  # nobody else has the copy
         self._agreement = Agreement(self.group)
 
     def __call__(self, pixels: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
@@ -376,7 +378,7 @@ class ShardedTower:
             return False
         self._join(layout, room)
         source = CheckedTower(self.sharded, self.handle.family, self.handle.spec, self.built)
-        self._baseline = _Baseline.of(source, self.watch_data)
+        self._baseline = _Baseline.of(source, self._check_content)
         held = sum(p.numel() * p.element_size() for p in self.whole.parameters()) / MIB
         self._say(
             f"{type(self.whole).__name__} ({why}): shards of {self.group.size} GPUs gathered, {held:.0f} MiB on each"

@@ -195,15 +195,12 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     """
     from vllm.distributed import get_tp_group
 
-    group, given = EngineGroup.of(get_tp_group()), options()
+    group = EngineGroup.of(get_tp_group())
     whole, why_not = agreed_whole(group, make)
     if whole is None or why_not:
         return why_not
     served: Served = vars(whole)[SERVED]
-    served.handle.reconfigure(replace(served.handle.config, watch_data=False))  # nobody else has the copy
-    served.sharded = ShardedTower(
-        tower, whole, served.handle, Built.of(tower, VLLM), group, run, logger, given.watch_data
-    )
+    served.sharded = ShardedTower(tower, whole, served.handle, Built.of(tower, VLLM), group, run, logger)
     vars(tower)[SERVED] = served
     fuse_sharded(tower, served.handle, _run_sharded)
     return ""

@@ -24,7 +24,7 @@ GRID = torch.tensor([[1, 8, 8], [9, 4, 6], [1, 4, 20], [3, 8, 4]])
 
 @dataclass
 class Meeting:
-    """Where the threads hand over what they say and hold."""
+    """Where the threads meet, and what each holds."""
 
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(RANKS))
     held: dict[int, Any] = field(default_factory=dict)
@@ -196,9 +196,7 @@ def test_rows_come_in_order_on_every_rank(towers: Any) -> None:
     def run(group: Threads) -> Any:
         for parameter in wholes[group.rank].parameters():
             parameter.data.zero_()
-        served = ShardedTower(
-            alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger, watch_data=False
-        )
+        served = ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
         with torch.inference_mode():
             return served(pixels, GRID), served(pixels[:64], GRID[:1])
 

@@ -7,10 +7,11 @@ import logging
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sglang.srt.multimodal.mm_utils import run_dp_sharded_mrope_vision_model
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, build, loaded, pixels_of, start, tower_of
 
@@ -40,6 +41,24 @@ def whole(architecture: str) -> dict[str, Any]:
         return found
 
 
+def sharded(architecture: str) -> dict[str, Any]:
+    """Shards gathered into a copy on each rank: and the same by SGLang's own code, whose ranks wait for each other."""
+    tower = tower_of(build(architecture))
+    torch.manual_seed(1 + get_parallel().tp_rank)
+    for name, parameter in tower.named_parameters():
+        if "qkv" in name or "pos_embed" in name or "fc1" in name or "fc2.weight" in name or "gate_up" in name:
+            parameter.data.mul_(1 + torch.rand(parameter.shape))  # ranks hold different shards
+    loaded(tower)
+    handle = vars(tower)["_fusedvit"]
+    found: dict[str, Any] = {}
+    for name, grid in GRIDS.items():
+        given = pixels_of(tower, grid), torch.tensor(grid)
+        with torch.inference_mode():
+            found[name] = tower(*given).clone()
+            found[f"{name} own"] = type(tower).__mro__[1].forward(tower, *given).clone()
+    return found | {"fused": handle.stats()["fused"]}
+
+
 def main(rank: int, meeting: Path, folder: Path) -> None:
     handler = _Lines()
     logging.getLogger("sglang.fusedvit").addHandler(handler)
@@ -47,8 +66,11 @@ def main(rank: int, meeting: Path, folder: Path) -> None:
     start(rank, 2, meeting)
     found: dict[str, Any] = {name: whole(name) for name in (QWEN3, QWEN25)}
     handler.lines.clear()
-    tower = tower_of(loaded(build(QWEN3)))
-    found["sharded"] = {"fused": "_fusedvit" in vars(tower), "lines": handler.lines}
+    found["sharded"] = {name: sharded(name) for name in (QWEN3, QWEN25)} | {"lines": [*handler.lines]}
+    handler.lines.clear()
+    with patch.dict("os.environ", {"FUSEDVIT_CONFIG": '{"gather_sharded": false}'}):
+        tower = tower_of(loaded(build(QWEN3)))
+    found["left alone"] = {"fused": "_fusedvit" in vars(tower), "lines": handler.lines}
     torch.save(found, folder / f"{rank}.pt")
 
 

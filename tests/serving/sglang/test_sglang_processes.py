@@ -44,6 +44,13 @@ def test_two_ranks(tmp_path: Path) -> None:
             answer = first[architecture][name]
             assert close(answer, first[architecture][f"{name} own"]), (architecture, name)
             assert torch.equal(answer, second[architecture][name])
-    assert not first["sharded"]["fused"] and not second["sharded"]["fused"]
-    (line,) = first["sharded"]["lines"]
-    assert "sharded over 2 GPUs; with --mm-enable-dp-encoder" in line and not second["sharded"]["lines"]
+    for architecture in (QWEN3, QWEN25):
+        mine, theirs = first["sharded"][architecture], second["sharded"][architecture]
+        assert mine["fused"] and theirs["fused"]
+        for name in GRIDS:
+            assert close(mine[name], mine[f"{name} own"]), (architecture, name)
+            assert torch.equal(mine[name], theirs[name])
+    assert any("shards of 2 GPUs gathered" in line for line in first["sharded"]["lines"])
+    assert not first["left alone"]["fused"] and not second["left alone"]["fused"]
+    (line,) = first["left alone"]["lines"]
+    assert "sharded over 2 GPUs; with --mm-enable-dp-encoder" in line and not second["left alone"]["lines"]
