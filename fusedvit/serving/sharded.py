@@ -152,6 +152,10 @@ def _shard_of(name: str, tower: nn.Module, shard: tuple[int, ...], whole: tuple[
 # what ranks say
 
 
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 @dataclass
 class Agreement:
     """Rounds in which every rank says what it does and how it fared, and learns whether they all go on."""
@@ -182,18 +186,6 @@ class Agreement:
         )
         raise RuntimeError(f"fusedvit: the ranks of a sharded tower differ, and none goes on alone: {each}")
 
-    def on_attempt(self, what: str, error: Exception | None, why_not: str = "") -> str:
-        """As `on`, while loading: of what a rank tried by itself.
-
-        Raises:
-            Exception: this rank's own error.
-        """
-        told = FAILED if error else OWN if why_not else FUSED
-        try:
-            return self.on(what, told, f"{type(error).__name__}: {first_line(error)}" if error else why_not, LOADING)
-        except RuntimeError as differs:
-            raise (error or differs) from differs
-
 
 # towers
 
@@ -205,14 +197,14 @@ def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module, str]]) -> tup
         make: builds it on this rank, and says why it cannot run fused; "" for nothing.
 
     Raises:
-        RuntimeError: on every rank, where one has failed, or cannot and others can.
+        RuntimeError: on every rank, where one cannot, or has failed, and others can.
     """
-    whole, why_not, failed = None, "", None
+    whole = None
     try:
         whole, why_not = make()
-    except Exception as error:  # noqa: BLE001 - the other ranks must learn of it
-        failed = error
-    Agreement(group).on_attempt("build", failed, why_not)
+    except Exception as error:  # noqa: BLE001 - on one rank it ends all; on all, the engine shall start without us
+        why_not = _told(error)
+    Agreement(group).on("build", OWN if why_not else FUSED, why_not, LOADING)
     return whole, why_not
 
 
@@ -334,7 +326,7 @@ class ShardedTower:
                 rows=rows.new_empty(sum(tokens), rows.shape[1]),
             )
         except Exception as error:  # noqa: BLE001 - out of memory, a wrong pixel: the other ranks must learn of it
-            return _Encoded(FAILED, f"{type(error).__name__}: {first_line(error)}", error)
+            return _Encoded(FAILED, _told(error), error)
 
     def _changed(self) -> _Encoded:
         """Other modules or code keep the tower from running fused; other content is gathered again."""
@@ -360,7 +352,7 @@ class ShardedTower:
             return self._gather()
 
     def _gather(self) -> bool:
-        why, detail, failed = self.stale, "", None
+        why = self.stale
         layout: tuple[Shard, ...] = ()
         room = None
         self.stale = "gathering failed"
@@ -369,16 +361,16 @@ class ShardedTower:
             layout = layout_of(self.sharded, self.whole, self.group.size)
             cut = [p for p, shard in zip(self.sharded.parameters(), layout, strict=True) if shard.dim is not None]
             room = cut[0].new_empty(self.group.size * max(p.numel() for p in cut)) if cut else None
-        except Exception as error:  # noqa: BLE001 - as in `_encoded`
-            failed = error
-        agreed = self._agreement.on_attempt(f"gather ({why})", failed, detail)
+            source = CheckedTower(self.sharded, self.handle.family, self.handle.spec, self.built)
+            self._baseline = _Baseline.of(source, self._check_content)
+        except Exception as error:  # noqa: BLE001 - as in `agreed_whole`
+            detail = _told(error)
+        agreed = self._agreement.on(f"gather ({why})", OWN if detail else FUSED, detail, LOADING)
         self.stale = why if agreed == OWN else ""
         if agreed == OWN:
             self._own(detail)
             return False
-        self._join(layout, room)
-        source = CheckedTower(self.sharded, self.handle.family, self.handle.spec, self.built)
-        self._baseline = _Baseline.of(source, self._check_content)
+        self._join(layout, room)  # allocates nothing: no rank fails here alone
         held = sum(p.numel() * p.element_size() for p in self.whole.parameters()) / MIB
         self._say(
             f"{type(self.whole).__name__} ({why}): shards of {self.group.size} GPUs gathered, {held:.0f} MiB on each"
@@ -417,12 +409,12 @@ class ShardedTower:
         Raises:
             RuntimeError: on every rank, where one has failed.
         """
-        failed: Exception | None = None
+        failed = ""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the other ranks must learn of it
-            failed = error
-        self._agreement.on_attempt("warm-up", failed)
+            failed = _told(error)
+        self._agreement.on("warm-up", FAILED if failed else FUSED, failed, LOADING)
 
     def _reason(self) -> str:
         """What of the sharded tower keeps the whole one from standing for it; "" for nothing."""
