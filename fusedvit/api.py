@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks.as_built import Built
+from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
 from fusedvit.checks.own_code import ORIGINAL, own_class
 from fusedvit.config import FuseConfig
@@ -28,8 +29,6 @@ from fusedvit.pixels.processors import normalizations_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
-
-_HANDLE = "_fusedvit"  # in a fused tower's __dict__
 
 
 def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any = None) -> FusedEncoder:
@@ -79,7 +78,7 @@ def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
 
 
 def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
-    known = tower.__dict__.get(_HANDLE)
+    known = tower.__dict__.get(HANDLE)
     if known is not None and known.serves(tower):
         if config is not None and config != known.config:
             known.reconfigure(config)
@@ -91,7 +90,7 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
         spec = family.spec_from_config(tower.config)
     except ValueError as error:
         raise UnsupportedModel(f"{original.__name__} cannot be fused: {error}") from error
-    handle = tower.__dict__[_HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig())
+    handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig())
     _replace_base(tower, original, _fused_class(original))
     take(next(tower.parameters()).device)
     return handle
@@ -124,7 +123,7 @@ def fuse_tower(
         The tower's handle. `fusedvit.unfuse` gives the class back.
     """
     original: Any = type(tower)
-    handle = tower.__dict__[_HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig(), built)
+    handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig(), built)
     _set_class(tower, _engine_class(original, call))
     return handle
 
@@ -137,7 +136,7 @@ def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> No
     """
     original: Any = type(tower)
     handle.stand_for(tower)
-    tower.__dict__[_HANDLE] = handle
+    tower.__dict__[HANDLE] = handle
     _set_class(tower, _engine_class(original, call))
 
 
@@ -155,7 +154,7 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
     if not towers:
         raise UnsupportedModel(nothing_in(model))
     for tower in towers.values():
-        handle = tower.__dict__.pop(_HANDLE, None)
+        handle = tower.__dict__.pop(HANDLE, None)
         if handle is not None and handle.serves(tower):
             for given in handle.processors:
                 restore(given)
@@ -203,7 +202,7 @@ def _fused_class(original: Any) -> Any:
             chosen = uncompiled if may_break() else original.forward
             return chosen(self, hidden_states, grid_thw, **kwargs)
         # No handle: made by this class's `from_pretrained`, or unfused since the call began.
-        handle: FusedEncoder | None = self.__dict__.get(_HANDLE)
+        handle: FusedEncoder | None = self.__dict__.get(HANDLE)
         found = None if handle is None else handle(self, hidden_states, grid_thw, kwargs)
         if handle is None or found is None:
             given = hidden_states if handle is None else as_floats(hidden_states)
@@ -221,9 +220,9 @@ def _fused_class(original: Any) -> Any:
 
     def set_state(self: nn.Module, state: Any) -> None:
         original.__setstate__(self, state)
-        handle = self.__dict__.get(_HANDLE)
+        handle = self.__dict__.get(HANDLE)
         if handle is not None and not handle.serves(self):  # a shallow copy
-            self.__dict__[_HANDLE] = handle.of_copy(self)
+            self.__dict__[HANDLE] = handle.of_copy(self)
 
     body = {
         "forward": forward,
@@ -256,7 +255,7 @@ def _engine_class(original: Any, call: EngineCall) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        handle: FusedEncoder | None = self.__dict__.get(_HANDLE)
+        handle: FusedEncoder | None = self.__dict__.get(HANDLE)
         if handle is None or torch.compiler.is_dynamo_compiling():
             return original.forward(self, *args, **kwargs)
         found = call(handle, self, *args, **kwargs)

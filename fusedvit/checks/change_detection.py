@@ -19,6 +19,7 @@ from fusedvit.checks import accelerate_hooks, adapters
 from fusedvit.checks.as_built import dropouts
 from fusedvit.checks.own_code import OwnCode, own_class
 
+HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
 _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
 # Looked up at each call, as a registry may be replaced. Backward hooks never fire: a call with gradients falls back.
 _HOOKS = (attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks"))
@@ -119,6 +120,11 @@ class _Code:
         )
 
 
+def _entries(instance: dict[str, Any]) -> int:
+    """How many entries the tower's `__dict__` has, fused or not."""
+    return len(instance) - (HANDLE in instance)
+
+
 def _attributes(module: nn.Module) -> set[str]:
     """Names of what an instance has: its own attributes, and what is registered."""
     return {*vars(module), *module._parameters, *module._buffers, *module._modules}
@@ -132,8 +138,9 @@ class Snapshot:
         children: every inner module.
         registries: registries of modules and parameters, and their lengths.
         orders: registries of modules that run in their order, and that order.
-        instances: `__dict__` of every module, and how many entries it has: a new one may hide what the class or a
-            registry has by that name.
+        instances: `__dict__` of every inner module, and how many entries it has: a new one may hide what the class or
+            a registry has by that name.
+        own: the same of the tower, without the entry that is ours.
         called: inner modules whose hooks would fire.
         parameters: every parameter.
         buffers: every buffer.
@@ -149,6 +156,7 @@ class Snapshot:
     lengths: list[int]
     orders: tuple[tuple[dict[str, Any], ...], list[tuple[str, ...]]]
     instances: tuple[tuple[dict[str, Any], ...], list[int]]
+    own: tuple[dict[str, Any], int]
     called: tuple[nn.Module, ...]
     parameters: _Tensors
     buffers: _Tensors
@@ -177,7 +185,8 @@ class Snapshot:
             registries,
             list(map(len, registries)),
             (ordered, list(map(tuple, ordered))),
-            (tuple(map(vars, modules)), [len(vars(m)) for m in modules]),
+            (tuple(map(vars, inner)), [len(vars(m)) for m in inner]),
+            (vars(tower), _entries(vars(tower))),
             tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
             _Tensors.of(m._parameters for m in modules),
             _Tensors.of(m._buffers for m in modules),
@@ -210,6 +219,7 @@ class Snapshot:
             and list(map(len, self.registries)) == self.lengths
             and list(map(tuple, self.orders[0])) == self.orders[1]
             and list(map(len, self.instances[0])) == self.instances[1]
+            and _entries(self.own[0]) == self.own[1]
             and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)
             and list(map(type, self.inner)) == self.classes
             and self.attributes.unchanged()

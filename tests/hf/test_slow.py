@@ -11,7 +11,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.checks.arguments import rules_of
 from fusedvit.cli.towers import cast_parameters_
-from tests.support.families import INSTALLED, family_tower
+from tests.support.families import BY_GRID, family_tower
 from tests.support.towers import (
     GRIDS,
     Call,
@@ -35,7 +35,7 @@ MIX: Grid = [(1, 4, 6), (1, 2, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", BY_GRID)
 def test_autocast_in_the_towers_dtype(name: str, dtype: torch.dtype) -> None:
     tower = family_tower(name)
     ref = outputs_of(copy_of(tower, torch.float64)(Call.of(tower, MIX).pixels.double(), Call.of(tower, MIX).grid))
@@ -121,7 +121,7 @@ PARENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", PARENTS, ids=lambda given: ", ".join(given))
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", BY_GRID)
 def test_keywords_that_hugging_face_ignores(name: str, given: dict[str, Any]) -> None:
     tower = family_tower(name)
     original, call = copy_of(tower), Call.of(tower, MIX)
@@ -131,7 +131,7 @@ def test_keywords_that_hugging_face_ignores(name: str, given: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", BY_GRID)
 def test_keywords_that_hugging_face_reads(name: str, implementation: str) -> None:
     """Each name that the code on the way reads, with a value that it may act on: the same answer, or the same error."""
     tower = family_tower(name)
@@ -190,7 +190,7 @@ SHAPES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", BY_GRID)
 def test_shapes_of_pixels(name: str, shape: str) -> None:
     tower = family_tower(name)
     original, call = copy_of(tower), Call.of(tower, MIX)
