@@ -311,8 +311,11 @@ class ShardedTower:
         share, tokens = shares[self.group.rank], self._tokens(shares)
         try:
             unchanged = self._baseline.begin()
-            rows = self.encode(self.handle, self.whole, share.pixels_of(pixels), share.grid)
-            if not unchanged():
+            try:
+                rows = self.encode(self.handle, self.whole, share.pixels_of(pixels), share.grid)
+            finally:
+                as_gathered = unchanged()  # whatever was raised: until then a read is under way
+            if not as_gathered:
                 path = hooked(self.sharded)
                 return _Encoded(OWN, f"a hook on {path}") if path else self._changed()
             if rows is None:
