@@ -259,6 +259,10 @@ def _flat_attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
 @WHEN
 @pytest.mark.parametrize("name", REPLACEMENTS)
 def test_ways_to_replace_code(name: str, when: str) -> None:
+    if name == "another method of the class" and not hasattr(
+        modeling().Qwen3VLVisionRotaryEmbedding, "recomposition_frequencies"
+    ):
+        pytest.skip("this release of transformers has no such method")
     tower = tiny_tower()
     if "eager" in name:
         tower.set_attn_implementation("eager")
