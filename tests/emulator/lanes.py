@@ -128,11 +128,19 @@ def _div(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str
 
 def _extreme(of_integers: str, of_floats: str) -> Handler:
     def handle(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str, str]:
+        if parts[-1] == "u16x2":
+            return _of_halves(of_integers, *(names.read(operand, "u32") for operand in operands[1:])), "u32"
         ordered = parts[-1] == "f32" and "NaN" not in parts
         expression, kind = _plain(of_floats if ordered else of_integers)(names, parts, operands)
         return (f"np.maximum({expression}, 0)" if "relu" in parts else expression), kind
 
     return handle
+
+
+def _of_halves(function: str, a: str, b: str) -> str:
+    """The function on both 16-bit halves of two words."""
+    low, high = f"{function}({a} & 0xFFFF, {b} & 0xFFFF)", f"{function}({a} >> 16, {b} >> 16)"
+    return f"({low} | ({high} << 16))"
 
 
 def _not(names: Names, parts: list[str], operands: tuple[str, ...]) -> tuple[str, str]:
@@ -178,8 +186,8 @@ HANDLERS: dict[str, Handler] = {
 
 _WAYS = {"wide", "lo", "hi"}
 MODIFIERS: dict[str, set[str]] = {  # beside types, and what changes nothing here
-    "min": {"NaN", "relu"},
-    "max": {"NaN", "relu"},
+    "min": {"NaN", "relu", "u16x2"},
+    "max": {"NaN", "relu", "u16x2"},
     "mul": _WAYS,
     "mad": _WAYS - {"hi"},
     "setp": {"lt", "le", "gt", "ge", "eq", "ne", "ltu", "leu", "gtu", "geu", "equ", "neu"},

@@ -58,7 +58,7 @@ def emulated(
         by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
         values = [by_name[name] for name, kind in launch.signature if kind != "constexpr"]
         passed = tuple(_expanded(values, iter(metas)))
-        tensors, early = _tensors(values), bool(dict(launch.options).get("launch_pdl"))
+        tensors, early = _tensors(values), warmup  # so `kernels.launch` builds what it then launches with PDL
         known = {t.untyped_storage().data_ptr() for t in ready or ()}
         unready = [t for t in tensors if early and ready is not None and t.untyped_storage().data_ptr() not in known]
         machine.run(Launch(_code(ptx, change), grid[0], passed, shared, early), GlobalMemory(tensors, unready))
