@@ -45,8 +45,9 @@ def run(
             finished += 1
             step(f"shard {shard.number}: {shard.inputs} inputs, {shard.errors} errors", finished, total)
 
-        found = corpus_job.run(job, _gpus(gpus, device), embedder_of, done)
-    summary = _summary(found, time.perf_counter() - start)
+        workers = _gpus(gpus, device)
+        found = corpus_job.run(job, workers, embedder_of, done)
+    summary = _summary(found, time.perf_counter() - start, max(1, len(workers)))
     _show(summary, Path(out))
     return Outcome(
         {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in found]}, not summary["errors"]
@@ -66,8 +67,8 @@ def _gpus(named: str | None, device: str | None) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def _summary(found: Sequence[ShardDone], wall: float) -> dict[str, Any]:
-    """What was done in this run; rates over the time from its start to the last commit."""
+def _summary(found: Sequence[ShardDone], wall: float, workers: int) -> dict[str, Any]:
+    """What was done in this run; rates since the workers were ready, shares of their time together."""
     inputs, patches = sum(s.inputs for s in found), sum(s.patches for s in found)
     seconds = max((s.seconds for s in found), default=0.0)  # since the workers were ready
     return {
@@ -78,8 +79,8 @@ def _summary(found: Sequence[ShardDone], wall: float) -> dict[str, Any]:
         "seconds": seconds,
         "images_per_second": inputs / seconds if seconds else 0.0,
         "patches_per_second": patches / seconds if seconds else 0.0,
-        "gpu_busy": sum(s.tower_seconds for s in found) / seconds if seconds else 0.0,
-        "waited_for_pixels": sum(s.waited_seconds for s in found) / seconds if seconds else 0.0,
+        "gpu_busy": sum(s.tower_seconds for s in found) / seconds / workers if seconds else 0.0,
+        "waited_for_pixels": sum(s.waited_seconds for s in found) / seconds / workers if seconds else 0.0,
         "padding": max((s.padding for s in found), default=0.0),
     }
 

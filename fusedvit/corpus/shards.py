@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def start(out: Path, job: dict[str, Any]) -> None:
         known = out / JOB
         if known.is_file():
             _check_same(json.loads(known.read_text(encoding="utf-8")), json.loads(text), out)
-            _remove_unfinished(out)
+        _remove_unfinished(out)  # also of a start that was killed before it had written the job
+        if known.is_file():
             return
         if any(out.iterdir()):
             raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
@@ -136,7 +138,7 @@ def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dty
         "id": [e.id for e in found],
         **{name: [e.grid_thw[i] for e in found] for i, name in enumerate("thw")},
         "dtype": [str(dtype).removeprefix("torch.")] * len(found),
-        "offset": [sum(counts[:i]) for i in range(len(counts))],
+        "offset": [0, *accumulate(counts)][:-1],
         "rows": counts,
         "error": [e.error for e in found],
     }

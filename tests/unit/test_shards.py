@@ -59,6 +59,16 @@ def test_a_shard_of_errors_alone(tmp_path: Path) -> None:
     assert [e.error for e in shards.read(tmp_path / "out", 0)] == [FOUND[1].error]
 
 
+def test_a_start_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between writing the job and its rename."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            shards.start(tmp_path / "out", JOB)
+    shards.start(tmp_path / "out", JOB)
+    assert_whole(tmp_path / "out", set())
+
+
 def test_the_second_of_two_writers_changes_nothing(tmp_path: Path) -> None:
     shards.start(tmp_path / "out", JOB)
     assert commit(tmp_path / "out")
