@@ -84,9 +84,7 @@ CASES = {
     # Idle: the first step of a tile, for each of two consumers, waits for all products but one where there is one. In
     # three stages a free one tells that staging buffers are free, so that the wait for these is idle, too;
     # Triton 3.6 orders the code so that one more wait decides nothing.
-    "gemm, ping-pong": Case(
-        multiplying(gemm.linear, HopperGemmConfig(64, 64, 1, 3), PROJ), EVERY, 40, idle=4 if OLDEST else 3
-    ),
+    "gemm, ping-pong": Case(multiplying(gemm.linear, HopperGemmConfig(64, 64, 1, 3), PROJ), EVERY, 40, idle=IDLE),
     "gemm, cooperative": Case(multiplying(gemm.linear, HopperGemmConfig(64, 64, 2, 6), PROJ), EVERY, 38, idle=2),
     # Three chunks of residual in three stages, which wait for every stage's last arrival.
     "swap-AB": Case(multiplying(gemm_swap_ab.linear, HopperSwapABConfig(136, 2, 3), PROJ), EVERY, 26),
