@@ -324,8 +324,11 @@ def attention_config(rows: int, heads: int, head_dim: int, dtype: torch.dtype, t
     if dtype.itemsize > 2:  # FMA units: rows of q and k are held in registers
         return AttentionConfig(16, 16, 8, 1, max_programs=4 * sms, max_head=64, copy_engine=engine)
     if not engine:
-        wide = head_dim > 80
-        return AttentionConfig(128 if wide else 64, 64, 8 if wide else 4, 2, max_programs=2 * sms, copy_engine=False)
+        if head_dim <= 80:
+            return AttentionConfig(64, 64, 4, 2, max_programs=2 * sms, copy_engine=False)
+        # Where shared memory is small, 32 keys: two programs an SM as FlashAttention 2 does on sm_86, and no spills.
+        keys = 64 if target.max_shared > 100 << 10 else 32
+        return AttentionConfig(128, keys, 8, 2, max_programs=2 * sms, copy_engine=False)
     if target.capability >= 100:
         found = AttentionConfig(64, 64, 8, 2, max_programs=2 * sms)
     elif head_dim > 80:  # 128 queries make ptxas serialise the products (C7515)
