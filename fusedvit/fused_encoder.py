@@ -384,6 +384,13 @@ class FusedEncoder:
             RuntimeError: `strict`, and the call must take the original code.
             TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
+        found = self.attempt(tower, pixel_values, grid_thw, extra)
+        return None if found is None else found.outputs
+
+    def attempt(
+        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
+    ) -> Attempt | None:
+        """As a call, with the items that its outputs are of."""
         marked = type(pixel_values) is BytePixels
         pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
         reason = transforms.active(pixels)
@@ -391,7 +398,8 @@ class FusedEncoder:
             reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
         if reason is not None:
             self._stats.add(calls=1)
-            return self._fall_back(reason)
+            self._fall_back(reason)
+            return None
         replay = speculative_replay.begin(self._runtime, pixels, grid_thw, marked)
         try:
             self._stats.add(calls=1)
@@ -403,9 +411,10 @@ class FusedEncoder:
             if replay is not None:
                 replay.drop()
         if isinstance(found, Reason):
-            return self._fall_back(found)
+            self._fall_back(found)
+            return None
         self._stats.add(fused=1, items=len(found.items), patch_tokens=sum([item.tokens for item in found.items]))
-        return found.outputs
+        return found
 
     def _run_until_unchanged(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
@@ -487,7 +496,7 @@ class FusedEncoder:
         self._stats.add(calls=1)
         self._fall_back(Reason(fallback.ENGINE, why))
 
-    def _fall_back(self, reason: Reason) -> EncoderOutputs | None:
+    def _fall_back(self, reason: Reason) -> None:
         """Counts a call that takes the original code.
 
         Raises:
@@ -496,7 +505,6 @@ class FusedEncoder:
         if self.config.strict:
             raise RuntimeError(fallback.message(self._name, reason))
         self._stats.count_original(reason, self._name)
-        return None
 
     # weights and graphs
 

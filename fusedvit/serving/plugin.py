@@ -98,6 +98,11 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:
     return True
 
 
+def unwrapped(function: Any) -> Any:
+    """What `wrap` has replaced by `function`; else `function` itself."""
+    return function.__wrapped__ if hasattr(function, _WRAPPED) else function
+
+
 def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger) -> None:
     """Prepares weights, captures graphs and says what they hold; what fails is left to the calls."""
     try:

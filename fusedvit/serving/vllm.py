@@ -29,14 +29,16 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.normalization import Normalization
 from fusedvit.outputs import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
+from fusedvit.serving import vllm_gemma
 from fusedvit.serving.plugin import CONFIG, install, is_disabled, may_gather, options, warm_up, wrap
 from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
-from fusedvit.serving.vllm_towers import TOWERS, VLLM
+from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 
 RELEASES = ((0, 26), (0, 33))  # first and last that are known
 SERVED = "_fusedvit_served"  # in a tower's __dict__
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _WORKER = "vllm.v1.worker.gpu_worker"
+_REPLICATED = "ReplicatedLinear"  # whole on every rank, whatever its tp_size
 _NORM = "FusedMMInputNorm"  # vLLM's, of bytes on the device
 _LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
 
@@ -91,22 +93,25 @@ def stats(worker: Any) -> dict[str, Any]:
 
 
 def _patch_towers(module: ModuleType) -> None:
-    for (home, name), family in TOWERS.items():
+    for (home, name), family in {**TOWERS, **MODELS}.items():
         if home != module.__name__:
             continue
-        cls = getattr(module, name, None)
-        wrong = _wrong_signature(cls)
-        if cls is None or wrong:
+        cls: Any = vars(module).get(name)
+        is_model = (home, name) in MODELS
+        wrong = "vLLM has no such class any more" if cls is None else ""
+        wrong = wrong or (vllm_gemma.wrong_model(cls) if is_model else _wrong_signature(cls))
+        if wrong:
             logger.warning("fusedvit: %s runs vLLM's own code: %s", name, wrong)
-            continue
-        wrap(cls, "__init__", functools.partial(_construct, cls, family))
-        wrap(cls, "load_weights", _load)
+        elif is_model:
+            wrap(cls, "__init__", functools.partial(_construct_model, cls, family))
+            vllm_gemma.replace_methods(cls)
+        else:
+            wrap(cls, "__init__", functools.partial(_construct, cls, family))
+            wrap(cls, "load_weights", _load)
 
 
 def _wrong_signature(cls: Any) -> str:
     """What of a tower's class is not as in the known releases; "" for nothing."""
-    if cls is None:
-        return "vLLM has no such class any more"
     built, called = inspect.signature(cls.__init__).parameters, inspect.signature(cls.forward).parameters
     if "vision_config" not in built:
         return f"its constructor takes {[*built]}, expected vision_config among them"
@@ -122,7 +127,25 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
     if type(tower) is not cls:  # somebody's subclass, which may compute something else
         return
     config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
-    why_not = _reason_of_engine(tower)
+    why_not = _try_to_fuse(tower, family, config)
+    if not why_not and _ranks(tower) > 1:
+        why_not = _fuse_sharded(tower, functools.partial(_whole, cls, family, original, config, args, kwargs))
+    _say(cls, tower, why_not)
+
+
+def _construct_model(
+    cls: Any, family: Family, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any
+) -> None:
+    """As `_construct`, of a model that holds Hugging Face's tower."""
+    original(model, *args, **kwargs)
+    tower: Any = getattr(model, vllm_gemma.TOWER, None)
+    if type(model) is cls and type(tower).__name__ in family.class_names:
+        _say(cls, tower, _try_to_fuse(tower, family, tower.config))
+
+
+def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
+    """Fuses a tower that has whole weights, or says why neither it nor one with shards can run fused."""
+    cls, why_not = type(tower), _reason_of_engine(tower)
     try:
         if not why_not and _ranks(tower) == 1:
             why_not = _fuse(tower, family, config)
@@ -130,8 +153,10 @@ def _construct(cls: Any, family: Family, original: Callable[..., None], tower: A
         why_not = f"{type(error).__name__}: {error}"
         if type(tower) is not cls:
             unfuse(tower)
-    if not why_not and _ranks(tower) > 1:
-        why_not = _fuse_sharded(tower, functools.partial(_whole, cls, family, original, config, args, kwargs))
+    return why_not
+
+
+def _say(cls: type, tower: nn.Module, why_not: str) -> None:
     if why_not and _rank_of(tower) == 0:
         logger.info("fusedvit: %s runs vLLM's own code: %s", cls.__name__, why_not)
 
@@ -172,7 +197,7 @@ def _rank_of(tower: nn.Module) -> int:
 
 def _ranks(tower: nn.Module) -> int:
     """How many GPUs the tower's weights are sharded over."""
-    return max(getattr(module, "tp_size", 1) for module in tower.modules())
+    return max(getattr(m, "tp_size", None) or 1 for m in tower.modules() if type(m).__name__ != _REPLICATED)
 
 
 def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
@@ -225,12 +250,13 @@ def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: 
 def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     """Fuses a tower, or says why it cannot run fused."""
     try:
-        built = Built.of(tower, VLLM)
+        built = Built.of(tower, family.engine)
         spec = family.spec_from_config(vision_config)
     except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     _, _, config = _vllm()
-    handle = fuse_tower(tower, family, spec, _limited(options(), config), built=built, call=run)
+    call = vllm_gemma.run if spec.padded else run
+    handle = fuse_tower(tower, family, spec, _limited(options(), config), built=built, call=call)
     reason = handle.reason()
     if reason is not None:
         unfuse(tower)
@@ -394,7 +420,7 @@ def _patch_worker(module: ModuleType) -> None:
 
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    **{module: _patch_towers for module, _ in TOWERS},
+    **{module: _patch_towers for module, _ in (*TOWERS, *MODELS)},
     **{module: _patch_runner for module in _RUNNERS},
     _WORKER: _patch_worker,
 }

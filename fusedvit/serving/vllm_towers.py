@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fusedvit.families.base import Family
-from fusedvit.families.engine import Engine, rotary_table
+from fusedvit.families.engine import HUGGING_FACE, Engine, rotary_table
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import DownsampleNames, WeightNames
 
@@ -26,6 +26,16 @@ VLLM = Engine(
     buffers={"cos_sin_cache": rotary_table},
     tolerance=1e-2,  # it is in the tower's dtype, and a frequency's last bit is 1e-3 of an angle at position 8191
     outside=("input_norm.",),
+)
+
+# Hugging Face's own tower inside vLLM's model, its linear layers vLLM's. They are whole on every rank, though their
+# tp_size is that of the language model.
+_HUGGING_FACE_INSIDE = replace(
+    HUGGING_FACE,
+    name="vLLM",
+    packages=VLLM.packages,
+    decorators=(*HUGGING_FACE.decorators, *VLLM.decorators),
+    objects=VLLM.objects,
 )
 
 
@@ -52,4 +62,16 @@ TOWERS: dict[tuple[str, str], Family] = {
     (_MODELS + "qwen2_5_vl", "Qwen2_5_VisionTransformer"): _dialect("Qwen2_5_VisionTransformerPretrainedModel"),
     (_MODELS + "qwen3_vl", "Qwen3_VisionTransformer"): _dialect("Qwen3VLVisionModel"),
     (_MODELS + "glm4_1v", "Glm4vVisionTransformer"): _dialect("Glm4vVisionModel"),
+}
+
+_GEMMA = family_of("Gemma4VisionModel")
+assert _GEMMA is not None
+# (module, model class) -> the dialect of the tower that the model holds and calls part by part, see vllm_gemma
+MODELS: dict[tuple[str, str], Family] = {
+    (_MODELS + module, name): replace(_GEMMA, engine=_HUGGING_FACE_INSIDE)
+    for module, name in (
+        ("gemma4_mm", "Gemma4ForConditionalGeneration"),
+        ("diffusion_gemma", "DiffusionGemmaForConditionalGeneration"),
+        ("embedding_gemma2", "EmbeddingGemma2Model"),
+    )
 }

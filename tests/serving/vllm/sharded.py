@@ -73,8 +73,8 @@ def parity(rank: int) -> None:
     from tests.serving.vllm import support
 
     for architecture in support.MODELS:
-        if "Moe" in architecture:
-            continue  # the same towers
+        if "Moe" in architecture or "Gemma" in architecture:
+            continue  # the same towers, and one whose weights are whole on every rank
         config, model = load(rank, architecture)
         assert not config.compilation_config.cudagraph_mm_encoder
         names = [name for name, _ in model.named_parameters()]
@@ -169,6 +169,23 @@ def delay(rank: int) -> None:
     error = raised(lambda: embed(config, model, GRIDS["mixed"]))
     assert f"rank {rank} waited for the other 1" in error, error
     time.sleep(LATE * (1 - rank))  # its process is there still
+
+
+def replicated(rank: int) -> None:
+    """Gemma 4's weights are whole on every rank, where each runs fused by itself: no rank waits for another."""
+    from tests.serving.vllm import support
+
+    architecture = "Gemma4ForConditionalGeneration"
+    config = support.config_of(architecture, tensor_parallel_size=2)
+    config, model = support.load(architecture, config, (rank, 2))
+    handle, grid = vars(model.vision_tower)[SERVED].handle, support.GRIDS["mixed"]
+    if rank == 1:  # one rank alone falls back
+        hook = model.vision_tower.encoder.layers[0].mlp.register_forward_hook(lambda *_: None)
+        original = support.embed(config, model, grid)
+        hook.remove()
+    got = support.embed(config, model, grid)
+    assert handle.stats()["fused"] == 2, handle.report()
+    assert got.norm() > 0 and (rank == 0 or (got - original).norm() <= 1e-5 * got.norm())
 
 
 def forbidden(rank: int) -> None:

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 
-from fusedvit.cli.towers import random_weights_
+from fusedvit.cli.towers import padded_images, random_weights_
 
 Grid = list[tuple[int, int, int]]
 GRIDS: dict[str, Grid] = {
@@ -42,6 +44,27 @@ _LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head
 _QWEN3 = dict(depth=3, hidden_size=144, num_heads=2, intermediate_size=280, out_hidden_size=64)
 _QWEN25 = dict(depth=3, hidden_size=160, num_heads=2, intermediate_size=300, out_hidden_size=64)
 _GLM = dict(depth=2, hidden_size=160, num_heads=2, intermediate_size=300, out_hidden_size=64, image_size=112)
+_GEMMA_TEXT = _TEXT | dict(
+    num_hidden_layers=2,
+    num_key_value_heads=1,
+    global_head_dim=32,
+    hidden_size_per_layer_input=0,
+    num_kv_shared_layers=0,
+)
+_GEMMA = dict(
+    num_hidden_layers=2,
+    hidden_size=144,
+    intermediate_size=280,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=72,
+    patch_size=4,
+    pooling_kernel_size=2,
+    position_embedding_size=64,
+    use_clipped_linears=True,
+    standardize=True,
+    default_output_length=280,
+)
 
 # architecture -> (config class in transformers, text config, vision config, patch size)
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
@@ -75,12 +98,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
         14,
     ),
     "Glm4vForConditionalGeneration": ("Glm4vConfig", _TEXT, _GLM, 14),
+    "Gemma4ForConditionalGeneration": ("Gemma4Config", _GEMMA_TEXT, _GEMMA, 4),
+}
+# Models that run the methods of one of these.
+BORROWING: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "DiffusionGemmaForBlockDiffusion": ("DiffusionGemmaConfig", _GEMMA_TEXT, _GEMMA, 4),
+    "EmbeddingGemma2Model": ("EmbeddingGemma2Config", _GEMMA_TEXT, _GEMMA, 4),
 }
 
 
 def folder_of(architecture: str) -> Path:
     """A folder with what vLLM reads of a model: its config and its processor's."""
-    name, text, vision, patch = MODELS[architecture]
+    name, text, vision, patch = (MODELS | BORROWING)[architecture]
     config = getattr(transformers, name)(text_config=text, vision_config=vision)
     config.architectures = [architecture]
     folder = Path(tempfile.mkdtemp())
@@ -145,7 +174,7 @@ def load(
     with under(config):
         start(*rank_and_world)
         model = get_model(vllm_config=config)
-    random_weights_(model.visual)
+    random_weights_(tower_of(model))
     return config, model.eval()
 
 
@@ -154,9 +183,14 @@ def under(config: Any) -> AbstractContextManager[Any]:
     return set_current_vllm_config(config)
 
 
+def tower_of(model: Any) -> Any:
+    return model.visual if hasattr(model, "visual") else model.vision_tower
+
+
 def pixels_of(model: Any, grid: Grid, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Bytes, or what is normalised already."""
-    weight = model.visual.patch_embed.proj.weight
+    tower = tower_of(model)
+    weight = tower.patch_embed.proj.weight if hasattr(tower, "patch_embed") else tower.patch_embedder.input_proj.weight
     rows, width = sum(t * h * w for t, h, w in grid), weight[0].numel()
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.uint8:
@@ -166,6 +200,8 @@ def pixels_of(model: Any, grid: Grid, dtype: torch.dtype, seed: int = 0) -> torc
 
 def calls_of(model: Any, grid: Grid, dtype: torch.dtype = torch.uint8, seed: int = 0) -> dict[str, torch.Tensor]:
     """Arguments of `embed_multimodal`, images and videos together."""
+    if hasattr(model, "vision_tower"):
+        return padded_calls_of(model, grid, seed)
     pixels = pixels_of(model, grid, dtype, seed).split([t * h * w for t, h, w in grid])
     found: dict[str, torch.Tensor] = {}
     for modality, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
@@ -173,6 +209,19 @@ def calls_of(model: Any, grid: Grid, dtype: torch.dtype = torch.uint8, seed: int
         if chosen:
             found[name] = torch.cat([pixels[i] for i in chosen])
             found[f"{modality}_grid_thw"] = torch.tensor([grid[i] for i in chosen])
+    return found
+
+
+def padded_calls_of(model: Any, grid: Grid, seed: int) -> dict[str, torch.Tensor]:
+    """As `calls_of`, of Gemma 4: images padded to one size, floats from 0 to 1, frames as images."""
+    merge, pixels = model.vision_tower.config.pooling_kernel_size, pixels_of(model, grid, torch.float32, seed)
+    images, positions = padded_images(pixels.clamp(-1, 1), grid, merge)
+    still = torch.tensor([t == 1 for t, _, _ in grid for _ in range(t)])
+    counts = torch.tensor([t for t, _, _ in grid if t > 1])
+    found = {"pixel_values": images[still], "pixel_position_ids": positions[still]} if still.any() else {}
+    if len(counts):
+        found |= {"pixel_values_videos": images[~still], "pixel_position_ids_videos": positions[~still]}
+        found["video_frame_counts"] = counts
     return found
 
 
@@ -185,3 +234,24 @@ def embed(config: Any, model: Any, grid: Grid, dtype: torch.dtype = torch.uint8,
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Within fp32's rounding of the same function."""
     return bool(got.shape == want.shape and (got - want).norm() <= 3e-5 * want.norm())
+
+
+class Lora(nn.Module):
+    """As `vllm.lora.layers` stands around a layer."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer(x)
+
+
+class Quantized(LinearMethodBase):
+    """A method of a quantised layer."""
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight.round(decimals=1), bias)

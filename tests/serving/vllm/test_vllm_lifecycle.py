@@ -10,24 +10,38 @@ import torch
 import vllm
 from torch import nn
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
-from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models import qwen3_vl
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 import fusedvit
+from fusedvit.checks.change_detection import HANDLE
 from fusedvit.errors import UnsupportedModel
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving import vllm as plugin
 from fusedvit.serving.plugin import CONFIG
-from tests.serving.vllm.support import GRIDS, close, config_of, embed, load, pixels_of, under
+from tests.serving.vllm.support import (
+    GRIDS,
+    Lora,
+    Quantized,
+    close,
+    config_of,
+    embed,
+    load,
+    pixels_of,
+    tower_of,
+    under,
+)
 
 GRID = GRIDS["mixed"]
+QWEN, GEMMA = "Qwen3VLForConditionalGeneration", "Gemma4ForConditionalGeneration"
+every_kind = pytest.mark.parametrize("served", [QWEN, GEMMA], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def served() -> tuple[Any, Any, Any]:
-    config, model = load()
+def served(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
+    config, model = load(getattr(request, "param", QWEN))
     return config, model, fusedvit.fuse(model)
 
 
@@ -35,16 +49,17 @@ def served() -> tuple[Any, Any, Any]:
 def own(served: tuple[Any, Any, Any]) -> Any:
     """vLLM's own answer, from the same model at that moment."""
     config, model, _ = served
-    forward = type(model.visual).__mro__[1].forward
+    forward = type(tower_of(model)).__mro__[1].forward
 
     def answer(grid: Any = GRID) -> torch.Tensor:
-        here = model.visual
+        here = tower_of(model)
+        handle = vars(here).pop(HANDLE)  # a model that calls parts of its tower goes by it
         cls, here.__class__ = type(here), type(here).__mro__[1]
         try:
             assert type(here).forward is forward
             return embed(config, model, grid)
         finally:
-            here.__class__ = cls
+            here.__class__, vars(here)[HANDLE] = cls, handle
 
     return answer
 
@@ -79,18 +94,21 @@ def test_metadata_of_its_graphs_passes_through(served: Any) -> None:
     assert close(got, want) and fused_calls(handle) == before + 1
 
 
+@every_kind
 def test_reload(served: Any, own: Any) -> None:
     config, model, handle = served
+    tower = tower_of(model)
     before = embed(config, model, GRID)
-    kept = [p.detach().clone() for p in model.visual.parameters()]
-    for parameter in model.visual.parameters():
+    kept = [p.detach().clone() for p in tower.parameters()]
+    for parameter in tower.parameters():
         parameter.data.copy_(parameter * 0.9)
     after = embed(config, model, GRID)
     assert close(after, own()) and not close(after, before)
-    state = {name: value * 1.1 for name, value in model.visual.named_parameters()}
-    model.visual.load_weights(state.items())
+    prefix, loader = ("", tower) if hasattr(tower, "load_weights") else ("model.vision_tower.", model)
+    state = {prefix + name: value * 1.1 for name, value in tower.named_parameters()}
+    assert loader.load_weights(state.items())
     assert close(embed(config, model, GRID), own())
-    for parameter, value in zip(model.visual.parameters(), kept, strict=True):
+    for parameter, value in zip(tower.parameters(), kept, strict=True):
         parameter.data.copy_(value)
     assert torch.equal(embed(config, model, GRID), before) and not original(handle)
 
@@ -118,6 +136,7 @@ def asleep(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield told
 
 
+@every_kind
 def test_sleep_and_wake(served: Any, own: Any, asleep: list[Any]) -> None:
     config, model, handle = served
     worker, before = worker_of(model), embed(config, model, GRID)
@@ -127,14 +146,14 @@ def test_sleep_and_wake(served: Any, own: Any, asleep: list[Any]) -> None:
     assert handle.stats()["weights_mib"] == 0
     worker.wake_up(["weights"])
     assert handle.stats()["weights_mib"] > 0 and torch.equal(embed(config, model, GRID), before)
-    kept = [p.detach().clone() for p in model.visual.parameters()]
+    kept = [p.detach().clone() for p in tower_of(model).parameters()]
     worker.sleep(level=2)
-    for parameter in model.visual.parameters():
+    for parameter in tower_of(model).parameters():
         parameter.data.fill_(torch.nan)
     worker.wake_up()
     assert handle.stats()["weights_mib"] == 0, "nothing is prepared of weights that are lost"
     worker.model_runner.reload_weights = lambda: [
-        p.data.copy_(v) for p, v in zip(model.visual.parameters(), kept, strict=True)
+        p.data.copy_(v) for p, v in zip(tower_of(model).parameters(), kept, strict=True)
     ]
     worker.vllm_config = config
     worker.reload_weights()
@@ -143,8 +162,11 @@ def test_sleep_and_wake(served: Any, own: Any, asleep: list[Any]) -> None:
     assert asleep == [1, ["kv_cache"], ["weights"], 2, None]
 
 
-def test_the_profile_run_prepares_first(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model = load()
+@pytest.mark.parametrize("architecture, family", [(QWEN, "Qwen3-VL"), (GEMMA, "Gemma 4")])
+def test_the_profile_run_prepares_first(
+    architecture: str, family: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model = load(architecture)
     handle, seen = fusedvit.fuse(model), []
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
@@ -160,50 +182,33 @@ def test_the_profile_run_prepares_first(caplog: pytest.LogCaptureFixture, monkey
         runner.profile_run()
     assert seen and seen[0] > 0, "memory is taken before the run that is measured"
     line = the_line(caplog, "runs fused")
-    assert "Qwen3-VL" in line and "MiB" in line
+    assert f"({family})" in line and "MiB" in line
 
 
+@every_kind
 def test_stats_of_a_worker(served: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, handle = served
     worker = worker_of(model)
-    assert worker.fusedvit_stats() == {"visual": handle.stats()}
+    (path,) = (name for name, module in model.named_modules() if module is tower_of(model))
+    assert worker.fusedvit_stats() == {path: handle.stats()}
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     worker.profiler, worker.weight_transfer_engine = None, None
     worker.elastic_ep_executor = SimpleNamespace(shutdown=lambda: None)
     with caplog.at_level(logging.INFO, "vllm.fusedvit"):
         worker.shutdown()
-    assert any("visual: {'calls':" in r.getMessage() for r in caplog.records)
+    assert any(f"{path}: {{'calls':" in r.getMessage() for r in caplog.records)
 
 
 # what falls back
 
 
-class _Lora(nn.Module):
-    """As `vllm.lora.layers` stands around a layer."""
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.base_layer(x)
-
-
-class _Quantized(LinearMethodBase):
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return nn.functional.linear(x, layer.weight.round(decimals=1), bias)
-
-
 def _wrap_lora(visual: Any) -> tuple[Any, str, Any]:
-    return visual.blocks[1].attn, "proj", _Lora(visual.blocks[1].attn.proj)
+    return visual.blocks[1].attn, "proj", Lora(visual.blocks[1].attn.proj)
 
 
 CHANGES: dict[str, Any] = {
     "LoRA around a layer": _wrap_lora,
-    "quantised": lambda v: (v.blocks[0].mlp.linear_fc1, "quant_method", _Quantized()),
+    "quantised": lambda v: (v.blocks[0].mlp.linear_fc1, "quant_method", Quantized()),
     "FP8 attention": lambda v: (v.blocks[0].attn.attn, "fp8_enabled", True),
     "another scale": lambda v: (v.blocks[2].attn.attn, "scale", 0.5),
     "another epsilon": lambda v: (v.blocks[0].norm1, "eps", 1e-2),

@@ -86,6 +86,21 @@ def test_sharded_weights(scenario: str) -> None:
     assert output.count("holds") == 2 and "shards of 2 GPUs gathered" in output, output[-3000:]
 
 
+def test_weights_that_are_whole_on_every_rank() -> None:
+    assert run(str(HERE / "sharded.py"), "replicated").count("holds") == 2
+
+
+SOURCES = """
+from fusedvit.serving.vllm_gemma import wrong_model
+from vllm.model_executor.models.gemma4_mm import Gemma4ForConditionalGeneration as model
+print(repr(wrong_model(model)))
+"""
+
+
+def test_the_oldest_releases_gemma_is_known() -> None:
+    assert run("-c", SOURCES, path=(oldest(),)).split()[-1] == "''"
+
+
 def test_sharded_weights_that_shall_not_be_gathered() -> None:
     output = run(str(HERE / "sharded.py"), "forbidden", FUSEDVIT_CONFIG='{"gather_sharded": false}')
     assert output.count("with --mm-encoder-tp-mode data every GPU runs it fused") == 1, output[-3000:]

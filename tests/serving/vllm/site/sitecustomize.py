@@ -30,6 +30,7 @@ def _define_operators():
     kept[-1].define("prepack_moe_weight(Tensor weight, Tensor(a!) out, str isa) -> ()")
     kept[-1].impl("prepack_moe_weight", lambda weight, out, isa: [out.copy_(weight)].clear(), "CPU")
     torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.get_memory_info = lambda *_: (1 << 33, 1 << 34)
 
 
 kept = []

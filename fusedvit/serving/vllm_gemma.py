@@ -1,0 +1,101 @@
+"""Gemma 4 in vLLM: Hugging Face's tower, whose parts vLLM's model calls one after another, never the tower itself.
+
+The two methods that do so, for images and for frames of videos, are replaced: the fused tower encodes the same batches,
+and the rows go on as in vLLM. What they do in the known releases is known by their source; any other is left alone.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.checks.change_detection import HANDLE
+from fusedvit.checks.own_code import own_class
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.outputs import to_hugging_face
+from fusedvit.serving.plugin import unwrapped, wrap
+
+TOWER = "vision_tower"  # the attribute of a model
+_IMAGES, _VIDEOS = "_process_image_input", "_process_video_input"
+# SHA-256 of a method's source, the first 16 digits: vLLM 0.26 and 0.27, 0.28, 0.29 to 0.32, 0.33
+_SOURCES = {
+    _IMAGES: ("84965853cd7a6d36", "660847f59ce6e4a2", "985dd0c4555d4062"),
+    _VIDEOS: ("4d128b07f9b6b85f", "e566f5e027b4bea3", "bf9e6c7f2d424bdb"),
+}
+
+Rows = list[torch.Tensor]
+Batch = torch.Tensor | Rows  # stacked, or images of several sizes
+
+
+def wrong_model(cls: type) -> str:
+    """What of a model's class is not as in the known releases; "" for nothing."""
+    for name, known in _SOURCES.items():
+        function = unwrapped(vars(cls).get(name))
+        try:
+            source = inspect.getsource(function.__code__).strip()
+        except (AttributeError, OSError):
+            return f"its {name} has no source to compare"
+        if hashlib.sha256(source.encode()).hexdigest()[:16] not in known:
+            return f"its {name} is none of those that this release of fusedvit knows"
+    return ""
+
+
+def replace_methods(cls: type) -> None:
+    """Lets a model's class call its tower where that is fused."""
+    wrap(cls, _IMAGES, _images)
+    wrap(cls, _VIDEOS, _videos)
+
+
+def run(handle: FusedEncoder, tower: nn.Module, pixel_values: Any, pixel_position_ids: Any, **more: Any) -> Any:
+    """A fused tower's `forward`, which nothing in vLLM calls: Hugging Face's record, or None, and its own runs."""
+    outputs = handle(tower, pixel_values, pixel_position_ids, more)
+    if outputs is None:
+        return None
+    return to_hugging_face(own_class(type(tower)), tower, handle, outputs, (pixel_values, pixel_position_ids, more))
+
+
+def _images(original: Callable[..., Rows], model: Any, image_input: Any) -> Rows:
+    """`[tokens, text width]` of each image."""
+    rows = _encoded(model.vision_tower, image_input["pixel_values"], image_input["pixel_position_ids"])
+    return original(model, image_input) if rows is None else _projected(model, rows, [1] * len(rows))
+
+
+def _videos(original: Callable[..., Rows], model: Any, video_input: Any) -> Rows:
+    """`[tokens of all its frames, text width]` of each video."""
+    given = [video_input[f"{name}_videos"] for name in ("pixel_values", "pixel_position_ids")]
+    rows, frames = _encoded(model.vision_tower, *given), torch.as_tensor(video_input["video_frame_counts"])
+    return original(model, video_input) if rows is None else _projected(model, rows, frames.tolist())
+
+
+def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
+    """`[tokens, width]` of each padded image, those of as many patches in one call; None where vLLM's own code runs."""
+    handle: FusedEncoder | None = vars(tower).get(HANDLE)
+    if handle is None:
+        return None
+    alike: dict[int, list[int]] = {}
+    for i, image in enumerate(pixels):
+        alike.setdefault(len(image), []).append(i)
+    rows: dict[int, torch.Tensor] = {}
+    for chosen in alike.values():
+        found = handle.attempt(tower, _stacked(pixels, chosen), _stacked(positions, chosen), {})
+        if found is None or found.outputs is None:
+            return None
+        tokens = [item.tokens // handle.spec.merge_unit for item in found.items]
+        rows.update(zip(chosen, found.outputs.pooled.split(tokens), strict=True))
+    return [rows[i] for i in range(len(rows))]
+
+
+def _stacked(given: Batch, chosen: list[int]) -> torch.Tensor:
+    return given if isinstance(given, torch.Tensor) else torch.stack([given[i] for i in chosen])
+
+
+def _projected(model: Any, rows: Rows, counts: list[int]) -> Rows:
+    """Rows in the language model's width, in one product, those of as many images together as `counts` say."""
+    flat = torch.cat(rows).to(model.model_dtype)
+    found: torch.Tensor = model.embed_vision(inputs_embeds=flat.unsqueeze(0)).squeeze(0)
+    tokens = iter(map(len, rows))
+    return list(found.split([sum(islice(tokens, count)) for count in counts]))
