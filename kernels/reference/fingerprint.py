@@ -1,6 +1,7 @@
 """Reference of `kernels.fingerprint`."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -35,13 +36,24 @@ def _samples(groups: int, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     return group.to(device), salt.to(device)
 
 
-def _hash(words: torch.Tensor) -> torch.Tensor:
-    groups = len(words) // GROUP
-    group, salt = _samples(groups, words.device)
-    low, high = words[: GROUP * groups].view(-1, GROUP)[group].view(torch.int32).unbind(1)
-    last = words[GROUP * groups :].to(torch.int32)
-    i = torch.arange(len(last), device=words.device) - GROUP
-    return _mix(_mix(low + salt) ^ high).sum() + _mix(last + (i * _GOLDEN).to(torch.int32)).sum()
+def _sums(parts: list[torch.Tensor], hashed: torch.Tensor) -> torch.Tensor:
+    """`[P]` int64: of each part of `hashed`, which lie one after another, the sum."""
+    ends = torch.tensor([len(part) for part in parts], device=hashed.device).cumsum(0)
+    return torch.nn.functional.pad(hashed.cumsum(0), (1, 0))[ends].diff(prepend=ends.new_zeros(1))
+
+
+def _hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[P]` int64, of all tensors at once: most are small, and a call of torch costs more than its work."""
+    words = [t.as_strided((t.numel(),), (1,)).view(torch.int16) for t in tensors]
+    counts = [len(w) // GROUP for w in words]
+    samples = [_samples(n, w.device) for n, w in zip(counts, words, strict=True)]
+    read = [w[: GROUP * n].view(-1, GROUP)[group] for w, n, (group, _) in zip(words, counts, samples, strict=True)]
+    low, high = torch.cat(read).view(torch.int32).unbind(1)
+    last = [w[GROUP * n :] for w, n in zip(words, counts, strict=True)]
+    left = torch.cat([torch.arange(len(w), device=w.device) for w in last]) - GROUP
+    hashed = _mix(_mix(low + torch.cat([salt for _, salt in samples])) ^ high)
+    more = _mix(torch.cat(last).to(torch.int32) + (left * _GOLDEN).to(torch.int32))
+    return _sums(read, hashed) + _sums(last, more)
 
 
 def fingerprint(
@@ -56,6 +68,4 @@ def fingerprint(
         rows[: grid.shape[0]].copy_(grid)
     if not out.numel():
         return out
-    for i, t in enumerate(sources.tensors):
-        out[i] = _hash(t.as_strided((t.numel(),), (1,)).view(torch.int16)).to(torch.int32)
-    return out
+    return out.copy_(_hashes(sources.tensors).to(torch.int32))

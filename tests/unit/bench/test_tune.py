@@ -34,26 +34,58 @@ H200 = Target(name="NVIDIA H200")
 RUNNER = CliRunner(env={"COLUMNS": "200"})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def items() -> list[TuningTask]:
-    """The tiny tower's questions at one budget, one kind of linear layer and attention."""
+    """The tiny tower's questions at one budget, two linear layers and attention."""
     every = tuning_tasks([spec_of(GEOMETRIES["tiny"])], (64,), FP32)
     return [q for q in every if q.task.name in ("proj", "fc2", "attention")]
 
 
-def times(monkeypatch: pytest.MonkeyPatch, us: Callable[[Any], float]) -> None:
-    def timed(cases: Any, rows: int, configs: Any, device: Any) -> list[list[float]]:
-        return [[us(config)] * len(cases) for config in configs]
+@pytest.fixture
+def linears(items: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> list[TuningTask]:
+    """Of these the linear layers, which have three candidates."""
+    monkeypatch.setattr(tune, "candidates", three_tiles)
+    return [q for q in items if q.task.key.op == "linear"]
 
-    monkeypatch.setattr(tune, "time_candidates", timed)
+
+def three_tiles(item: Any, dtype: torch.dtype, target: Target) -> list[Candidate]:
+    """The heuristic's choice first."""
+    return [Candidate("triton", LinearConfig(m, 32, 32, 4, 2)) for m in (32, 64, 16)]
+
+
+Times = Callable[[Callable[[Any], float]], None]
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    """Makes a function of their configurations the candidates' times."""
+
+    def of(us: Callable[[Any], float]) -> None:
+        monkeypatch.setattr(tune, "time_candidates", lambda cases, rows, cs, device: [[us(c)] * len(cases) for c in cs])
+
+    return of
+
+
+def taller_is_faster(config: Any) -> float:
+    return 1000.0 / config.block_m
 
 
 def all_good(pairs: Any) -> Iterator[tuple[int, str]]:
     yield from ((i, "") for i in range(len(pairs)))
 
 
-def tuner(log: tune.Log, check: Any = all_good, **options: Any) -> tune.Tuner:
-    return tune.Tuner(CPU, FP32, log, check, **options)
+def tuner(log: tune.Log | None = None, check: Any = all_good, **options: Any) -> tune.Tuner:
+    return tune.Tuner(CPU, FP32, log or tune.Log(None, {}), check, **options)
+
+
+def tiles(entries: list[dict[str, Any]]) -> list[int]:
+    """Rows of the tiles that were taken."""
+    return [entry["config"]["block_m"] for entry in entries]
+
+
+def say(monkeypatch: pytest.MonkeyPatch, item: TuningTask, config: Any) -> None:
+    """The table in use says `config`."""
+    monkeypatch.setattr(tuning_table, "table_for", lambda target: tuning_table.Table({item.task.key: config}))
 
 
 def test_every_operation_is_tuned_once() -> None:
@@ -77,42 +109,29 @@ def test_a_budget_is_judged_by_contents_of_its_own() -> None:
         assert budget(2 * content - rows) < rows or rows == 64, "halfway to the budget below"
 
 
-def test_the_entry_in_use_is_always_tried(items: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_in_use_is_always_tried(linears: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the cost model thinks little of it: it was the fastest once."""
-    (item,) = [q for q in items if q.task.name == "proj"]
-    now = LinearConfig(128, 32, 32, 4, 2)
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    monkeypatch.setattr(tuning_table, "table_for", lambda target: tuning_table.Table({item.task.key: now}))
-    proposed = tuner(tune.Log(None, {})).proposed(item)
+    say(monkeypatch, linears[0], LinearConfig(128, 32, 32, 4, 2))
+    proposed = tuner().proposed(linears[0])
     assert [c.config.block_m for c in proposed] == [32, 64, 16, 128]
-    monkeypatch.setattr(
-        tuning_table, "table_for", lambda target: tuning_table.Table({item.task.key: proposed[1].config})
-    )
-    assert [c.config.block_m for c in tuner(tune.Log(None, {})).proposed(item)] == [32, 64, 16]
+    say(monkeypatch, linears[0], proposed[1].config)
+    assert [c.config.block_m for c in tuner().proposed(linears[0])] == [32, 64, 16]
 
 
-def test_the_fastest_is_taken_and_read_back(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    times(monkeypatch, lambda config: 1000.0 / config.block_m)
-    entries = tuner(tune.Log(None, {})).run([q for q in items if q.task.key.op == "linear"])
-    assert [e["config"]["block_m"] for e in entries] == [64, 64]
-    assert all(e["us"] < e["heuristic_us"] for e in entries)
+def test_the_fastest_is_taken_and_read_back(linears: list[TuningTask], times: Times, tmp_path: Path) -> None:
+    times(taller_is_faster)
+    entries = tuner().run(linears)
+    assert tiles(entries) == [64, 64] and all(e["us"] < e["heuristic_us"] for e in entries)
     path = tmp_path / "cpu.json"
     tuning_table.write(path, tuning_table.passport("CPU", "0"), entries)
     table = tuning_table.read(path, "CPU")
-    assert set(table.entries) == {q.task.key for q in items if q.task.key.op == "linear"} and not table.stale
+    assert set(table.entries) == {q.task.key for q in linears} and not table.stale
 
 
-def three_tiles(item: Any, dtype: torch.dtype, target: Target) -> list[Candidate]:
-    return [Candidate("triton", LinearConfig(m, 32, 32, 4, 2)) for m in (32, 64, 16)]
-
-
-def test_a_refused_or_wrong_candidate_is_never_taken(items: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> None:
-    (item,) = [q for q in items if q.task.name == "proj"]
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+def test_a_refused_or_wrong_candidate_is_never_taken(
+    linears: list[TuningTask], times: Times, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times(taller_is_faster)
 
     def spills(which: int) -> Any:
         def check(pairs: list[Any]) -> Iterator[tuple[int, str]]:
@@ -121,19 +140,19 @@ def test_a_refused_or_wrong_candidate_is_never_taken(items: list[TuningTask], mo
 
         return check
 
-    assert tuner(tune.Log(None, {}), spills(64)).run([item]) == [], "the heuristic's choice is the next"
-    (entry,) = tuner(tune.Log(None, {}), spills(32)).run([item])
+    assert tuner(check=spills(64)).run(linears[:1]) == [], "the heuristic's choice is the next"
+    (entry,) = tuner(check=spills(32)).run(linears[:1])
     assert entry["config"]["block_m"] == 64 and "heuristic_us" not in entry
     real = ops.compare
     monkeypatch.setattr(ops, "compare", lambda ours, ref, pt: real(ours * 1.01, ref, pt))
-    assert tuner(tune.Log(None, {})).run([item]) == []
+    assert tuner().run(linears[:1]) == []
 
 
-def test_a_wrong_output_is_checked_on_other_data(items: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_output_is_checked_on_other_data(
+    linears: list[TuningTask], times: Times, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On other data: of attention some draw in hundreds is beyond the rule by chance."""
-    (item,) = [q for q in items if q.task.name == "proj"]
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+    times(taller_is_faster)
     real, seen = ops.compare, list[torch.Tensor]()
 
     def wrong_at_first(ours: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor) -> Any:
@@ -141,11 +160,10 @@ def test_a_wrong_output_is_checked_on_other_data(items: list[TuningTask], monkey
         return real(ours * (1.01 if len(seen) == 1 else 1.0), ref, pt)
 
     monkeypatch.setattr(ops, "compare", wrong_at_first)
-    (entry,) = tuner(tune.Log(None, {})).run([item])
-    assert entry["config"]["block_m"] == 64 and len(seen) == 2
+    assert tiles(tuner().run(linears[:1])) == [64] and len(seen) == 2
     assert not torch.equal(*seen), "the same data would say the same"
     seen.clear()
-    pair = item, Candidate("triton", LinearConfig(32, 32, 32, 4, 3))
+    pair = linears[0], Candidate("triton", LinearConfig(32, 32, 32, 4, 3))
     assert tune_candidates.problem_of(pair, FP32, CPU) == "" and len(seen) == 2
 
 
@@ -158,14 +176,14 @@ def test_nothing_ships_that_is_slower_than_the_heuristics(path: Path) -> None:
         assert entry["us"] <= (1 + tune.MARGIN) * entry["heuristic_us"] + 0.01, entry
 
 
-def test_what_is_slower_at_a_full_budget_is_not_taken(items: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_slower_at_a_full_budget_is_not_taken(
+    linears: list[TuningTask], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it gains on the budget's other contents."""
-    (item,) = [q for q in items if q.task.name == "proj"]
-    monkeypatch.setattr(tune, "candidates", three_tiles)
     for full, taken in ((10.1, True), (10.5, False)):
         of_tile = {32: [10.0, 10.0], 64: [full, 5.0], 16: [20.0, 20.0]}
         monkeypatch.setattr(tune, "time_candidates", lambda *a, of=of_tile: [of[c.block_m] for c in a[2]])
-        assert [e["config"]["block_m"] for e in tuner(tune.Log(None, {})).run([item])] == [64] * taken
+        assert tiles(tuner().run(linears[:1])) == [64] * taken
 
 
 class Clock:
@@ -188,14 +206,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def test_a_run_that_was_cut_goes_on(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
-) -> None:
-    monkeypatch.setattr(tune, "candidates", three_tiles)
+@pytest.fixture
+def checks_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "CHECKING", 1.0)
-    linears = [q for q in items if q.task.key.op == "linear"]
+
+
+def test_a_run_that_was_cut_goes_on(
+    linears: list[TuningTask], times: Times, tmp_path: Path, clock: Clock, checks_all: None
+) -> None:
     measured: list[Any] = []
-    times(monkeypatch, lambda config: measured.append(config) or 1000.0 / config.block_m)
+    times(lambda config: measured.append(config) or taller_is_faster(config))
     path, stamp = tmp_path / "log.jsonl", {"gpu": "CPU"}
     first = tuner(tune.Log(path, stamp), step=clock.step, deadline=6.5).run(linears)
     assert len(first) == 1 and len(measured) == 3, "six compilations, and one item before time is up"
@@ -208,13 +228,10 @@ def test_a_run_that_was_cut_goes_on(
 
 
 def test_what_is_still_to_be_timed_is_compiled_again_side_by_side(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
+    linears: list[TuningTask], times: Times, tmp_path: Path, clock: Clock, checks_all: None
 ) -> None:
     """As another machine has nothing compiled; but not what failed, nor what is decided."""
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    monkeypatch.setattr(tune, "CHECKING", 1.0)
-    times(monkeypatch, lambda config: float(config.block_m))
-    linears = [q for q in items if q.task.key.op == "linear"]
+    times(lambda config: float(config.block_m))
     checked: list[list[tuple[str, int]]] = []
 
     def check(pairs: list[tuple[TuningTask, Candidate]]) -> Any:
@@ -229,72 +246,58 @@ def test_what_is_still_to_be_timed_is_compiled_again_side_by_side(
     assert sorted(checked[1]) == [(second, 16), (second, 32)]
 
 
-def test_short_of_time_what_was_checked_is_timed(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_short_of_time_what_was_checked_is_timed(linears: list[TuningTask], times: Times, clock: Clock) -> None:
     """Time for two candidates of the first item; with more time the third is tried, and the other item."""
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    times(monkeypatch, lambda config: float(config.block_m))
-    linears, log = [q for q in items if q.task.key.op == "linear"], tune.Log(None, {})
+    times(lambda config: float(config.block_m))
+    log = tune.Log(None, {})
     entries = tuner(log, step=clock.step, deadline=3.0).run(linears)
     assert entries == [] and [log.decided(q) for q in linears] == [False, False]
     assert log.found[linears[0].describe()]["tried"] == 2
-    entries = tuner(log).run(linears)
-    assert [e["config"]["block_m"] for e in entries] == [16, 16] and all(map(log.decided, linears))
+    assert tiles(tuner(log).run(linears)) == [16, 16] and all(map(log.decided, linears))
 
 
-def test_a_run_that_is_interrupted_keeps_what_it_found(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    linears = [q for q in items if q.task.key.op == "linear"]
+def test_a_run_that_is_interrupted_keeps_what_it_found(linears: list[TuningTask], times: Times) -> None:
     left = iter([64.0, 32.0, 16.0])
-    times(monkeypatch, lambda config: next(left))
+    times(lambda config: next(left))
     kept: list[Any] = []
     with pytest.raises(StopIteration):
-        tuner(tune.Log(None, {}), keep=lambda entries, decided: kept.append((entries, decided))).run(linears)
+        tuner(keep=lambda entries, decided: kept.append((entries, decided))).run(linears)
     ((entries, decided),) = kept
     assert [e["us"] for e in entries] == [16.0] and decided == [linears[0].task.key]
 
 
 def test_the_table_is_written_as_it_goes(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch, clock: Clock
+    linears: list[TuningTask], times: Times, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setattr(tune, "candidates", three_tiles)
     monkeypatch.setattr(tune, "KEEP_S", 0.5)
-    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+    times(taller_is_faster)
     kept: list[int] = []
-    linears = [q for q in items if q.task.key.op == "linear"]
-    tuner(tune.Log(None, {}), step=clock.step, keep=lambda entries, _: kept.append(len(entries))).run(linears)
+    tuner(step=clock.step, keep=lambda entries, _: kept.append(len(entries))).run(linears)
     assert kept == [1, 2]
 
 
 @pytest.mark.parametrize("gain, taken", [(1.01, False), (1.05, True)])
 def test_a_configuration_must_beat_the_heuristics_by_a_margin(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
+    linears: list[TuningTask], times: Times, gain: float, taken: bool
 ) -> None:
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    times(monkeypatch, lambda config: 10.0 if config.block_m == 32 else 10.0 / gain)
-    (item,) = [q for q in items if q.task.name == "proj"]
+    times(lambda config: 10.0 if config.block_m == 32 else 10.0 / gain)
     log = tune.Log(None, {})
-    assert len(tuner(log).run([item])) == taken and log.decided(item)
+    assert len(tuner(log).run(linears[:1])) == taken and log.decided(linears[0])
 
 
-@pytest.mark.parametrize("of_table, other, taken", [(9.9, 9.8, 16), (9.9, 9.6, 64), (10.1, 9.9, None)])
+@pytest.mark.parametrize("of_table, other, taken", [(9.9, 9.8, [16]), (9.9, 9.6, [64]), (10.1, 9.9, [])])
 def test_what_the_table_says_stays_unless_something_is_clearly_faster(
-    items: list[TuningTask],
+    linears: list[TuningTask],
+    times: Times,
     monkeypatch: pytest.MonkeyPatch,
     of_table: float,
     other: float,
-    taken: int | None,
+    taken: list[int],
 ) -> None:
     """The heuristic's takes 10."""
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    times(monkeypatch, lambda config: {32: 10.0, 16: of_table, 64: other}[config.block_m])
-    (item,) = [q for q in items if q.task.name == "proj"]
-    (said,) = [c for c in three_tiles(item, BF16, H200) if c.config.block_m == 16]
-    monkeypatch.setattr(tuning_table, "table_for", lambda target: tuning_table.Table({item.task.key: said.config}))
-    assert [e["config"]["block_m"] for e in tuner(tune.Log(None, {})).run([item])] == [taken] * (taken is not None)
+    times(lambda config: {32: 10.0, 16: of_table, 64: other}[config.block_m])
+    say(monkeypatch, linears[0], LinearConfig(16, 32, 32, 4, 2))
+    assert tiles(tuner().run(linears[:1])) == taken
 
 
 def test_what_matters_most_comes_first() -> None:
@@ -309,19 +312,17 @@ def test_what_matters_most_comes_first() -> None:
 
 
 def test_waves_are_decided_one_after_another(
-    items: list[TuningTask], monkeypatch: pytest.MonkeyPatch, clock: Clock
+    linears: list[TuningTask], times: Times, clock: Clock, checks_all: None
 ) -> None:
     """Time for the first alone: nothing of the second is compiled before that."""
-    monkeypatch.setattr(tune, "candidates", three_tiles)
-    monkeypatch.setattr(tune, "CHECKING", 1.0)
-    times(monkeypatch, lambda config: 1000.0 / config.block_m)
+    times(taller_is_faster)
     told: list[tuple[str, int, int]] = []
 
     def step(*words: Any) -> None:
         told.append(words)
         clock.step(*words)
 
-    one, two = [q for q in items if q.task.key.op == "linear"]
+    one, two = linears
     log = tune.Log(None, {})
     assert len(tuner(log, step=step, deadline=4.5).run([one], [two])) == 1 and log.decided(one) and not log.decided(two)
     assert [words for words in told if "compiled" not in words[0]][1:] == [("decided", 1, 2), ("time is up", 1, 2)]
@@ -405,38 +406,33 @@ class Sleeper:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    arguments = [
-        "tune",
-        "--tower",
-        "tiny",
-        "--budget",
-        "64",
-        "--out",
-        tmp_path / "t.json",
-        "--json",
-        tmp_path / "d.json",
-    ]
-    result = RUNNER.invoke(app, list(map(str, arguments)))
+    out, document = tmp_path / "t.json", tmp_path / "d.json"
+    words = f"tune --tower tiny --budget 64 --out {out} --json {document}".split()
+    result = RUNNER.invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "9 of 9 decided" in result.output
-    written = tuning_table.read(tmp_path / "t.json", "CPU")
+    written = tuning_table.read(out, "CPU")
     assert f"{len(written.entries)} unlike the heuristics" in result.output and not written.stale
-    assert {"passport", "entries", "log", "gains", "refused"} == set(json.loads((tmp_path / "d.json").read_text()))
+    assert {"passport", "entries", "log", "gains", "refused"} == set(json.loads(document.read_text()))
 
 
-def test_the_commands_dry_run_and_refusals(tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "Qwen3-VL-8B"])
-    assert result.exit_code == 0 and "qkv norm+rope 3456 x 1152, 1024 rows" in result.output
-    assert "9 operations, " in result.output and " compilations" in result.output
-    result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--op", "fc3"])
-    assert result.exit_code == 2 and "--op: no 'fc3'; there are 'patch'" in result.output
-    result = RUNNER.invoke(app, ["tune", "--dry-run", "--budget", "1024", "--tower", "all", "--op", "fc1"])
-    assert result.exit_code == 0 and all(f"fc1 {kind}" in result.output for kind in ("norm+gelu_tanh", "rms+swiglu"))
-    result = RUNNER.invoke(app, ["tune", "--tower", "huge"])
-    assert result.exit_code == 2 and "no 'huge'" in result.output
-    if not torch.cuda.is_available():
-        result = RUNNER.invoke(app, ["tune"])
-        assert result.exit_code == 2 and "needs an NVIDIA GPU" in result.output
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        (
+            "--dry-run --budget 1024 --tower Qwen3-VL-8B",
+            0,
+            ["qkv norm+rope 3456 x 1152, 1024 rows", "9 operations, ", " compilations"],
+        ),
+        ("--dry-run --budget 1024 --op fc3", 2, ["--op: no 'fc3'; there are 'patch'"]),
+        ("--dry-run --budget 1024 --tower all --op fc1", 0, ["fc1 norm+gelu_tanh", "fc1 rms+swiglu"]),
+        ("--tower huge", 2, ["no 'huge'"]),
+        pytest.param("", 2, ["needs an NVIDIA GPU"], marks=pytest.mark.skipif(torch.cuda.is_available(), reason="one")),
+    ],
+)
+def test_the_commands_dry_run_and_refusals(words: str, code: int, said: list[str]) -> None:
+    result = RUNNER.invoke(app, ["tune", *words.split()])
+    assert result.exit_code == code and all(part in result.output for part in said), result.output
 
 
 @pytest.mark.parametrize(
