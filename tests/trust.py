@@ -98,7 +98,7 @@ FAULTS = {
     "F18": Fault("compiling in steady state", "kernels/aot:what_is_compiled_is_what_whole_towers_launch", "soak"),
     "F19": Fault("a cache without a bound", "unit/graphs/packing:remembers_a_bounded_number_of_layouts", "soak"),
     "F20": Fault("a graph and an eager run differ", "unit/one_budget", "graph_equals_eager"),
-    "F21": Fault("accuracy", "hf/families:tolerance_rule hf/outputs:tolerance_rule"),
+    "F21": Fault("accuracy", "hf/families:tolerance_rule"),
     "F22": Fault("races", "unit/encoder:run_to_run_the_same_bits emulator/parts:races", "repeats"),
     "F23": Fault("out of bounds", "emulator/parts:only_a_launchs_tensors_can_be_reached", "memcheck"),
     "F24": Fault("memory and latency drift", "", "soak"),

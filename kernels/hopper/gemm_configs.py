@@ -171,7 +171,7 @@ _TILES: tuple[tuple[HopperGemmConfig, float], ...] = (
 _STEP_US = {(config.rows, config.cols, config.consumers): step_us for config, step_us in _TILES}
 # The rest of the cost model, in us: ends of tiles; of a cell of [64, 64] its end, erf and position taps; a launch; from
 # a load to its landing; an MB of operands through L2; and bytes a us of weights from memory. Fitted to timings of an
-# H200 (tests/kernels/gemm_times.py) and to a finer model of each GEMM, by whose own estimate the GEMMs of a tower take
+# H200 (tests/kernels/gemm_times.json) and a finer model of each GEMM, by whose own estimate the GEMMs of a tower take
 # 0.12 % longer as chosen here than as chosen by them, 0.8 % at most (Qwen3-VL 8B and 2B, 64 to 25088 patches).
 _PING_PONG_END_US, _COOPERATIVE_END_US = 1.49, 3.0
 CELL_END_US, _CELL_ERF_US, _CELL_TAPS_US = 0.035, 0.48, 0.93

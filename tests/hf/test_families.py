@@ -60,6 +60,8 @@ def test_every_output(name: str, grid: Grid) -> None:
     with torch.no_grad():
         ours, theirs = (call.record(t) for t in (tower, original))
     assert type(ours) is type(theirs) and list(ours.keys()) == list(theirs.keys())
+    assert [type(value) for value in ours.values()] == [type(value) for value in theirs.values()]
+    assert hasattr(ours, "deepstack_features") == hasattr(theirs, "deepstack_features")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

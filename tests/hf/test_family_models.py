@@ -1,6 +1,5 @@
 """Whole models of the Qwen families that tests/support/towers.py does not build: fuse finds the tower."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tests.support.towers import (
     VOCABULARY,
     Grid,
     error_of,
-    patches_of,
     pixels_for,
     ran_fused,
 )
@@ -182,20 +180,3 @@ def test_colqwen2() -> None:
         torch.testing.assert_close(model(**arguments).embeddings, expected, rtol=1e-4, atol=1e-5)
     assert handle.tower is model.vlm.visual
     ran_fused(handle, calls=1)
-
-
-@by_model
-def test_save_and_reload(name: str, tmp_path: Path) -> None:
-    model = tiny_model(name)
-    keys = list(model.state_dict())
-    fusedvit.fuse(model, STRICT)
-    assert list(model.state_dict()) == keys
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    for key, value in loaded.state_dict().items():
-        assert value.equal(model.state_dict()[key]), key
-    call = pixels_for(tower_of(model), IMAGES), torch.tensor(IMAGES)
-    with torch.no_grad():
-        ours, theirs = (tower_of(m)(*call).pooler_output for m in (model, loaded))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert patches_of(IMAGES) == len(call[0])

@@ -1,8 +1,10 @@
 """The Hopper GEMM without a GPU: choices and their cost model, refusals, compilation, and how the encoder fits it."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +31,6 @@ from fusedvit.model import buffers
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.plan import plan_for, tasks
 from fusedvit.runtime.ahead_of_time import GLM_45V, QWEN2_VL_7B, QWEN3_VL_8B, QWEN25_VL_7B
-from tests.kernels.gemm_times import GEMM, SWAP_AB
 from tests.kernels.linear_cases import EPS, Layer, fused, plain, tensors
 from tests.kernels.support import assert_within
 from tests.kernels.test_aot import run
@@ -94,15 +95,11 @@ def test_unsupported_shapes_are_left_to_plain_triton(n: int, k: int, kind: str, 
     assert hopper_gemm_candidates(16384, n, k, H200, kind) == [], why
 
 
-def measured() -> dict[tuple[int, int, int, str], dict[object, float]]:
+def measured() -> dict[tuple[int, int, int, str], dict[tuple[int, ...], float]]:
     """us of every tile of both GEMMs that was timed, by (rows, n, k, kind): (rows, cols, consumers) and (rows,
     consumers)."""
-    found: dict[tuple[int, int, int, str], dict[object, float]] = {}
-    for _, *key, us in GEMM:
-        found.setdefault(tuple(key), {}).update(us)
-    for _, *key, _, us in SWAP_AB:
-        found.setdefault(tuple(key), {}).update(us)
-    return found
+    times = json.loads(Path(__file__).with_name("gemm_times.json").read_text(encoding="utf-8"))["times"]
+    return {tuple(key): {tuple(tile): us for *tile, us in tiles} for *key, tiles in times}
 
 
 def choices(rare: bool) -> Iterator[tuple[str, float]]:

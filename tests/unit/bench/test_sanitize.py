@@ -1,7 +1,5 @@
 """What compute-sanitizer is given to run: on a CPU, that all of it runs."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -9,8 +7,6 @@ pytest.importorskip("transformers")
 
 from fusedvit.bench import sanitize  # noqa: E402
 from fusedvit.bench.towers import GEOMETRIES, spec_of  # noqa: E402
-from fusedvit.kernels import backends  # noqa: E402
-from fusedvit.kernels.tile_configs import LinearConfig, Target  # noqa: E402
 from fusedvit.model.plan import tasks  # noqa: E402
 
 CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
@@ -31,16 +27,6 @@ def test_every_operation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     named = {task.name for rows in sanitize.BUDGETS for task in tasks(spec, rows, FP32)}
     assert {line.split()[0] for line in lines} == named
     assert {room - rows for rows, room in counts if rows > 1} == {0, 5} and {0, 1} <= {rows for rows, _ in counts}
-
-
-def test_candidates_follow_the_heuristics_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = backends.backend_named("linear", "triton")
-    offered = [LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 4, 4)]
-    other = replace(plain, name="other", heuristic=lambda *_: None, candidates=lambda *_: offered)
-    monkeypatch.setattr(backends, "BACKENDS", (other, *backends.BACKENDS))
-    task = next(t for t in tasks(spec_of(GEOMETRIES["Qwen3-VL-8B"]), 1024, BF16) if t.name == "proj")
-    few, every = (sanitize._configs(task, BF16, Target(), flag) for flag in (False, True))
-    assert len(few) == 1 and every[0] == few[0] and set(every) == {*few, *offered}
 
 
 def test_a_tower_runs() -> None:

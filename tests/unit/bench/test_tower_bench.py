@@ -1,13 +1,11 @@
 """The bench on a CPU with the tiny tower: gates, schema, ratios, files. What it measures is another matter."""
 
 import dataclasses
-import functools
 import json
 import math
-import types
 from io import StringIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +22,6 @@ from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import backends, tile_configs  # noqa: E402
-from tests.support.families import TINY  # noqa: E402
 
 CPU = torch.device("cpu")
 LINEARS = ["patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", "merger_fc2"]
@@ -135,20 +132,6 @@ def test_backends_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert said == "fusedvit bench kernels --tower tiny --without attention/hopper --json k"
 
 
-def test_a_short_run_leaves_out_only_what_is_never_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fa3", "cudnn", "varlen"):
-        monkeypatch.setattr(baselines, name, lambda frames, name=name: name)
-    on_gpu = types.SimpleNamespace(is_cuda=True)
-
-    def names(lengths: tuple[int, ...], with_fa3: bool, short: bool) -> list[str]:
-        frames = baselines.Frames(cast(Any, on_gpu), lengths)
-        return list(baselines.available(frames, with_fa3, short))
-
-    assert names((4, 4), True, False) == ["fa3", "cudnn", "torch"]
-    assert names((4, 4), True, True) == ["fa3", "cudnn"]
-    assert names((4, 6), True, True) == ["fa3", "torch"] and names((4, 4), False, True) == ["cudnn", "torch"]
-
-
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -205,20 +188,6 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert (found.median, found.low, found.high, found.rounds) == (2.0, 1.0, 2.0, 3)
 
 
-@pytest.mark.parametrize("ms, calls", [(0, 5), (60, 3), (400, 1)])
-def test_bursts_have_several_calls(ms: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many for every contender, by what a call of each takes together; the first is kept as well."""
-    order: list[str] = []
-    monkeypatch.setattr(timing, "_wall_ms", lambda run, device: run() or ms + len(order))
-    contenders = [timing.Contender(name, functools.partial(order.append, name)) for name in "ab"]
-    found = timing.interleaved_bursts(contenders, CPU, 0)
-    warm_ups = ["a", "a", "b", "b"]
-    assert order == warm_ups + (["a"] * calls + ["b"] * calls) * timing.LEAST_ROUNDS
-    firsts = [ms + len(warm_ups) + 2 * calls * i + 1 for i in range(timing.LEAST_ROUNDS)]
-    assert found["a"] == timing.Bursts(calls, [first + (calls - 1) // 2 for first in firsts], firsts)
-    assert found["b"].first == [first + calls for first in firsts]
-
-
 def test_workloads_of_the_sweep() -> None:
     assert image(448) == WORKLOADS["1 x 448 px"] and video(8) == WORKLOADS["video, 8 frames 224 px"]
     assert image(56) == [(1, 4, 4)] and image(2560) == [(1, 160, 160)] and video(1) == [(1, 14, 14)]
@@ -244,40 +213,6 @@ def test_the_floor_counts_what_a_tower_computes() -> None:
     assert costs["attention"].flops == 4 * pairs * c
     glm = workloads.tower_costs(bench_towers.spec_of(bench_towers.GEOMETRIES["GLM-OCR"]), [(1, 12, 8)])
     assert {"downsample", "merger_proj", "merger_fc1", "merger_fc2"} <= set(glm)
-
-
-@pytest.mark.parametrize("name", ["Glm4vVisionModel", "Qwen2_5_VisionTransformerPretrainedModel"])
-def test_towers_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against Hugging Face; the engine-like encoder is Qwen3-VL's, which the table says."""
-    model, numbers = TINY[name]
-    geometry = bench_towers.Geometry(name, model, numbers, only_images=name.startswith("Glm"))
-    monkeypatch.setattr(bench_towers, "GEOMETRIES", {"other": geometry})
-    # Of towers as small, in fp32, one in eight is beyond the rule by chance.
-    monkeypatch.setattr(bench_towers, "build", functools.partial(bench_towers.build, seed=1))
-    options = tower_bench.Options(("other",), SMALL, seconds=0, dtype=torch.float32)
-    document = tower_bench.measure(options, CPU)
-    rows = document["towers"]["other"]["workloads"]
-    for row in rows.values():
-        assert set(row["ms"]) == {"hf", "ours eager", "ours"} and all(g["passed"] for g in row["parity"].values())
-        assert row["engine_like"] is None and "Qwen3VLVisionModel" in row["failed"]["engine-like"]
-    frames = rows["two and a video"]["grid"]
-    assert frames == (
-        [(1, 4, 6), (1, 2, 4), (1, 4, 4), (1, 4, 4)] if geometry.only_images else SMALL["two and a video"]
-    )
-    out = StringIO()
-    report.show(document, Console(file=out, width=200))
-    assert "engine-like does not run" in out.getvalue()
-
-
-def test_shared_copies_share_parameters_and_nothing_else() -> None:
-    tower, wide = bench_towers.build(bench_towers.GEOMETRIES["tiny"], torch.float32, CPU)
-    other = bench_towers.shared_copy(tower)
-    pairs = list(zip(tower.parameters(), other.parameters(), strict=True))
-    assert all(a is not b and a.data_ptr() == b.data_ptr() for a, b in pairs)
-    assert {p.dtype for p in wide.parameters()} == {torch.float64}
-    pixels, grid = torch.randn(16, bench_towers.patch_width(tower)), torch.tensor([(1, 4, 4)])
-    with torch.no_grad():
-        assert torch.equal(tower(pixels, grid_thw=grid).pooler_output, other(pixels, grid_thw=grid).pooler_output)
 
 
 def test_times_that_cannot_be_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from fusedvit.bench.tune_candidates import Candidate, TuningTask, in_waves, tuni
 from fusedvit.cli import tune as cli_tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import tuning_table  # noqa: E402
-from fusedvit.kernels.hopper.attention_configs import schedules  # noqa: E402
 from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates  # noqa: E402
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
@@ -227,35 +225,6 @@ def test_a_run_that_was_cut_goes_on(
     assert len(measured) == 12, "another GPU's log is not gone on with"
 
 
-def test_what_is_still_to_be_timed_is_compiled_again_side_by_side(
-    linears: list[TuningTask], times: Times, tmp_path: Path, clock: Clock, checks_all: None
-) -> None:
-    """As another machine has nothing compiled; but not what failed, nor what is decided."""
-    times(lambda config: float(config.block_m))
-    checked: list[list[tuple[str, int]]] = []
-
-    def check(pairs: list[tuple[TuningTask, Candidate]]) -> Any:
-        checked.append([(item.task.name, candidate.config.block_m) for item, candidate in pairs])
-        return ((i, "spills" if c.config.block_m == 64 else "") for i, (_, c) in enumerate(pairs))
-
-    path, stamp = tmp_path / "log.jsonl", {"gpu": "CPU"}
-    tuner(tune.Log(path, stamp), check, step=clock.step, deadline=6.5).run(linears)
-    tuner(tune.Log(path, stamp), check).run(linears)
-    first, second = (item.task.name for item in linears)
-    assert sorted(checked[0]) == sorted((name, m) for name in (first, second) for m in (16, 32, 64))
-    assert sorted(checked[1]) == [(second, 16), (second, 32)]
-
-
-def test_short_of_time_what_was_checked_is_timed(linears: list[TuningTask], times: Times, clock: Clock) -> None:
-    """Time for two candidates of the first item; with more time the third is tried, and the other item."""
-    times(lambda config: float(config.block_m))
-    log = tune.Log(None, {})
-    entries = tuner(log, step=clock.step, deadline=3.0).run(linears)
-    assert entries == [] and [log.decided(q) for q in linears] == [False, False]
-    assert log.found[linears[0].describe()]["tried"] == 2
-    assert tiles(tuner(log).run(linears)) == [16, 16] and all(map(log.decided, linears))
-
-
 def test_a_run_that_is_interrupted_keeps_what_it_found(linears: list[TuningTask], times: Times) -> None:
     left = iter([64.0, 32.0, 16.0])
     times(lambda config: next(left))
@@ -264,16 +233,6 @@ def test_a_run_that_is_interrupted_keeps_what_it_found(linears: list[TuningTask]
         tuner(keep=lambda entries, decided: kept.append((entries, decided))).run(linears)
     ((entries, decided),) = kept
     assert [e["us"] for e in entries] == [16.0] and decided == [linears[0].task.key]
-
-
-def test_the_table_is_written_as_it_goes(
-    linears: list[TuningTask], times: Times, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    monkeypatch.setattr(tune, "KEEP_S", 0.5)
-    times(taller_is_faster)
-    kept: list[int] = []
-    tuner(step=clock.step, keep=lambda entries, _: kept.append(len(entries))).run(linears)
-    assert kept == [1, 2]
 
 
 @pytest.mark.parametrize("gain, taken", [(1.01, False), (1.05, True)])
@@ -311,24 +270,6 @@ def test_what_matters_most_comes_first() -> None:
     assert min(q.task.key.rows for q in waves[2] if q.task.name == "fc1") > 16384
 
 
-def test_waves_are_decided_one_after_another(
-    linears: list[TuningTask], times: Times, clock: Clock, checks_all: None
-) -> None:
-    """Time for the first alone: nothing of the second is compiled before that."""
-    times(taller_is_faster)
-    told: list[tuple[str, int, int]] = []
-
-    def step(*words: Any) -> None:
-        told.append(words)
-        clock.step(*words)
-
-    one, two = linears
-    log = tune.Log(None, {})
-    assert len(tuner(log, step=step, deadline=4.5).run([one], [two])) == 1 and log.decided(one) and not log.decided(two)
-    assert [words for words in told if "compiled" not in words[0]][1:] == [("decided", 1, 2), ("time is up", 1, 2)]
-    assert len(tuner(log).run([one], [two])) == 2
-
-
 def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the Hopper backend only names and numbers are needed, which are there without a GPU."""
     item = next(q for q in tuning_tasks([QWEN3_VL_8B], (1024,), BF16) if q.task.name == "qkv")
@@ -343,20 +284,6 @@ def test_the_shortlist_holds_the_heuristics_choice_and_the_likely_best(monkeypat
     assert tune_candidates.shortlist(item, plain, BF16, H200) == plain, "nothing to choose from"
     chosen = hopper_gemm_config(1024, 3456, 1152, BF16, H200, "norm+rope")
     assert min(predicted, key=predicted.__getitem__).config == chosen, "the model is the heuristic's own"
-
-
-def test_of_attention_the_model_ranks_schedules() -> None:
-    every = tuning_tasks([QWEN3_VL_4B], (1024,), BF16)
-    item = next(q for q in every if q.task.name == "attention")
-    own, known = tune_candidates.candidates(item, BF16, H200)[0], schedules(64)
-    configs = [*known, *(replace(config, late=not config.late) for config in known)]
-    offered = [Candidate("hopper", config) for config in configs]
-    found = tune_candidates.shortlist(item, [own, *offered], BF16, H200)
-    us = {c: tune_candidates.predicted_us(item.task.key, c.config, H200) for c in offered}
-    assert (
-        found[0] == own
-        and sorted(map(us.get, found[1 : tune_candidates.BEST + 1])) == sorted(us.values())[: tune_candidates.BEST]
-    )
 
 
 NAMES = ["patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", "merger_fc2", "attention"]
