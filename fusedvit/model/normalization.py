@@ -85,7 +85,8 @@ class Normalization:
         frames = 1 if still else self.temporal_patch
         shape = (*rows.shape[:-1], self.channels, frames, self.patch**2)
         values = self._values(rows.reshape(shape))
-        return values.expand(*shape[:-2], self.temporal_patch, -1).reshape(*rows.shape[:-1], -1)
+        values = values.expand(*shape[:-2], self.temporal_patch, self.patch**2)
+        return values.reshape(*rows.shape[:-1], self.width(False))
 
     def _values(self, x: torch.Tensor) -> torch.Tensor:
         """Of bytes `[…, channels, frames, n]`, fp32."""
@@ -93,7 +94,8 @@ class Normalization:
         exact = self.backend == "pil"
         if self.mean is None:
             return (x.double() * scale).float() if exact and scale is not None else x.float() * (scale or 1.0)
-        mean, std = (torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.std))
+        both = torch.tensor((self.mean, self.std), dtype=torch.float32, device=x.device)
+        mean, std = both[..., None, None]
         if scale is None:
             x = x.float()
         elif exact:

@@ -7,7 +7,7 @@ anything that would compute with the bytes raises TypeError, so that nobody take
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -221,6 +221,8 @@ def _stands_for(x: torch.Tensor) -> torch.dtype:
 def _shaped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Other leading dimensions: whatever leaves rows of the same width leaves rows whole."""
     x = _first(_name_of(func), args)
+    if any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values())):
+        raise _refused(_name_of(func), " to another dtype")
     result = func(*args, **kwargs)
     if result.dtype != torch.uint8 or result.ndim == 0 or result.shape[-1] != x.shape[-1]:
         raise _refused(_name_of(func), f" to shape {tuple(result.shape)}")
@@ -253,23 +255,40 @@ def _joined(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         like = parts[0]
     if any(part.casts != like.casts for part in parts):
         raise _refused(name, " with pixels that were cast otherwise")
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if kwargs.get("padding_value", args[2] if name == "pad_sequence" and len(args) > 2 else 0) != 0:
+        raise _refused(name, " with other bytes than 0 between")
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     ndim = like.ndim + (name == "stack")
     if name != "pad_sequence" and (type(dim) is not int or dim % ndim == ndim - 1):
         raise _refused(name, f" along dimension {dim}")
     return _marked(func(parts, *args[1:], **kwargs), like)
 
 
+def _padded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`functional.pad` with rows of bytes of 0, which are to be cut off again."""
+    x, given = _first("pad", args), dict(zip(("pad", "mode", "value"), args[1:], strict=False)) | kwargs
+    if tuple(given["pad"][:2]) != (0, 0) or given.get("mode", "constant") != "constant" or given.get("value"):
+        raise _refused("pad", f" by {given}")
+    return _marked(func(*args, **kwargs), x)
+
+
 def _indexed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`x[index]`, where the last dimension is left whole."""
     x, index = _first("indexing", args), args[1]
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = list(index) if isinstance(index, tuple) or _is_tuple_to_torch(index) else [index]
     rest = [slice(None)] * (x.ndim - sum(map(_dims_of, parts)))
     at = next((i for i, part in enumerate(parts) if part is ...), len(parts))
     parts[at : at + 1] = rest
-    if not parts or type(parts[-1]) is not slice or parts[-1] != slice(None):
+    width = x.shape[-1]
+    if not parts or type(parts[-1]) is not slice or parts[-1].indices(width) != (0, width, 1):
         raise _refused("indexing", " within rows")
     return _marked(func(x, tuple(parts)), x)
+
+
+def _is_tuple_to_torch(index: Any) -> bool:
+    """Whether `index` is a list that torch takes for a tuple."""
+    kinds = torch.Tensor | Sequence | slice | type(None) | type(...)
+    return isinstance(index, list) and any(isinstance(part, kinds) for part in index)
 
 
 def _dims_of(part: Any) -> int:
@@ -298,6 +317,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("index_select", "narrow", "select", "unbind"), _along(1)),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack", "pad_sequence"), _joined),
     "repeat_interleave": _along(2, None),
+    "pad": _padded,
     "__getitem__": _indexed,
     "__iter__": lambda func, args, kwargs: iter(_along(1)(torch.unbind, args, kwargs)),
 }

@@ -18,19 +18,13 @@ from fusedvit.kernels.patches import PatchLayout
 from fusedvit.model.normalization import Normalization
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.patches import Source, patches_of
+from fusedvit.pixels.pipeline import Pipeline, is_plain, pipeline_of
 from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
 
 STATE = "_fusedvit"  # in a swapped processor's __dict__
 ORIGINAL = "_fusedvit_original"  # of a swapped class
 _OUTPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 _BICUBIC = 3  # of Pillow and transformers
-PIPELINE = frozenset(  # methods between images and patches, of which some are not called where our kernels run
-    {
-        *("preprocess", "_preprocess", "_preprocess_image_like_inputs", "_prepare_image_like_inputs"),
-        *("_prepare_input_videos", "process_image", "convert_to_rgb", "resize", "pad", "patchify", "rescale"),
-        *("normalize", "rescale_and_normalize", "_fuse_mean_std_and_rescale_factor"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -153,7 +147,10 @@ def _host_class(original: Any, still: bool) -> Any:
         return rearrange(images, "... c (h mh ph) (w mw pw) -> ... (h w mh mw) (c ph pw)", **sides), h, w
 
     def image_patchify(self: Any, image: Any = None, images: Any = None, **kwargs: Any) -> Any:
-        return patchify(self, image if images is None else images, **kwargs)
+        given = image if images is None else images
+        if any(side % (kwargs["patch_size"] * kwargs["merge_size"]) for side in given.shape[-2:]):
+            return original.patchify(self, given, **kwargs)  # which says what is wrong with it
+        return patchify(self, given, **kwargs)
 
     return type(original.__name__, (original,), {"patchify": image_patchify} if still else {})
 
@@ -166,7 +163,7 @@ def _methods(classes: Classes) -> dict[str, Any]:
         given = kwargs.pop("videos", images) if not classes.still else images
         home = self.__dict__.get(STATE)
         asked = given.device if isinstance(given, _Videos) else kwargs.get("device")
-        if home is not None and not args and PIPELINE.isdisjoint(self.__dict__):
+        if home is not None and not args and is_plain(self, original):
             found = _bytes_of(classes, self, given, kwargs, home, home.resolve(asked))
             if found is not None:
                 return found
@@ -196,7 +193,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
 
     def process_image(self: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
         home = self.__dict__.get(STATE)
-        if home is None or args or not home.runs_ours(kwargs.get("device")):
+        if home is None or args or not home.runs_ours(kwargs.get("device")) or not is_plain(self, original):
             return original.process_image(self, image, *args, **kwargs)
         seen = _rgb(image, kwargs.get("input_data_format"))
         if seen is None:
@@ -205,7 +202,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
 
     def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
         home, device = self.__dict__.get(STATE), kwargs.get("device")
-        if home is None or args or not home.runs_ours(device):
+        if home is None or args or not home.runs_ours(device) or not is_plain(self, original):
             return original._prepare_input_videos(self, videos, *args, **kwargs)
         seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
         if any(video is None for video in seen):
@@ -245,7 +242,7 @@ def _rgb(image: Any, layout: Any) -> np.ndarray | None:
     """A view with the channels before the height, of what every version takes for 8-bit RGB with channels last."""
     if layout is not None:
         return None
-    if getattr(image, "mode", None) == "RGB":
+    if getattr(image, "mode", None) == "RGB" and "transparency" not in image.info:
         image = np.array(image)
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim not in (3, 4):
         return None
@@ -288,13 +285,15 @@ def normalization_of(classes: Classes, kwargs: dict[str, Any]) -> Normalization 
     )
     if not (torch_asked and kwargs.get("do_rescale") and kwargs.get("do_normalize")):
         return None
+    if classes.backend.name == "torchvision" and torch.get_default_dtype() != torch.float32:
+        return None  # which its mean and deviation would be rounded to
     try:
         return Normalization(
             rescale_factor=kwargs["rescale_factor"],
             mean=kwargs["image_mean"],
             std=kwargs["image_std"],
             patch=kwargs["patch_size"],
-            temporal_patch=kwargs["temporal_patch_size"] or 1,
+            temporal_patch=1 if (frames := kwargs["temporal_patch_size"]) is None else frames,
             backend=classes.backend.name,
         )
     except (ValueError, TypeError):  # the original code says what is wrong with them
@@ -340,8 +339,9 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
         grid, size = decided[shape]
         if size is None:
             return None
-        frames = _tensor(image) if isinstance(image, np.ndarray) else image
-        frames = frames.movedim(-3, -1)
+        if isinstance(image, np.ndarray):
+            image = _tensor(image if min(image.strides) >= 0 else image.copy())  # torch takes no negative strides
+        frames = image.movedim(-3, -1)
         sources.append(Source(frames[None] if classes.still else frames, grid, size))
     temporal = 1 if classes.still else kwargs["temporal_patch_size"]
     layout = PatchLayout(kwargs["patch_size"], kwargs["merge_size"], temporal)
@@ -359,7 +359,7 @@ def _decide(
     """
     if classes.still:  # whose code reads no more than its arguments
         try:
-            return _decide_still(classes, shape, tuple(kwargs.items()))
+            return _decide_still(classes, pipeline_of(classes.original), shape, tuple(kwargs.items()))
         except TypeError:  # an argument that cannot be a key
             pass
     return _decided(classes, part.__dict__, shape, kwargs)
@@ -367,7 +367,7 @@ def _decide(
 
 @functools.lru_cache(maxsize=4096)
 def _decide_still(
-    classes: Classes, shape: tuple[int, ...], arguments: tuple[tuple[str, Any], ...]
+    classes: Classes, pipeline: Pipeline, shape: tuple[int, ...], arguments: tuple[tuple[str, Any], ...]
 ) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
     return _decided(classes, dict(arguments), shape, dict(arguments))
 

@@ -7,6 +7,7 @@ rotation are as in transformers' `load_image`. Nothing is downloaded.
 
 import io
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,12 +105,16 @@ def load(
         threads: as many as there are processors if left out.
 
     Raises:
-        MediaError: no such file, an unknown suffix, or a file that does not decode.
+        MediaError: no such file, an unknown suffix, or a file that does not decode, or not to its end.
         MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
-        ValueError: `errors` is neither of the two.
+        TypeError, ValueError: an argument that is none of these.
     """
     if errors not in ERRORS:
         raise ValueError(f"errors must be one of {ERRORS}, got {errors!r}")
+    if not isinstance(frames, int) and not callable(frames):
+        raise TypeError(f"frames must be an int or callable, got {type(frames).__name__}")
+    if not isinstance(limits, Limits | None):
+        raise TypeError(f"limits must be Limits or None, got {type(limits).__name__}")
     if isinstance(sources, str | bytes | bytearray | memoryview | os.PathLike):
         sources = [sources]
     found = []
@@ -171,14 +176,18 @@ def _opened(source: Source, index: int) -> _Given:
         raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
     path = Path(source)
     name, suffix = _printable(path.name or str(source)), path.suffix.lower()
-    if path.is_dir():
+    try:
+        is_folder, size = path.is_dir(), path.stat().st_size if path.is_file() else None
+    except OSError as error:  # too long a name, a folder that may not be read
+        raise MediaError(f"{name}: {error.strerror}") from None
+    if is_folder:
         raise MediaError(f"{name}: a folder; give images and videos")
-    if not path.is_file():
+    if size is None:
         raise MediaError(f"{name}: no such file")
     if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
         known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
         raise MediaError(f"{name}: the suffix must be one of {known}")
-    return _Given(name, path, path.stat().st_size, VIDEO_FORMATS.get(suffix))
+    return _Given(name, path, size, VIDEO_FORMATS.get(suffix))
 
 
 def _video_format(head: bytes) -> str | None:
@@ -211,7 +220,7 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
 def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int) -> Media:
     facts = _facts_of(given, limits)
     if callable(sampling):
-        wanted = [int(i) for i in sampling(facts)]
+        wanted = [operator.index(i) for i in sampling(facts)]
     else:
         wanted = np.linspace(0, facts.frames - 1, min(sampling, facts.frames)).round().astype(int).tolist()
     if not wanted or min(wanted) < 0 or max(wanted) >= facts.frames:
@@ -242,6 +251,8 @@ def _facts_of(given: _Given, limits: Limits) -> VideoFacts:
         for packet in container.demux(stream):
             count += packet.size > 0
             _check_limit(given.name, "frames", count, limits.max_frames)
+            if packet.is_corrupt:
+                raise MediaError(f"{given.name}: cut off: frame {count - 1} is not whole")
         fps = None if not stream.average_rate else float(stream.average_rate)
         facts = VideoFacts(count, fps, stream.width, stream.height)
     if not count:

@@ -19,7 +19,6 @@ from fusedvit.model.normalization import Normalization
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.byte_processors import (
     ORIGINAL,
-    PIPELINE,
     STATE,
     Home,
     as_class,
@@ -28,6 +27,7 @@ from fusedvit.pixels.byte_processors import (
     normalization_of,
     outputs_of,
 )
+from fusedvit.pixels.pipeline import PIPELINE, pipeline_of
 
 logger = logging.getLogger("fusedvit")
 
@@ -115,12 +115,14 @@ def _original_of(part: Any) -> Any:
 
 def _supported(part: Any, original: Any) -> tuple[str, bool]:
     """(why `part` is left alone, or ""; whether our kernels may run): two small inputs show what is equal."""
-    if backend_of(original) is None:
+    backend, dtype = backend_of(original), torch.get_default_dtype()
+    if backend is None:
         return "is of no backend that we know", False
+    if backend.name == "torchvision" and dtype != torch.float32:
+        return f"rounds its mean and deviation to torch's default dtype: torch.float32 expected, got {dtype}", False
     if getattr(original, "patchify", None) is None or outputs_of(original) is None:
         return "does not cut images into patches with a grid", False
-    own = {name for cls in original.__mro__ if not cls.__module__.startswith("transformers.") for name in vars(cls)}
-    own = (own | part.__dict__.keys()) & PIPELINE
+    own = (part.__dict__.keys() & PIPELINE).union(pipeline_of(original).foreign)
     if own:  # whose answer may depend on pixels that no check would try
         return f"has code of its own: {', '.join(sorted(own))}", False
     plain = copy.copy(part)
@@ -149,6 +151,7 @@ def _agrees(plain: Any, home: Home, height: int, width: int) -> bool:
     frames = np.random.default_rng(0).integers(0, 256, (1 if classes.still else 3, height, width, 3), dtype=np.uint8)
     given = {"images": [frames[0]]} if classes.still else {"videos": [frames], "do_sample_frames": False}
     given |= {"return_tensors": "pt", "do_resize": True, "do_rescale": True, "do_normalize": True, "device": "cpu"}
+    given["input_data_format"] = None  # whatever layout the processor expects of other images
     swapped = as_class(classes.swapped, plain)
     swapped.__dict__[STATE] = home
     wanted, got = plain(**given), swapped(**given)

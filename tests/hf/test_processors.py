@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BatchFeature
 from transformers.utils import is_torchvision_available
 
 from fusedvit.errors import UnsupportedModel
 from fusedvit.pixels import BytePixels, restore, swap
-from fusedvit.pixels.byte_processors import STATE, Home
+from fusedvit.pixels.byte_pixels import as_floats
+from fusedvit.pixels.byte_processors import STATE, Home, backend_of
 from tests.support.processors import PIXELS, image_processor, noise, video_processor
 
 Image = pytest.importorskip("PIL.Image")
@@ -81,17 +84,21 @@ def assert_equal(got: Any, wanted: Any) -> None:
 def kinds_of_images() -> dict[str, Any]:
     picture = Image.fromarray(noise(45, 62))
     alpha = Image.fromarray(np.random.default_rng(1).integers(0, 256, (45, 62, 4), dtype=np.uint8))
+    transparent = picture.copy()
+    transparent.info["transparency"] = picture.getpixel((3, 4))  # as of a PNG with a tRNS chunk
     return {
         "array": noise(45, 62),
         "read-only array": np.asarray(picture),
         "array, channels first": noise(45, 62).transpose(2, 0, 1).copy(),
         "array, view": noise(90, 124)[::2, ::2],
+        "array, backwards": noise(45, 62)[::-1, :, ::-1],
         "array of three rows": noise(3, 62),
         "array, grey": noise(45, 62)[..., 0],
         "array of floats": noise(45, 62).astype(np.float32) / 255,
         "tensor": torch.from_numpy(noise(45, 62)).movedim(-1, 0).contiguous(),
         "tensor, channels last": torch.from_numpy(noise(45, 62)),
         "picture": picture,
+        "one colour transparent": transparent,
         "alpha": alpha,
         "grey": picture.convert("L"),
         "grey with alpha": alpha.convert("LA"),
@@ -209,6 +216,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"do_rescale": False},
     {"do_rescale": False, "do_normalize": False},
     {"do_resize": False},
+    {"do_resize": False, "patch_size": 16},
     {"do_convert_rgb": False},
     {"rescale_factor": 1 / 100},
     {"image_mean": [0.2, 0.3, 0.4], "image_std": [0.5, 0.6, 0.7]},
@@ -338,24 +346,97 @@ def test_processors_of_others(caplog: pytest.LogCaptureFixture) -> None:
         assert_equal(ours(**given), processor(**given))
 
 
-@pytest.mark.parametrize("method", ("resize", "patchify"))
+def changed(result: Any) -> Any:
+    return (result[0] * 2, *result[1:]) if isinstance(result, tuple) else result // 2
+
+
+@pytest.mark.parametrize("method", ("resize", "patchify", "convert_to_rgb"))
 def test_a_method_replaced_on_the_instance(method: str) -> None:
     """Before the swap it is refused; after it, the original code runs."""
     processor, other = named("Qwen2VLImageProcessor"), named("Qwen2VLImageProcessor")
     given = {"images": [noise(70, 90)], "return_tensors": "pt"}
-    swap(processor)
+    swap(processor, "cpu").__dict__[STATE] = Home(None, 0, checking=True)
     for each in (processor, other):
         original = getattr(each, method)
-
-        def replaced(*args: Any, original: Any = original, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            return found // 2 if method == "resize" else (found[0] * 2, *found[1:])
-
-        setattr(each, method, replaced)
+        setattr(each, method, lambda *args, original=original, **kwargs: changed(original(*args, **kwargs)))
     got, wanted = processor(**given), other(**given)
     assert type(got["pixel_values"]) is torch.Tensor and torch.equal(got["pixel_values"], wanted["pixel_values"])
     with pytest.raises(UnsupportedModel, match=f"has code of its own: {method}"):
         swap(other)
+
+
+PARTS = ("resize", "patchify", "_preprocess", "process_image", "convert_to_rgb", "normalize")
+
+
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("method", PARTS)
+@pytest.mark.parametrize("of_backend", (False, True), ids=("class", "backend's class"))
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_a_method_replaced_on_a_class(
+    name: str, of_backend: bool, method: str, checking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the instance, and bytes again when it is gone."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor, given = named(name), {"images": [noise(70, 90)], "return_tensors": "pt"}
+    cls = backend_of(type(processor)).base if of_backend else type(processor)
+    if not hasattr(cls, method):
+        pytest.skip("no such method")
+    original = getattr(cls, method)
+
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return BatchFeature({k: v * 2 for k, v in found.items()}) if method == "_preprocess" else changed(found)
+
+    with swapped(processor, checking) as ours:
+        before = ours(**given)
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, method, replaced)
+            got, wanted = ours(**given), processor(**given)
+            assert all(torch.equal(as_floats(got[key]), wanted[key]) for key in wanted)
+            if not (of_backend and method in vars(type(processor))):  # where nobody calls the backend's
+                assert not torch.equal(as_floats(before["pixel_values"]), wanted["pixel_values"]), "nothing replaced"
+            if method in ("resize", "patchify"):
+                with pytest.raises(UnsupportedModel, match=f"has code of its own: {method}"):
+                    swap(copy.deepcopy(processor))
+        assert_equal(ours(**given), processor(**given))
+
+
+@pytest.mark.parametrize("module", ("the processor's", "the backend's"))
+def test_a_function_replaced_in_a_module(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are decided by whatever is there now; any other function leads to the original code."""
+    processor, given = named("Qwen2VLImageProcessorPil"), {"images": [noise(70, 90)], "return_tensors": "pt"}
+    home = sys.modules[(type(processor) if module == "the processor's" else type(processor).__mro__[1]).__module__]
+    name = "smart_resize" if module == "the processor's" else "np_resize"
+    original = getattr(home, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return (found[0] + 28, found[1]) if name == "smart_resize" else 255 - found
+
+    with swapped(processor) as ours:
+        assert_equal(ours(**given), processor(**given))
+        monkeypatch.setattr(home, name, replaced)
+        got, wanted = ours(**given), processor(**given)
+        assert all(torch.equal(as_floats(got[key]), wanted[key]) for key in wanted)
+        assert isinstance(got["pixel_values"], BytePixels) == (name == "smart_resize")
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_another_default_dtype(name: str, dtype: torch.dtype) -> None:
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor, given = named(name), {"images": [noise(70, 90)], "return_tensors": "pt"}
+    with swapped(processor) as ours:
+        earlier, wanted = ours(**given)["pixel_values"], processor(**given)["pixel_values"]
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(earlier.pixels(), wanted)
+            fresh = named(name)(**given)  # a processor keeps what it computed from mean and deviation once
+            assert torch.equal(as_floats(ours(**given)["pixel_values"]), fresh["pixel_values"])
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_processors_of_other_families() -> None:

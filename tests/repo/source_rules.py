@@ -24,7 +24,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "runtime": ("model", "graphs", "kernels", "config", "errors"),
     "families": ("model", "kernels"),
     "checks": ("families", "model", "kernels", "errors"),
-    "pixels": ("model", "kernels", "errors"),
+    "pixels": ("model", "kernels", "checks", "errors"),
     "stats": (*CORE, "pixels"),
     "fused_encoder": (*CORE, "pixels", "stats"),
     "lazy_outputs": (),

@@ -71,6 +71,7 @@ BAD_FILES = {
     "text.mp4": (lambda: b"hello" * 100, "does not decode as mp4"),
     "list.mp4": (lambda: b"#EXTM3U\n#EXTINF:1,\nhttp://localhost/x.ts\n", "does not decode as mp4"),
     "cut.mp4": (lambda: SAMPLE_VIDEO.read_bytes()[:300], "one video stream expected, got none"),
+    "half.mp4": (lambda: SAMPLE_VIDEO.read_bytes()[:33_664], "cut off: frame 22 is not whole"),
     "empty.mp4": (lambda: b"", "does not decode as mp4"),
     "notes.txt": (lambda: b"hello", "suffix must be one of"),
 }
@@ -92,7 +93,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
 def test_missing_file_and_odd_names(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="no such file"):
         load_one(tmp_path / "none.png")
-    for given, said in ((tmp_path, "a folder"), ("https://host/a.png", "a URL")):
+    for given, said in ((tmp_path, "a folder"), ("https://host/a.png", "a URL"), ("a" * 300 + ".png", "too long")):
         with pytest.raises(MediaError, match=said):
             load_one(given)
     with pytest.raises(MediaError) as caught:
@@ -198,6 +199,10 @@ def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFi
         load("none.png")
     with pytest.raises(TypeError, match="paths or bytes, got int"):
         load([3])
+    with pytest.raises(TypeError, match="frames must be an int or callable, got float"):
+        load([good], frames=2.5)
+    with pytest.raises(TypeError, match="limits must be Limits or None, got int"):
+        load([good], limits=5)
 
 
 @pytest.mark.parametrize("url", ("http://host/a.png", "https://host/a.mp4", "file:///a.png", "s3://bucket/a.png"))
