@@ -52,7 +52,7 @@ EVERY := $(if $(HAS_GPU),-m "not gpu")
 .DEFAULT_GOAL := help
 .PRECIOUS: $(VENV)/transformers-%/.ready $(ENGINES)/%/.ready
 .PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu test-serving test-vllm \
-    test-sglang test-dynamo aot aot-chips aot-matrix clean
+    test-sglang test-dynamo test-ray aot aot-chips aot-matrix clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -112,7 +112,7 @@ test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
 
 # An engine's environment sees the packages of VENV behind its own: torch is not installed twice. Python 3.11 at least.
-test-serving: test-vllm test-sglang test-dynamo
+test-serving: test-vllm test-sglang test-dynamo test-ray
 
 ON_A_CPU := DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/serving/vllm/site
 IN_ENGINE = $(ENGINES)/$(@:test-%=%)/bin/python -m pytest -q -p no:cacheprovider tests/serving/$(@:test-%=%)
@@ -124,7 +124,7 @@ test-vllm: $(ENGINES)/vllm/.ready $(OLDER_VLLM)/.ready
 test-sglang: $(ENGINES)/sglang/.ready
 	$(ON_A_CPU):$(CURDIR)/tests/serving/sglang/site TORCHDYNAMO_DISABLE=1 $(IN_ENGINE)
 
-test-dynamo: $(ENGINES)/dynamo/.ready
+test-dynamo test-ray: test-%: $(ENGINES)/%/.ready
 	$(ON_A_CPU) $(IN_ENGINE)
 
 $(ENGINES)/%/.ready: tests/serving/%/requirements.txt pyproject.toml $(SETUP)

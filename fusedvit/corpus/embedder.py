@@ -6,7 +6,6 @@
 Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stream`); images of many rows share a call.
 """
 
-import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
-from fusedvit.pixels.media import Limits, MediaError, load_one
+from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one
 from fusedvit.pixels.streaming import Batch, stream
 
 OUTPUTS = ("mean", "tokens")
@@ -38,7 +37,8 @@ class Embedder:
     """A callable `(batch: dict) -> dict`, as Ray Data's `map_batches`, `datasets.map(batched=True)` and Daft call it.
 
     A batch is a dictionary of columns. Of `bytes`, `image`, `path`, `file` and `image_path` the first that is there is
-    read: paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, or Pillow images. Added are:
+    read: paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, Pillow images, or uint8 pixels
+    `[H, W, 3]` as `ray.data.read_images` gives them. Added are:
 
         embedding   [out] fp32, the mean of an image's tokens; or [tokens, width] with `output="tokens"`
         grid_thw    (frames, rows, columns) in patches; zeros on an error
@@ -86,7 +86,7 @@ class Embedder:
             raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
         self._model = _loaded(model, device, dtype) if isinstance(model, str | Path) else model
         self._handle = fuse(self._model, config or FuseConfig(compile="now"))
-        self._processor = _processors_of(str(model)) if processor is None else processor
+        self._processor = processors_of(str(model)) if processor is None else processor
         self._output, self._deepstack, self._encode = output, deepstack, encode
         self._threads, self._limits = threads, limits
         parameter = next(find_tower(self._model).parameters())
@@ -133,11 +133,11 @@ class Embedder:
             "error": [each.error for each in found],
         }
 
-    def embed(self, sources: Iterable[str | Path | bytes], names: Sequence[str] | None = None) -> Iterator[Embedded]:
+    def embed(self, sources: Iterable[Source], names: Sequence[str] | None = None) -> Iterator[Embedded]:
         """What becomes of each source, in their order: the next ones are decoded and computed meanwhile.
 
         Args:
-            sources: paths, or contents of files; endless ones are fine.
+            sources: paths, contents of files, or pixels, as `pixels.media.load` takes them; endless ones are fine.
             names: ids of the sources; their numbers if left out.
         """
         found: dict[int, Embedded] = {}
@@ -149,7 +149,7 @@ class Embedder:
                 yield Embedded(names[done] if names else str(done), each.rows, each.grid_thw, each.error)
                 done += 1
 
-    def _streamed(self, sources: Iterable[str | Path | bytes]) -> Iterator[dict[int, Embedded]]:
+    def _streamed(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
         """The tower's own rows. A batch is fetched from the GPU when the next has been started."""
         failed: dict[int, Embedded] = {}
 
@@ -193,7 +193,7 @@ class Embedder:
         found = zip(batch.indices, parts, grids, strict=True)
         return {index: Embedded("", part, grid) for index, part, grid in found}
 
-    def _encoded(self, sources: Iterable[str | Path | bytes]) -> Iterator[dict[int, Embedded]]:
+    def _encoded(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
         """What `encode` makes, of so many images at a time as it is given."""
         from PIL import Image
 
@@ -263,7 +263,7 @@ def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.d
     return load_tower(str(where), on, dtype or (torch.bfloat16 if on.type == "cuda" else torch.float32))
 
 
-def _processors_of(where: str) -> Any:
+def processors_of(where: str) -> Any:
     """A checkpoint's image processor, and its video processor where transformers can build it."""
     from transformers import AutoImageProcessor, AutoVideoProcessor
 
@@ -274,16 +274,12 @@ def _processors_of(where: str) -> Any:
     return SimpleNamespace(image_processor=AutoImageProcessor.from_pretrained(where), video_processor=video)
 
 
-def _source_of(value: Any) -> str | Path | bytes:
-    """A row's value as a path or a file's contents; a file that does not decode where it is neither."""
+def _source_of(value: Any) -> Source:
+    """A row's value as a source of pixels; a file that does not decode where it is none."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, str | Path | bytes):
-        return value
-    if hasattr(value, "convert") and hasattr(value, "save"):  # a Pillow image, as `datasets` decodes them
-        file = io.BytesIO()
-        value.convert("RGB").save(file, format="BMP")
-        return file.getvalue()
-    return b""
+    if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
+        return np.asarray(value.convert("RGB"))
+    return value if isinstance(value, SOURCES) else b""

@@ -97,13 +97,7 @@ def run(
         InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. What was
             committed stays.
     """
-    if job.shard_size < 1:
-        raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
-    inputs = collect(job.given)
-    out = Path(job.out)
-    shards.start(out, job.document(inputs))
-    parts = shards_of(inputs, job.shard_size)
-    todo = sorted(set(range(len(parts))) - shards.committed(out), key=lambda n: (-_bytes_of(parts[n]), n))
+    parts, todo = remaining(job)
     found: list[ShardDone] = []
 
     def committed(shard: ShardDone) -> None:
@@ -115,8 +109,23 @@ def run(
     if gpus:
         _run_on(job, gpus[: len(todo)], todo, committed)
     else:
-        work(build(job), parts, out, iter(todo), committed)
+        work(build(job), parts, Path(job.out), iter(todo), committed)
     return found
+
+
+def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
+    """The inputs of each shard, and the numbers of those to do, the longest first; the folder is made or checked.
+
+    Raises:
+        InputError: see `inputs.collect` and `shards.start`.
+    """
+    if job.shard_size < 1:
+        raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
+    inputs = collect(job.given)
+    shards.start(Path(job.out), job.document(inputs))
+    parts = shards_of(inputs, job.shard_size)
+    todo = set(range(len(parts))) - shards.committed(Path(job.out))
+    return parts, sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
 
 
 def shards_of(inputs: Sequence[Input], size: int) -> list[Sequence[Input]]:

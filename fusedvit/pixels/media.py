@@ -1,4 +1,4 @@
-"""Files and bytes of images and videos, decoded within limits and in threads.
+"""Files and bytes of images and videos, decoded within limits and in threads; pixels are taken as they are.
 
 Pillow finds an image's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone
 (of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open anything else. Colours and
@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +83,8 @@ class Media:
     kept: tuple[int, ...] = (0,)
 
 
-Source = str | os.PathLike[str] | bytes | bytearray | memoryview
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | np.ndarray | Media | MediaError
+SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, MediaError)
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
 
 
@@ -97,7 +98,8 @@ def load(
     """Decodes images and videos in threads, in the order given.
 
     Args:
-        sources: paths, or the contents of files; or one of them. URLs are refused.
+        sources: paths, or the contents of files; or one of them. URLs are refused. Pixels are taken as they are: uint8
+            `[H, W, 3]` of an image, `[F, H, W, 3]` of the frames of a video that are wanted; and what was loaded.
         frames: how many frames of a video to keep, spread evenly from the first to the last; or what returns their
             numbers, ascending.
         limits: on the bytes, pixels and frames of each.
@@ -115,7 +117,7 @@ def load(
         raise TypeError(f"frames must be an int or callable, got {type(frames).__name__}")
     if not isinstance(limits, Limits | None):
         raise TypeError(f"limits must be Limits or None, got {type(limits).__name__}")
-    if isinstance(sources, str | bytes | bytearray | memoryview | os.PathLike):
+    if isinstance(sources, SOURCES):
         sources = [sources]
     found = []
     with ThreadPoolExecutor(threads or processors()) as pool:
@@ -146,6 +148,12 @@ def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None,
 
 
 def _load_one(source: Source, frames: Sampling, limits: Limits, index: int) -> Media:
+    if isinstance(source, MediaError):
+        raise source
+    if isinstance(source, Media):
+        return replace(source, index=index)
+    if isinstance(source, np.ndarray):
+        return _of_pixels(source, index)
     given = _opened(source, index)
     _check_limit(given.name, "bytes", given.size, limits.max_bytes)
     if given.video is None:
@@ -153,6 +161,15 @@ def _load_one(source: Source, frames: Sampling, limits: Limits, index: int) -> M
     if isinstance(frames, int) and frames < 1:
         raise MediaError(f"{given.name}: at least 1 frame must be sampled, got {frames}")
     return _decode_video(given, frames, limits, index)
+
+
+def _of_pixels(pixels: np.ndarray, index: int) -> Media:
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or pixels.shape[-1] != 3 or not pixels.size:
+        expected = "uint8 pixels [H, W, 3] or [F, H, W, 3] expected"
+        raise MediaError(f"array {index}: {expected}, got {pixels.dtype} {list(pixels.shape)}")
+    if pixels.ndim == 3:
+        return Media(f"array {index}", "image", pixels[None], 1, index)
+    return Media(f"array {index}", "video", pixels, len(pixels), index, kept=tuple(range(len(pixels))))
 
 
 class _Given(NamedTuple):

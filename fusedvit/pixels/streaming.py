@@ -80,7 +80,7 @@ def stream(
     """Batches of patches of all sources, in the order given; endless sources are fine.
 
     Args:
-        sources: paths of images and videos, or the contents of files.
+        sources: paths of images and videos, the contents of files, or pixels, as `media.load` takes them.
         processor: a Hugging Face processor, or an image processor; it stays as it is.
         device: where patches are computed and stay; the current GPU if there is one.
         patches: as many images go into a batch as have at most so many patches together. An image of more is alone,
@@ -104,6 +104,11 @@ def stream(
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     parts = _parts_of(processor, torch.device(device))
     return _batches(sources, parts, patches, threads or processors(), ahead, limits, errors)
+
+
+def frames_of(processor: Any) -> Callable[[VideoFacts], Sequence[int]]:
+    """What `media.load` takes as `frames`: the numbers of the frames that a processor takes of a video."""
+    return _parts_of(processor, torch.device("cpu")).sample
 
 
 def _parts_of(processor: Any, device: torch.device) -> _Parts:

@@ -22,9 +22,10 @@ from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+from fusedvit.cli.towers import TINY  # noqa: E402
 from fusedvit.corpus import inputs, shards  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
+from tests.support.checkpoint import tiny_checkpoint, tiny_processor  # noqa: E402
 
 COUNT = 11
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -32,22 +33,7 @@ RUNNER = CliRunner(env={"COLUMNS": "200"})
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Qwen3VLConfig(
-        text_config=text | {"num_key_value_heads": 1, "head_dim": 48, "vocab_size": 200}, vision_config=dict(TINY)
-    )
-    model = transformers.Qwen3VLForConditionalGeneration(config)
-    random_weights_(model)
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
-    processor_of().save_pretrained(folder)
-    return folder
-
-
-def processor_of() -> Any:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 128 * 128})
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +55,7 @@ def expected(checkpoint: Path, pictures: Path) -> dict[str, torch.Tensor]:
     for path in sorted(pictures.glob("*.png")):
         if path.name == "05.png":
             continue
-        given = processor_of()(images=[Image.open(path)], return_tensors="pt")
+        given = tiny_processor()(images=[Image.open(path)], return_tensors="pt")
         with torch.no_grad():
             found = tower(given["pixel_values"], grid_thw=given["image_grid_thw"])
         rows[path.name] = torch.cat([found.pooler_output, *found.deepstack_features], 1)
@@ -101,6 +87,23 @@ def test_a_batch(checkpoint: Path, pictures: Path, expected: dict[str, torch.Ten
         close(found["embedding"][i], expected[f"{i:02d}.png"][:, : TINY["out_hidden_size"]].mean(0))
 
 
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (np.zeros((40, 50), np.uint8), r"got uint8 [40, 50]"),
+        (np.zeros((40, 50, 4), np.uint8), r"got uint8 [40, 50, 4]"),
+        (np.zeros((40, 50, 3), np.float32), r"got float32 [40, 50, 3]"),
+        (np.zeros((0, 50, 3), np.uint8), r"got uint8 [0, 50, 3]"),
+        (None, "does not decode"),
+        (7, "does not decode"),
+    ],
+)
+def test_values_that_are_no_images(checkpoint: Path, pictures: Path, value: Any, said: str) -> None:
+    good = (pictures / "00.png").read_bytes()
+    found = fusedvit.Embedder(checkpoint)({"image": [value, good]})
+    assert said in found["error"][0] and found["error"][1] == "" and np.isfinite(found["embedding"][1]).all()
+
+
 @pytest.mark.parametrize("deepstack", [False, True])
 def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], deepstack: bool) -> None:
     embedder = fusedvit.Embedder(checkpoint, output="tokens", deepstack=deepstack)
@@ -110,7 +113,8 @@ def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tens
         close(found["embedding"][i], expected[f"{i:02d}.png"][:, : embedder.width])
 
 
-def test_pillow_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Path) -> None:
+@pytest.mark.parametrize("as_value", [Image.open, lambda path: np.asarray(Image.open(path))])
+def test_decoded_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Path, as_value: Any) -> None:
     model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
 
     def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
@@ -120,9 +124,9 @@ def test_pillow_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Pat
         return torch.stack([part.mean(0) for part in rows.split(counts)])
 
     paths = [path for path in sorted(pictures.glob("*.png")) if path.name != "05.png"]
-    batch = {"image": [Image.open(path) for path in paths]}
-    own = fusedvit.Embedder(model, processor_of(), encode=encode)(batch)
-    plain = fusedvit.Embedder(model, processor_of())(batch)
+    batch = {"image": [as_value(path) for path in paths]}
+    own = fusedvit.Embedder(model, tiny_processor(), encode=encode)(batch)
+    plain = fusedvit.Embedder(model, tiny_processor())(batch)
     assert own["error"] == plain["error"] == [""] * len(paths)
     for mine, theirs in zip(own["embedding"], plain["embedding"], strict=True):
         close(mine, torch.as_tensor(theirs))

@@ -2,6 +2,6 @@
 
 import importlib.util
 
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang", "ray")
 
 collect_ignore = [engine for engine in ENGINES if importlib.util.find_spec(engine) is None]

@@ -18,7 +18,8 @@ transformers = pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 from PIL import Image as Pillow  # noqa: E402
 
-from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+from fusedvit.cli.towers import TINY  # noqa: E402
+from tests.support.checkpoint import tiny_checkpoint, tiny_processor  # noqa: E402
 
 CUSTOM = "dynamo.vllm.multimodal_utils.custom_encoder"
 SIZES = ((64, 96), (160, 64), (96, 96))
@@ -53,22 +54,7 @@ def dynamo() -> Any:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Qwen3VLConfig(
-        text_config=text | {"num_key_value_heads": 1, "head_dim": 48, "vocab_size": 200}, vision_config=dict(TINY)
-    )
-    model = transformers.Qwen3VLForConditionalGeneration(config)
-    random_weights_(model)
-    folder = tmp_path_factory.mktemp("qwen3")
-    model.save_pretrained(folder)
-    _processor().save_pretrained(folder)
-    return folder
-
-
-def _processor() -> Any:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 512 * 512})
+    return tiny_checkpoint(tmp_path_factory.mktemp("qwen3"), longest=512)
 
 
 def _pictures() -> list[Any]:
@@ -102,7 +88,7 @@ def _expected(checkpoint: Path) -> list[torch.Tensor]:
     model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
     rows = []
     for picture in _pictures():
-        inputs = _processor()(images=[picture], return_tensors="pt")
+        inputs = tiny_processor(512)(images=[picture], return_tensors="pt")
         with torch.no_grad():
             found = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
         rows.append(torch.cat([found.pooler_output, *found.deepstack_features], 1))

@@ -227,3 +227,16 @@ def test_a_video_from_bytes_and_frames_that_are_chosen() -> None:
     assert all(np.array_equal(frame, every[i]) for frame, i in zip(media.frames, media.kept, strict=True))
     with pytest.raises(MediaError, match="frames 0 to 49 can be sampled"):
         load([SAMPLE_VIDEO], frames=lambda facts: [50])
+
+
+def test_pixels_and_what_was_loaded_are_taken_as_they_are() -> None:
+    pixels = _noise(5, 40, 50)
+    video, image = load([pixels, pixels[0]])
+    assert (video.kind, video.kept, video.frames is pixels) == ("video", (0, 1, 2, 3, 4), True)
+    assert (image.kind, image.index, image.frames.shape) == ("image", 1, (1, 40, 50, 3))
+    assert load([image, video])[1].index == 1
+    with pytest.raises(MediaError, match=r"uint8 pixels \[H, W, 3\] or \[F, H, W, 3\] expected, got float64 \[2\]"):
+        load(np.zeros(2))
+    with pytest.raises(MediaError, match="absent.png: no such file") as raised:
+        load([image, MediaError("absent.png: no such file")])
+    assert raised.value.index == 1

@@ -1,0 +1,120 @@
+"""A corpus on a Ray cluster: actors on CPUs decode, an actor a GPU runs the tower and commits whole shards.
+
+    embed(Job("Qwen/Qwen3-VL-2B-Instruct", ("pictures",), "OUT", shard_size=64), actors=8, decoders=64)
+
+Ray keeps actors alive, repeats what a dead one has not finished, and bounds what waits between them. That each input is
+there once does not depend on Ray: a shard holds fixed inputs, and its rename is its commit, whoever repeats it. The
+folder is that of `fusedvit embed`, and each goes on with the other's. Every node must see the inputs and the folder.
+"""
+
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fusedvit.corpus import shards
+from fusedvit.corpus.embedder import Embedder, embedder_of, processors_of
+from fusedvit.corpus.inputs import sources
+from fusedvit.corpus.job import Job, remaining
+from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.pixels.media import Media, MediaError, VideoFacts, load_one
+from fusedvit.pixels.streaming import frames_of
+
+Row = dict[str, Any]
+
+
+def embed(
+    job: Job,
+    actors: int = 1,
+    decoders: int = 4,
+    gpus: float = 1,
+    done: Callable[[Row], object] = lambda shard: None,
+) -> list[Row]:
+    """Embeds what is not committed yet, on the cluster that `ray.init` has started or joined.
+
+    Args:
+        job: all pixels of a shard wait in Ray's object store at once, 3 bytes a pixel: a `shard_size` of 64 is a good
+            one. `device` is not asked: an actor takes the GPU that Ray gives it.
+        actors: that run the tower, on `gpus` GPUs each; of 0, on a CPU each.
+        decoders: that decode, on a CPU each; Ray starts as many of these as keep up.
+        done: called with each shard that is committed: {"number", "inputs", "errors"}.
+
+    Returns:
+        All that `done` was called with.
+
+    Raises:
+        InputError: what `fusedvit embed` ends with. What was committed stays.
+    """
+    import ray.data
+
+    parts, todo = remaining(job)
+    if not todo:
+        return []
+    rows = [{"number": number, "given": pickle.dumps(list(parts[number]))} for number in todo]
+    decoding = {"compute": ray.data.ActorPoolStrategy(min_size=1, max_size=decoders), "num_cpus": 1}
+    on_gpus = {"compute": ray.data.ActorPoolStrategy(size=actors), "num_cpus": 0 if gpus else 1, "num_gpus": gpus}
+    dataset = (
+        ray.data.from_items(rows, override_num_blocks=len(rows))
+        .map(_Decoder, fn_constructor_args=(job.model,), **decoding)
+        .map(_Tower, fn_constructor_args=(job,), **on_gpus)
+    )
+    found = []
+    for row in dataset.iter_rows():
+        failure = row.pop("failure")
+        if failure:
+            raise InputError(failure)
+        found.append(row)
+        done(row)
+    return found
+
+
+class _Decoder:
+    """An actor on a CPU: the inputs of a shard to pixels."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def __call__(self, row: Row) -> Row:
+        pixels: list[Media | MediaError] = []
+        try:
+            pixels.extend(map(self._decoded, sources(pickle.loads(row["given"]))))
+        except InputError as error:  # a table that does not read
+            return row | {"pixels": b"", "failure": first_line(error)}
+        return row | {"pixels": pickle.dumps(pixels), "failure": ""}
+
+    def _decoded(self, source: Path | bytes) -> Media | MediaError:
+        try:
+            return load_one(source, lambda facts: self._frames(facts))
+        except MediaError as error:
+            return error
+
+    @functools.cached_property
+    def _frames(self) -> Callable[[VideoFacts], Sequence[int]]:
+        """Which frames of a video are wanted: images need no transformers."""
+        return frames_of(processors_of(self._model))
+
+
+class _Tower:
+    """An actor on a GPU: the pixels of a shard to the committed shard."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = replace(job, device=None)
+
+    def __call__(self, row: Row) -> Row:
+        done = {"number": row["number"], "inputs": 0, "errors": 0, "failure": row["failure"]}
+        if row["failure"]:
+            return done
+        try:
+            rows = self._embedder.embed(pickle.loads(row["pixels"]))
+            found = [replace(each, id=given.id) for each, given in zip(rows, pickle.loads(row["given"]), strict=True)]
+            shards.commit(Path(self._job.out), row["number"], found, self._embedder.width, self._embedder.dtype)
+        except (InputError, UnsupportedModel) as error:
+            return done | {"failure": first_line(error)}
+        return done | {"inputs": len(found), "errors": sum(bool(each.error) for each in found)}
+
+    @functools.cached_property
+    def _embedder(self) -> Embedder:
+        """Built by the first shard: Ray would try again and again to start an actor that raises."""
+        return embedder_of(self._job)

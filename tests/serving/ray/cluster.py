@@ -1,0 +1,41 @@
+"""A Ray cluster of one test: `python cluster.py shards | rows MODEL PICTURES OUT`, on CPUs, as the pages show it."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import ray
+
+import fusedvit
+from fusedvit.corpus.job import Job
+from fusedvit.serving.ray import embed
+
+
+def shards(model: str, pictures: str, out: str) -> None:
+    """Two actors with the tower, one that decodes; a shard's line when it is committed."""
+    job = Job(model, (pictures,), out, shard_size=64)
+    embed(job, actors=2, decoders=1, gpus=0, done=lambda shard: print(json.dumps(shard), flush=True))
+
+
+def rows(model: str, pictures: str, out: str) -> None:
+    """`Embedder` as Ray Data takes it: each row's path, first number and error."""
+    images = ray.data.read_images(pictures, mode="RGB", include_paths=True)
+    found = images.map_batches(
+        fusedvit.Embedder,
+        fn_constructor_args=(model,),
+        batch_size=32,
+        num_cpus=1,
+        compute=ray.data.ActorPoolStrategy(size=1),
+    )
+    for row in found.take_all():
+        print(json.dumps([row["path"], float(row["embedding"][0]), row["error"]]))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # sockets need a short name
+        ray.init(num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False, _temp_dir=folder)
+        try:
+            {"shards": shards, "rows": rows}[sys.argv[1]](*sys.argv[2:])
+        finally:
+            ray.shutdown()

@@ -1,0 +1,155 @@
+"""A corpus on Ray: actors and whole jobs are killed, and each input is there once. Runs in `make test-serving`."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from PIL import Image  # noqa: E402
+
+import fusedvit  # noqa: E402
+from fusedvit.corpus import shards  # noqa: E402
+from tests.support.checkpoint import tiny_checkpoint  # noqa: E402
+
+COUNT, SHARD = 2000, 64
+SHARDS = math.ceil(COUNT / SHARD)
+BAD = "1000.png"
+PATIENCE = 300  # seconds
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for i in range(COUNT):
+        size = (*rng.integers(48, 80, 2), 3)
+        Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{i:04d}.png")
+    (folder / BAD).write_bytes(b"no picture")
+    return folder
+
+
+class Cluster:
+    """`cluster.py` and all that it starts, which inherits a variable."""
+
+    def __init__(self, log: IO[str]) -> None:
+        self._mark, self._log = uuid.uuid4().hex, log
+
+    def start(self, *arguments: object) -> "subprocess.Popen[str]":
+        own = {"FUSEDVIT_RAY": self._mark, "RAY_AUTH_TOKEN": self._mark, "RAY_USAGE_STATS_ENABLED": "0"}
+        command = [sys.executable, Path(__file__).with_name("cluster.py"), *arguments]
+        root = str(Path(__file__).parents[3])
+        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+        environment = os.environ | own | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        return subprocess.Popen(
+            [str(part) for part in command], stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+        )
+
+    def processes(self, title: str = "") -> list[int]:
+        """Those that have `title` in their command line, and have not ended."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = f"FUSEDVIT_RAY={self._mark}".encode() in (folder / "environ").read_bytes()
+                if marked and title.encode() in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:  # it has ended, or is somebody else's
+                continue
+        return found
+
+    def kill(self) -> None:
+        for process in self.processes():
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with (tmp_path / "log").open("w") as log:
+        found = Cluster(log)
+        yield found
+        found.kill()
+
+
+def wait(until: Callable[[], Any]) -> Any:
+    """What `until` returns once it is true."""
+    deadline = time.monotonic() + PATIENCE
+    while not (value := until()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
+    return value
+
+
+def test_killed_and_resumed(cluster: Cluster, checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """`kill -9` of an actor with a tower, then of the job; then it is let be."""
+    out = tmp_path / "out"
+    job = cluster.start("shards", checkpoint, pictures, out)
+    wait(lambda: job.poll() is not None or len(shards.committed(out)) >= 2)
+    actor = wait(lambda: cluster.processes("Map(_Tower)"))[0]
+    os.kill(actor, signal.SIGKILL)
+    wait(lambda: job.poll() is not None or len(shards.committed(out)) >= 12)
+    job.kill()
+    job.communicate()
+    wait(lambda: not cluster.processes())  # Ray's own end with the job
+    before = shards.committed(out)
+    assert 12 <= len(before) < SHARDS
+
+    job = cluster.start("shards", checkpoint, pictures, out)
+    lines = job.communicate(timeout=PATIENCE)[0].splitlines()
+    assert job.returncode == 0
+    done = [json.loads(line) for line in lines if line.startswith("{")]
+    assert {shard["number"] for shard in done} == set(range(SHARDS)) - before and len(done) == SHARDS - len(before)
+    wait(lambda: not cluster.processes())
+
+    found = [each for number in range(SHARDS) for each in shards.read(out, number)]
+    assert [each.id for each in found] == sorted(map(str, pictures.glob("*.png")))
+    assert [Path(each.id).name for each in found if each.error] == [BAD]
+    assert not list(out.glob(".*"))
+    expected = fusedvit.Embedder(checkpoint, device="cpu").embed(each.id for each in found[1::40])
+    for each, wanted in zip(found[1::40], expected, strict=True):
+        torch.testing.assert_close(each.rows, wanted.rows, atol=1e-5, rtol=1e-5)
+        assert each.grid_thw == wanted.grid_thw
+
+
+def test_the_embedder_in_map_batches(cluster: Cluster, checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    some = tmp_path / "some"
+    some.mkdir()
+    for i in range(40):
+        (some / f"{i}.png").symlink_to(pictures / f"{i:04d}.png")
+    job = cluster.start("rows", checkpoint, some, "")
+    lines = job.communicate(timeout=PATIENCE)[0].splitlines()
+    assert job.returncode == 0
+    found = [json.loads(line) for line in lines if line.startswith("[")]
+    assert sorted(path for path, _, _ in found) == sorted(map(str, some.iterdir()))
+    expected = fusedvit.Embedder(checkpoint, device="cpu").embed(path for path, _, _ in found)
+    for (_, number, error), wanted in zip(found, expected, strict=True):
+        assert error == "" and math.isclose(number, float(wanted.rows[0, 0]), rel_tol=1e-4, abs_tol=1e-5)
+    wait(lambda: not cluster.processes())
+
+
+def test_a_job_that_fails(cluster: Cluster, checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """One line of ours, and no actor that starts again and again."""
+    broken = tiny_checkpoint(tmp_path / "broken")
+    os.truncate(broken / "model.safetensors", 5000)
+    job = cluster.start("shards", broken, pictures, tmp_path / "out")
+    job.communicate(timeout=PATIENCE)
+    assert job.returncode == 1
+    assert "InputError: model.safetensors: no whole safetensors file" in (tmp_path / "log").read_text()
+    assert shards.committed(tmp_path / "out") == set()
+    wait(lambda: not cluster.processes())

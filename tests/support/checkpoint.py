@@ -1,0 +1,28 @@
+"""A tiny Qwen3-VL on the disk: the whole model with random weights, and its image processor."""
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from fusedvit.cli.towers import TINY, random_weights_
+
+_TEXT = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+_HEADS = {"num_key_value_heads": 1, "head_dim": 48, "vocab_size": 200}
+
+
+def tiny_checkpoint(folder: Path, longest: int = 128) -> Path:
+    """Writes it into `folder`; images come down to `longest` x `longest` pixels."""
+    config = transformers.Qwen3VLConfig(text_config=_TEXT | _HEADS, vision_config=dict(TINY))
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    random_weights_(model)
+    model.save_pretrained(folder)
+    tiny_processor(longest).save_pretrained(folder)
+    return folder
+
+
+def tiny_processor(longest: int = 128) -> Any:
+    """The one of the checkpoint, on Pillow."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": longest * longest})
