@@ -3,7 +3,6 @@
 import json
 import sys
 import tempfile
-from pathlib import Path
 
 import ray
 
