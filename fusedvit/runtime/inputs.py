@@ -88,11 +88,11 @@ def check_padded(
     """
     pixels = check_pixels(pixel_values, spec)
     if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"pixel_position_ids must be a tensor, got {type(positions).__name__}")
+        raise TypeError(f"fusedvit: pixel_position_ids must be a tensor, got {type(positions).__name__}")
     images, patches, _ = pixels.shape
     if positions.shape != (images, patches, 2) or positions.dtype not in POSITION_DTYPES:
         got = f"{tuple(positions.shape)} of {positions.dtype}"
-        raise ValueError(f"pixel_position_ids must be ({images}, {patches}, 2) of int64 or int32, got {got}")
+        raise ValueError(f"fusedvit: pixel_position_ids must be ({images}, {patches}, 2) of int64 or int32, got {got}")
     if patches % spec.merge_unit:
         return Reason(ODD_POSITIONS, f"{patches} patches are not pooled by {spec.merge_size} x {spec.merge_size}")
     return Inputs(pixels, positions, None, padded=True)
@@ -195,7 +195,7 @@ def _as_rows(pixel_values: torch.Tensor, spec: VisionSpec) -> torch.Tensor:
     if spec.padded:
         if pixel_values.ndim != 3 or pixel_values.shape[2] != spec.patch_width:
             got = tuple(pixel_values.shape)
-            raise ValueError(f"pixel_values must have shape (images, patches, {spec.patch_width}), got {got}")
+            raise ValueError(f"fusedvit: pixel_values must have shape (images, patches, {spec.patch_width}), got {got}")
         return pixel_values
     patch = (spec.in_channels, spec.temporal_patch_size, spec.patch_size, spec.patch_size)
     if not spec.rows_only and pixel_values.numel():

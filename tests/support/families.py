@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from fusedvit.cli.towers import random_weights_
+from fusedvit.families.registry import family_of
 
 # Heads of 24 are no power of two; 70 floats are no multiple of 16 bytes.
 _QWEN2: dict[str, Any] = {
@@ -88,7 +89,7 @@ def is_installed(name: str) -> bool:
 
 
 INSTALLED = [name for name in TINY if is_installed(name)]
-BY_GRID = [name for name in INSTALLED if name != "Gemma4VisionModel"]  # others take padded images
+BY_GRID = [name for name in INSTALLED if family_of(name).call is None]  # others have arguments of their own
 
 
 def class_of(name: str) -> Any:
