@@ -10,7 +10,7 @@ from torch import nn
 import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.cli.towers import cast_parameters_
-from tests.support.families import INSTALLED, family_tower
+from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
     Call,
@@ -69,7 +69,7 @@ class Pair:
         return ours
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_every_linear_layer_and_convolution_of_every_family(name: str) -> None:
     tower = family_tower(name)
     plain = Call.of(tower, MIX).run(tower)

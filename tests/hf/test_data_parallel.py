@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.data_parallel import DataParallelEncoder
-from tests.support.families import BY_GRID, family_tower
+from tests.support.families import BY_GRID, each_of, family_tower
 
 GRIDS = {
     "images": [(1, 4, 6), (1, 8, 4), (1, 2, 2), (1, 6, 6)],
@@ -42,7 +42,7 @@ def test_rows_in_the_callers_order(devices: int, grid: list[tuple[int, int, int]
     encoder.close()
 
 
-@pytest.mark.parametrize("name", [name for name in BY_GRID if "Glm" not in name])
+@each_of([name for name in BY_GRID if "Glm" not in name])
 def test_every_family(name: str) -> None:
     tower, grid = family_tower(name), GRIDS["mixed"]
     encoder = DataParallelEncoder(tower, ["cpu", "cpu"])

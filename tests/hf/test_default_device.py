@@ -3,17 +3,16 @@
 The meta device stands for any that is not the tower's: whoever forgets a device computes nothing there.
 """
 
-import pytest
 import torch
 
 import fusedvit
-from tests.support.families import INSTALLED, family_tower
+from tests.support.families import BY_GRID, each_of, family_tower
 from tests.support.towers import Call, assert_same, copy_of
 
 GRID = [(1, 4, 4), (1, 8, 4)]
 
 
-@pytest.mark.parametrize("name", [name for name in INSTALLED if "Gemma" not in name])
+@each_of(BY_GRID)
 def test_every_family(name: str) -> None:
     tower = family_tower(name)
     call = Call.of(tower, GRID)

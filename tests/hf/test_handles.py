@@ -18,7 +18,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.fused_encoder import MOST_MOVES
 from fusedvit.graphs.limits import check_limits
-from tests.support.families import TINY, family_tower
+from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_model, tiny_tower
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
@@ -99,7 +99,7 @@ def test_a_copy_runs_on_its_own_weights(other: Callable[[nn.Module, Change], Any
         ran_fused(handle, calls=1 + used)
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_replicas_of_every_family(name: str) -> None:
     tower = family_tower(name)
     original, call = copy_of(tower), Call.of(tower, [(1, 4, 4), (1, 8, 4)])
@@ -136,7 +136,7 @@ def test_a_copy_can_be_fused_and_unfused_by_itself(other: Callable[[nn.Module, C
     ran_fused(handle, calls=3)
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_other_instances_of_the_fused_class(name: str, tmp_path: Path) -> None:
     """Made by the fused class's own constructors, or loaded by it: nobody has fused them."""
     tower = family_tower(name)
@@ -211,7 +211,7 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 @pytest.mark.parametrize("first", ["fuse", "shard"])
 def test_a_sharded_tower(first: str, name: str, mesh: Any) -> None:
     """`fully_shard` gives the tower a class under another name, and its parameters other memory at each call."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedvit
-from tests.support.families import BY_GRID, family_tower
+from tests.support.families import BY_GRID, each_of, family_tower
 from tests.support.towers import Call, Grid, assert_rule, copy_of, outputs_of, ran_fused, vision_tower
 
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -42,7 +42,7 @@ def with_biases(name: str) -> Any:
 
 @pytest.mark.parametrize("mean", [10.0, 300.0, 1e4])
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("name", BY_GRID)
+@each_of(BY_GRID)
 def test_every_family(name: str, source: str, mean: float) -> None:
     tower = with_biases(name)
     if tower is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedvit
-from tests.support.families import INSTALLED, family_tower
+from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, ran_fused, tiny_tower
 
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -114,7 +114,7 @@ def test_assigned_hidden_states_are_kept() -> None:
         assert ours.hidden_states == ours[HIDDEN] == ours[-1] == (1, 2) and type(ours) is type(ref)
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_every_family(name: str) -> None:
     tower = family_tower(name)
     original, call = copy_of(tower), Call.of(tower, [(1, 4, 6), (1, 2, 2)])

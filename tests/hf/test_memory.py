@@ -18,7 +18,7 @@ from fusedvit.cli.towers import inputs_of
 from fusedvit.fused_encoder import MOST_MOVES
 from fusedvit.graphs.limits import check_limits
 from fusedvit.runtime import readback
-from tests.support.families import TINY, family_tower
+from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
     Call,
@@ -67,7 +67,7 @@ _somebody_elses: list[torch.Tensor] = []
 MOVES = [other_memory, freed_and_taken_again, gathered]
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 @pytest.mark.parametrize("move", MOVES, ids=lambda f: f.__name__)
 def test_parameters_that_move_are_followed(move: Callable[[torch.Tensor], None], name: str) -> None:
     """All of them, then each by itself: the same answer, and nothing prepared anew."""
@@ -172,7 +172,7 @@ def test_graphs_are_given_up_where_parameters_move_from_call_to_call() -> None:
         assert_bitwise(call.run(tower), expected)
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_freed_and_empty_parameters_are_left_to_the_original(name: str) -> None:
     """What it does with them is its own affair: ours reads nothing through them."""
     for freed in ("freed", "empty"):
@@ -212,7 +212,7 @@ def garble(tensors: Any) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_sleep(name: str, level: int, graphs: bool) -> None:
     """A serving engine's sleep modes: memory comes back at the same addresses; at level 1 with its content, at level 2
     with any, and the engine writes the parameters again."""
@@ -253,7 +253,7 @@ def storages_of(tensors: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_memory_goes_with_the_model(name: str, graphs: bool) -> None:
     """At once, without a collection of cycles, and while the handle lives."""
     model = nn.ModuleList([family_tower(name)])
@@ -289,7 +289,7 @@ def test_memory_goes_with_a_whole_model() -> None:
     assert alive(held) == 0
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_memory_goes_with_unfuse(name: str) -> None:
     tower = family_tower(name)
     call, handle = Call.of(tower, SMALL), fusedvit.fuse(tower)
@@ -316,7 +316,7 @@ def test_memory_goes_with_unfuse(name: str) -> None:
     del expected
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 @pytest.mark.parametrize("move", [lambda t: t.to("meta"), lambda t: t.half(), lambda t: t.double()])
 def test_memory_goes_when_parameters_move_away(move: Callable[[nn.Module], object], name: str) -> None:
     tower = family_tower(name)
@@ -366,7 +366,7 @@ def answers(request: pytest.FixtureRequest) -> Callable[[Any, Call], dict[str, t
 Answers = Callable[[Any, Call], dict[str, torch.Tensor]]
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_outputs_are_tensors_of_their_own(name: str, answers: Answers) -> None:
     """Each has a storage of exactly its size, is no view, and survives what is done to the others."""
     tower = family_tower(name)
@@ -391,7 +391,7 @@ def test_outputs_are_tensors_of_their_own(name: str, answers: Answers) -> None:
             assert t.equal(expected[n]), f"{n} after {victim} was freed"
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 def test_concatenated(name: str) -> None:
     tower = family_tower(name)
     call = Call.of(tower, SMALL)

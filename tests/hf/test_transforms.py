@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedvit
 from fusedvit.checks import fallback, transforms
 from fusedvit.graphs.limits import check_limits
-from tests.support.families import TINY, family_tower
+from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import Call, assert_same, copy_of, outputs_of, precomputed, tiny_tower
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
@@ -171,7 +171,7 @@ def test_transforms(transform: Callable[[Any, Call], Answer], graphs: bool, mode
         assert handle.stats()["fused"] == fused + 1, "afterwards it runs fused again"
 
 
-@pytest.mark.parametrize("name", TINY)
+@each_of(INSTALLED)
 @pytest.mark.parametrize("transform", [jvp, dual, gradient_of_parameters, seen], ids=lambda f: f.__name__)
 def test_transforms_of_every_family(transform: Callable[[Any, Call], Answer], name: str) -> None:
     tower = family_tower(name)

@@ -1,7 +1,10 @@
 """A tiny tower of every registered class, with random weights of different scales."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from fusedvit.cli.towers import random_weights_
 from fusedvit.families.registry import family_of
@@ -90,6 +93,27 @@ def is_installed(name: str) -> bool:
 
 INSTALLED = [name for name in TINY if is_installed(name)]
 BY_GRID = [name for name in INSTALLED if family_of(name).call is None]  # others have arguments of their own
+# One class per shape of encoder; the others differ in names of modules and parameters.
+SHAPES = [
+    name
+    for name in (
+        "Qwen2VisionTransformerPretrainedModel",
+        "Qwen3VLVisionModel",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Exaone4_5_VisionModel",
+        "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+        "Glm4vVisionModel",
+        "Glm5NextVisionModel",
+        "Gemma4VisionModel",
+    )
+    if name in INSTALLED
+]
+
+
+def each_of(names: Sequence[str]) -> pytest.MarkDecorator:
+    """A test of each of these classes; `make test` runs it for one of each shape."""
+    shaped = [name if name in SHAPES else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", shaped)
 
 
 def class_of(name: str) -> Any:

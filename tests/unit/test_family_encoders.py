@@ -11,23 +11,9 @@ from fusedvit.model.buffers import Capacity
 from fusedvit.model.items import Item
 from tests.kernels.metadata_cases import frames_of, tiles_of, windows_of
 from tests.support.encoding import Encoder, hugging_face
-from tests.support.families import INSTALLED, family_tower
+from tests.support.families import SHAPES, family_tower
 from tests.support.towers import Grid, assert_bitwise, assert_rule, assert_same, copy_of, patches_of, pixels_for
 
-# One class per shape of encoder; the other classes differ in parameter names.
-SHAPES = [
-    name
-    for name in (
-        "Qwen2VisionTransformerPretrainedModel",
-        "Qwen2_5_VisionTransformerPretrainedModel",
-        "Exaone4_5_VisionModel",
-        "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
-        "Glm4vVisionModel",
-        "Glm5NextVisionModel",
-        "Gemma4VisionModel",
-    )
-    if name in INSTALLED
-]
 GRID: Grid = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
 TABLES = {"torch": ops.TORCH, "triton": ops.TRITON}
 by_shape = pytest.mark.parametrize("name", SHAPES)
