@@ -109,7 +109,7 @@ def launches_of_fingerprints() -> Any:
 @pytest.mark.parametrize("move", MOVES, ids=lambda f: f.__name__)
 def test_no_kernel_reads_through_addresses_of_before(move: Callable[[torch.Tensor], None], graphs: bool) -> None:
     """Neither the fingerprint nor a graph: any one parameter may have moved."""
-    tower = tiny_tower()
+    tower = tiny_tower(depth=1, deepstack_visual_indexes=[0])
     call, handle = Call.of(tower, GRIDS["smallest"]), fusedvit.fuse(tower, STRICT)
     expected = call.run(tower)
     patched, notes = launches_of_fingerprints()

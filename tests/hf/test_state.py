@@ -236,15 +236,6 @@ def test_save_and_reload(kind: str, tmp_path: Path) -> None:
     ran_fused(handle, calls=1)
 
 
-def test_save_and_reload_of_the_tower_alone(tmp_path: Path) -> None:
-    tower = tiny_tower()
-    call = Call.of(tower, GRIDS["mix"])
-    expected = call.run(tower)
-    fusedvit.fuse(tower, STRICT)
-    tower.save_pretrained(tmp_path)
-    assert_bitwise(call.run(type(tower).__mro__[1].from_pretrained(tmp_path)), expected)
-
-
 def test_linear_patch_embedding() -> None:
     """What loading with `fusion_config={"patch_embeddings": True}` leaves; loading so patches classes for good."""
     from transformers.fusion_mapping import PatchEmbeddingsFusionSpec
@@ -461,21 +452,6 @@ def test_forward_that_somebody_put_on_the_tower(first: str) -> None:
     assert_bitwise(call.run(tower), expected)
 
 
-def test_accelerate_dispatch_with_hooks_on_every_leaf() -> None:
-    from accelerate import dispatch_model
-
-    model = tiny_model()
-    tower = model.model.visual
-    inputs = prompt(tower, GRIDS["images"])
-    with torch.no_grad():
-        expected = model(**inputs).logits
-    handle = fusedvit.fuse(model)
-    dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
-    with torch.no_grad():
-        assert error_of(model(**inputs).logits, expected) < 1e-4
-    assert handle.stats()["calls"] == 1
-
-
 def test_offloaded_to_disk(tmp_path: Path) -> None:
     """Parameters on the meta device between calls: only the original code brings them in."""
     from accelerate import disk_offload
@@ -524,28 +500,6 @@ def test_lora_on_the_language_model_keeps_the_tower_fused() -> None:
     for name, gradient in gradients[1].items():
         torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-3, atol=1e-5)
     ran_fused(handle, calls=1)
-
-
-@pytest.mark.parametrize("first", ["adapt", "fuse", "use"])
-def test_lora_on_the_tower_runs_fused(first: str) -> None:
-    """Its gradients, where they are wanted, are Hugging Face's: tests/hf/test_adapters.py."""
-    model = tiny_model()
-    tower = model.model.visual
-    call = Call.of(tower, GRIDS["mix"])
-    plain = call.run(tower)
-    if first == "adapt":
-        _lora(model, r".*visual.*qkv")
-        handle = fusedvit.fuse(model)
-    else:
-        handle = fusedvit.fuse(model)
-        if first == "use":
-            call.run(tower)
-        _lora(model, r".*visual.*qkv")
-    ours = call.run(tower)
-    assert handle.stats()["original"] == {}
-    assert_different(ours, plain)
-    fusedvit.unfuse(model)
-    assert_same(ours, call.run(tower), limit=1e-4)  # the adapters' product is several times the tower's own
 
 
 def _step(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -664,30 +618,3 @@ def test_parameters_that_become_inference_tensors() -> None:
         changed = call.run(tower)
     assert handle.stats()["refreshes"] == 2 and not torch.equal(changed["pooler_output"], expected["pooler_output"])
     ran_fused(handle, calls=3)
-
-
-def test_nothing_is_held_after_unfuse() -> None:
-    import gc
-    import weakref
-
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    Call.of(tower, GRIDS["mix"]).run(tower)
-    held = weakref.ref(handle)
-    fusedvit.unfuse(tower)
-    del handle
-    gc.collect()
-    assert held() is None
-
-
-def test_a_model_can_be_freed() -> None:
-    import gc
-    import weakref
-
-    model = tiny_model()
-    fusedvit.fuse(model)
-    Call.of(model.model.visual, GRIDS["mix"]).run(model.model.visual)
-    parameter = weakref.ref(model.model.visual.blocks[0].attn.qkv.weight)
-    del model
-    gc.collect()
-    assert parameter() is None
