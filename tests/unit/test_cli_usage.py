@@ -216,7 +216,7 @@ def test_standard_output_is_json_alone(qwen3: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"] is True
     assert "outputs pass" in done.stderr and "Traceback" not in done.stderr
-    done = _python("-m", "fusedvit", "env", "--json", "-")
+    done = _run("env", "--json", "-")
     assert json.loads(done.stdout)["verdict"] in " ".join(done.stderr.split())
 
 
