@@ -21,7 +21,7 @@ from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
-from fusedvit.kernels.launch import KernelFailed
+from fusedvit.kernels.launch import KernelFailed, KernelMissing
 from fusedvit.kernels.load_inputs import BYTES, FLOATS, STILL_BYTES, kind_of
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.encoder import EncoderOutputs
@@ -249,13 +249,30 @@ class FusedEncoder:
                     self._raise_if(self._prepare_now(self.weights.version))
                 runtime = self._runtime_on(self.weights.first_parameter())
                 budgets = _budgets_of(runtime, wanted)
-            if runtime.kernels is not None:  # while it waits for compilers, others may call
-                runtime.kernels.need([Run(budget, True, self.weights.kinds) for budget in budgets], wait=True)
-            with self._nothing_launched():
-                if not self.weights.read_back(self.weights.mark(), True, None).unchanged:
-                    self._raise_if(self._prepare_now(self.weights.version))
-                if runtime.graphs is not None:
-                    runtime.graphs.capture(progress, budgets)
+            runs = [Run(budget, True, self.weights.kinds) for budget in budgets]
+            if runtime.kernels is None:
+                self._capture(runtime, progress, budgets)
+                return
+            try:
+                with runtime.kernels.cached(runs):  # where the largest's kernels are there, so are the others', mostly
+                    self._capture(runtime, iter, sorted(budgets)[-1:])
+                    self._capture(runtime, progress, budgets)
+            except KernelMissing:
+                runtime.kernels.need(runs, wait=True)  # while it waits for compilers, others may call
+                self._capture(runtime, progress, budgets)
+
+    def _capture(
+        self,
+        runtime: Runtime,
+        progress: Callable[[Iterable[int]], Iterable[int]] | None,
+        budgets: Collection[int],
+    ) -> None:
+        """Captures graphs from the tower's weights of now."""
+        with self._nothing_launched():
+            if not self.weights.read_back(self.weights.mark(), True, None).unchanged:
+                self._raise_if(self._prepare_now(self.weights.version))
+            if runtime.graphs is not None:
+                runtime.graphs.capture(progress, budgets)
 
     def _items_of(self, grid_thw: Grid) -> list[Item]:
         rows = check_grid(grid_thw).tolist()
@@ -610,9 +627,9 @@ class FusedEncoder:
             return self._runtime
 
     def _new_loader(self, device: torch.device, dtype: torch.dtype, limits: Limits | None) -> KernelLoader:
-        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device), device)
+        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device))
         ladder = limits.token_budgets if limits is not None else ()
-        return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()))
+        return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()), device)
 
 
 def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:

@@ -164,66 +164,60 @@ class FromCache(triton.AsyncCompileMode):
     by its key.
 
     Attributes:
-        collect: launches launch nothing; kernels that are not in the cache are noted. Otherwise the first one raises
+        collect: launches are noted and launch nothing. Otherwise the first one whose kernel is not in the cache raises
             `KernelMissing`, or `KernelFailed` if it is one of `failed`.
-        found: kernels of a collection that are in the cache; not on a device yet.
+        jobs: launches of a collection by what decides their code.
         missing: jobs of kernels that are not in the cache, by their keys' digests, which name folders of the cache.
+        digest: of the kernel that was asked for last.
+        pause: called at each launch of a collection.
     """
 
     def __init__(
-        self,
-        collect: bool,
-        pause: Callable[[], None] = lambda: None,
-        on_missing: Callable[[str, KernelJob], None] = lambda digest, job: None,
-        failed: Mapping[str, str] = MappingProxyType({}),
+        self, collect: bool, pause: Callable[[], None] = lambda: None, failed: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         """Nothing is missing yet.
 
         Args:
-            pause: called before each kernel that is loaded.
-            on_missing: called with each entry of `missing` as it is found.
+            pause: see above.
             failed: kernels that cannot be compiled, and why, by their keys' digests.
         """
         super().__init__(None)  # no executor: nothing is compiled
         self.collect = collect
-        self.found: list[Any] = []
+        self.jobs: dict[object, KernelJob] = {}
         self.missing: dict[str, KernelJob] = {}
-        self._seen: set[object] = set()
-        self._pause = pause
-        self._on_missing = on_missing
+        self.digest = ""
+        self.pause = pause
         self._failed = failed
         self._job: KernelJob | None = None
 
-    def begin(self, job: KernelJob, key: object) -> None:
-        """`job` is about to be launched; in a collection, which launches nothing, it is loaded now.
-
-        Args:
-            key: what decides its code; of a collection's launches that agree in it the first alone is loaded.
-        """
-        self._job = job
-        if not self.collect or key in self._seen:
+    def begin(self, key: object, job: Callable[[], KernelJob]) -> None:
+        """A kernel is about to be launched for the first time; `key` is what decides its code."""
+        if not self.collect:
+            self._job = job()
             return
-        self._seen.add(key)
-        self._pause()
-        built = job.build()
-        if built is not None:
-            self.found.append(built)
+        self.pause()
+        if key not in self.jobs:
+            self.jobs[key] = job()
+
+    def find(self, job: KernelJob) -> Any:
+        """The kernel of `job`, not on a device yet; None where it is not in the cache."""
+        self._job = job
+        hash_sources(job.kernel(), self.pause, set())
+        return job.build()
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any) -> Any:
         """Triton's call for a kernel that this process does not have: `compile_fn` reads what is in the cache."""
         assert self._job is not None, "Triton is asked for a kernel outside `launch`"
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        if is_cached(digest, self._job.name):
+        self.digest = hashlib.sha256(key.encode()).hexdigest()
+        if is_cached(self.digest, self._job.name):
             kernel = compile_fn()
             finalize_fn(kernel)
             return kernel
-        if digest not in self.missing:
-            self.missing[digest] = self._job
-            self._on_missing(digest, self._job)
+        self.missing[self.digest] = self._job
         if self.collect:
             return None
-        if digest in self._failed:
-            raise KernelFailed(self._failed[digest])
+        if self.digest in self._failed:
+            raise KernelFailed(self._failed[self.digest])
         raise KernelMissing(self._job.name)
 
 
@@ -241,6 +235,29 @@ _from_cache: ContextVar[FromCache | None] = ContextVar("fusedvit_from_cache", de
 def from_cache() -> FromCache | None:
     """The mode that the current thread is in."""
     return _from_cache.get()
+
+
+def hash_sources(kernel: JITFunction, pause: Callable[[], None], above: set[str]) -> None:
+    """Hashes the source of a kernel, as its key needs it, and first, one by one, those of functions that it names.
+
+    Triton alone would hash all in one go of 35 ms. Keys depend on the order: whoever needs one comes here first.
+    """
+    if kernel.hash is not None or kernel.__name__ in above:
+        return
+    above.add(kernel.__name__)
+    for name in kernel.fn.__code__.co_names:
+        named = kernel.fn.__globals__.get(name)
+        if isinstance(named, JITFunction):
+            hash_sources(named, pause, above)
+    pause()
+    _ = kernel.cache_key
+
+
+def pause() -> None:
+    """Lets other threads have the interpreter, where the current thread is one that gives way to them."""
+    mode = from_cache()
+    if mode is not None:
+        mode.pause()
 
 
 @contextmanager
@@ -366,9 +383,11 @@ def _first_launch(
     pdl = bool(named.pop("launch_pdl", False))
     mode, only = from_cache(), only_compiling()
     if mode is not None:
-        mode.begin(KernelJob.of(kernel, given, constants, named), key)
+        mode.begin(key, partial(KernelJob.of, kernel, given, constants, named))
         if mode.collect:
             return None
+    if isinstance(kernel, JITFunction):  # and not Triton's interpreter's
+        hash_sources(kernel, lambda: None, set())
     run = partial(kernel.warmup, grid=(programs,)) if pdl or only else kernel[(programs,)]
     built = run(*given, **constants, **named)
     if built is None or only:  # the interpreter compiles nothing

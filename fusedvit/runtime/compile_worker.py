@@ -171,7 +171,7 @@ class Worker:
             return
         triton.runtime.driver.set_active(AbsentGPU(waiting.arch))
         with loading_from_cache(FromCache(collect=True)) as mode:
-            mode.begin(waiting.job, digest)  # what keys are made of is computed once, before the forks
+            mode.find(waiting.job)  # what keys are made of is computed once, before the forks
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:

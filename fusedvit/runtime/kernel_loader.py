@@ -6,13 +6,16 @@ nothing. Nothing here calls CUDA, so that the thread disturbs nobody's capture.
 """
 
 import contextlib
+import gc
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from triton.errors import TritonError
 from triton.runtime import driver
 
@@ -21,9 +24,11 @@ from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.compile_service import CompileService, Request
 
+META = torch.device("meta")
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
 LOADING = 0.02  # seconds of a call that may go into loading kernels
-PAUSE = 0.0003  # seconds between two launches of the thread
+WORK, LONGEST_REST = 0.001, 0.1  # seconds that the thread works before it rests, and that it rests at most
+REST = 2.0  # times as long as it has worked; twice that where no call has asked
 ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
 
 
@@ -54,6 +59,18 @@ def _go_on() -> None:
     pass
 
 
+@cache
+def _collect_garbage() -> None:
+    """Once, in the first call that waits for kernels. What was imported until then makes a full collection due, which
+    takes 0.4 s beside torch and transformers: it would fall into one of the calls that follow."""
+    if gc.isenabled():
+        gc.collect()
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 class KernelLoader:
     """Knows the runs that are ready.
 
@@ -67,6 +84,7 @@ class KernelLoader:
         weights: Callable[[], EncoderWeights],
         ladder: Sequence[int],
         service: CompileService,
+        device: torch.device = META,
     ) -> None:
         """Nothing is compiled yet.
 
@@ -74,15 +92,21 @@ class KernelLoader:
             launch: makes the launches of a run (see `MetaRuns`).
             weights: a bound method; its object is not kept.
             ladder: merged tokens of the budgets that calls may need.
+            device: the GPU that will run this; Triton keeps what it loads by GPU.
         """
         self.ready: set[Run] = set()
         self._launch = launch
         self._weights = weakref.WeakMethod(weights)
         self._ladder = ladder
         self._service = service
+        self._device = device
         self._pending: dict[Run, float] = {}  # and their order
         self._missing: dict[Run, frozenset[str]] = {}
+        self._jobs: dict[Run, Mapping[object, KernelJob]] = {}  # what each run launches, by what decides the code
+        self._digests: dict[object, str] = {}  # of kernels that were not in the cache, by the same
+        self._found: dict[object, Any] = {}  # kernels
         self._unloaded: dict[Run, list[Any]] = {}  # kernels of ready runs
+        self._worked = 0.0  # CPU time at which the thread's last rest ended
         self._asked = 0
         self._trying = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -103,6 +127,7 @@ class KernelLoader:
         if self.ready.issuperset(runs):
             self._load(runs)
             return
+        _collect_garbage()
         with self._service.changed:
             for run in runs:
                 self._ask_for(run)
@@ -132,11 +157,24 @@ class KernelLoader:
         except KernelMissing:  # they launch something else than on the meta device
             with self._service.changed:
                 self.ready.difference_update(runs)
+                for run in runs:
+                    self._jobs.pop(run, None)
                 self._pending.update(dict.fromkeys(runs, 0.0))
                 self._missing.update(dict.fromkeys(runs, frozenset(mode.missing)))
                 self._send(mode.missing, 0.0, urgent=False)
                 self._start()
             raise KernelsNotReady("") from None
+
+    @contextlib.contextmanager
+    def cached(self, runs: Collection[Run]) -> Iterator[None]:
+        """Within it, launches of `runs` take their kernels from Triton's cache. At its end they are ready.
+
+        Raises:
+            KernelMissing: one is not there.
+        """
+        with loading_from_cache(FromCache(collect=False, failed=self._service.failed)):
+            yield
+        self.ready.update(runs)
 
     def _load(self, runs: Collection[Run]) -> None:
         """Loads kernels of ready runs onto the current device, for as long as a call has time for it."""
@@ -174,6 +212,7 @@ class KernelLoader:
     def _work(self) -> None:
         """Gets every pending run its kernels, then ends."""
         service = self._service
+        self._worked = time.thread_time()
         try:
             with service.used():
                 while self._work_on():
@@ -203,33 +242,58 @@ class KernelLoader:
         return [run for run in runs if not self._service.waits_for(self._missing.get(run, frozenset()))]
 
     def _try(self, run: Run, order: float, patient: bool) -> None:
-        """Loads the kernels of `run` and sends for those that are missing; it is ready if none is."""
-        weights, service = self._weights(), self._service
-
-        def send(digest: str, job: KernelJob) -> None:
-            self._send({digest: job}, order, urgent=not patient)
-
-        mode = FromCache(collect=True, pause=self._pause if patient else _go_on, on_missing=send)
+        """Finds the kernels of `run` and sends for those that are missing; it is ready if none is."""
+        weights, service, missing = self._weights(), self._service, set()
+        pause = partial(self._pause, REST if order < ASKED_FOR else 2 * REST) if patient else _go_on
         try:
-            with self._trying, loading_from_cache(mode):
+            with self._trying, _current(self._device), loading_from_cache(FromCache(True, pause)) as mode:
                 if weights is None:
                     raise WeightsReleased
-                self._launch(run, weights())
+                if run not in self._jobs:
+                    self._launch(run, weights())
+                    self._jobs[run] = mode.jobs
+                jobs = self._jobs[run]
+                for key, job in jobs.items():
+                    digest = "" if key in self._found else self._find(mode, key, job)
+                    if digest:
+                        missing.add(digest)
+                        self._send({digest: job}, order, urgent=not patient)
         except (WeightsReleased, _Ending):  # the next call needs it again
             with service.changed:
                 self._pending.pop(run, None)
             return
         with service.changed:
-            missing = frozenset(mode.missing)
-            self._missing[run], self._unloaded[run] = missing, mode.found
+            self._missing[run] = frozenset(missing)
+            self._unloaded[run] = [self._found[key] for key in jobs if key in self._found]
             if missing <= service.failed.keys():  # a launch that fails to compile knows what to do
                 self.ready.add(run)
                 self._pending.pop(run, None)
 
-    def _pause(self) -> None:
-        """Lets other threads have the interpreter."""
-        if self._service.ending.wait(PAUSE):
+    def _find(self, mode: FromCache, key: object, job: KernelJob) -> str:
+        """Takes a kernel from the cache; its digest if it is not there."""
+        known = self._digests.get(key, "")
+        if self._service.waits_for((known,)):
+            return known
+        mode.pause()
+        kernel = mode.find(job)
+        if kernel is None:
+            self._digests[key] = mode.digest
+            return mode.digest
+        self._found[key] = kernel
+        return ""
+
+    def _pause(self, rest: float) -> None:
+        """Lets other threads have the interpreter, `rest` times as long as this one had it: calls go on meanwhile.
+
+        A thread that only computes takes the interpreter whenever another one lets go of it, which PyTorch does at each
+        operation, and keeps it for 5 ms each time.
+        """
+        worked = time.thread_time() - self._worked
+        if worked < WORK:
+            return
+        if self._service.ending.wait(min(worked * rest, LONGEST_REST)):
             raise _Ending
+        self._worked = time.thread_time()
 
     def _send(self, jobs: Mapping[str, KernelJob], order: float, urgent: bool) -> None:
         arch = driver.active.get_current_target().arch

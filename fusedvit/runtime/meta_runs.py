@@ -1,25 +1,23 @@
 """Runs of the encoder on the meta device, for the kernels that they launch: without memory and without a GPU."""
 
-import contextlib
 from collections.abc import Callable
 
 import torch
 
 from fusedvit.graphs.limits import Limits
 from fusedvit.kernels.fingerprint import FingerprintSources
+from fusedvit.kernels.launch import pause
 from fusedvit.kernels.load_inputs import GRID_DTYPES
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
 from fusedvit.model.ops import TRITON
-from fusedvit.model.plan import EncoderPlan, plan_for
+from fusedvit.model.plan import EncoderPlan, heuristic, plan_for, tasks
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.captured_encoder import CapturedEncoder, rehearse_padded
-from fusedvit.runtime.kernel_loader import Run
-
-META = torch.device("meta")
+from fusedvit.runtime.kernel_loader import META, Run
 
 
 class MetaRuns:
@@ -31,25 +29,19 @@ class MetaRuns:
         dtype: torch.dtype,
         limits: Limits | None,
         target: Callable[[], Target],
-        device: torch.device = META,
     ) -> None:
         """Nothing is launched yet.
 
         Args:
             limits: of the graphs, None where there are none.
             target: asked at each run, as backends may fail.
-            device: the GPU that will run this; Triton keeps what it loads by GPU.
         """
-        self._spec, self._dtype, self._limits, self._target, self._device = spec, dtype, limits, target, device
+        self._spec, self._dtype, self._limits, self._target = spec, dtype, limits, target
         self._encoder: tuple[Target, CapturedEncoder] | None = None
         self._weights: EncoderWeights | None = None
 
     def launch(self, run: Run, weights: EncoderWeights) -> None:
         """Launches what `run` does, and what every call does around it."""
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-            self._launch(run, weights)
-
-    def _launch(self, run: Run, weights: EncoderWeights) -> None:
         fingerprints_on_meta()
         if run.graph:
             self._weights = weights
@@ -69,6 +61,9 @@ class MetaRuns:
             return known[1]
 
         def planner(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
+            for task in tasks(spec, tokens, dtype):  # some take 30 ms, and are kept
+                pause()
+                heuristic(task, dtype, target)
             return plan_for(spec, tokens, dtype, target)
 
         def weights() -> EncoderWeights:

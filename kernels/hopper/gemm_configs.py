@@ -120,7 +120,7 @@ class HopperGemmConfig:
         }
 
     def tile_cost(self) -> TileCost:
-        """For `product_us`; a tile that was not timed takes forever."""
+        """For `mean_us`; a tile that was not timed takes forever."""
         step = _STEP_US.get((self.rows, self.cols, self.consumers), math.inf)
         if self.consumers == 1:
             return TileCost(step, _PING_PONG_END_US, hidden=True)
@@ -194,22 +194,22 @@ def cells_of(rows: int, cols: int) -> float:
     return rows * cols / CHUNK**2
 
 
-def product_us(config: Any, rows: int, n: int, k: int, target: Target, kind: str) -> float:
-    """Time of a `[rows, k] x [n, k]` product by the cost model, in us. `config`: of either Hopper GEMM."""
-    cost, epilogue, cells = config.tile_cost(), set(kind.split("+")), cells_of(config.block_m, config.cols)
-    tiles, steps = config.tiles(max(1, rows), n), -(-k // CHUNK)
-    rounds = -(-tiles // target.num_sms)
-    step = max(cost.step, _LANDING_US / (config.stages - 1))
-    main = max(rounds * steps * step, 2 * n * k / _MEMORY)
-    traffic = tiles * steps * (config.block_m + config.cols) * 2 * CHUNK * 1e-6
-    end = cost.end + cells * _CELL_ERF_US * ("gelu" in epilogue)
-    ends = end * (1 if cost.hidden else rounds) + _CELL_TAPS_US * cells * rounds * ("taps" in epilogue)
-    return _LAUNCH_US + main + _TRAFFIC_MB_US * traffic + ends
-
-
 def mean_us(config: Any, rows: int, n: int, k: int, target: Target, kind: str) -> float:
-    """The mean of `product_us` over what a budget of `rows` may hold."""
-    return sum(product_us(config, int(share * rows), n, k, target, kind) for share in CONTENTS) / len(CONTENTS)
+    """Time of a `[rows, k] x [n, k]` product by the cost model, in us: the mean over what a budget of `rows` may hold.
+
+    `config`: of either Hopper GEMM.
+    """
+    cost, epilogue, cells = config.tile_cost(), kind.split("+"), cells_of(config.block_m, config.cols)
+    end, steps = cost.end + cells * _CELL_ERF_US * ("gelu" in epilogue), -(-k // CHUNK)
+    step, total = max(cost.step, _LANDING_US / (config.stages - 1)), 0.0
+    for share in CONTENTS:
+        tiles = config.tiles(max(1, int(share * rows)), n)
+        rounds = -(-tiles // target.num_sms)
+        main = max(rounds * steps * step, 2 * n * k / _MEMORY)
+        traffic = tiles * steps * (config.block_m + config.cols) * 2 * CHUNK * 1e-6
+        ends = end * (1 if cost.hidden else rounds) + _CELL_TAPS_US * cells * rounds * ("taps" in epilogue)
+        total += _LAUNCH_US + main + _TRAFFIC_MB_US * traffic + ends
+    return total / len(CONTENTS)
 
 
 def supports(n: int, k: int, kind: str) -> bool:

@@ -191,10 +191,13 @@ def _tiles_of(rows: int, n: int, target: Target) -> Iterator[tuple[int, int]]:
             yield -(-height // MULTIPLE) * MULTIPLE, consumers
 
 
-def _deepest(rows: int, consumers: int, k: int, target: Target) -> int:
-    """The most stages that shared memory and K allow."""
+@lru_cache(maxsize=4096)
+def _deepest(rows: int, consumers: int, k: int, target: Target) -> HopperSwapABConfig | None:
+    """A tile with the most stages that shared memory and K allow; None where it cannot run."""
     none, one = (HopperSwapABConfig(rows, consumers, stages).shared_bytes() for stages in (0, 1))
-    return min((target.max_shared - none) // (one - none), MOST_STAGES, -(-k // UNIT))
+    stages = min((target.max_shared - none) // (one - none), MOST_STAGES, -(-k // UNIT))
+    config = HopperSwapABConfig(rows, consumers, stages)
+    return None if wrong_hopper_swap_ab(config, target, torch.bfloat16) else config
 
 
 def _uses_pdl(config: HopperSwapABConfig, rows: int, k: int, kind: str) -> bool:
@@ -207,18 +210,15 @@ def _uses_pdl(config: HopperSwapABConfig, rows: int, k: int, kind: str) -> bool:
 @lru_cache(maxsize=4096)
 def hopper_swap_ab_candidates(rows: int, n: int, k: int, target: Target, kind: str) -> tuple[HopperSwapABConfig, ...]:
     """Configurations worth timing; arguments as of `hopper_gemm_config`."""
+    return tuple(replace(c, pdl=_uses_pdl(c, rows, k, kind)) for c in _unscheduled(rows, n, k, target, kind))
+
+
+def _unscheduled(rows: int, n: int, k: int, target: Target, kind: str) -> list[HopperSwapABConfig]:
+    """`hopper_swap_ab_candidates` without PDL."""
     if not supports(n, k, kind):
-        return ()
-    found = (
-        HopperSwapABConfig(
-            height,
-            consumers,
-            _deepest(height, consumers, k, target),
-        )
-        for height, consumers in dict.fromkeys(_tiles_of(rows, n, target))
-    )
-    good = [c for c in found if not wrong_hopper_swap_ab(c, target, torch.bfloat16) and not spills(c, kind)]
-    return tuple(replace(c, pdl=_uses_pdl(c, rows, k, kind)) for c in good)
+        return []
+    every = (_deepest(*tile, k, target) for tile in dict.fromkeys(_tiles_of(rows, n, target)))
+    return [config for config in every if config is not None and not spills(config, kind)]
 
 
 # How much slower than the fastest tile one may be, by the cost model, so that it stands for that one too: a tile is a
@@ -305,7 +305,7 @@ def _offered(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind
     if not gemm_configs.is_proven(n, k, dtype, target, kind):
         return []
     tiles = gemm_configs.hopper_gemm_candidates(rows, n, k, target, kind)
-    found: list[Tile] = [tile for tile in tiles if not gemm_configs.wrong_hopper_gemm(tile, target, dtype)]
+    found: list[Tile] = [replace(t, pdl=False) for t in tiles if not gemm_configs.wrong_hopper_gemm(t, target, dtype)]
     if kind in PROVEN[dtype] and rows <= _most(kind) and "linear/swap_ab" not in dict(target.without):
-        found += hopper_swap_ab_candidates(rows, n, k, target, kind)
-    return [replace(tile, pdl=False) for tile in found]
+        found += _unscheduled(rows, n, k, target, kind)
+    return found

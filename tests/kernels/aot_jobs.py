@@ -1,5 +1,7 @@
 """Run by test_aot.py without the interpreter: whether jobs have the keys of the launches that they are of, as JSON."""
 
+import gc
+import itertools
 import json
 import pickle
 import sys
@@ -8,10 +10,11 @@ from unittest import mock
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from fusedvit.kernels import launch
 from fusedvit.kernels.codegen_checks import AbsentGPU
-from fusedvit.kernels.launch import FromCache, KernelJob, loading_from_cache
+from fusedvit.kernels.launch import FromCache, KernelJob, hash_sources, loading_from_cache
 from fusedvit.runtime.ahead_of_time import TOWERS
 from fusedvit.runtime.gpus import target_named
 from fusedvit.runtime.kernel_loader import Run
@@ -64,9 +67,25 @@ def main() -> None:
         found[repr(job)] = keys_of(kernel, sent.build)
         if len(ask) != 1 or ask != found[repr(job)]:
             other.append(job.name)
-    print(
-        json.dumps({"jobs": len(found), "keys": len({key for keys in found.values() for key in keys}), "other": other})
-    )
+    keys = len({key for keys in found.values() for key in keys})
+    kernels = list({kernel.__name__: kernel for kernel, *_ in launches}.values())
+    print(json.dumps({"jobs": len(found), "keys": keys, "other": other, "of_order": of_order(kernels)}))
+
+
+def of_order(kernels: list[Any]) -> list[str]:
+    """Kernels whose sources have another hash if those of another kernel were hashed before: another process would look
+    for them under another key."""
+    functions = [f for f in gc.get_objects() if isinstance(f, JITFunction)]
+
+    def hash_after(first: Any, kernel: Any) -> str:
+        for function in functions:
+            function.hash, function.used_global_vals = None, {}
+        for one in (first, kernel):
+            hash_sources(one, lambda: None, set())
+        found: str = kernel.hash
+        return found
+
+    return [a.__name__ for a, b in itertools.permutations(kernels, 2) if hash_after(b, a) != hash_after(a, a)]
 
 
 if __name__ == "__main__":

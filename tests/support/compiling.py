@@ -31,6 +31,8 @@ def missing() -> dict[str, KernelJob]:
     """Kernels of these launches that are not in Triton's cache."""
     with loading_from_cache(FromCache(collect=True)) as mode:
         launches()
+        for job in mode.jobs.values():
+            mode.find(job)
     return mode.missing
 
 

@@ -18,6 +18,9 @@ class FakeJob:
 
     name: str
 
+    def kernel(self) -> object:
+        return SimpleNamespace(hash="known")
+
     def build(self) -> object:
         mode = launch.from_cache()
         assert mode is not None
@@ -46,7 +49,7 @@ class FakeCompiler(CompileService):
             mode = launch.from_cache()
             assert mode is not None
             job: Any = FakeJob(name)
-            mode.begin(job, name)
+            mode.begin(name, lambda job=job: job)
             if not mode.collect:
                 job.build()
 

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 
 from fusedvit.errors import WeightsReleased
-from fusedvit.kernels.launch import KernelFailed
-from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
+from fusedvit.kernels.launch import KernelFailed, from_cache
+from fusedvit.runtime import kernel_loader
+from fusedvit.runtime.kernel_loader import ASKED_FOR, KernelLoader, KernelsNotReady, Run
 from tests.support.fake_compiler import FakeCompiler
 
 KINDS = (0,)
@@ -167,6 +168,58 @@ def test_calls_load_kernels_for_a_short_time_each(compiler: FakeCompiler) -> Non
     loader.need([graph(64)], wait=False)
     loader.need([graph(64)], wait=False)
     assert len(loaded) == 3
+
+
+def test_what_a_run_launches_is_listed_once(compiler: FakeCompiler) -> None:
+    """Not again once its kernels are compiled: it is Python's work, beside calls."""
+    listed: list[Run] = []
+    launch = compiler.launch
+
+    def lists(run: Run, weights: Any) -> None:
+        listed.append(run)
+        launch(run, weights)
+
+    compiler.launch = lists  # type: ignore[method-assign]
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(256))
+    until(lambda: len(compiler.sent) == 1 + 3 + len(LADDER))
+    compiler.finish_all()
+    until(lambda: loader.ready == {graph(budget) for budget in LADDER})
+    assert sorted(listed) == [graph(budget) for budget in LADDER]
+
+
+def test_the_thread_rests_longer_than_it_works(compiler: FakeCompiler) -> None:
+    """Twice as long for what a call has asked for, four times for the ladder; 0.1 s at most."""
+    now, rests = [0.0], list[float]()
+
+    def works(run: Run, weights: Any) -> None:
+        mode = from_cache()
+        assert mode is not None
+        for seconds in (0.0005, 0.0005, 0.004, 0.2):
+            now[0] += seconds
+            mode.pause()
+
+    compiler.launch = works  # type: ignore[method-assign]
+    loader, _weights = loader_on(compiler)
+    ending = SimpleNamespace(wait=rests.append)
+    with (
+        mock.patch.object(compiler, "ending", ending),
+        mock.patch("fusedvit.runtime.kernel_loader.time.thread_time", lambda: now[0]),
+    ):
+        loader._try(graph(64), 1.0, patient=True)
+        loader._try(graph(128), ASKED_FOR, patient=True)
+        loader._try(graph(256), 1.0, patient=False)
+    assert rests == pytest.approx([0.002, 0.008, 0.1, 0.004, 0.016, 0.1])
+
+
+def test_garbage_is_collected_once_in_the_first_call_that_waits(compiler: FakeCompiler) -> None:
+    kernel_loader._collect_garbage.cache_clear()
+    loader, _weights = loader_on(compiler)
+    with mock.patch("gc.collect") as collect:
+        refused(loader, graph(64))
+        assert collect.call_count == 1
+        refused(loader, graph(64))
+        assert collect.call_count == 1
 
 
 def test_where_nothing_can_be_compiled_calls_are_told_and_waiting_ends(compiler: FakeCompiler) -> None:

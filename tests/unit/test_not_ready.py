@@ -13,8 +13,9 @@ import torch
 from fusedvit.api import fuse
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.kernels import launch
 from fusedvit.kernels.launch import KernelFailed
-from fusedvit.runtime.captured_encoder import TowerGraphs
+from fusedvit.runtime.captured_encoder import CapturedEncoder, TowerGraphs
 from fusedvit.runtime.kernel_loader import KernelLoader, Run
 from tests.support.fake_compiler import FakeCompiler
 from tests.support.graphs_on_cpu import GRID, LIMITS, answer, close, same
@@ -114,11 +115,29 @@ def test_now_waits(compiler: FakeCompiler, fused: Fused) -> None:
     assert set(compiler.names()) == set(kernels_of(Run(16, True, (0,))))
 
 
-def test_warmup_waits_for_every_budget(compiler: FakeCompiler, fused: Fused) -> None:
-    compiler.at_once = True
-    fused.handle.warmup(progress=iter)
-    assert fused.ready() == set(LIMITS.token_budgets)
-    assert fused.graphs is not None and fused.graphs.manager.stats.captures == len(LIMITS.token_budgets)
+@pytest.mark.parametrize("cached", [0, 1, len(LIMITS.token_budgets)])
+def test_warmup_waits_for_kernels_that_are_missing(compiler: FakeCompiler, fused: Fused, cached: int) -> None:
+    """Where all are there, nothing is listed or sent: captures take them from the cache."""
+    compiler.at_once, budgets = True, sorted(LIMITS.token_budgets)
+    there = {name for budget in budgets[len(budgets) - cached :] for name in kernels_of(Run(budget, True, (0,)))}
+    compiler.cached.update(there)
+    run, listed = CapturedEncoder.run, []
+
+    def launched(encoder: CapturedEncoder, budget: int) -> None:
+        if launch.from_cache() is not None:
+            compiler.launch(Run(budget, True, (0,)), None)
+        run(encoder, budget)
+
+    def lists(of: Run, weights: Any) -> None:
+        listed.append(of)
+        compiler.launch(of, weights)
+
+    with mock.patch.object(CapturedEncoder, "run", launched), mock.patch.object(fused.loader, "_launch", lists):
+        fused.handle.warmup(progress=iter)
+    assert fused.ready() == set(budgets)
+    assert fused.graphs is not None and fused.graphs.manager.stats.captures == len(budgets)
+    assert len(listed) == (0 if cached == len(budgets) else len(budgets))
+    assert not there & set(compiler.names()) and bool(compiler.sent) == bool(listed)
 
 
 def test_why_nothing_can_be_compiled_is_in_the_report(compiler: FakeCompiler, fused: Fused) -> None:
