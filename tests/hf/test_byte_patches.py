@@ -8,7 +8,7 @@ import torch
 import fusedvit
 from fusedvit.model.normalization import Normalization
 from tests.support.byte_patches import CLIP, HALF, KINDS, bytes_for
-from tests.support.families import BY_GRID, INSTALLED, family_tower
+from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
 from tests.support.towers import assert_rule, assert_same, copy_of, outputs_of, tiny_model, tiny_tower
 
 GRID = [(1, 8, 4), (1, 4, 6), (1, 2, 10)]
@@ -22,7 +22,7 @@ def run(tower: Any, pixels: torch.Tensor, **arguments: Any) -> dict[str, torch.T
 GEMMA = "Gemma4VisionModel"
 
 
-@pytest.mark.parametrize("name", BY_GRID)
+@each_of(BY_GRID)
 def test_every_family_takes_bytes(name: str) -> None:
     tower = family_tower(name)
     both = [bytes_for(tower, GRID, still) for still in KINDS.values()]

@@ -1,5 +1,6 @@
 """generate() with a fused tower: the same tokens, and the tower really ran fused."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ from tests.support.towers import (
 IMAGES: Grid = [(1, 4, 6), (1, 6, 4)]
 VIDEOS: Grid = [(3, 4, 6)]
 MEDIA = {"images": (IMAGES, []), "video": ([], VIDEOS), "both": (IMAGES, VIDEOS)}
+# Of each kind of model, and of one of them in each way; `make test-all` has every kind in every way.
+WAYS = [
+    pytest.param(*way, marks=() if way[0] == KINDS[0] or way[1:] == ("both", 1) else pytest.mark.slow)
+    for way in itertools.product(KINDS, MEDIA, (1, 3))
+]
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
@@ -29,9 +35,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> t
     return model.generate(**{name: tensor.clone() for name, tensor in inputs.items()}, **settings)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("media", MEDIA)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, media, beams", WAYS)
 def test_tokens_are_the_same(kind: str, media: str, beams: int) -> None:
     model = tiny_model(kind)
     images, videos = MEDIA[media]

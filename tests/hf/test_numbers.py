@@ -13,7 +13,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import buffer_shapes
-from tests.support.families import INSTALLED, family_tower
+from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import Call, error_of
 
 GRID = [(1, 8, 4), (1, 2, 10)]  # single frames: GLM's towers take no more when called directly
@@ -194,7 +194,7 @@ def empty_slots(tower: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_a_parameter_where_there_was_none(name: str, used: bool) -> None:
     tower = family_tower(name)
     call = Call.of(tower, GRID)

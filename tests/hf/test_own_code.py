@@ -20,7 +20,7 @@ from fusedvit.checks import fallback
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code import OwnCode, own_code
 from fusedvit.checks.source_code import definition_of
-from tests.support.families import BY_GRID, INSTALLED, class_of, family_tower
+from tests.support.families import BY_GRID, INSTALLED, class_of, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, tiny_tower
 
 GRID = [(1, 8, 4), (1, 2, 10)]
@@ -84,7 +84,7 @@ def fused_when(tower: Any, when: str, replace: contextlib.AbstractContextManager
         return call.run(tower), handle
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_every_function_that_a_tower_runs(name: str) -> None:
     """Each replaced, one at a time, after a call and before any: the answer is the original code's, with a reason."""
     tower = family_tower(name)
@@ -411,7 +411,7 @@ def test_remote_code_without_a_base_of_transformers() -> None:
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_nothing_of_transformers_is_foreign(name: str) -> None:
     found: OwnCode = own_code(Plain.of(family_tower(name)))
     assert found.foreign == ""

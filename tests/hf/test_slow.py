@@ -11,7 +11,7 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.checks.arguments import rules_of
 from fusedvit.cli.towers import cast_parameters_, inputs_of
-from tests.support.families import BY_GRID, INSTALLED, family_tower
+from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
     Call,
@@ -35,7 +35,7 @@ MIX: Grid = [(1, 4, 6), (1, 2, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_autocast_in_the_towers_dtype(name: str, dtype: torch.dtype) -> None:
     tower = family_tower(name)
     exact = copy_of(tower, torch.float64)
@@ -122,7 +122,7 @@ PARENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", PARENTS, ids=lambda given: ", ".join(given))
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_keywords_that_hugging_face_ignores(name: str, given: dict[str, Any]) -> None:
     tower = family_tower(name)
     original, call = copy_of(tower), Call.of(tower, MIX)
@@ -136,7 +136,7 @@ def test_keywords_that_hugging_face_ignores(name: str, given: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_keywords_that_hugging_face_reads(name: str, implementation: str) -> None:
     """Each name that the code on the way reads, with a value that it may act on: the same answer, or the same error."""
     tower = family_tower(name)
@@ -195,7 +195,7 @@ SHAPES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_shapes_of_pixels(name: str, shape: str) -> None:
     tower = family_tower(name)
     original, call = copy_of(tower), Call.of(tower, MIX)

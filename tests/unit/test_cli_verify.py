@@ -21,7 +21,7 @@ from fusedvit.cli import towers, verify  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.pixels.media import Media  # noqa: E402
-from tests.support.families import INSTALLED, family_tower  # noqa: E402
+from tests.support.families import INSTALLED, each_of, family_tower  # noqa: E402
 
 RUNNER = CliRunner(env={"COLUMNS": "200"})
 
@@ -43,7 +43,7 @@ def test_a_good_checkpoint_passes(checkpoint: nn.Module, tmp_path: Path) -> None
     assert "4 of 4 outputs pass" in result.output and "fused" in result.output
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@each_of(INSTALLED)
 def test_every_family(name: str) -> None:
     """A picture and a video as each family's tower takes them, from the spec alone."""
     frames = np.random.default_rng(0).integers(0, 256, (4, 100, 140, 3), dtype=np.uint8)
