@@ -57,7 +57,7 @@ FAULTS = {
     ),
     "F3": Fault(
         "padding reaches real rows",
-        "unit/encoder:buffers_of_a_budget_and_nan_in_their_rest unit/encoder:nothing_past_the_capacity_is_needed",
+        "unit/family_encoders:buffers_of_a_budget_and_nan unit/encoder:nothing_past_the_capacity_is_needed",
         "graph_equals_eager",
     ),
     "F4": Fault(
