@@ -258,16 +258,6 @@ def test_held_outputs_never_change() -> None:
     ran_fused(handle, calls=2 * len(calls))
 
 
-def test_changing_an_output_changes_nothing_else() -> None:
-    tower = tiny_tower()
-    fusedvit.fuse(tower, STRICT)
-    call = Call.of(tower, GRIDS["mix"])
-    first = {name: t.clone() for name, t in call.run(tower).items()}
-    for tensor in call.run(tower).values():
-        tensor.fill_(float("nan"))
-    assert_bitwise(call.run(tower), first)
-
-
 def test_stats_count_items_and_tokens() -> None:
     tower = tiny_tower()
     handle = fusedvit.fuse(tower)

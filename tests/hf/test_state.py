@@ -45,15 +45,6 @@ def scramble(tower: nn.Module, seed: int = 5) -> None:
 # fuse and unfuse
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fuse_finds_the_tower(kind: str) -> None:
-    model = tiny_model(kind)
-    tower = model.model.visual
-    handle = fusedvit.fuse(model)
-    assert handle.tower is tower is model.model.visual
-    assert type(tower).__name__ in handle.report()
-
-
 @pytest.mark.parametrize(
     "wrap",
     [lambda m: m, lambda m: m.model, lambda m: m.model.visual, lambda m: nn.ModuleList([m])],
@@ -164,16 +155,6 @@ def test_several_towers_are_fused_each_by_itself() -> None:
         ran_fused(handle, calls=1)
 
 
-def test_two_models_have_two_handles() -> None:
-    models = [tiny_model(seed=seed) for seed in (0, 1)]
-    call = Call.of(models[0].model.visual, GRIDS["mix"])
-    expected = [call.run(m.model.visual) for m in models]
-    handles = [fusedvit.fuse(m, STRICT) for m in models]
-    fusedvit.unfuse(models[0])
-    assert_same(call.run(models[1].model.visual), expected[1])
-    ran_fused(handles[1], calls=1)
-
-
 def test_report_and_refresh() -> None:
     tower = tiny_tower()
     handle = fusedvit.fuse(tower)
@@ -200,18 +181,6 @@ def test_state_dict_is_the_same(kind: str) -> None:
     assert list(after) == list(before)
     assert all(after[name].equal(t) and after[name].data_ptr() == p for name, (p, t) in before.items())
     assert [name for name, _ in model.named_parameters()] == [n for n, _ in copy_of(model).named_parameters()]
-
-
-def test_strict_load_both_ways() -> None:
-    fused, plain = tiny_model(seed=0), tiny_model(seed=1)
-    call = Call.of(plain.model.visual, GRIDS["mix"])
-    expected = call.run(plain.model.visual)
-    fusedvit.fuse(fused, STRICT)
-    call.run(fused.model.visual)
-    fused.load_state_dict(plain.state_dict(), strict=True)
-    assert_same(call.run(fused.model.visual), expected)
-    plain.load_state_dict(fused.state_dict(), strict=True)
-    assert_bitwise(call.run(plain.model.visual), expected)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
@@ -321,20 +290,15 @@ def test_copies_keep_their_options() -> None:
 # moved
 
 
-@pytest.mark.parametrize(
-    "cast",
-    [
-        lambda m: m.half(),
-        lambda m: m.bfloat16(),
-        lambda m: m.to(torch.float16),
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.to(torch.float64),
-        lambda m: m.to(torch.bfloat16).to(torch.float32),
-        lambda m: m.to(memory_format=torch.channels_last_3d),
-        lambda m: m.to("cpu"),
-    ],
-    ids=["half", "bfloat16", "to fp16", "to bf16", "to fp64", "there and back", "channels last", "to cpu"],
-)
+CASTS: dict[str, Callable[[Any], Any]] = {  # besides those of tests/hf/test_weights.py
+    "bfloat16": lambda m: m.bfloat16(),
+    "there and back": lambda m: m.to(torch.bfloat16).to(torch.float32),
+    "channels last": lambda m: m.to(memory_format=torch.channels_last_3d),
+    "to cpu": lambda m: m.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "used"])
 def test_cast(cast: Callable[[Any], Any], used_before: bool) -> None:
     tower = tiny_tower()
@@ -346,8 +310,7 @@ def test_cast(cast: Callable[[Any], Any], used_before: bool) -> None:
     ours = call.run(tower)
     assert handle.stats()["original"] == {}
     fusedvit.unfuse(tower)
-    low = {torch.float16: 0.005, torch.bfloat16: 0.04}
-    assert_same(ours, call.run(tower), limit=low.get(tower.dtype, 1e-5 if tower.dtype == torch.float64 else 0.01))
+    assert_same(ours, call.run(tower), limit=0.04 if tower.dtype == torch.bfloat16 else 0.01)
 
 
 def test_attention_implementation_can_be_set() -> None:
