@@ -1,6 +1,7 @@
 """Varlen attention over packed q | k | v rows, without a mask: each segment (a frame, or a window) attends to itself.
 
     out[t, h] = sum_j p[t, j] v[j, h] / sum_j p[t, j],   p[t, j] = 2^(q[t, h] . k[j, h])     j over t's segment
+    out       = clamp(out)                                                                   if there are bounds
 
 This is softmax where q comes scaled by `query_scale`, which the weights of the qkv GEMM hold already.
 
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fusedvit.kernels.epilogue import clamp
 from fusedvit.kernels.launch import launch
 from fusedvit.kernels.tile_configs import AttentionConfig, split_head
 from fusedvit.kernels.tma import descriptor
@@ -73,7 +75,9 @@ def _add_product(acc, p, v):
 
 
 @triton.jit
-def _store_head(out_ptr, acc, rows, mask_m, col, limit, OUT_COLS: tl.constexpr, WIDTH: tl.constexpr):
+def _store_head(out_ptr, clip_ptr, acc, rows, mask_m, col, limit, OUT_COLS: tl.constexpr, WIDTH: tl.constexpr):
+    if clip_ptr is not None:
+        acc = clamp(acc, tl.load(clip_ptr), tl.load(clip_ptr + 1))
     offs = tl.arange(0, WIDTH)
     ptrs = out_ptr + rows[:, None] * OUT_COLS + (col + offs)[None, :]
     tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs < limit)[None, :])
@@ -88,6 +92,7 @@ def _attention_kernel(
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32
     num_tiles_ptr,  # [1] int32
+    clip_ptr,  # [2] fp32 or None
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD: tl.constexpr,  # the power-of-two part of head_dim
@@ -163,10 +168,12 @@ def _attention_kernel(
 
         rows = row0 + tl.arange(0, BLOCK_M).to(tl.int64)
         mask_m = rows < end
-        _store_head(out_ptr, acc / l[:, None], rows, mask_m, col_q, HEAD, HEADS * HEAD_DIM, HEAD)
+        _store_head(out_ptr, clip_ptr, acc / l[:, None], rows, mask_m, col_q, HEAD, HEADS * HEAD_DIM, HEAD)
         if TAIL > 0:
             rest: tl.constexpr = HEAD_DIM - HEAD
-            _store_head(out_ptr, acc_tail / l[:, None], rows, mask_m, col_q + HEAD, rest, HEADS * HEAD_DIM, TAIL)
+            _store_head(
+                out_ptr, clip_ptr, acc_tail / l[:, None], rows, mask_m, col_q + HEAD, rest, HEADS * HEAD_DIM, TAIL
+            )
 
 
 def query_scale(head_dim: int, scale: float = 0.0) -> float:
@@ -181,6 +188,7 @@ def attention(
     heads: int,
     head_dim: int,
     config: AttentionConfig,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention within each segment that has tiles.
 
@@ -189,6 +197,7 @@ def attention(
         segments: frames and the tile list for `config.block_m`.
         out: `[T, heads * head_dim]` contiguous; rows of other segments are left alone.
         config: tile and schedule.
+        clip: `[2]` fp32, least and largest value of the output; None for no clamp.
     """
     assert qkv.is_contiguous() and out.is_contiguous(), "qkv and out must be contiguous"
     assert segments.block_m == config.block_m, f"expected tiles of {config.block_m} queries, got {segments.block_m}"
@@ -214,7 +223,7 @@ def attention(
         for rows in (config.block_m, config.block_n)
         for cols in (head, tail)
     )
-    pointers = (out, segments.tiles, segments.num_tiles)
+    pointers = (out, segments.tiles, segments.num_tiles, clip)
     options = {"num_warps": config.num_warps} | ({"launch_pdl": True} if pdl else {})
     launch(_attention_kernel, programs, descriptors, pointers, constants, options)
     return out

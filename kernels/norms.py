@@ -9,7 +9,6 @@
                      (a, b) = y[2i:2i+2] -> (a cos - b sin, b cos + a sin)         not of v; in place
     residual_norm  : h     += clamp(y) / sqrt(mean of squares + eps) * weight      in place, rounded
                      out    = clamp(h / sqrt(mean of squares + eps) * next)        the norm of the next layer
-    clamp_rows     : x      = clamp(x)                                             in place
     pool_rows      : y      = mean of u rows, rounded, times sqrt(N)
                      out    = (y - bias) * scale
     gather_rows    : out[u i + j] = x[u order[i] + j],   j < u                     groups of u rows
@@ -355,46 +354,6 @@ def residual_norm(
         }
         launch(_residual_norm_kernel, programs, (), pointers, constants, {"num_warps": 8})
     return hidden
-
-
-# ── clamp_rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _clamp_rows_kernel(
-    x_ptr,  # [T, N] contiguous
-    clip_ptr,  # [2] fp32
-    num_rows_ptr,  # [1] int32
-    N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    least, most = tl.load(clip_ptr), tl.load(clip_ptr + 1)
-    num_rows = tl.load(num_rows_ptr)
-    cols = tl.arange(0, BLOCK_N)
-    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
-        rows = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
-        ptrs = x_ptr + rows[:, None] * N + cols[None, :]
-        x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(ptrs, clamp(x, least, most).to(x_ptr.dtype.element_ty), mask=mask)
-
-
-def clamp_rows(x: torch.Tensor, clip: torch.Tensor, num_rows: torch.Tensor, max_programs: int) -> torch.Tensor:
-    """Clamps the first `num_rows` rows of `x` `[T, N]`, contiguous, in place.
-
-    Args:
-        clip: `[2]` fp32, least and largest value.
-        num_rows: `[1]` int32 on the device, the true T.
-        max_programs: bound of the persistent grid.
-    """
-    assert x.is_contiguous(), f"expected contiguous rows, got strides {x.stride()}"
-    (rows, n), block_m = x.shape, 4
-    programs = min(max_programs, triton.cdiv(rows, block_m))
-    if programs:
-        constants = {"N": n, "BLOCK_M": block_m, "BLOCK_N": triton.next_power_of_2(n)}
-        launch(_clamp_rows_kernel, programs, (), (x, clip, num_rows), constants, {"num_warps": 4})
-    return x
 
 
 # ── pool_rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -271,9 +271,7 @@ def _sandwich_block(run: _Run, i: int, w: BlockWeights, following: NextNorm | No
     heads, clip = spec.num_heads, norms.clip("q", "v")
     ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs, clip)
     for segments, config in run.segments(i):
-        ops.attention(qkv, segments, b.context, heads, spec.head_dim, config)
-    if norms.clips is not None:
-        ops.clamp_rows(b.context, norms.clip("context"), tokens, programs)
+        ops.attention(qkv, segments, b.context, heads, spec.head_dim, config, norms.clip("context"))
     y = b.rows_of_wide(rows, c)
     ops.linear(b.context, w.proj.weight, tokens, y, Epilogue(w.proj.bias, scratch=b.scratch), plan.proj)
     _add_and_norm(run, y, norms.post1, NextNorm(norms.norm2.weight, b.context, norms.clip("mlp_x")), norms.clip("proj"))

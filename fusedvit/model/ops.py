@@ -51,19 +51,25 @@ def linear(
 
 
 def attention(
-    qkv: torch.Tensor, segments: Segments, out: torch.Tensor, heads: int, head_dim: int, config: Any
+    qkv: torch.Tensor,
+    segments: Segments,
+    out: torch.Tensor,
+    heads: int,
+    head_dim: int,
+    config: Any,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.attention.attention` on the backend of `config`. Raises `BackendFailed`."""
-    return _run(config, qkv, segments, out, heads, head_dim)
+    return _run(config, qkv, segments, out, heads, head_dim, clip=clip)
 
 
-def _run(config: Any, *arguments: Any) -> torch.Tensor:
+def _run(config: Any, *arguments: Any, **more: Any) -> torch.Tensor:
     backend = backend_of(config)
     kernel = KERNELS[backend.config]
     if backend.name == "triton":  # nothing to fall back to
-        return kernel(*arguments, config)
+        return kernel(*arguments, config, **more)
     try:
-        return kernel(*arguments, config)
+        return kernel(*arguments, config, **more)
     except (torch.cuda.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (TritonError, RuntimeError) as error:  # compilation and passes, ptxas, resources
@@ -85,7 +91,6 @@ class Ops:
     head_norm_rope: Callable[..., torch.Tensor]
     residual_norm: Callable[..., torch.Tensor]
     pool_rows: Callable[..., torch.Tensor]
-    clamp_rows: Callable[..., torch.Tensor]
     fingerprint: Callable[..., torch.Tensor]
     load_inputs: Callable[..., torch.Tensor]
     patch_grid: Callable[..., torch.Tensor]
@@ -103,7 +108,6 @@ TRITON = Ops(
     norms.head_norm_rope,
     norms.residual_norm,
     norms.pool_rows,
-    norms.clamp_rows,
     fingerprint.fingerprint,
     load_inputs.load_inputs,
     load_inputs.patch_grid,
@@ -120,7 +124,6 @@ TORCH = Ops(
     norms_ref.head_norm_rope,
     norms_ref.residual_norm,
     norms_ref.pool_rows,
-    norms_ref.clamp_rows,
     fingerprint_ref.fingerprint,
     load_inputs_ref.load_inputs,
     load_inputs_ref.patch_grid,

@@ -154,6 +154,7 @@ def _hopper_attention_kernel(
     out_ptr,  # [T, HEADS * HEAD_DIM]
     tiles_ptr,  # [tile capacity, 4] int32
     num_tiles_ptr,  # [1] int32
+    clip_ptr,  # [2] fp32 or None
     HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD: gl.constexpr,
@@ -202,7 +203,7 @@ def _hopper_attention_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
+                (consumer, (m, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
                 (_producer, (m, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s)),
             ],
             [1],
@@ -211,8 +212,8 @@ def _hopper_attention_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
-                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(1))),
+                (consumer, (m, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
+                (consumer, (m, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(1))),
                 (_producer, (m, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s)),
             ],
             [4, 1],
@@ -221,9 +222,9 @@ def _hopper_attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
-                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(1))),
-                (consumer, (m, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(2))),
+                (consumer, (m, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(0))),
+                (consumer, (m, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(1))),
+                (consumer, (m, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles_ptr, s, gl.constexpr(2))),
                 (_producer, (m, q_desc, q_tail_desc, kv_desc, kv_tail_desc, tiles_ptr, num_tiles_ptr, s)),
             ],
             [4, 4, 1],
@@ -267,6 +268,7 @@ def attention(
     heads: int,
     head_dim: int,
     config: HopperAttentionConfig,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `fusedvit.kernels.attention.attention`; bf16 and fp16, on devices of compute capability 9.0.
 
@@ -289,7 +291,7 @@ def attention(
         **config.constants(heads, head_dim),
         "REGISTERS": registers,
     }
-    pointers = (qkv, out, segments.tiles, segments.num_tiles)
+    pointers = (qkv, out, segments.tiles, segments.num_tiles, clip)
     options = {"num_warps": 4, "maxnreg": at_launch, "launch_pdl": config.pdl}
     described = descriptors(qkv, heads, head_dim, config)
     loaded = launch(_hopper_attention_kernel, programs, described, pointers, constants, options)

@@ -352,8 +352,9 @@ def start_rows(scores, rows, keys, tail, s: Sizes, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def finish_rows(
-    out_ptr, acc, acc_tail, sums, first, end, head, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr
-):
+    out_ptr, clip_ptr, acc, acc_tail, sums, first, end, head, s: Sizes,
+    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Normalises and stores the tile. Returns which rows overflowed, in the exponentials or in the accumulator."""
     LIMIT: gl.constexpr = 1e28 if gl.bfloat16 == s.DTYPE else 32768.0
     if s.SPARE:
@@ -366,7 +367,7 @@ def finish_rows(
     if s.SPARE or s.SUMMED:
         total /= SUMS  # of equal ones, exactly
     total = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
-    store_rows(out_ptr, acc, acc_tail, total, first, end, head, s, LAYOUT, TAIL_LAYOUT)
+    store_rows(out_ptr, clip_ptr, acc, acc_tail, total, first, end, head, s, LAYOUT, TAIL_LAYOUT)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return (rows < end) & ((total < LIMIT) == 0)
 
@@ -403,7 +404,7 @@ def _rescale(acc, factor, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def redo_tile(m: Memory, qkv_ptr, out_ptr, begin, end, first, head, s: Sizes, C: gl.constexpr):
+def redo_tile(m: Memory, qkv_ptr, out_ptr, clip_ptr, begin, end, first, head, s: Sizes, C: gl.constexpr):
     """Queries `first` to `first + ROWS` of one head with online softmax, for rows whose fixed offset overflowed.
 
     Slow and rare, right for any finite input. It runs after all other tiles, STEP keys at a time, and loads through
@@ -442,9 +443,8 @@ def redo_tile(m: Memory, qkv_ptr, out_ptr, begin, end, first, head, s: Sizes, C:
         if s.TAIL > 0:
             p_tail = gl.convert_layout(p, gl.DotOperandLayout(0, SLIM, 2))
             acc_tail = warpgroup_mma(p_tail, x_tail, _rescale(acc_tail, factor, SLIM))
-    store_rows(
-        out_ptr, acc, acc_tail, gl.convert_layout(total, gl.SliceLayout(1, WIDE)), first, end, head, s, WIDE, SLIM
-    )
+    total = gl.convert_layout(total, gl.SliceLayout(1, WIDE))
+    store_rows(out_ptr, clip_ptr, acc, acc_tail, total, first, end, head, s, WIDE, SLIM)
 
 
 FLAGS = gl.constexpr(30)  # tiles of a CTA with a flag of their own; the last flag stands for all others
@@ -598,7 +598,7 @@ def _steps(
 
 
 @gluon.jit
-def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, s: Sizes, C: gl.constexpr):
+def _consume(m: Memory, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles, begin, end, first, s: Sizes, C: gl.constexpr):
     """All tiles of this CTA, ROWS queries of each; `begin`, `end`, `first`: its first tile."""
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.BLOCK_N, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.HEAD, 16])
@@ -669,7 +669,7 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         arrive(m, "empty", stage, barriers, s)
         slot, stage, later, parity = _onward(slot, stage, later, parity, s)
         _, head = tile_and_head(index, num_tiles, s)  # here: kept through a tile's blocks it would take a register
-        overflowed = finish_rows(out_ptr, acc, acc_tail, sums, first, end, head, s, WIDE, SLIM)
+        overflowed = finish_rows(out_ptr, clip_ptr, acc, acc_tail, sums, first, end, head, s, WIDE, SLIM)
         flags = flags | of_threads(gl.where(overflowed, 1 << gl.minimum(nth, FLAGS), 0))
         begin, end, first, sums = next_begin, next_end, next_first, next_sums
         nth += 1
@@ -680,12 +680,12 @@ def _consume(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, firs
         for index in range(gl.program_id(0), work, gl.num_programs(0)):
             if ((redo >> gl.minimum(nth, FLAGS)) & 1) != 0:
                 begin, end, first, head = work_item(index, tiles_ptr, num_tiles, s)
-                redo_tile(m, qkv_ptr, out_ptr, begin, end, first + C * ROWS, head, s, C)
+                redo_tile(m, qkv_ptr, out_ptr, clip_ptr, begin, end, first + C * ROWS, head, s, C)
             nth += 1
 
 
 @gluon.jit
-def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
+def consumer(m: Memory, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C: gl.constexpr):
     num_tiles = gl.load(num_tiles_ptr)
     begin, end, first, _ = first_item(tiles_ptr, num_tiles, s)
     if s.SHIFTED:
@@ -698,4 +698,4 @@ def consumer(m: Memory, qkv_ptr, out_ptr, tiles_ptr, num_tiles_ptr, s: Sizes, C:
         barrier()
     gdc_wait()
     if gl.program_id(0) < num_tiles * s.HEADS:
-        _consume(m, qkv_ptr, out_ptr, tiles_ptr, num_tiles, begin, end, first, s, C)
+        _consume(m, qkv_ptr, out_ptr, clip_ptr, tiles_ptr, num_tiles, begin, end, first, s, C)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fusedvit.kernels.hopper import attention_configs
@@ -174,7 +175,7 @@ def following_item(index, tiles_ptr, num_tiles, s: Sizes):
 
 
 @gluon.jit
-def _store(out_ptr, acc, first, end, col, limit: gl.constexpr, s: Sizes, WIDTH: gl.constexpr):
+def _store(out_ptr, clip_ptr, acc, first, end, col, limit: gl.constexpr, s: Sizes, WIDTH: gl.constexpr):
     """Stores through shared memory, so that a thread writes 16 bytes and neighbours write whole lines.
 
     Three consumers have no registers for that (32 bytes spill): there each thread writes the columns it holds.
@@ -189,21 +190,25 @@ def _store(out_ptr, acc, first, end, col, limit: gl.constexpr, s: Sizes, WIDTH: 
     mask = gl.expand_dims(rows < end, 1)
     if limit < WIDTH:
         mask = mask & gl.expand_dims(offs < limit, 0)
+    if clip_ptr is not None:
+        acc = gl.maximum(acc, gl.load(clip_ptr), propagate_nan=tl.PropagateNan.ALL)
+        acc = gl.minimum(acc, gl.load(clip_ptr + 1), propagate_nan=tl.PropagateNan.ALL)
     gl.store(ptrs, gl.convert_layout(acc.to(s.DTYPE), LAYOUT), mask=mask)
 
 
 @gluon.jit
 def store_rows(
-    out_ptr, acc, acc_tail, total, first, end, head, s: Sizes, LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr
-):
-    """Stores ROWS queries of one head, `total` being the sum of each row's exponentials."""
+    out_ptr, clip_ptr, acc, acc_tail, total, first, end, head, s: Sizes,
+    LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Stores ROWS queries of one head, within bounds if there are any; `total`: sums of rows of exponentials."""
     scale = 1.0 / total
-    _store(out_ptr, acc * gl.expand_dims(scale, 1), first, end, head * s.HEAD_DIM, s.HEAD, s, s.HEAD)
+    _store(out_ptr, clip_ptr, acc * gl.expand_dims(scale, 1), first, end, head * s.HEAD_DIM, s.HEAD, s, s.HEAD)
     if s.TAIL > 0:
         scale = gl.convert_layout(scale, gl.SliceLayout(1, TAIL_LAYOUT))
         rest: gl.constexpr = s.HEAD_DIM - s.HEAD
         col = head * s.HEAD_DIM + s.HEAD
-        _store(out_ptr, acc_tail * gl.expand_dims(scale, 1), first, end, col, rest, s, s.TAIL)
+        _store(out_ptr, clip_ptr, acc_tail * gl.expand_dims(scale, 1), first, end, col, rest, s, s.TAIL)
 
 
 WARPS = 4  # of a consumer

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from fusedvit.kernels.attention import Segments
+from fusedvit.kernels.reference.linear import clamp
 from fusedvit.kernels.tile_configs import AttentionConfig
 
 
@@ -17,6 +18,7 @@ def attention(
     heads: int,
     head_dim: int,
     config: AttentionConfig,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `fusedvit.kernels.attention.attention`. `config` is not used."""
     cu_seqlens = segments.cu_seqlens.tolist()
@@ -25,5 +27,6 @@ def attention(
             continue
         q, k, v = rearrange(qkv[begin:end], "t (three h d) -> three 1 h t d", three=3, h=heads, d=head_dim)
         frame = F.scaled_dot_product_attention(q, k, v, scale=math.log(2))
-        out[begin:end] = rearrange(frame, "1 h t d -> t (h d)")
+        rows = rearrange(frame, "1 h t d -> t (h d)")
+        out[begin:end] = rows if clip is None else clamp(rows, clip)
     return out

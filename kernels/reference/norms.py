@@ -90,13 +90,6 @@ def residual_norm(
     return hidden
 
 
-def clamp_rows(x: torch.Tensor, clip: torch.Tensor, num_rows: torch.Tensor, max_programs: int) -> torch.Tensor:
-    """See `fusedvit.kernels.norms.clamp_rows`. `max_programs` is not used."""
-    rows = x[: int(num_rows)]
-    rows.copy_(clamp(rows, clip))
-    return x
-
-
 def pool_rows(
     x: torch.Tensor,
     bias: torch.Tensor | None,

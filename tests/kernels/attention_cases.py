@@ -61,9 +61,14 @@ def plain(qkv: torch.Tensor, lengths: Sequence[int], head_dim: int, dtype: torch
 
 
 def run(
-    op: Callable[..., torch.Tensor], qkv: torch.Tensor, segs: Segments, head_dim: int, config: AttentionConfig
+    op: Callable[..., torch.Tensor],
+    qkv: torch.Tensor,
+    segs: Segments,
+    head_dim: int,
+    config: AttentionConfig,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`op`'s output in a buffer of NaN."""
     heads = qkv.shape[1] // (3 * head_dim)
     out = torch.full((qkv.shape[0], heads * head_dim), NAN, dtype=qkv.dtype, device=qkv.device)
-    return op(qkv, segs, out, heads, head_dim, config)
+    return op(qkv, segs, out, heads, head_dim, config, clip)

@@ -1,6 +1,7 @@
 """The attention kernel and its reference against softmax written out, and what must not leak between segments."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,21 @@ def test_without_a_copy_engine(head_dim: int, dtype: torch.dtype, device: torch.
     expected = run(attention, qkv, segs, head_dim, CONFIG)
     out = run(attention, qkv, segs, head_dim, dataclasses.replace(CONFIG, copy_engine=False))
     assert torch.equal(out[:-5], expected[:-5]) and out[-5:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", [attention, attention_ref], ids=["kernel", "reference"])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_output_within_bounds(head_dim: int, op: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Bit for bit the output without bounds, clamped; NaN stays."""
+    lengths = LENGTHS["ragged"]
+    qkv, clip = packed(lengths, head_dim, dtype, device), torch.tensor([-0.25, 0.125], device=device)
+    qkv[:20] = NAN
+    segs = segments(lengths, CONFIG.block_m, device, room=2)
+    free, held = (run(op, with_room(qkv, 5), segs, head_dim, CONFIG, bounds) for bounds in (None, clip))
+    assert free[20:-5].min() < -0.25 and free[20:-5].max() > 0.125
+    torch.testing.assert_close(held, free.clamp(-0.25, 0.125), rtol=0, atol=0, equal_nan=True)
+    assert held[:20].isnan().all() and held[-5:].isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -1,6 +1,8 @@
 """The encoder of every kind of family, with torch and with Triton operations, in buffers larger than their content."""
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,29 @@ def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
     ours, pt = Encoder(tower, ops.TRITON).answer(GRID, pixels), hugging_face(tower, GRID, pixels)
     ref = hugging_face(copy_of(tower, torch.float32), GRID, pixels)
     assert_rule(ours, ref, pt)
+
+
+@pytest.mark.skipif("Gemma4VisionModel" not in SHAPES, reason="not in this transformers")
+@pytest.mark.parametrize("clipped", [False, True])
+def test_launches_of_a_block_with_norms_behind_attention_and_mlp(clipped: bool) -> None:
+    """Eight, whether its linear layers are clipped or not."""
+    counts = []
+    for depth in (1, 2):
+        seen: list[str] = []
+        tower = family_tower("Gemma4VisionModel", depth=depth, use_clipped_linears=clipped)
+        Encoder(tower, _counting(seen)).answer(GRID, pixels_for(tower, GRID))
+        counts.append(Counter(seen))
+    block = {"linear": 4, "residual_norm": 2, "head_norm_rope": 1, "attention": 1}
+    assert counts[1] - counts[0] == Counter(block)
+
+
+def _counting(seen: list[str]) -> ops.Ops:
+    """Torch operations that write their names into `seen`."""
+
+    def counted(name: str, op: Any) -> Any:
+        return lambda *args, **kwargs: (seen.append(name), op(*args, **kwargs))[1]
+
+    return replace(ops.TORCH, **{name: counted(name, op) for name, op in vars(ops.TORCH).items() if callable(op)})
 
 
 @by_table

@@ -40,11 +40,16 @@ def shipped(head_dim: int) -> Iterator[tuple[str, HopperAttentionConfig]]:
 
 
 def attend(
-    qkv: torch.Tensor, lengths: list[int], head_dim: int, config: HopperAttentionConfig, seed: int
+    qkv: torch.Tensor,
+    lengths: list[int],
+    head_dim: int,
+    config: HopperAttentionConfig,
+    seed: int,
+    clip: torch.Tensor | None = None,
 ) -> torch.Tensor:
     segs = segments(lengths, config.block_m, CPU, room=5)
     with emulated(seed=seed, promptness=promptness_for(seed), ready=(segs.tiles, segs.num_tiles)):
-        return attention_cases.run(attention.attention, with_room(qkv, ROOM), segs, head_dim, config)
+        return attention_cases.run(attention.attention, with_room(qkv, ROOM), segs, head_dim, config, clip)
 
 
 def check(
@@ -94,6 +99,15 @@ def nan_stays_in_its_frame(head_dim: int, dtype: torch.dtype, config: HopperAtte
         assert frame.isnan().all() if i % 2 == 0 else torch.equal(frame, clean[i]), f"{config}, frame {i}"
 
 
+def within_bounds(head_dim: int, dtype: torch.dtype, config: HopperAttentionConfig) -> None:
+    """Bit for bit the output without bounds, clamped; also of a tile that is computed again."""
+    qkv, clip = packed(LENGTHS, head_dim, dtype, CPU, heads=HEADS), torch.tensor([-0.25, 0.125])
+    growing(qkv.view(len(qkv), 3, HEADS, head_dim))
+    free, held = (attend(qkv, LENGTHS, head_dim, config, 0, bounds)[: len(qkv)] for bounds in (None, clip))
+    assert free.min() < -0.25 and free.max() > 0.125
+    assert torch.equal(held, free.clamp(-0.25, 0.125)), f"{config}: not the bounded output"
+
+
 def nothing_to_do(head_dim: int, dtype: torch.dtype, config: HopperAttentionConfig) -> None:
     assert attend(packed([8], head_dim, dtype, CPU, heads=HEADS), [], head_dim, config, 0).isnan().all()
 
@@ -108,6 +122,8 @@ def main() -> None:
     for name, config in shipped(args.head_dim):
         check(LENGTHS, args.head_dim, dtype, config)
         nothing_to_do(args.head_dim, dtype, config)
+        if not name:
+            within_bounds(args.head_dim, dtype, config)
         for change in () if name else (growing, creeping, massive):
             check([100, 230, 5], args.head_dim, dtype, config, change)
         if not name:
