@@ -36,11 +36,17 @@ def _clause(guard: str, clause: str, tests: str, file: str = CHANGE) -> Mutant:
     return Mutant(guard, file, f"{_UNCHANGED}{clause}\n", "", tests)
 
 
+def _never(guard: str, file: str, condition: str, tests: str) -> Mutant:
+    return Mutant(guard, file, f"if {condition}:", "if False:", tests)
+
+
+def _without(guard: str, file: str, text: str, tests: str) -> Mutant:
+    return Mutant(guard, file, text, "", tests)
+
+
 MUTANTS = (
     # what is compared at a call
-    Mutant(
-        "children", CHANGE, "self.children.unchanged()\n            and ", "", "hf/fallback:never hf/numbers:another"
-    ),
+    _without("children", CHANGE, "self.children.unchanged()\n            and ", "hf/fallback:never hf/numbers:another"),
     _clause(
         "lengths of registries",
         "list(map(len, self.registries)) == self.lengths",
@@ -87,9 +93,9 @@ MUTANTS = (
         "hf/slow:a_hook hf/slow:unhooked",
     ),
     # what is asked before weights are prepared
-    Mutant("hooks on inner modules", CHECKED, "if path:", "if False:", "hf/fallback:original"),
-    Mutant("the tower's class", CHECKED, "if foreign:", "if False:", "hf/own_code:remote"),
-    Mutant("adapters of other kinds", CHECKED, "if adapter:", "if False:", "hf/adapters:other hf/adapters:what"),
+    _never("hooks on inner modules", CHECKED, "path", "hf/fallback:original"),
+    _never("the tower's class", CHECKED, "foreign", "hf/own_code:remote"),
+    _never("adapters of other kinds", CHECKED, "adapter", "hf/adapters:other hf/adapters:what"),
     Mutant(
         "parameters' shapes",
         CHECKED,
@@ -97,11 +103,10 @@ MUTANTS = (
         "wrong",
         "hf/numbers:a_param hf/messages:a_reason",
     ),
-    Mutant(
+    _without(
         "the config's numbers",
         CHECKED,
         " or wrong_spec(tower, family, spec)",
-        "",
         "hf/numbers:every_attribute hf/messages:a_reason",
     ),
     Mutant(
@@ -111,8 +116,8 @@ MUTANTS = (
         'wrong = ""',
         "hf/numbers:another hf/messages:a_reason",
     ),
-    Mutant("foreign code", CHECKED, "if self._code.foreign:", "if False:", "hf/own_code:every_function"),
-    Mutant("freed parameters", CHECKED, "    if freed:", "    if False:", "hf/memory:freed"),
+    _never("foreign code", CHECKED, "self._code.foreign", "hf/own_code:every_function"),
+    _never("freed parameters", CHECKED, "freed", "hf/memory:freed"),
     Mutant(
         "parameters that are not dense",
         CHECKED,
@@ -134,17 +139,9 @@ MUTANTS = (
         "wrong",
         "hf/messages:a_reason",
     ),
-    Mutant(
-        "buffers that are missing", BUILT, "if module._buffers.get(name) is None:", "if False:", "hf/numbers:another"
-    ),
-    Mutant("what an attribute hides", BUILT, "        if hidden:", "        if False:", "hf/numbers:another"),
-    Mutant(
-        "function modes",
-        "fusedvit/checks/transforms.py",
-        "        if found is not None:",
-        "        if False:",
-        "hf/transforms:transforms",
-    ),
+    _never("buffers that are missing", BUILT, "module._buffers.get(name) is None", "hf/numbers:another"),
+    _never("what an attribute hides", BUILT, "hidden", "hf/numbers:another"),
+    _never("function modes", "fusedvit/checks/transforms.py", "found is not None", "hf/transforms:transforms"),
     Mutant(
         "the inverse root of merged rows",
         EPILOGUE,
@@ -160,16 +157,13 @@ MUTANTS = (
         "if False and",
         "hf/numbers:every_attribute hf/messages:a_reason",
     ),
-    Mutant(
+    _without(
         "num_grid_per_side",
         BUILT,
         '    "num_grid_per_side": lambda spec: spec.position_side,\n',
-        "",
         "hf/numbers:every_attribute hf/fallback",
     ),
-    Mutant(
-        "dropout in training mode", BUILT, "if module.training and own.get(DROPOUT):", "if False:", "hf/numbers:dropout"
-    ),
+    _never("dropout in training mode", BUILT, "module.training and own.get(DROPOUT)", "hf/numbers:dropout"),
     Mutant("an activation's limit", BUILT, 'everywhere["swiglu_limit"] = spec.glu_limit', "pass", "hf/numbers"),
     Mutant(
         "methods on instances",
@@ -188,12 +182,8 @@ MUTANTS = (
         "            pass",
         "hf/own_code:ways hf/own_code:every_f",
     ),
-    Mutant(
-        "the attention function",
-        CODE,
-        "if expected is None or definition_of(found) != expected:",
-        "if False:",
-        "hf/own_code:an_att",
+    _never(
+        "the attention function", CODE, "expected is None or definition_of(found) != expected", "hf/own_code:an_att"
     ),
     Mutant(
         "classes of torch's wrappers", CODE, " and not c.__module__.startswith(_WRAPPING))", ")", "hf/handles:a_sharded"
@@ -216,16 +206,14 @@ MUTANTS = (
         "hf/adapters",
     ),
     # what is asked at a call
-    Mutant("global forward hooks", FALLBACK, '_global.get("_global_forward_hooks") or ', "", "hf/fallback:original"),
-    Mutant(
-        "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "", "hf/fallback:original"
+    _without("global forward hooks", FALLBACK, '_global.get("_global_forward_hooks") or ', "hf/fallback:original"),
+    _without(
+        "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "hf/fallback:original"
     ),
     Mutant("gradients", FALLBACK, "if torch.is_grad_enabled() and", "if False and", "hf/fallback:original"),
-    Mutant("autocast to another dtype", FALLBACK, "if dtype != parameter.dtype:", "if False:", "hf/slow:autocast"),
+    _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/slow:autocast"),
     Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/slow:keywords"),
-    Mutant(
-        "copies of a tower", ENCODER, "if self._tower() is not tower:", "if False:", "hf/handles:a_copy hf/handles:rep"
-    ),
+    _never("copies of a tower", ENCODER, "self._tower() is not tower", "hf/handles:a_copy hf/handles:rep"),
     Mutant("transforms", ENCODER, "reason = transforms.active(pixels)", "reason = None", "hf/transforms:transforms"),
     Mutant(
         "weights that changed meanwhile",
@@ -234,17 +222,11 @@ MUTANTS = (
         "found.unchanged)",
         "unit/speculative_replay:weights",
     ),
-    Mutant(
-        "handles of shallow copies",
-        API,
-        "if handle is not None and not handle.serves(self):",
-        "if False:",
-        "hf/handles:a_copy",
-    ),
+    _never("handles of shallow copies", API, "handle is not None and not handle.serves(self)", "hf/handles:a_copy"),
     Mutant(
         "options that cannot be met", ENCODER, "self._limits(options, torch.float32, 0)", "pass", "hf/messages:options"
     ),
-    Mutant("counts in 32 bits", LIMITS, "if count > MOST:", "if False:", "hf/messages:options"),
+    _never("counts in 32 bits", LIMITS, "count > MOST", "hf/messages:options"),
     # prepared weights, and memory that moves
     Mutant(
         "the snapshot dropped with a reason",
@@ -260,7 +242,7 @@ MUTANTS = (
         "        if False:\n            self._snap",
         "hf/numbers:every_way",
     ),
-    Mutant("addresses before a replay", REPLAY, "if not weights.in_place():", "if False:", "hf/memory:no_kernel"),
+    _never("addresses before a replay", REPLAY, "not weights.in_place()", "hf/memory:no_kernel"),
     Mutant(
         "addresses before a fingerprint",
         CACHE,
@@ -275,11 +257,10 @@ MUTANTS = (
         "found",
         "hf/memory:parameters hf/memory:no_kernel",
     ),
-    Mutant(
+    _never(
         "graphs of addresses of before",
         CACHE,
-        "if before and before != pointers:",
-        "if False:",
+        "before and before != pointers",
         "hf/memory:graphs_go hf/memory:no_kernel",
     ),
     Mutant("content that was lost", READ, "lost = n is not None and not", "lost = False and not", "hf/memory:sleep"),
@@ -306,22 +287,15 @@ MUTANTS = (
         "if all(s.batch is None for s in steps):",
         "unit/speculative_replay:what",
     ),
-    Mutant(
+    _never(
         "hidden states of other pixels",
         LAZY,
-        "if not all(state.unchanged() for state in self.inputs):",
-        "if False:",
+        "not all(state.unchanged() for state in self.inputs)",
         "hf/lazy_outputs:reading",
     ),
-    Mutant(
-        "hidden states of other weights",
-        LAZY,
-        "if not self.weights_unchanged():",
-        "if False:",
-        "hf/lazy_outputs:reading",
-    ),
+    _never("hidden states of other weights", LAZY, "not self.weights_unchanged()", "hf/lazy_outputs:reading"),
     # graphs and kernels
-    Mutant("the plan of a replay", REPLAY, " or batch.budget != self.budget", "", "unit/speculative_replay"),
+    _without("the plan of a replay", REPLAY, " or batch.budget != self.budget", "unit/speculative_replay"),
     Mutant(
         "the lock of a replay",
         MANAGER,
@@ -336,7 +310,7 @@ MUTANTS = (
         "budget not in self._graphs:",
         "unit/graphs/manager",
     ),
-    Mutant("failures without a message", MANAGER, " or type(error).__name__", "", "unit/graphs/manager"),
+    _without("failures without a message", MANAGER, " or type(error).__name__", "unit/graphs/manager"),
     Mutant(
         "a failed budget's work",
         MANAGER,
@@ -358,8 +332,8 @@ MUTANTS = (
         "tokens = tl.where(good, t, 0) * frame",
         "kernels/load_inputs",
     ),
-    Mutant(
-        "the frame budget", LOAD, " | (frames > most_frames)", "", "kernels/load_inputs unit/speculative_replay:a_video"
+    _without(
+        "the frame budget", LOAD, " | (frames > most_frames)", "kernels/load_inputs unit/speculative_replay:a_video"
     ),
     Mutant(
         "moments of merged rows",
