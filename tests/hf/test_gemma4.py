@@ -272,25 +272,26 @@ def whole_model(**vision: Any) -> Any:
     return model
 
 
-def prompt(images: Grid, video: Grid) -> dict[str, torch.Tensor]:
-    """Images, and a video whose frames are padded as images are."""
-    pictures, frames = batch(images, 63), batch(video, 45, seed=2)
+def prompt(images: Grid, video: Grid = (), patches: int = 63) -> dict[str, torch.Tensor]:
+    """Images of so many patches with padding, and a video whose frames are padded as images are."""
+    pictures, frames = batch(images, patches), batch(video, 45, seed=2) if video else {}
     ids = [1, 5]
     for grid, token in ((images, "image_token_id"), (video, "video_token_id")):
         for _, h, w in grid:
             ids += [293, *[TOKENS[token]] * (h * w // 9), 294, 7]
     tokens = torch.tensor([ids])
     kinds = (tokens == 290).int() + 2 * (tokens == 291).int()
-    return {
+    made = {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
         "mm_token_type_ids": kinds,
         "pixel_values": pictures["pixel_values"],
         "image_position_ids": pictures["pixel_position_ids"],
-        "pixel_values_videos": frames["pixel_values"],
-        "video_position_ids": frames["pixel_position_ids"],
-        "num_frames_per_video": torch.tensor([len(video)]),
     }
+    if video:
+        made |= {"pixel_values_videos": frames["pixel_values"], "video_position_ids": frames["pixel_position_ids"]}
+        made["num_frames_per_video"] = torch.tensor([len(video)])
+    return made
 
 
 @pytest.mark.parametrize("vision", [{}, {"use_clipped_linears": True, "standardize": True}], ids=str)
@@ -307,6 +308,21 @@ def test_generated_tokens(vision: dict[str, Any]) -> None:
     assert model.generate(**inputs, max_new_tokens=6, do_sample=False).equal(expected)
     stats = handle.stats()
     assert stats["fused"] == stats["calls"] >= 1 and stats["original"] == {}
+
+
+@pytest.mark.parametrize("tokens", BUDGETS)
+def test_generated_tokens_of_every_soft_token_budget(tokens: int) -> None:
+    model = whole_model(num_hidden_layers=1)
+    inputs = prompt(BUDGETS[tokens][:1], patches=9 * tokens)
+    options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options)
+    handle = fusedvit.fuse(model, STRICT)
+    found = model.generate(**inputs, **options)
+    assert found.sequences.equal(expected.sequences)
+    for ours, ref in zip(found.logits, expected.logits, strict=True):
+        assert error_of(ours, ref) <= 1e-5
+    ran_fused(handle, calls=1)
+    assert handle.stats()["patch_tokens"] == patches_of(BUDGETS[tokens][:1])
 
 
 def _arguments(model: Any) -> set[str]:
