@@ -29,7 +29,7 @@ def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step 
     `step` hears what is being done.
 
     Raises:
-        InputError: no such checkpoint, or one that does not load.
+        InputError: no such checkpoint, or one that does not load, or lacks weights of the tower.
         UnsupportedModel: it holds no tower that can be fused.
     """
     from transformers.utils import logging
@@ -65,7 +65,7 @@ def _config_of(where: str) -> Any:
     _check_folder(where)
     try:
         return AutoConfig.from_pretrained(where)
-    except (OSError, ValueError, KeyError, TypeError) as error:  # transformers' own, for absent and malformed configs
+    except Exception as error:  # whatever transformers raises for absent and malformed configs
         raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
 
 
@@ -93,7 +93,7 @@ def _tower_alone(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.
         return None
     cls, tower_config = found
     with torch.device("meta"):
-        wanted = set(cls._from_config(tower_config).state_dict())
+        wanted = set(_empty(where, cls, tower_config).state_dict())
     shards = _shards_of(where)
     prefix = _prefix_of(wanted, shards)
     if prefix is None:
@@ -195,9 +195,15 @@ def _whole_model(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.
         find_tower(_empty(where, cls, config))  # raises UnsupportedModel before gigabytes are read
     step("loading the whole model")
     try:
-        return cls.from_pretrained(where, dtype=dtype)
+        model, found = cls.from_pretrained(where, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise InputError(f"{where}: {cls.__name__} does not load: {first_line(error)}") from None
+    tower = find_tower(model)
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is tower)
+    absent = sorted(name for name in found["missing_keys"] if name.startswith(prefix))
+    if absent:  # transformers fills them with random numbers
+        raise InputError(f"{where}: lacks {len(absent)} of the vision tower's weights, {absent[0]} among them")
+    return model
 
 
 def _model_class(where: str, config: Any) -> Any:
@@ -217,5 +223,5 @@ def _model_class(where: str, config: Any) -> Any:
 def _empty(where: str, cls: Any, config: Any) -> nn.Module:
     try:
         return cls._from_config(config)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever numbers that make no model lead to
         raise InputError(f"{where}: {cls.__name__} cannot be built from its config: {first_line(error)}") from None

@@ -2,18 +2,19 @@
 that `--help` waits for neither torch nor transformers."""
 
 import contextlib
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 import fusedvit
-from fusedvit.cli.console import STDOUT, Outcome, progress, write
-from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.cli.console import PICTURES, STDOUT, Outcome, progress, refuse_unwritable, write
+from fusedvit.errors import InputError, UnsupportedModel, first_line
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2  # exit codes; UNUSABLE is click's own for bad usage
 
@@ -55,17 +56,31 @@ Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when
 
 
 def run(command: str, json: str | None, **arguments: Any) -> None:
-    """Runs `fusedvit.cli.<command>`, writes its document and exits with its code; 2 and a line for unusable input."""
+    """Runs `fusedvit.cli.<command>`, writes its document and exits with its code; 2 and a line for unusable input, or
+    where the output cannot be written."""
     alone = json == STDOUT
     try:
+        if json and not alone:
+            refuse_unwritable(json)
+        if arguments.get("plot"):
+            refuse_unwritable(arguments["plot"], PICTURES)
         with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
             outcome = _outcome(command, json=None if alone else json, **arguments)
         if json:
             write(outcome.document, json)
     except (InputError, UnsupportedModel) as error:
-        Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(UNUSABLE) from None
+        _refuse(str(error))
+    except BrokenPipeError:  # who read the output has gone: `| head`
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in its buffer cannot be written at the exit either
+        _refuse(f"{error.filename or 'standard output'}: {error.strerror}" if error.errno else first_line(error))
     raise typer.Exit(PASSED if outcome.passed else FAILED)
+
+
+def _refuse(said: str) -> NoReturn:
+    Console(stderr=True).print(f"[red]{escape(said)}[/]", highlight=False, soft_wrap=True)
+    raise typer.Exit(UNUSABLE) from None
 
 
 def _outcome(command: str, **arguments: Any) -> Outcome:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ CountedStep = Callable[[str, int, int], None]
 SECONDS_BETWEEN_LINES = 1.0
 SECONDS_OF_SILENCE = 3.0
 STDOUT = "-"  # as `--json -`
+PICTURES = (".png", ".svg", ".pdf", ".jpg")  # suffixes that --plot takes
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,25 @@ def write(document: Any, path: str | Path) -> None:
         _write_file(text, path)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
+    """Makes the folder of `path`; before the work, so that nothing is lost after it.
+
+    Raises:
+        InputError: no file can be written there, or its suffix is none of `suffixes`, if there are any.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    if path.is_dir():
+        raise InputError(f"{path}: cannot be written (a folder)")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written (no permission)")
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise InputError(f"{path}: the suffix must be one of {', '.join(suffixes)}")
 
 
 def _write_file(text: str, path: Path) -> None:

@@ -22,6 +22,7 @@ from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
+from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one
 from fusedvit.pixels.streaming import Batch, stream
 
@@ -271,7 +272,11 @@ def processors_of(where: str) -> Any:
         video = AutoVideoProcessor.from_pretrained(where)
     except (OSError, ValueError, ImportError):  # none in the checkpoint, or torchvision is missing
         video = None
-    return SimpleNamespace(image_processor=AutoImageProcessor.from_pretrained(where), video_processor=video)
+    try:
+        image = AutoImageProcessor.from_pretrained(where)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"{where}: no image processor that transformers reads: {first_line(error)}") from None
+    return SimpleNamespace(image_processor=image, video_processor=video)
 
 
 def _source_of(value: Any) -> Source:

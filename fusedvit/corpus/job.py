@@ -20,7 +20,7 @@ import torch
 
 from fusedvit.corpus import shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
-from fusedvit.errors import InputError
+from fusedvit.errors import InputError, UnsupportedModel
 
 UNWRITTEN = 2  # shards that may wait for the disk
 WORKER = "fusedvit.corpus.worker"
@@ -97,6 +97,7 @@ def run(
         InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. What was
             committed stays.
     """
+    is_new = not shards.holds_job(Path(job.out))
     parts, todo = remaining(job)
     found: list[ShardDone] = []
 
@@ -109,7 +110,7 @@ def run(
     if gpus:
         _run_on(job, gpus[: len(todo)], todo, committed)
     else:
-        work(build(job), parts, Path(job.out), iter(todo), committed)
+        work(_built(build, job, is_new), parts, Path(job.out), iter(todo), committed)
     return found
 
 
@@ -126,6 +127,16 @@ def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
     parts = shards_of(inputs, job.shard_size)
     todo = set(range(len(parts))) - shards.committed(Path(job.out))
     return parts, sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
+
+
+def _built(build: Callable[[Job], Embedder], job: Job, is_new: bool) -> Embedder:
+    """The embedder; where the model does not load, a job that was only begun for it is taken back."""
+    try:
+        return build(job)
+    except (InputError, UnsupportedModel):
+        if is_new:
+            shards.abandon(Path(job.out))
+        raise
 
 
 def shards_of(inputs: Sequence[Input], size: int) -> list[Sequence[Input]]:

@@ -47,6 +47,11 @@ class Embedded:
     error: str = ""
 
 
+def holds_job(out: Path) -> bool:
+    """Whether a job was started in the folder."""
+    return (out / JOB).is_file()
+
+
 def start(out: Path, job: dict[str, Any]) -> None:
     """Makes the folder of a job, or checks that the one there is of the same.
 
@@ -66,10 +71,17 @@ def start(out: Path, job: dict[str, Any]) -> None:
             raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
         with _replacing(known) as file:
             file.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{out}: cannot be used as output: {error.strerror}") from None
+    except ValueError as error:
         raise InputError(f"{out}: cannot be used as output: {first_line(error)}") from None
+
+
+def abandon(out: Path) -> None:
+    """Takes back a `start` that nothing came of, so that the folder is free for another job."""
+    (out / JOB).unlink(missing_ok=True)
 
 
 def committed(out: Path) -> set[int]:

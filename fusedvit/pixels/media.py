@@ -192,7 +192,7 @@ def _opened(source: Source, index: int) -> _Given:
     if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
         raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
     path = Path(source)
-    name, suffix = _printable(path.name or str(source)), path.suffix.lower()
+    name, suffix = _printable(path.name or str(path)), path.suffix.lower()
     try:
         is_folder, size = path.is_dir(), path.stat().st_size if path.is_file() else None
     except OSError as error:  # too long a name, a folder that may not be read

@@ -271,3 +271,10 @@ def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, monkeypat
     result = RUNNER.invoke(app, ["embed", "model", *arguments])
     assert result.exit_code == 2
     assert any(part in result.output for part in message.split("|")), result.output
+
+
+def test_a_mistyped_model_keeps_nobody_out(pictures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = RUNNER.invoke(app, ["embed", str(tmp_path / "absent"), str(pictures), str(out)])
+    assert result.exit_code == 2 and "no such folder" in result.output
+    assert list(out.iterdir()) == []

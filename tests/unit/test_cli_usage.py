@@ -135,6 +135,16 @@ def _broken_config(folder: Path) -> str:
     return "no config that transformers reads"
 
 
+def _wrong_number(folder: Path) -> str:
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {"hidden_size": "many"}}')
+    return "no config that transformers reads"
+
+
+def _no_such_tower(folder: Path) -> str:
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {"num_heads": 0}}')
+    return "Qwen3VLVisionModel cannot be built from its config"
+
+
 def _unknown_type(folder: Path) -> str:
     (folder / "config.json").write_text('{"model_type": "nothing_known"}')
     return "nothing_known"
@@ -154,7 +164,9 @@ def _no_weights(folder: Path) -> str:
     return "Qwen3VLForConditionalGeneration does not load"
 
 
-@pytest.mark.parametrize("make", [_no_config, _broken_config, _unknown_type, _llama, _no_weights])
+@pytest.mark.parametrize(
+    "make", [_no_config, _broken_config, _wrong_number, _no_such_tower, _unknown_type, _llama, _no_weights]
+)
 def test_checkpoints_that_cannot_be_used(make: Callable[[Path], str], tmp_path: Path) -> None:
     said = make(tmp_path)
     _refused(_run("verify", tmp_path, SAMPLE_IMAGE), said)
@@ -179,6 +191,17 @@ def test_a_shard_that_is_missing(qwen3: Path, tmp_path: Path) -> None:
         if path.name != missing:
             (tmp_path / path.name).write_bytes(path.read_bytes())
     _refused(_run("verify", tmp_path, SAMPLE_IMAGE), f"{missing}, which the index names, is missing")
+
+
+def test_a_tower_that_the_weights_are_not_all_of(qwen3: Path, tmp_path: Path) -> None:
+    """transformers fills up what is missing with random numbers."""
+    for path in qwen3.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"]["depth"] += 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = _run("verify", tmp_path, SAMPLE_IMAGE)
+    assert result.exit_code == 2 and "lacks 24 of the vision tower's weights" in result.output, result.output
 
 
 @pytest.mark.parametrize("given, said", [("none/at/all", "no such folder"), ("./none", "no such folder")])
@@ -224,6 +247,24 @@ def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = _run("env", "--json", tmp_path / "file" / "env.json")
     assert result.exit_code == 2 and "cannot be written" in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("option", ["--plot", "--json"])
+def test_what_cannot_be_written_is_refused_before_the_work(option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _refused(_run("demo", option, tmp_path / "file" / "x.png"), "cannot be written (")
+    _refused(_run("demo", option, tmp_path), "cannot be written (a folder)")
+    if option == "--plot":
+        _refused(_run("demo", option, tmp_path / "x.xyz"), "the suffix must be one of .png")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"]], ids=["table", "JSON"])
+def test_a_full_disk(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "fusedvit", "env", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == "standard output: No space left on device"
 
 
 def test_version_and_help() -> None:
