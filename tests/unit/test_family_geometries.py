@@ -21,6 +21,8 @@ from tests.support.towers import Grid, pixels_for
 SAME = {"Qwen2.5-Omni-7B", "Qwen3-Omni-30B-A3B", "Qwen3.5-9B"}
 PADDED = {"Gemma-4-31B", "Gemma-4-E4B"}  # their tests are tests/hf/test_gemma4.py, and bench.families at real widths
 INSTALLED = [name for name in towers.FAMILIES if name in towers.known() and name not in SAME | PADDED]
+# Five kinds of tower in `make test`; of the others two take 28 processor seconds, the rest differ in numbers alone.
+QUICK = ("Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B", "GLM-5.3-Flash", "ERNIE-4.5-VL-28B-A3B")
 MIX: Grid = [(1, 6, 10), (2, 2, 4)]  # narrower than a window, cut by one, two frames
 SHALLOW: dict[str, Any] = {"depth": 2, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
 
@@ -37,7 +39,9 @@ def test_every_family_has_a_real_geometry() -> None:
     assert [family.name for family in FAMILIES if not held & set(family.class_names)] == []
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in INSTALLED]
+)
 def test_two_blocks(name: str) -> None:
     geometry = GEOMETRIES[name]
     numbers = vars(class_of(geometry).config_class())
