@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 import fusedvit
 from fusedvit.cli.towers import padded_images, random_weights_
 from fusedvit.families.registry import FAMILIES
+from tests.support.byte_patches import bytes_for
 from tests.support.families import INSTALLED, TINY, family_tower
 from tests.support.towers import Grid, assert_same, outputs_of, pixels_for, ran_fused
 
@@ -62,15 +63,20 @@ def outer_model(kind: str, tower: str) -> Any:
     return model
 
 
-def features(model: Any, tower: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's image and video features."""
-    if hasattr(tower.config, "pooling_kernel_size"):
+def features(model: Any, tower: nn.Module, *pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The model's image and video features, of these `pixels` if there are any."""
+    if takes_padded_images(tower):
         return padded_features(model, tower)
+    of_images, of_videos = pixels or (pixels_for(tower, IMAGES), pixels_for(tower, VIDEOS, seed=2))
     with torch.no_grad():
-        images = model.get_image_features(pixels_for(tower, IMAGES), torch.tensor(IMAGES))
-        videos = model.get_video_features(pixels_for(tower, VIDEOS, seed=2), torch.tensor(VIDEOS))
+        images = model.get_image_features(of_images, torch.tensor(IMAGES))
+        videos = model.get_video_features(of_videos, torch.tensor(VIDEOS))
     outputs = {"images": images, "videos": videos}
     return {f"{kind} {name}": t for kind, output in outputs.items() for name, t in flat(outputs_of(output)).items()}
+
+
+def takes_padded_images(tower: Any) -> bool:
+    return hasattr(tower.config, "pooling_kernel_size")
 
 
 def padded_features(model: Any, tower: nn.Module) -> dict[str, torch.Tensor]:
@@ -107,6 +113,13 @@ def test_features_of_images_and_videos(kind: str, tower: str) -> None:
     assert handle.tower is inner
     assert_same(features(model, inner), expected)
     ran_fused(handle, calls=2)
+    if not takes_padded_images(inner):
+        marked = bytes_for(inner, IMAGES, still=True), bytes_for(inner, VIDEOS, still=False)
+        found, as_floats = features(model, inner, *marked), features(model, inner, *(p.pixels() for p in marked))
+        assert_same(found, as_floats)
+        fusedvit.unfuse(model)
+        with pytest.raises(TypeError, match="BytePixels"):
+            features(model, inner, *marked)
 
 
 def test_every_model_type_is_walked() -> None:
