@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def run(
     media: Sequence[str | Path] | None, model: str | None = None, plot: Path = Path("demo.png"), json: Any = None
 ) -> Outcome:
     """Compares both towers, prints the tables and draws the picture."""
+    import_module("matplotlib")  # where it is missing that is said before the work
     with quiet(), progress() as step:
         files = load_all(media or [])
         found = collect(files, model, step)

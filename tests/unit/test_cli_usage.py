@@ -287,7 +287,7 @@ def test_help_is_quick() -> None:
     assert "demo" in done.stdout and time.perf_counter() - begin < 10, "1 s on an idle machine"
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich", "PIL"])
+@pytest.mark.parametrize("missing", ["typer", "rich", "PIL", "matplotlib"])
 def test_without_the_cli_extra(missing: str, tmp_path: Path) -> None:
     """As if the package were not installed."""
     (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('No module named {missing}', name='{missing}')")
