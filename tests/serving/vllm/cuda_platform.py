@@ -54,17 +54,22 @@ platforms._current_platform = H100()
 triton_utils.HAS_TRITON, triton_utils.triton, triton_utils.tl = True, triton, tl
 torch.cuda.device_count = lambda: 1
 
+from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig  # noqa: E402
+from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionModel  # noqa: E402
 from transformers.models.glm4v.configuration_glm4v import Glm4vTextConfig, Glm4vVisionConfig  # noqa: E402
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig  # noqa: E402
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig  # noqa: E402
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.model_executor.models.transformers.utils import recursive_replace_linear  # noqa: E402
 
 import fusedvit  # noqa: E402
+from fusedvit.checks.as_built import Built  # noqa: E402
 from fusedvit.errors import UnsupportedModel  # noqa: E402
 from fusedvit.serving import vllm as plugin  # noqa: E402
-from fusedvit.serving.vllm_towers import TOWERS  # noqa: E402
+from fusedvit.serving import vllm_gemma  # noqa: E402
+from fusedvit.serving.vllm_towers import MODELS, TOWERS  # noqa: E402
 
 SIZES = {"depth": 2, "num_heads": 2}
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -77,6 +82,15 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
     },
 }
+
+
+def gemma(clipped: bool) -> str:
+    """The reason of Hugging Face's tower as vLLM's model puts its own linear layers in."""
+    config = Gemma4VisionConfig(num_hidden_layers=2, use_clipped_linears=clipped, standardize=not clipped)
+    tower, family = Gemma4VisionModel._from_config(config), next(iter(MODELS.values()))
+    recursive_replace_linear(tower, None)
+    spec, built = family.spec_from_config(config), Built.of(tower, family.engine)
+    return str(fusedvit.fuse_tower(tower, family, spec, built=built, call=vllm_gemma.run).reason())
 
 
 def main() -> None:
@@ -97,6 +111,7 @@ def main() -> None:
                 found[name] = str(fusedvit.fuse(tower).reason())
             except UnsupportedModel:
                 found[name] = "left alone"
+        found |= {f"Gemma 4, clipped: {clipped}": gemma(clipped) for clipped in (False, True)}
     print(json.dumps(found))
 
 

@@ -48,14 +48,14 @@ def oldest() -> Path:
 def test_on_cuda(custom_ops: str) -> None:
     found = document(run(str(HERE / "cuda_platform.py"), custom_ops, VLLM_TARGET_DEVICE=""))
     assert found.pop("vllm") == "0.33.0" and "FLASH_ATTN" in found.pop("backend")
-    assert len(found) == 4 and set(found.values()) == {"None"}, found
+    assert len(found) == 6 and set(found.values()) == {"None"}, found
 
 
 @pytest.mark.parametrize("custom_ops", ["none", "all"])
 def test_the_oldest_release_on_cuda(custom_ops: str) -> None:
     found = document(run(str(HERE / "cuda_platform.py"), custom_ops, path=(oldest(),), VLLM_TARGET_DEVICE=""))
     assert found.pop("vllm") == "0.26.0" and "FLASH_ATTN" in found.pop("backend")
-    assert len(found) == 4 and set(found.values()) == {"None"}, found
+    assert len(found) == 6 and set(found.values()) == {"None"}, found
 
 
 LOADED = """
