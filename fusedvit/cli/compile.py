@@ -19,6 +19,7 @@ from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.kernels.codegen_checks import AbsentGPU, Launch
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
+from fusedvit.runtime.compile_worker import most_children
 from fusedvit.runtime.gpus import target_named
 from fusedvit.runtime.tower_launches import tower_launches
 
@@ -44,7 +45,7 @@ def run(
             compilations |= tower_launches(spec, DTYPES[dtype], target, takes_bytes=takes_bytes)
     triton.runtime.driver.set_active(AbsentGPU(target.capability))
     with progress_bar() as step:
-        problems = compiled_kernels.fill(out, list(compilations.values()), jobs or os.cpu_count() or 1, step)
+        problems = compiled_kernels.fill(out, list(compilations.values()), jobs or most_children(urgent=True), step)
     kernels = len(compilations) - len(problems)
     found = compiled_kernels.manifest(gpu, target, list(specs), dtype, kernels)
     if not problems:

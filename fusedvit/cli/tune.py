@@ -1,6 +1,5 @@
 """`fusedvit tune`."""
 
-import os
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from fusedvit.bench.workloads import WORKLOADS
 from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
+from fusedvit.runtime.compile_worker import most_children
 
 CPU_NAME = "CPU"
 MOST_USED = ("Qwen3-VL-8B", "Qwen3-VL-2B")
@@ -37,7 +37,7 @@ def run(
 ) -> Outcome:
     """Tunes, or says what would be tried; the document holds the passport, the table's entries and the log."""
     deadline = time.monotonic() + 60 * budget_minutes
-    names, jobs = _names(tower or list(MOST_USED)), jobs or os.cpu_count() or 1
+    names, jobs = _names(tower or list(MOST_USED)), jobs or most_children(urgent=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not dry_run and set(names) - {"tiny"}:
         raise InputError("tune: needs an NVIDIA GPU; without one only --dry-run and the tiny tower")

@@ -8,6 +8,7 @@ nothing. Nothing here calls CUDA, so that the thread disturbs nobody's capture.
 import contextlib
 import gc
 import math
+import os
 import threading
 import time
 import weakref
@@ -100,6 +101,7 @@ class KernelLoader:
         self._ladder = ladder
         self._service = service
         self._device = device
+        self._process = os.getpid()
         self._pending: dict[Run, float] = {}  # and their order
         self._missing: dict[Run, frozenset[str]] = {}
         self._jobs: dict[Run, Mapping[object, KernelJob]] = {}  # what each run launches, by what decides the code
@@ -138,7 +140,10 @@ class KernelLoader:
         raise KernelsNotReady(self._service.broken)
 
     def cancel(self) -> None:
-        """Nothing more is compiled until a call needs something again."""
+        """Nothing more is compiled until a call needs something again; in a fork, where locks may be held by threads
+        that it does not have, nothing was."""
+        if os.getpid() != self._process:
+            return
         with self._service.changed:
             self._pending.clear()
             self._service.changed.notify_all()

@@ -1,5 +1,6 @@
 """Which runs have their kernels: asked for by calls, compiled elsewhere, ready from then on."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -258,6 +259,16 @@ def test_what_is_cancelled_is_sent_again_when_it_is_needed(compiler: FakeCompile
     until(lambda: "own 64 True" in [job.name for r in compiler.sent[sent:] for job in r.jobs.values()])
     compiler.finish_all()
     until(lambda: graph(64) in other.ready)
+
+
+def test_a_fork_does_not_wait_for_threads_of_its_parent(compiler: FakeCompiler) -> None:
+    """One of which may hold the lock, as here: the child would never end, nor would whoever waits for it."""
+    loader, _weights = loader_on(compiler)
+    with compiler.changed, mock.patch("os.getpid", return_value=os.getpid() + 1):
+        child = threading.Thread(target=loader.cancel, daemon=True)
+        child.start()
+        child.join(5)
+        assert not child.is_alive()
 
 
 def test_the_end_of_the_process_ends_the_thread(compiler: FakeCompiler) -> None:

@@ -1,5 +1,7 @@
 """How much a tower may hold: the budgets that fit, and options that contradict each other."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.ahead_of_time import TOWERS
 from fusedvit.runtime.captured_encoder import GRAPH_BYTES, CapturedEncoder, limits_for, limits_within
 from tests.support.towers import tiny_tower
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def held(spec: VisionSpec, budget: int) -> int:
@@ -31,6 +35,22 @@ def test_the_most_budgets_that_fit(tower: str, room: int) -> None:
     ladder = limits_for(spec, torch.bfloat16, 0, (16384,)).token_budgets
     following = ladder[ladder.index(limits.largest) + 1]
     assert held(spec, limits.largest) <= room * MIB < held(spec, following)
+
+
+def test_a_graph_counts_for_as_much_as_was_measured() -> None:
+    measured = json.loads((ROOT / "bench/results/h100-first-call.json").read_text(encoding="utf-8"))["scenarios"]
+    for graphs in (measured[name]["graphs"] for name in ("loop", "warmup_cold", "warmup_warm")):
+        held = (graphs["held_mib"] - graphs["buffers_mib"]) * MIB
+        assert held <= graphs["captures"] * GRAPH_BYTES <= 1.3 * held
+
+
+def test_a_cap_that_nothing_fits_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    limits_within(TOWERS["hd72"], torch.bfloat16, 150 * MIB)
+    assert not caplog.records
+    limits_within(TOWERS["hd72"], torch.bfloat16, -300 * MIB)
+    assert [record.getMessage().partition(" beside")[0] for record in caplog.records] == [
+        "fusedvit: memory= leaves -300 MiB"
+    ]
 
 
 def test_there_is_always_a_budget_with_room_for_the_items() -> None:
