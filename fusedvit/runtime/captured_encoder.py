@@ -292,7 +292,7 @@ def limits_within(
     held = _held_by(spec, dtype, found)
     if held > room:
         logger.warning(
-            "fusedvit: memory= leaves %d MiB beside the prepared weights, less than the fewest token budgets: %d are held",
+            "fusedvit: memory= leaves %d MiB beside the prepared weights; the fewest token budgets hold %d",
             room >> 20,
             held >> 20,
         )
