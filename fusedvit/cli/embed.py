@@ -1,7 +1,9 @@
 """`fusedvit embed`."""
 
+import contextlib
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusedvit.cli.console import Outcome, progress_bar, quiet
+from fusedvit.cli.towers import device_of
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import OUTPUTS, embedder_of
 from fusedvit.corpus.job import Job, ShardDone
@@ -36,8 +39,10 @@ def run(
     if output not in OUTPUTS:
         raise InputError(f"--output: one of {', '.join(OUTPUTS)} expected, got {output!r}")
     job = Job(model, tuple(inputs), out, output, deepstack, shard_size, device)
+    if device is not None:
+        device_of(device)
     start = time.perf_counter()
-    with quiet(), progress_bar() as step:
+    with quiet(), _ended_by_sigterm(), progress_bar() as step:
         finished = 0
 
         def done(shard: ShardDone, total: int) -> None:
@@ -52,6 +57,16 @@ def run(
     return Outcome(
         {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in found]}, not summary["errors"]
     )
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a job as Ctrl-C does: its processes end, and nothing unfinished is left."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _gpus(named: str | None, device: str | None) -> list[int]:

@@ -280,11 +280,13 @@ def processors_of(where: str) -> Any:
 
 
 def _source_of(value: Any) -> Source:
-    """A row's value as a source of pixels; a file that does not decode where it is none."""
+    """A row's value as a source of pixels; an error where it is none."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, np.generic):
         value = value.item()
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
         return np.asarray(value.convert("RGB"))
-    return value if isinstance(value, SOURCES) else b""
+    if isinstance(value, SOURCES):
+        return value
+    return MediaError(f"a path, a file's bytes, an image or pixels expected, got {type(value).__name__}")

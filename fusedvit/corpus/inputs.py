@@ -1,6 +1,7 @@
 """A corpus as a list of inputs: folders, files, lists of files and parquet tables, in an order that never changes."""
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import IMAGE_SUFFIXES, VIDEO_FORMATS
+from fusedvit.pixels.media import IMAGE_SUFFIXES, VIDEO_FORMATS, MediaError, Source
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
 CONTENTS = ("image", "bytes")  # columns of a table that hold files' contents, or {"bytes": …, "path": …}
@@ -21,7 +22,7 @@ class Input:
     """One image or video.
 
     Attributes:
-        id: as it was found: a path, or what a table's `id` column says; no two inputs share it.
+        id: as it was found: a path, or what a table says (`id`, else a path, else TABLE:ROW); no two inputs share it.
         path: of the file, or of the table.
         row: of the table; -1 for a file.
     """
@@ -52,11 +53,11 @@ def digest(inputs: Iterable[Input]) -> str:
     """Tells one list of inputs from another, by their ids and order."""
     hashed = hashlib.sha256()
     for each in inputs:
-        hashed.update(each.id.encode("utf-8", "surrogateescape") + b"\0")
+        hashed.update(each.id.encode() + b"\0")
     return hashed.hexdigest()[:32]
 
 
-def sources(inputs: Sequence[Input]) -> Iterator[Path | bytes]:
+def sources(inputs: Sequence[Input]) -> Iterator[Source]:
     """What `fusedvit.pixels.stream` takes, for each input.
 
     Raises:
@@ -74,40 +75,92 @@ def sources(inputs: Sequence[Input]) -> Iterator[Path | bytes]:
 
 def _inputs_of(source: Path) -> Iterator[Input]:
     suffix = source.suffix.lower()
-    if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
-        raise InputError(f"{source}: a URL; download it and give the folder")
+    _check_no_url(str(source))
     if source.is_dir():
-        media = (path for path in sorted(source.rglob("*")) if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_FORMATS))
-        yield from (Input(str(path), path) for path in media if path.is_file())
+        yield from (Input(_text(path), path) for path in _media_in(source))
     elif not source.is_file():
         raise InputError(f"{source}: no such file or folder")
     elif suffix in LISTS:
-        lines = source.read_text(encoding="utf-8").splitlines()
-        yield from (Input(line.strip(), source.parent / line.strip()) for line in lines if line.strip())
+        yield from (Input(line, source.parent / line) for line in _lines_of(source))
     elif suffix in TABLES:
         yield from _rows_of(source)
     elif suffix in (*IMAGE_SUFFIXES, *VIDEO_FORMATS):
-        yield Input(str(source), source)
+        yield Input(_text(source), source)
     else:
         known = "a folder, an image or video, a .txt with a path a line or a .parquet with a column of paths or bytes"
         raise InputError(f"{source}: {known} expected")
+
+
+def _media_in(folder: Path) -> list[Path]:
+    """Every image and video of a folder and those in it; links to files that are gone too, which become errors."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: a folder that cannot be read: {first_line(error)}")
+
+    found = (Path(root, name) for root, _, names in os.walk(folder, onerror=refuse) for name in names)
+    media = (path for path in found if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_FORMATS))
+    return sorted(path for path in media if path.is_file() or not path.exists())
+
+
+def _lines_of(source: Path) -> list[str]:
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: a list of paths in UTF-8 expected: {first_line(error)}") from None
+    lines = [line.strip() for line in text.split("\n") if line.strip()]  # a name may hold other separators of lines
+    for line in lines:
+        _check_no_url(line)
+    return lines
+
+
+def _check_no_url(path: str) -> None:
+    if "://" in path[:20] or path.startswith(("http:/", "https:/")):
+        raise InputError(f"{path}: a URL; download it and give the folder")
+
+
+def _text(path: Path) -> str:
+    """A path as an id: bytes of its name that are no UTF-8 are written out."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _rows_of(table: Path) -> Iterator[Input]:
     import pyarrow.parquet
 
     schema = _reading(table, lambda: pyarrow.parquet.read_schema(table))
-    names = set(schema.names)
-    if not names & {*CONTENTS, *PATHS}:
-        raise InputError(f"{table}: a column of {', '.join((*CONTENTS, *PATHS))} expected, got {sorted(names)}")
-    wanted = [name for name in ("id", *PATHS) if name in names]
+    _check_type(table, schema.field(_column_of(table, schema)))
+    wanted = [name for name in ("id", *PATHS) if name in schema.names][:1]
     columns = _reading(table, lambda: pyarrow.parquet.read_table(table, columns=wanted)).to_pydict()
-    path_column = next((columns[name] for name in PATHS if name in names), None)
-    by_path = not names & set(CONTENTS)
+    called = next(iter(columns.values()), None)
     for row in range(_reading(table, lambda: pyarrow.parquet.read_metadata(table)).num_rows):
-        path = f"{table}:{row}" if path_column is None else str(path_column[row])
-        called = str(columns["id"][row]) if "id" in names else path
-        yield Input(called, table.parent / path) if by_path else Input(called, table, row)
+        if called is None or called[row] is None:
+            if wanted == ["id"]:
+                raise InputError(f"{table}: an id of every row expected, got null in row {row}")
+            yield Input(f"{table}:{row}", table, row)
+        else:
+            yield Input(str(called[row]), table, row)
+
+
+def _column_of(table: Path, schema: Any) -> str:
+    """The column that holds what is embedded."""
+    found = next((name for name in (*CONTENTS, *PATHS) if name in schema.names), None)
+    if found is None:
+        raise InputError(
+            f"{table}: a column of {', '.join((*CONTENTS, *PATHS))} expected, got {sorted(set(schema.names))}"
+        )
+    return found
+
+
+def _check_type(table: Path, field: Any) -> None:
+    """Refuses a column in which no row can be a file's contents or path."""
+    import pyarrow
+
+    kind = getattr(field.type, "storage_type", field.type)
+    parts = [kind.field(i) for i in range(kind.num_fields)] if pyarrow.types.is_struct(kind) else []
+    kinds = [part.type for part in parts if part.name in ("bytes", "path")] if parts else [kind]
+    kinds = [each.value_type if pyarrow.types.is_dictionary(each) else each for each in kinds]
+    if not any("binary" in str(each) or "string" in str(each) for each in kinds):
+        expected = "binary, string or a struct of bytes and path expected"
+        raise InputError(f"{table}: column {field.name}: {expected}, got {str(field.type)[:80]}")
 
 
 class _Table:
@@ -120,22 +173,24 @@ class _Table:
         self._file = _reading(path, lambda: pyarrow.parquet.ParquetFile(path))
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._ends = list(accumulate(groups))
-        self._column = next(name for name in CONTENTS if name in self._file.schema_arrow.names)
+        self._column = _column_of(path, self._file.schema_arrow)
         self._group = -1
         self._values: Any = []
 
-    def content(self, row: int) -> bytes | Path:
-        """A file's bytes, or its path beside the table; nothing (which does not decode) where the row holds neither."""
+    def content(self, row: int) -> Source:
+        """A file's bytes, or its path beside the table; an error where the row holds neither."""
         group = bisect_right(self._ends, row)
+        if group == len(self._ends):
+            raise InputError(f"{self.path}: row {row} is gone since the job began")
         if group != self._group:
             read = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))
             self._group, self._values = group, read[self._column]
         value = self._values[row - (self._ends[group - 1] if group else 0)].as_py()
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
-        if isinstance(value, str):
-            return self.path.parent / value
-        return value if isinstance(value, bytes) else b""
+        if isinstance(value, str) and value:
+            return value if "://" in value[:20] else self.path.parent / value
+        return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")
 
 
 def _reading(path: Path, read: Callable[[], Any]) -> Any:

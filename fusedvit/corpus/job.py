@@ -3,6 +3,7 @@
 What is done is what is committed (`shards.committed`): a job that was killed goes on by being started again.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,13 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from fusedvit.corpus import shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.pixels.media import Source
 
 UNWRITTEN = 2  # shards that may wait for the disk
 WORKER = "fusedvit.corpus.worker"
@@ -34,7 +36,7 @@ class Embedder(Protocol):
     @property
     def width(self) -> int: ...
 
-    def embed(self, sources: Iterable[Path | bytes]) -> Iterator[shards.Embedded]: ...
+    def embed(self, sources: Iterable[Source]) -> Iterator[shards.Embedded]: ...
 
     def counters(self) -> dict[str, float]: ...
 
@@ -212,7 +214,7 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
     said: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
     workers = [_started(job, gpu) for gpu in gpus]
     for i, worker in enumerate(workers):
-        Thread(target=_listen, args=(i, worker.stdout, said), daemon=True).start()
+        Thread(target=_listen, args=(i, worker, said), daemon=True).start()
     waiting, failures, running = list(todo), [], len(workers)
     try:
         while running:
@@ -228,8 +230,8 @@ def _run_on(job: Job, gpus: Sequence[int], todo: Sequence[int], committed: Calla
                     failures.append(message.get("error") or f"the process on GPU {gpus[i]} died")
     finally:
         for worker in workers:
-            worker.kill()
-            worker.wait()
+            _end(worker)
+        shards.remove_unfinished(Path(job.out))
     if failures:
         raise InputError(failures[0])
 
@@ -255,13 +257,23 @@ def _tell(worker: "subprocess.Popen[str]", number: int) -> None:
         return  # it died: its output ends, which is heard
 
 
-def _listen(i: int, lines: IO[str] | None, said: "SimpleQueue[tuple[int, dict[str, Any]]]") -> None:
+def _end(worker: "subprocess.Popen[str]") -> None:
+    assert worker.stdin is not None
+    worker.kill()
+    worker.wait()
+    with contextlib.suppress(BrokenPipeError):
+        worker.stdin.close()
+
+
+def _listen(i: int, worker: "subprocess.Popen[str]", said: "SimpleQueue[tuple[int, dict[str, Any]]]") -> None:
     """Passes on what worker `i` says, and at last that it says no more, with its error if it named one."""
     ended: dict[str, Any] = {}
-    for line in lines or ():
-        message = json.loads(line)
-        if "error" in message:
-            ended = message
-        else:
-            said.put((i, message))
+    assert worker.stdout is not None
+    with worker.stdout:
+        for line in worker.stdout:
+            message = json.loads(line)
+            if "error" in message:
+                ended = message
+            else:
+                said.put((i, message))
     said.put((i, ended))

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fusedvit.errors import InputError, first_line
 
 JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
 _PREFIX, _UNFINISHED = "shard-", ".unfinished-"
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,35 @@ def start(out: Path, job: dict[str, Any]) -> None:
     Raises:
         InputError: the folder cannot be written, is full of other things, or holds the shards of another job.
     """
-    text = json.dumps(job, indent=2, sort_keys=True) + "\n"
+    known = out / JOB
     try:
         out.mkdir(parents=True, exist_ok=True)
-        known = out / JOB
         if known.is_file():
-            _check_same(json.loads(known.read_text(encoding="utf-8")), json.loads(text), out)
-        _remove_unfinished(out)  # also of a start that was killed before it had written the job
+            check(out, job)
+        remove_unfinished(out)  # also of a start that was killed before it had written the job
         if known.is_file():
             return
         if any(out.iterdir()):
             raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
         with _replacing(known) as file:
-            file.write_text(text, encoding="utf-8")
-    except InputError:
-        raise
+            file.write_text(json.dumps(job, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"{out}: cannot be used as output: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{out}: cannot be used as output: {first_line(error)}") from None
+
+
+def check(out: Path, job: dict[str, Any]) -> None:
+    """Raises InputError where the shards of a folder are of another job."""
+    try:
+        known = json.loads((out / JOB).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
+    if not isinstance(known, dict):
+        raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
+    job = json.loads(json.dumps(job))
+    for name in sorted(known.keys() | job.keys()):
+        if known.get(name) != job.get(name):
+            was, now = (str(document.get(name, "nothing"))[:80] for document in (known, job))
+            raise InputError(f"{out}: holds another job: {name} was {was} and is {now}; choose another output folder")
 
 
 def abandon(out: Path) -> None:
@@ -84,10 +95,19 @@ def abandon(out: Path) -> None:
     (out / JOB).unlink(missing_ok=True)
 
 
+def remove_unfinished(out: Path) -> None:
+    """Removes what killed writers have left. A writer that still runs begins its shard again: see `commit`."""
+    for path in out.glob(f"{_UNFINISHED}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def committed(out: Path) -> set[int]:
     """Numbers of the shards that are there."""
-    names = (path.name.removeprefix(_PREFIX) for path in out.glob(f"{_PREFIX}*") if path.is_dir())
-    return {int(name) for name in names if name.isdecimal()}
+    names = (path.name.removeprefix(_PREFIX) for path in out.glob(f"{_PREFIX}*"))
+    return {int(name) for name in names if name.isdecimal() and _is_whole(_folder(out, int(name)))}
 
 
 def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> bool:
@@ -96,25 +116,29 @@ def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype:
     Raises:
         InputError: the disk is full or cannot be written; what was committed before is untouched.
     """
-    unfinished = None
-    try:
-        unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=out))
-        _write(unfinished, found, width, dtype)
-        target = out / f"{_PREFIX}{number:05d}"
-        if target.exists():
-            return False
+    for attempt in range(_ATTEMPTS):
         try:
-            unfinished.rename(target)
+            return _commit(out, number, found, width, dtype)
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, FileNotFoundError) and out.is_dir() and attempt + 1 < _ATTEMPTS:
+                continue  # another start has removed the folder that was being written: see `remove_unfinished`
+            raise InputError(f"{out}: shard {number} cannot be written: {first_line(error)}") from None
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> bool:
+    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=out))
+    try:
+        _write(unfinished, found, width, dtype)
+        try:
+            unfinished.rename(_folder(out, number))
         except OSError:
-            if target.is_dir():  # somebody was faster: a folder that is not empty is never replaced
+            if _is_whole(_folder(out, number)):  # somebody was faster: a folder that is not empty is never replaced
                 return False
             raise
         _sync(out)
-    except OSError as error:
-        raise InputError(f"{out}: shard {number} cannot be written: {first_line(error)}") from None
     finally:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return True
 
 
@@ -126,7 +150,7 @@ def read(out: Path, number: int) -> list[Embedded]:
     """
     import pyarrow.parquet
 
-    folder = Path(out) / f"{_PREFIX}{number:05d}"
+    folder = _folder(Path(out), number)
     try:
         index = pyarrow.parquet.read_table(folder / INDEX).to_pylist()
         with safe_open(folder / ROWS, framework="pt") as file:
@@ -138,6 +162,15 @@ def read(out: Path, number: int) -> list[Embedded]:
         part = None if row["error"] else rows[row["offset"] : row["offset"] + row["rows"]]
         found.append(Embedded(row["id"], part, (row["t"], row["h"], row["w"]), row["error"]))
     return found
+
+
+def _folder(out: Path, number: int) -> Path:
+    return out / f"{_PREFIX}{number:05d}"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether both files are there; a folder without them is no shard, whoever made it."""
+    return (folder / INDEX).is_file() and (folder / ROWS).is_file()
 
 
 def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> None:
@@ -175,24 +208,9 @@ def _sync(path: Path) -> None:
 def _replacing(path: Path) -> Iterator[Path]:
     """A file to write, which takes the place of `path` at the end, whole."""
     other = path.with_name(f"{_UNFINISHED}{os.getpid()}-{path.name}")
-    yield other
-    _sync(other)
-    other.replace(path)
-
-
-def _remove_unfinished(out: Path) -> None:
-    """What killed writers have left. A writer that still runs would only lose its work: see `commit`."""
-    for path in out.glob(f"{_UNFINISHED}*"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _check_same(known: Any, job: dict[str, Any], out: Path) -> None:
-    if not isinstance(known, dict):
-        raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
-    for name in sorted(known.keys() | job.keys()):
-        if known.get(name) != job.get(name):
-            was, now = (str(document.get(name, "nothing"))[:80] for document in (known, job))
-            raise InputError(f"{out}: holds another job: {name} was {was} and is {now}; choose another output folder")
+    try:
+        yield other
+        _sync(other)
+        other.replace(path)
+    finally:
+        other.unlink(missing_ok=True)

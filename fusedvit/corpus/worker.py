@@ -1,16 +1,21 @@
 """A process of a job on several GPUs: `python -m fusedvit.corpus.worker JOB`, started by `job.run`.
 
-Shard numbers come on standard input, a line each, when the process asks for them; a negative one, or the end, ends it.
+Shard numbers come on standard input, a line each, when the process asks for them; a negative one ends it,
+and the end of standard input at once.
 Messages go to standard output, a JSON document a line: {"next": true}, {"done": {...}}, {"error": "..."}.
 """
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
+from fusedvit.corpus import shards
 from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.inputs import collect
 from fusedvit.corpus.job import Job, shards_of, work
@@ -19,6 +24,7 @@ from fusedvit.errors import InputError, UnsupportedModel, first_line
 
 def main() -> int:
     """Does shards until it is told none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     job = Job(**json.loads(sys.argv[1]))
     said = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever prints does not speak to the parent
@@ -26,21 +32,35 @@ def main() -> int:
     def say(**message: object) -> None:
         said.write(json.dumps(message) + "\n")
 
+    told: SimpleQueue[int] = SimpleQueue()
+    Thread(target=_listen, args=(told,), daemon=True).start()
+
     def numbers() -> Iterator[int]:
         while True:
             say(next=True)
-            line = sys.stdin.readline()
-            if not line or int(line) < 0:
+            number = told.get()
+            if number < 0:
                 return
-            yield int(line)
+            yield number
 
     try:
-        parts = shards_of(collect(job.given), job.shard_size)
+        inputs = collect(job.given)
+        shards.check(Path(job.out), job.document(inputs))  # a folder may have changed since the parent listed it
+        parts = shards_of(inputs, job.shard_size)
         work(embedder_of(job), parts, Path(job.out), numbers(), lambda shard: say(done=asdict(shard)))
     except (InputError, UnsupportedModel) as error:
         say(error=first_line(error))
         return 2
+    except BrokenPipeError:
+        return 2  # nobody listens
     return 0
+
+
+def _listen(told: "SimpleQueue[int]") -> None:
+    """Passes on what the parent says; ends the process when the parent is gone, whatever it is doing."""
+    for line in sys.stdin:
+        told.put(int(line))
+    os._exit(2)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from fusedvit.corpus.embedder import Embedder, embedder_of, processors_of
 from fusedvit.corpus.inputs import sources
 from fusedvit.corpus.job import Job, remaining
 from fusedvit.errors import InputError, UnsupportedModel, first_line
-from fusedvit.pixels.media import Media, MediaError, VideoFacts, load_one
+from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_one
 from fusedvit.pixels.streaming import frames_of
 
 Row = dict[str, Any]
@@ -84,7 +84,7 @@ class _Decoder:
             return row | {"pixels": b"", "failure": first_line(error)}
         return row | {"pixels": pickle.dumps(pixels), "failure": ""}
 
-    def _decoded(self, source: Path | bytes) -> Media | MediaError:
+    def _decoded(self, source: Source) -> Media | MediaError:
         try:
             return load_one(source, lambda facts: self._frames(facts))
         except MediaError as error:

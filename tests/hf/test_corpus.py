@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ import fusedvit  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
 from fusedvit.corpus import inputs, shards  # noqa: E402
+from fusedvit.corpus import job as corpus_job  # noqa: E402
+from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
 from tests.support.checkpoint import tiny_checkpoint, tiny_processor  # noqa: E402
 
@@ -94,8 +99,9 @@ def test_a_batch(checkpoint: Path, pictures: Path, expected: dict[str, torch.Ten
         (np.zeros((40, 50, 4), np.uint8), r"got uint8 [40, 50, 4]"),
         (np.zeros((40, 50, 3), np.float32), r"got float32 [40, 50, 3]"),
         (np.zeros((0, 50, 3), np.uint8), r"got uint8 [0, 50, 3]"),
-        (None, "does not decode"),
-        (7, "does not decode"),
+        (None, "expected, got NoneType"),
+        (7, "expected, got int"),
+        (b"", "does not decode"),
     ],
 )
 def test_values_that_are_no_images(checkpoint: Path, pictures: Path, value: Any, said: str) -> None:
@@ -214,21 +220,46 @@ def test_what_is_gone_is_done_again(
 def test_killed_and_resumed(
     checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    """`kill -9` once the first shard is there, twice; then it is let be."""
+    """`kill -9` once the first shard is there, SIGTERM later, which leaves nothing behind; then it is let be."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "fusedvit", "embed", checkpoint, pictures, out, "--shard-size", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for least in (1, 4):
+    for least, sent, code in ((1, signal.SIGKILL, -signal.SIGKILL), (4, signal.SIGTERM, 130)):
         process = subprocess.Popen([str(part) for part in command], env=environment, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         while process.poll() is None and len(shards.committed(out)) < least and time.monotonic() < deadline:
             time.sleep(0.01)
-        process.kill()
-        process.wait()
-        assert len(shards.committed(out)) >= least
+        process.send_signal(sent)
+        assert process.wait() == code and len(shards.committed(out)) >= least
         read_all(out)
+    assert not list(out.glob(".*"))
     assert RUNNER.invoke(app, ["embed", *map(str, command[4:])]).exit_code in (0, 1)
     assert_complete(out, expected)
+
+
+def test_a_process_a_gpu(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Two processes, on the CPU here. One that finds other inputs than its parent, or no parent, ends."""
+    given = tmp_path / "given"
+    shutil.copytree(pictures, given)
+    job = corpus_job.Job(str(checkpoint), (str(given),), str(tmp_path / "out"), shard_size=2)
+    done = []
+    corpus_job.run(job, [0, 1], embedder_of, lambda shard, total: done.append(shard.number))
+    assert sorted(done) == list(range((COUNT + 1) // 2))
+    assert_complete(tmp_path / "out", expected)
+
+    with worker_of(job) as alone:
+        assert json.loads(alone.stdout.readline()) == {"next": True}
+        alone.stdin.close()
+        assert alone.wait(timeout=60) == 2
+    shutil.copy(given / "00.png", given / "new.png")
+    with worker_of(job) as other:
+        assert f"inputs was {COUNT} and is {COUNT + 1}" in json.loads(other.stdout.readline())["error"]
+        assert other.wait(timeout=60) == 2
+
+
+def worker_of(job: corpus_job.Job) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", corpus_job.WORKER, json.dumps(asdict(job))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +294,7 @@ def written(path: Path, content: bytes) -> Path:
         (["a", "b", "--output", "max"], "one of mean, tokens"),
         (["a", "b", "--gpus", "7"], "numbers below"),
         (["a", "b", "--gpus", "0", "--device", "cpu"], "give one of them"),
+        (["a", "b", "--device", "tpu9"], "cpu, cuda or cuda:N expected"),
         (["absent", "b"], "no such file or folder"),
     ],
 )

@@ -90,6 +90,39 @@ def test_writers_that_meet_at_the_rename(tmp_path: Path, monkeypatch: pytest.Mon
     assert_whole(tmp_path / "out", {0})
 
 
+def test_a_start_beside_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes the folder that is being written, as a killed writer's; the shard is written again."""
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    write = pyarrow.parquet.write_table
+
+    def disturbed(*args: Any) -> None:
+        monkeypatch.setattr(pyarrow.parquet, "write_table", write)
+        shards.start(out, JOB)
+        write(*args)
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", disturbed)
+    assert commit(out)
+    assert_whole(out, {0})
+
+
+def test_folders_that_are_no_shard(tmp_path: Path) -> None:
+    """Without both files, or under another name, nothing is committed: an empty one is replaced, others are named."""
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    for name in ("shard-00000", "shard-00001", "shard-x"):
+        (out / name).mkdir()
+    (out / "shard-00001" / shards.INDEX).write_text("half")
+    (out / "shard-00002").write_text("a file")
+    (commit(out, 3), (out / "shard-00003").rename(out / "shard-000003"))
+    assert shards.committed(out) == set()
+    assert commit(out, 0) and shards.committed(out) == {0}
+    for number in (1, 2):
+        with pytest.raises(InputError, match=f"shard {number} cannot be written: .*shard-0000{number}"):
+            commit(out, number)
+    assert (out / "shard-00001" / shards.INDEX).read_text() == "half" and not list(out.glob(".*"))
+
+
 # Every step of a commit that may fail: the module or class, its function.
 STEPS: list[tuple[Any, str]] = [
     (tempfile, "mkdtemp"),

@@ -1,0 +1,168 @@
+"""A corpus as a list of inputs: what is odd becomes an error of its own, a row with its error, or is taken as it is."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow")
+import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
+
+from fusedvit.corpus.inputs import collect, digest, sources  # noqa: E402
+from fusedvit.errors import InputError  # noqa: E402
+from fusedvit.pixels.media import MediaError  # noqa: E402
+
+
+def table(folder: Path, **columns: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "t.parquet", row_group_size=2)
+    return folder / "t.parquet"
+
+
+def content(path: Path) -> list[Any]:
+    """The sources of a table's rows, errors as what they say."""
+    return [str(each) if isinstance(each, MediaError) else each for each in sources(collect([path]))]
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    """Odd names, links to nothing and to folders around them; a pipe or a folder is no file."""
+    (tmp_path / "in").mkdir()
+    for name in ("b.png", "a b\n☃.JPG", ".hidden.png", "in/c.mp4", "x.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nothing")
+    (tmp_path / "self.png").symlink_to(tmp_path / "self.png")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
+    found = [each.id for each in collect([tmp_path])]
+    names = [".hidden.png", "a b\n☃.JPG", "b.png", "gone.png", "in/c.mp4", "self.png"]
+    assert found == [str(tmp_path / name) for name in names]
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff.png"
+    try:
+        open(name, "wb").close()
+    except OSError:
+        pytest.skip("this file system takes no such names")
+    (found,) = collect([tmp_path])
+    assert found.id == str(tmp_path / "\\xff.png") and found.path.is_file()
+    assert pyarrow.array([found.id]).to_pylist() == [found.id] and digest([found])
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.png").touch()
+    scan = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(InputError, match="closed: a folder that cannot be read: .*Permission denied"):
+        collect([tmp_path])
+
+
+@pytest.mark.parametrize("text", [b"a.png\r\n\r\n b.png \r\n", b"\xef\xbb\xbfa.png\nb.png", b"\na.png\nb.png\n"])
+def test_lists(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "l.txt").write_bytes(text)
+    found = collect([tmp_path / "l.txt"])
+    assert [each.id for each in found] == ["a.png", "b.png"]
+    assert [each.path for each in found] == [tmp_path / "a.png", tmp_path / "b.png"]
+
+
+def test_a_list_splits_at_newlines_alone(tmp_path: Path) -> None:
+    (tmp_path / "l.txt").write_text("a\u2028b\x0c.png\n", encoding="utf-8")
+    assert [each.id for each in collect([tmp_path / "l.txt"])] == ["a\u2028b\x0c.png"]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a.png\n".encode("utf-16"), "in UTF-8 expected"),
+        (b"a.png\ns3://bucket/b.png\n", "s3://bucket/b.png: a URL"),
+        (b"a.png\na.png\n", "two inputs are called 'a.png'"),
+        (b"\n \n", "no images or videos"),
+    ],
+)
+def test_lists_that_are_none(tmp_path: Path, text: bytes, said: str) -> None:
+    (tmp_path / "l.txt").write_bytes(text)
+    with pytest.raises(InputError, match=said):
+        collect([tmp_path / "l.txt"])
+
+
+NONE = "a file's bytes or path expected, got none"
+
+
+@pytest.mark.parametrize(
+    "columns, expected",
+    [
+        ({"image": [b"1", None, b"", b"4"]}, lambda folder: [b"1", NONE, NONE, b"4"]),
+        (
+            {
+                "image": [
+                    {"bytes": b"1", "path": "p"},
+                    None,
+                    {"bytes": None, "path": None},
+                    {"bytes": None, "path": "q"},
+                ]
+            },
+            lambda folder: [b"1", NONE, NONE, folder / "q"],
+        ),
+        ({"path": ["a.png", None, ""]}, lambda folder: [folder / "a.png", NONE, NONE]),
+        ({"file": ["a.png", "s3://b/c.png"]}, lambda folder: [folder / "a.png", "s3://b/c.png"]),
+        ({"bytes": pyarrow.array([b"1", None], pyarrow.large_binary())}, lambda folder: [b"1", NONE]),
+        ({"path": pyarrow.array(["a", "b"]).dictionary_encode()}, lambda folder: [folder / "a", folder / "b"]),
+    ],
+)
+def test_rows_without_content_are_errors(
+    tmp_path: Path, columns: dict[str, Any], expected: Callable[[Path], list[Any]]
+) -> None:
+    assert content(table(tmp_path, **columns)) == expected(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "columns, ids",
+    [
+        ({"id": [7, 8], "image": [b"1", b"2"], "path": ["a", "b"]}, ["7", "8"]),
+        ({"image": [b"1", b"2"], "path": ["a", None]}, ["a", "{table}:1"]),
+        ({"image": [b"1", b"2"]}, ["{table}:0", "{table}:1"]),
+    ],
+)
+def test_ids_of_rows(tmp_path: Path, columns: dict[str, Any], ids: list[str]) -> None:
+    path = table(tmp_path, **columns)
+    assert [each.id for each in collect([path])] == [each.format(table=path) for each in ids]
+
+
+@pytest.mark.parametrize(
+    "columns, said",
+    [
+        ({"x": [1]}, r"a column of .* expected, got \['x'\]"),
+        ({"image": [1]}, "column image: .* expected, got int64"),
+        ({"image": [[1.0]]}, "column image: .* expected, got list"),
+        ({"image": pyarrow.nulls(2)}, "column image: .* expected, got null"),
+        ({"path": [1]}, "column path: .* expected, got int64"),
+        ({"image": [{"x": 1}]}, "column image: .* expected, got struct"),
+        ({"id": ["a", None], "image": [b"1", b"2"]}, "an id of every row expected, got null in row 1"),
+        ({"id": ["a", "a"], "image": [b"1", b"2"]}, "two inputs are called 'a'"),
+        ({"image": pyarrow.array([], pyarrow.binary())}, "no images or videos"),
+    ],
+)
+def test_tables_that_are_none(tmp_path: Path, columns: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        collect([table(tmp_path, **columns)])
+
+
+def test_a_table_that_shrinks_or_vanishes(tmp_path: Path) -> None:
+    path = table(tmp_path, image=[b"1", b"2", b"3"])
+    found = collect([path])
+    table(tmp_path, image=[b"1"])
+    with pytest.raises(InputError, match="t.parquet: row 1 is gone since the job began"):
+        list(sources(found))
+    path.unlink()
+    with pytest.raises(InputError, match="no parquet file that reads"):
+        list(sources(found))
