@@ -90,7 +90,7 @@ def test_writers_that_meet_at_the_rename(tmp_path: Path, monkeypatch: pytest.Mon
     assert_whole(tmp_path / "out", {0})
 
 
-def test_a_start_beside_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It removes the folder that is being written, as a killed writer's; the shard is written again."""
     out = tmp_path / "out"
     shards.start(out, JOB)
