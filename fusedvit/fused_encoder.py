@@ -468,11 +468,16 @@ class FusedEncoder:
         return Reason(fallback.CHANGING, f"other weights after each of {OVERTAKEN + MOST_RUNS} runs than before it")
 
     def _run(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
-        """One run; one that loses its weights to `release` meanwhile counts as one on changed weights."""
+        """One run; one that loses its weights to `release` meanwhile counts as one on changed weights, and so does one
+        that fails because something has changed."""
         version = self.weights.version if replay is None else replay.weights_version
         try:
             return self._run_on(self._runtime_on(self.weights.first_parameter()), inputs, replay, version)
         except WeightsReleased:
+            return Attempt(None, [], version, unchanged=False)
+        except Exception:
+            if self.weights.host_unchanged():
+                raise
             return Attempt(None, [], version, unchanged=False)
 
     def _run_on(

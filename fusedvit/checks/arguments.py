@@ -5,6 +5,7 @@ out of them, blocks and their attention pass the rest to the attention function.
 functions names changes nothing, whatever it is called, so the call runs fused.
 """
 
+import dis
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,9 @@ class ArgumentRules:
 
     Attributes:
         read: names that some function on their way reads; any other name is ignored.
-        precomputed: those of `read` that stand for what `grid_thw` gives; None is as good as not given.
+        precomputed: those of `read` that stand for what `grid_thw` gives.
+        given: those of `read` that the code itself gives to what it calls, so that a caller's would be one too many.
+            Of any other name None is as good as nothing.
         recorded: what the output record gets if `output_<name>` is true, in the record's order, and whether any module
             of the tower gives it; where none does, Hugging Face's record holds an empty tuple.
         options: `output_<name>` of each.
@@ -34,6 +37,7 @@ class ArgumentRules:
 
     read: frozenset[str]
     precomputed: frozenset[str]
+    given: frozenset[str]
     recorded: tuple[tuple[str, bool], ...]
     options: tuple[str, ...]
 
@@ -71,13 +75,16 @@ def configured(config: object, name: str) -> Any:
 
 def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> ArgumentRules:
     roots = [*_chain(cls.__dict__.get("forward", cls.forward))]  # type: ignore[attr-defined]
-    for module in inner:
-        if module is not cls:
-            roots += _chain(getattr(module, "forward", None))
-    roots += _chain(_attention_function(attention))
+    if _hands_on(roots[-1]):
+        for module in inner:
+            if module is not cls:
+                roots += _chain(getattr(module, "forward", None))
+        roots += _chain(_attention_function(attention))
     read: set[str] = set()
     precomputed: set[str] = set()
+    given: set[str] = set()
     for function in _reached(roots):
+        given |= _names_given(function) if not hasattr(function, "__wrapped__") else set()
         names = _names_in(function)
         if _takes_a_mapping(function):
             precomputed |= names
@@ -85,7 +92,8 @@ def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> Arg
     recorded = getattr(cls, "_can_record_outputs", None) or {}
     entries = tuple((name, _gives(specs, inner)) for name, specs in recorded.items())
     options = tuple(f"output_{name}" for name, _ in entries)
-    return ArgumentRules(frozenset(read - _HARMLESS - {*options}), frozenset(precomputed), entries, options)
+    read -= {*_HARMLESS, *options}
+    return ArgumentRules(frozenset(read), frozenset(precomputed), frozenset(given), entries, options)
 
 
 def _attention_function(implementation: str | None) -> Any:
@@ -129,6 +137,17 @@ def _reached(roots: list[FunctionType]) -> Iterator[FunctionType]:
 
 def _takes_keywords(function: FunctionType) -> bool:
     return bool(function.__code__.co_flags & inspect.CO_VARKEYWORDS)
+
+
+def _hands_on(function: FunctionType) -> bool:
+    """Whether a function calls another with `**kwargs`."""
+    return any(i.opname == "CALL_FUNCTION_EX" and (i.arg or 0) & 1 for i in dis.get_instructions(function))
+
+
+def _names_given(function: FunctionType) -> set[str]:
+    """Parameters that whoever calls it must give, and whatever could be a keyword of its own calls."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty} | _strings_in(function.__code__.co_consts)
 
 
 def _takes_a_mapping(function: FunctionType) -> bool:

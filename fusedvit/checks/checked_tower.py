@@ -20,6 +20,7 @@ from fusedvit.checks.change_detection import Snapshot, hooked
 from fusedvit.checks.own_code import OwnCode, foreign_class, own_code
 from fusedvit.errors import Reason
 from fusedvit.families.base import Family
+from fusedvit.families.engine import HUGGING_FACE
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
@@ -98,7 +99,12 @@ class CheckedTower:
         else:
             own = frozenset()
         source, names = self.family.source({**buffers, **parameters}), self.family.names
-        return prepare(self.spec, names, source, reuse=reuse, own=own, normalizations=self.normalizations)
+        rotary = None
+        if self.family.engine is HUGGING_FACE:  # casting a tower rounds its frequencies, for good
+            rotary = next((b for path, b in buffers.items() if path.rpartition(".")[2] == "inv_freq"), None)
+        return prepare(
+            self.spec, names, source, reuse=reuse, own=own, normalizations=self.normalizations, inv_freq=rotary
+        )
 
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""

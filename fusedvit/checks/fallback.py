@@ -114,12 +114,11 @@ def _reason_of_arguments(module: torch.nn.Module, extra: Mapping[str, Any]) -> R
             return Reason(ATTENTIONS) if name == "attentions" else Reason(UNKNOWN_ARGUMENTS, f"output_{name}")
     if not extra or rules.read.isdisjoint(extra):
         return None
-    read = rules.read.intersection(extra)
-    precomputed = read & rules.precomputed
-    instead = sorted(name for name in precomputed if extra[name] is not None)
+    read = {name for name in rules.read.intersection(extra) if extra[name] is not None or name in rules.given}
+    instead = sorted(name for name in read & rules.precomputed if extra[name] is not None)
     if instead:
         return Reason(PRECOMPUTED, ", ".join(instead))
-    others = sorted(read - precomputed)
+    others = sorted(read - rules.precomputed)
     return Reason(UNKNOWN_ARGUMENTS, ", ".join(others)) if others else None
 
 

@@ -7,18 +7,20 @@ its module's source defines. The walk also lists where these things are kept, so
 by identity.
 """
 
+import builtins
+import dis
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.source_code import Definition, defines, definition_of, names_in, wrapped_by
+from fusedvit.checks.source_code import Definition, code_of, defines, definition_of, names_in, parts_of, wrapped_by
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
 ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
@@ -40,6 +42,19 @@ _CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 _LOOKUP = ("__getattr__", "__iter__", "__getitem__", "__len__")  # by which a forward finds modules and parameters
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
+# Operators by the instructions that apply them; of those with two operands the reflected and in-place ones as well.
+_BINARY = {
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
+    "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
+}  # fmt: skip
+_COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
+_SPECIAL = {
+    "BINARY_SUBSCR": "getitem", "BINARY_SLICE": "getitem", "STORE_SUBSCR": "setitem", "STORE_SLICE": "setitem",
+    "UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "GET_ITER": "iter", "UNPACK_SEQUENCE": "iter",
+}  # fmt: skip
+_OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # what runs on a CPU, and prepares weights everywhere
+_ARRAYS = ("numpy",)
+_HARMLESS_BUILTINS = {"print", "input"}  # others replace them to be quiet
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
 
 
@@ -54,6 +69,7 @@ class OwnCode:
         functions: every function that was followed.
         names: every name that the code mentions, attributes among them, and what the engine's record names.
         methods: names of the methods, beside `forward`, that a class's code calls.
+        absent: names that nobody has given a class or module so far, which would hide what the code finds by them now.
     """
 
     foreign: str
@@ -62,6 +78,7 @@ class OwnCode:
     functions: tuple[FunctionType, ...]
     names: frozenset[str]
     methods: Mapping[type, tuple[str, ...]]
+    absent: tuple[tuple[KeysView[str], frozenset[str]], ...]
 
 
 def own_class(cls: Any) -> Any:
@@ -90,13 +107,18 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
         walk.slots[id(type(layer)), "forward"] = type(layer), "forward"
     for module in _distinct_configs(plain.modules.values()):
         walk.follow_attention(module)
+    walk.follow_operators(o for function in walk.functions.values() for o in _operators_in(function.__code__))
+    walk.follow_ours(tower)
+    ours = _fused_code(engine)  # on a GPU it prepares weights and no more
+    slots = walk.slots | ours.slots if next(tower.parameters()).device.type == "cpu" else walk.slots
     return OwnCode(
-        walk.foreign,
-        tuple(walk.slots.values()),
+        walk.foreign or ours.foreign,
+        tuple(slots.values()),
         tuple(walk.registries),
         tuple(walk.functions.values()),
         frozenset(walk.names | engine.values.keys() | engine.objects.keys()),
         walk.methods(),
+        tuple((vars(owner).keys(), frozenset(names)) for owner, names in walk.absent.values()),
     )
 
 
@@ -127,6 +149,7 @@ class _Walk:
     registries: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     functions: dict[int, FunctionType] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    absent: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
 
     def follow_class(self, cls: type) -> None:
         for name in (*_CALL, *_LOOKUP):
@@ -177,6 +200,34 @@ class _Walk:
             self._found_foreign(f"the attention function {name!r} is {_describe(found)}")
         elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
             self._follow(found, expected, f"the attention function {name!r}")
+
+    def follow_operators(self, used: Iterable[str]) -> None:
+        """What code does with tensors without naming it."""
+        for name in sorted({*used}):
+            self._follow_tensor(name)
+
+    def follow_torch_names(self, mentioned: set[str]) -> None:
+        """What code that mentions these names could mean of torch's."""
+        for module in (torch, torch.nn.functional):
+            self._follow_names_of(module, {n for n in mentioned if not isinstance(vars(module).get(n), ModuleType)})
+        for name in sorted(mentioned & _TENSOR_METHODS):
+            self._follow_tensor(name)
+
+    def follow_ours(self, tower: nn.Module) -> None:
+        """The instance, and the classes that `fuse` and torch put before a tower's own: nobody else may give them
+        anything."""
+        cls: Any = type(tower)
+        for name in sorted(vars(tower).keys() & self.methods().get(own_class(cls), ())):
+            self._found_foreign(f"{cls.__qualname__}.{name} of the instance is {_describe(vars(tower)[name])}")
+        for ours in cls.__mro__[: cls.__mro__.index(own_class(cls))]:
+            names = (self.names | {*_CALL, *_LOOKUP}) - {"forward"}
+            hidden = sorted(vars(ours).keys() & names) if ORIGINAL in vars(ours) else []
+            for name in hidden:
+                self._found_foreign(f"{cls.__qualname__}.{name} is {_describe(vars(ours)[name])}")
+            self._note_absent(ours, names - vars(ours).keys())
+
+    def _note_absent(self, owner: Any, names: Iterable[str]) -> None:
+        self.absent.setdefault(id(owner), (owner, set()))[1].update(names)
 
     def methods(self) -> dict[type, tuple[str, ...]]:
         """Methods that were followed, by their class."""
@@ -235,20 +286,31 @@ class _Walk:
         for name in sorted(mentioned & scope.keys()):
             self._follow_global(sys.modules[scope["__name__"]], name, mentioned)
         for name in sorted(mentioned & _TENSOR_METHODS):
-            self.slots[id(torch.Tensor), name] = torch.Tensor, name
-            value = getattr(torch.Tensor, name)
-            if isinstance(value, FunctionType) and not _is_torchs(value):
-                self._found_foreign(f"torch.Tensor.{name} is {_describe(value)}")
+            self._follow_tensor(name)
+        built_in = mentioned & vars(builtins).keys() - scope.keys() - _HARMLESS_BUILTINS
+        self._note_absent(sys.modules[scope["__name__"]], built_in)
+        for name in sorted(built_in):
+            self.slots[id(builtins), name] = builtins, name
+            if getattr(vars(builtins)[name], "__module__", None) != builtins.__name__:
+                self._found_foreign(f"builtins.{name} is {_describe(vars(builtins)[name])}")
+
+    def _follow_tensor(self, name: str) -> None:
+        if not hasattr(torch.Tensor, name):
+            self._note_absent(torch.Tensor, [name])
+            return
+        self.slots[id(torch.Tensor), name] = torch.Tensor, name
+        value = getattr(torch.Tensor, name)
+        if isinstance(value, FunctionType) and not _is_torchs(value):
+            self._found_foreign(f"torch.Tensor.{name} is {_describe(value)}")
 
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
-        value = vars(module)[name]
-        if isinstance(value, ModuleType):
+        value, where = vars(module)[name], f"{module.__name__}.{name}"
+        if isinstance(value, ModuleType) and not _is_foreign_object(value, self.engine):
             self._follow_torch(value, mentioned)
         if (id(module), name) in self.slots:
             return
         self.slots[id(module), name] = module, name
         value = _held_function(value)
-        where = f"{module.__name__}.{name}"
         if isinstance(value, type):
             if defines(module.__name__, name) and (value.__module__, value.__qualname__) != (module.__name__, name):
                 self._found_foreign(f"{where} is {_describe(value)}")
@@ -287,13 +349,19 @@ class _Walk:
             if module.__name__ in seen or not f"{module.__name__}.".startswith("torch."):
                 continue
             seen.add(module.__name__)
-            for name in sorted(mentioned & vars(module).keys()):
-                value = vars(module)[name]
-                self.slots[id(module), name] = module, name
-                if isinstance(value, ModuleType):
-                    pending.append(value)
-                elif _is_foreign_object(value, self.engine) or _is_foreign_function(value, name):
-                    self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
+            pending += self._follow_names_of(module, mentioned)
+
+    def _follow_names_of(self, module: ModuleType, mentioned: set[str]) -> list[ModuleType]:
+        """Those of a module of torch that are mentioned; returns the modules among them."""
+        inner: list[ModuleType] = []
+        for name in sorted(mentioned & vars(module).keys()):
+            value = vars(module)[name]
+            self.slots[id(module), name] = module, name
+            if _is_foreign_object(value, self.engine) or _is_foreign_function(value, name):
+                self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
+            elif isinstance(value, ModuleType):
+                inner.append(value)
+        return inner
 
 
 def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:
@@ -325,10 +393,46 @@ def _is_torchs(value: FunctionType) -> bool:
 
 
 def _is_foreign_object(value: object, engine: Engine) -> bool:
-    """Whether `value` is something to call, neither function nor class, that torch and the engine do not make."""
-    if not callable(value) or isinstance(value, type | FunctionType | BuiltinFunctionType):
+    """Whether `value` is a module that was never imported, or an object, neither function nor class, that torch, the
+    engine and what Python brings along do not make."""
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return False
-    return not f"{type(value).__module__}.".startswith(("torch.", *engine.packages, "typing.", "builtins."))
+    if isinstance(value, ModuleType):
+        return sys.modules.get(value.__name__) is not value
+    home = f"{type(value).__module__}."
+    if home.startswith(("torch.", *engine.packages, "typing.", "builtins.")):
+        return False
+    root = home.partition(".")[0]
+    return callable(value) or root == "types" or root not in {*sys.stdlib_module_names, *_ARRAYS}
+
+
+def _fused_code(engine: Engine) -> _Walk:
+    """What of torch's our own operations use: as tensors they are no safer from replacements than the tower's."""
+    walk = _Walk(engine)
+    names, operators = _names_of_ours(tuple(sorted(name for name in sys.modules if name.startswith(_OURS))))
+    walk.follow_torch_names({*names})
+    walk.follow_operators(operators)
+    return walk
+
+
+@lru_cache(maxsize=4)
+def _names_of_ours(modules: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that the code of our modules mentions, and what its operators lead to."""
+    codes = [code for code in map(code_of, map(sys.modules.__getitem__, modules)) if code is not None]
+    return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in _operators_in(code))
+
+
+def _operators_in(code: CodeType) -> Iterator[str]:
+    """Methods of `torch.Tensor` that the operators in `code` lead to."""
+    for part in parts_of(code):
+        for instruction in dis.get_instructions(part):
+            sign = instruction.argrepr.removesuffix("=") if instruction.opname == "BINARY_OP" else instruction.argrepr
+            if instruction.opname == "BINARY_OP" and sign in _BINARY:
+                yield from (f"__{side}{_BINARY[sign]}__" for side in ("", "r", "i"))
+            elif instruction.opname == "COMPARE_OP":
+                yield f"__{_COMPARED[sign.removeprefix('bool(').removesuffix(')')]}__"
+            elif instruction.opname in _SPECIAL:
+                yield f"__{_SPECIAL[instruction.opname]}__"
 
 
 def _describe(value: object) -> str:

@@ -41,7 +41,7 @@ def defines(module: str, path: str) -> bool:
 
 def names_in(code: CodeType) -> set[str]:
     """Every name that `code` and the functions within it mention: globals and attributes."""
-    return {name for part in _parts(code) for name in part.co_names}
+    return {name for part in parts_of(code) for name in part.co_names}
 
 
 def wrapped_by(function: FunctionType) -> FunctionType | None:
@@ -58,18 +58,19 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _parts(code: CodeType) -> Iterator[CodeType]:
+def parts_of(code: CodeType) -> Iterator[CodeType]:
+    """`code` and that of the functions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _parts(constant)
+            yield from parts_of(constant)
 
 
 @lru_cache(maxsize=256)
 def _functions(module: str) -> Mapping[tuple[str, int], list[tuple[str, CodeType]]]:
     """Functions and class bodies that the source of `module` defines, by name and first line."""
     found: dict[tuple[str, int], list[tuple[str, CodeType]]] = defaultdict(list)
-    root = _code_of(sys.modules[module])
+    root = code_of(sys.modules[module])
     for path, code in _defined(root, "") if root is not None else ():
         found[code.co_name, code.co_firstlineno].append((path, code))
     return dict(found)
@@ -80,7 +81,8 @@ def _paths(module: str) -> frozenset[str]:
     return frozenset(path for found in _functions(module).values() for path, _ in found)
 
 
-def _code_of(module: ModuleType) -> CodeType | None:
+def code_of(module: ModuleType) -> CodeType | None:
+    """What the source of `module` is compiled to; None if there is none."""
     loader: Any = getattr(module, "__loader__", None)
     try:
         code = loader.get_code(module.__name__)

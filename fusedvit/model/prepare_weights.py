@@ -63,6 +63,7 @@ def prepare(
     reuse: EncoderWeights | None = None,
     own: frozenset[str] = frozenset(),
     normalizations: Mapping[bool, Normalization] | None = None,
+    inv_freq: torch.Tensor | None = None,
 ) -> EncoderWeights:
     """Prepared weights from `source(name) -> tensor`.
 
@@ -71,8 +72,11 @@ def prepare(
         reuse: earlier weights of the same tower: prepared copies are rewritten in place where shape, dtype and
             device agree, so that captured graphs stay valid.
         normalizations: of bytes that the tower is to take, by whether they are of still images.
+        inv_freq: the tower's rotary frequencies `[head_dim / 4]`; those of the spec if None.
     """
     maker, by_still = _Maker(spec, source, own), normalizations or {}
+    device = source(f"{names.patch}.weight").device
+    frequencies = rope_frequencies(spec) if inv_freq is None else inv_freq.detach()
     with torch.no_grad():
         prepared = EncoderWeights(
             patch=maker.patch(names.patch),
@@ -81,7 +85,7 @@ def prepare(
             blocks=tuple(maker.block(names, i) for i in range(spec.depth)),
             merger=maker.tail(names.merger),
             deepstack=tuple(maker.folded_merger(names.deepstack, i) for i in range(len(spec.deepstack))),
-            inv_freq=rope_frequencies(spec).to(source(f"{names.patch}.weight").device),
+            inv_freq=frequencies.to(device, torch.float32, copy=True),
             byte_patch=maker.byte_patch(names.patch, by_still[False], False) if False in by_still else None,
             still_patch=maker.byte_patch(names.patch, by_still[True], True) if True in by_still else None,
         )

@@ -183,8 +183,8 @@ class WeightCache:
         in_place = snapshot is not None and snapshot.in_place()
         check_content = check_content and in_place
         if not check_content and grid is None:
-            return ReadBack(in_place and self._unchanged(), [])
-        found = content.begin(mark, check_content, grid).wait(self._unchanged)
+            return ReadBack(in_place and self.host_unchanged(), [])
+        found = content.begin(mark, check_content, grid).wait(self.host_unchanged)
         if found.lost:
             self._lost = True
         return found if in_place else found._replace(unchanged=False)
@@ -200,7 +200,8 @@ class WeightCache:
         holds = content.parameters_hold()
         return lambda: snapshot.unchanged() and holds()
 
-    def _unchanged(self) -> bool:
+    def host_unchanged(self) -> bool:
+        """Whether the tower has the modules, code and parameters that it had; their content is not compared."""
         snapshot = self._snapshot
         return snapshot is not None and snapshot.unchanged()
 

@@ -179,7 +179,7 @@ def hook_with_named_arguments(tower: Tower) -> None:
 CASES = [
     Case("output_attentions", fallback.ATTENTIONS, arguments=lambda t, c: {"output_attentions": True}),
     Case(
-        "an argument that attention reads", fallback.UNKNOWN_ARGUMENTS, arguments=lambda t, c: {"position_bias": None}
+        "an argument that attention reads", fallback.UNKNOWN_ARGUMENTS, arguments=lambda t, c: {"position_bias": torch.zeros(1)}
     ),
     *(
         Case(name, fallback.PRECOMPUTED, arguments=_precomputed(name))

@@ -174,6 +174,20 @@ def check_every_attribute(name: str) -> None:
     assert mattered >= 10, "the changes change too little: the test shows nothing"
 
 
+@pytest.mark.parametrize("name", INSTALLED)
+def test_frequencies_that_were_cast(name: str) -> None:
+    """Casting a tower to 16 bits and back rounds its rotary frequencies for good: they are what it computes with."""
+    tower = family_tower(name)
+    original = copy.deepcopy(tower.bfloat16().float())
+    handle, call = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True)), Call.of(tower, [(1, 16, 8)])
+    assert wrong(call.run(tower), call.run(original)) == ""
+    fresh = family_tower(name)
+    for mine, rounded in zip(fresh.parameters(), tower.parameters(), strict=True):
+        mine.data.copy_(rounded)
+    assert wrong(call.run(fresh), call.run(original)), "rounding changes nothing: the test shows nothing"
+    assert handle.stats()["fused"] == 1
+
+
 def bias(path: str) -> Callable[[Any], None]:
     def change(tower: Any) -> None:
         module = tower.get_submodule(path)

@@ -194,8 +194,38 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
     "torch's attention": lambda: mock.patch.object(nn.functional, "scaled_dot_product_attention", _flat_attention),
     "torch's linear": lambda: mock.patch.object(nn.functional, "linear", lambda x, w, b=None: (x @ w.t()) * 2),
     "the call of every module": lambda: mock.patch.object(nn.Module, "__call__", _calling),
+    "an operator of tensors": lambda: mock.patch.object(torch.Tensor, "__add__", _doubled(torch.add)),
+    "a module in the place of torch's": lambda: mock.patch.object(
+        sys.modules["torch.nn.modules.linear"], "F", types.SimpleNamespace(linear=lambda x, w, b=None: 2 * (x @ w.t()))
+    ),
+    "a module that bears torch's name": lambda: mock.patch.object(
+        sys.modules["torch.nn.modules.linear"], "F", _false_module(nn.functional, linear=lambda x, w, b=None: x @ w.t())
+    ),
+    "a module around torch": lambda: mock.patch.object(modeling(), "torch", _Around(torch)),
+    "a name over a builtin": lambda: mock.patch.object(
+        modeling(), "enumerate", lambda items: ((0, item) for item in items), create=True
+    ),
+    "what our own operations use": lambda: mock.patch.object(torch.Tensor, "__matmul__", _doubled(torch.matmul)),
+    "a function of torch that we use alone": lambda: mock.patch.object(torch, "rsqrt", _doubled(torch.rsqrt)),
     "the output record": lambda: mock.patch.object(modeling(), "BaseModelOutputWithDeepstackFeatures", _record()),
 }
+
+
+class _Around:
+    """torch, but for one function."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.module, name)
+        return _doubled(found) if name == "cat" else found
+
+
+def _false_module(module: types.ModuleType, **others: Any) -> types.ModuleType:
+    false = types.ModuleType(module.__name__)
+    vars(false).update(vars(module) | others)
+    return false
 
 
 def _doubled(old: Any) -> Any:
@@ -273,6 +303,35 @@ def test_ways_to_replace_code(name: str, when: str) -> None:
     ours, handle = fused_when(tower, when, REPLACEMENTS[name](), call)
     assert_bitwise(ours, expected)
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+WINDOWED = "Qwen2_5_VisionTransformerPretrainedModel"
+
+
+@WHEN
+@pytest.mark.parametrize("of", ["the class that fuse gave", "the instance"])
+def test_a_method_of_the_tower_itself(of: str, when: str) -> None:
+    """Whoever patches `type(model.visual)` after `fuse` patches a class of ours."""
+    tower = family_tower(WINDOWED)
+    call = Call.of(tower, GRID)
+    original = copy.deepcopy(tower)
+
+    def replace(t: Any) -> contextlib.AbstractContextManager[Any]:
+        owner = type(t) if of == "the class that fuse gave" else t
+        given = (lambda self, x, *a: x) if owner is not t else (lambda x, *a: x)
+        return mock.patch.object(owner, "permute_input_for_window_attn", given, create=True)
+
+    with replace(original):
+        expected = call.run(original)
+    handle = fusedvit.fuse(tower) if when != "before fuse" else None
+    if when == "after a call":
+        call.run(tower)
+    with replace(tower):
+        handle = handle or fusedvit.fuse(tower)
+        assert_bitwise(call.run(tower), expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 1 + (when == "after a call")
 
 
 @contextlib.contextmanager

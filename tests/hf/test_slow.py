@@ -117,6 +117,7 @@ PARENTS: list[dict[str, Any]] = [
     {"colour": 1, "second_per_grid_ts": None},
     {"cu_seqlens": None, "position_ids": None},
     {"output_attentions": False, "output_hidden_states": None},
+    {"past_key_values": None, "position_bias": None, "vision_feature_layer": None, "sliding_window": None},
     {"mm_token_type_ids": torch.zeros(3), "return_loss": True, "seq_idx": 4},
 ]
 
@@ -144,7 +145,7 @@ def test_keywords_that_hugging_face_reads(name: str, implementation: str) -> Non
     original, call = copy_of(tower), Call.of(tower, MIX)
     fusedvit.fuse(tower)
     for argument in sorted(rules_of(tower).read - {"self", "hidden_states", "grid_thw", "kwargs", "debug_io"}):
-        for value in (2.0, torch.ones(1)):
+        for value in (2.0, torch.ones(1), *([] if argument == "value" else [None])):
             expected, found = (
                 attempt(call.run, original, **{argument: value}),
                 attempt(call.run, tower, **{argument: value}),
