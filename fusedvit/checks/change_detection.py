@@ -19,9 +19,13 @@ from torch import nn
 from fusedvit.checks import accelerate_hooks, adapters
 from fusedvit.checks.as_built import dropouts
 from fusedvit.checks.own_code import OwnCode, own_class
+from fusedvit.checks.source_code import Definition, definition_of
 
 HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
 _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
+_MARKS_FOR_GRADIENTS = Definition(
+    "transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
+)
 # Looked up at each call, as a registry may be replaced. Backward hooks never fire: a call with gradients falls back.
 _HOOKS = (attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks"))
 _dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
@@ -98,8 +102,8 @@ class _Tensors:
 class _Code:
     """Where the code is kept that would run, what is there, and the bodies of its functions.
 
-    `absent` are names that a class or module does not have, by its live keys: giving it one would hide what the code
-    finds now. Asking so takes a tenth of the time of looking each up in vain.
+    `absent` are names that a class, a module or the tower does not have, by its live keys: giving it one would hide
+    what the code finds now. Asking so takes a tenth of the time of looking each up in vain.
     """
 
     owners: tuple[Any, ...]
@@ -111,15 +115,21 @@ class _Code:
     absent: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
 
     @staticmethod
-    def of(own: OwnCode, modules: Iterable[nn.Module]) -> "_Code":
-        """`modules`: their classes could have properties by the names of attributes."""
+    def of(own: OwnCode, tower: nn.Module, modules: Iterable[nn.Module]) -> "_Code":
+        """`modules`: their classes could have properties by the names of attributes. `tower`, the first of them, may be
+        given more attributes, by transformers for one."""
         shadows = {(own_class(type(m)), name) for m in modules for name in _attributes(m) & own.names}
         there = {(cls, name) for cls, name in shadows if hasattr(cls, name)}
         missing: dict[type, set[str]] = defaultdict(set)
         for cls, name in shadows - there:
             for base in cls.__mro__[:-1]:
                 missing[base].add(name)
-        absent = (*own.absent, *((vars(cls).keys(), frozenset(names)) for cls, names in missing.items()))
+        hidden_by_tower = vars(tower).keys(), own.names - vars(tower).keys() - {"forward"}
+        absent = (
+            *own.absent,
+            hidden_by_tower,
+            *((vars(cls).keys(), frozenset(names)) for cls, names in missing.items()),
+        )
         views, hidden = zip(*absent, strict=True)
         owners, names = zip(*own.slots, *there, strict=True)
         values = tuple(map(getattr, owners, names, repeat(None)))
@@ -133,11 +143,6 @@ class _Code:
             and self.registries.unchanged()
             and list(map(_body_of, self.functions)) == self.bodies
         )
-
-
-def _entries(instance: dict[str, Any]) -> int:
-    """How many entries the tower's `__dict__` has, fused or not."""
-    return len(instance) - (HANDLE in instance)
 
 
 def _attributes(module: nn.Module) -> set[str]:
@@ -155,7 +160,6 @@ class Snapshot:
         orders: registries of modules that run in their order, and that order.
         instances: `__dict__` of every inner module, and how many entries it has: a new one may hide what the class or
             a registry has by that name.
-        own: the same of the tower, without the entry that is ours.
         called: inner modules whose hooks would fire.
         parameters: every parameter.
         buffers: every buffer.
@@ -171,7 +175,6 @@ class Snapshot:
     lengths: list[int]
     orders: tuple[tuple[dict[str, Any], ...], list[tuple[str, ...]]]
     instances: tuple[tuple[dict[str, Any], ...], list[int]]
-    own: tuple[dict[str, Any], int]
     called: tuple[nn.Module, ...]
     parameters: _Tensors
     buffers: _Tensors
@@ -201,7 +204,6 @@ class Snapshot:
             list(map(len, registries)),
             (ordered, list(map(tuple, ordered))),
             (tuple(map(vars, inner)), [len(vars(m)) for m in inner]),
-            (vars(tower), _entries(vars(tower))),
             tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
             _Tensors.of(m._parameters for m in modules),
             _Tensors.of(m._buffers for m in modules),
@@ -209,7 +211,7 @@ class Snapshot:
             tuple(inner),
             attributes,
             (mutable, tuple(value.copy() for value in mutable)),
-            _Code.of(own, modules),
+            _Code.of(own, tower, modules),
         )
 
     def first_parameter(self) -> nn.Parameter | None:
@@ -234,7 +236,6 @@ class Snapshot:
             and list(map(len, self.registries)) == self.lengths
             and list(map(tuple, self.orders[0])) == self.orders[1]
             and list(map(len, self.instances[0])) == self.instances[1]
-            and _entries(self.own[0]) == self.own[1]
             and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)
             and list(map(type, self.inner)) == self.classes
             and self.attributes.unchanged()
@@ -278,8 +279,16 @@ def hooked(tower: nn.Module) -> str:
 
 
 def fires(hooks: dict[int, Callable[..., Any]]) -> bool:
-    """Whether a hook of this registry is more than transformers' own, idle one."""
-    return any(_module_of(hook) != _CAPTURING_HOOKS for hook in hooks.values())
+    """Whether a hook of this registry is more than transformers' own, idle ones."""
+    return not all(map(_is_idle, hooks.values()))
+
+
+def _is_idle(hook: Callable[..., Any]) -> bool:
+    """Whether it captures what nobody asks for, or marks embeddings for gradients (`gradient_checkpointing_enable`)
+    that nobody takes."""
+    if _module_of(hook) == _CAPTURING_HOOKS:
+        return True
+    return not torch.is_grad_enabled() and definition_of(hook) == _MARKS_FOR_GRADIENTS
 
 
 def _module_of(hook: Callable[..., Any]) -> str | None:

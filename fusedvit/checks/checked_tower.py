@@ -101,7 +101,8 @@ class CheckedTower:
         source, names = self.family.source({**buffers, **parameters}), self.family.names
         rotary = None
         if self.family.engine is HUGGING_FACE:  # casting a tower rounds its frequencies, for good
-            rotary = next((b for path, b in buffers.items() if path.rpartition(".")[2] == "inv_freq"), None)
+            found = (b for path, b in buffers.items() if path.rpartition(".")[2] == "inv_freq" and not b.is_meta)
+            rotary = next(found, None)
         return prepare(
             self.spec, names, source, reuse=reuse, own=own, normalizations=self.normalizations, inv_freq=rotary
         )

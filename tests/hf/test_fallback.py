@@ -179,7 +179,9 @@ def hook_with_named_arguments(tower: Tower) -> None:
 CASES = [
     Case("output_attentions", fallback.ATTENTIONS, arguments=lambda t, c: {"output_attentions": True}),
     Case(
-        "an argument that attention reads", fallback.UNKNOWN_ARGUMENTS, arguments=lambda t, c: {"position_bias": torch.zeros(1)}
+        "an argument that attention reads",
+        fallback.UNKNOWN_ARGUMENTS,
+        arguments=lambda t, c: {"position_bias": torch.zeros(1, 1, 1, 1)},
     ),
     *(
         Case(name, fallback.PRECOMPUTED, arguments=_precomputed(name))
@@ -532,6 +534,10 @@ def test_warnings_are_per_tower(caplog: pytest.LogCaptureFixture) -> None:
     for tower in (tiny_tower(), tiny_tower("qwen3_5")):
         fusedvit.fuse(tower)
         call = Call.of(tower, GRIDS["smallest"])
-        for arguments in ({"output_attentions": True}, {"position_bias": None}, {"output_attentions": True}):
+        for arguments in (
+            {"output_attentions": True},
+            {"position_bias": torch.zeros(1, 1, 1, 1)},
+            {"output_attentions": True},
+        ):
             call.run(tower, **arguments)
     assert len(warnings_of(caplog)) == 4

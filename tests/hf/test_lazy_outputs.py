@@ -46,6 +46,14 @@ def assert_record(ours: Any, ref: Any) -> None:
     assert type(ours) is type(ref) and list(ours.keys()) == list(ref.keys())
 
 
+def test_reading_those_of_one_call_leaves_another_s_readable() -> None:
+    """transformers marks a tower the first time that its hidden states are computed."""
+    first, ref, tower, call = asked()
+    second = call.record(tower, output_hidden_states=True)
+    for record in (first, second):
+        assert_record(record, ref)
+
+
 READ: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda r: r.hidden_states,
     "key": lambda r: r[HIDDEN],

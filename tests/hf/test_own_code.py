@@ -318,7 +318,7 @@ def test_a_method_of_the_tower_itself(of: str, when: str) -> None:
 
     def replace(t: Any) -> contextlib.AbstractContextManager[Any]:
         owner = type(t) if of == "the class that fuse gave" else t
-        given = (lambda self, x, *a: x) if owner is not t else (lambda x, *a: x)
+        given = (lambda x, *a, **k: x) if owner is t else (lambda self, x, *a, **k: x)
         return mock.patch.object(owner, "permute_input_for_window_attn", given, create=True)
 
     with replace(original):

@@ -105,6 +105,22 @@ def test_trainer_in_bf16(tmp_path: Any) -> None:
     ran_fused(handle, calls=6)
 
 
+@pytest.mark.parametrize("name", ["Qwen2VisionTransformerPretrainedModel", "Glm4vVisionModel"])
+def test_gradient_checkpointing(name: str) -> None:
+    """It hooks the patch embedding to mark what it gives for gradients: nothing where nobody takes any."""
+    tower = family_tower(name)
+    tower.gradient_checkpointing_enable()
+    tower.train()
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    handle = fusedvit.fuse(tower)
+    for _ in range(2):
+        assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 2, handle.stats()["details"]
+    assert call.record(tower).pooler_output.requires_grad == call.record(original).pooler_output.requires_grad
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 3
+
+
 # keywords
 
 PARENTS: list[dict[str, Any]] = [

@@ -272,7 +272,7 @@ MUTANTS = (
         "            n = self.parameters",
         "hf/weights:answer",
     ),
-    Mutant("positions without a step", PRINT, "begin + (drawn * share >> 31)", "begin", "unit/fingerprint_coverage"),
+    Mutant("positions without a step", PRINT, "begin + (drawn * share >> 31)", "begin", "kernels/fingerprint"),
     Mutant(
         "outputs apart",
         RUNNER,

@@ -60,6 +60,16 @@ def test_a_video_over_the_frame_budget_is_a_misprediction(case: Case) -> None:
     assert not case[2].encoder.buffers(4).grid.any() or right(case, video)
 
 
+def test_a_replay_of_another_budget_than_the_plan_is_dropped(case: Case) -> None:
+    graphs, outputs = case[2], mock.sentinel.outputs
+    items = check_items([(1, 4, 4)], 16, 2)
+    taken = []
+    for budget in graphs.manager.limits.token_budgets:
+        replay = speculative_replay.SpeculativeReplay(graphs, 4, budget, None, 0, outputs)
+        taken.append(replay.accept(items))
+    assert taken == [outputs, *[None] * (len(taken) - 1)] and len(taken) > 1
+
+
 def test_items_without_frames_are_mispredictions_and_right(case: Case) -> None:
     case[2].manager.warmup(only=[16])
     for grid in ([(0, 4, 4), *GRID], [(0, 2**40, 2), *GRID]):
