@@ -116,9 +116,10 @@ def test_gradient_checkpointing(name: str) -> None:
     for _ in range(2):
         assert_same(call.run(tower), call.run(original))
     assert handle.stats()["fused"] == 2, handle.stats()["details"]
-    assert call.record(tower).pooler_output.requires_grad == call.record(original).pooler_output.requires_grad
+    marked = call.record(original).pooler_output.requires_grad  # not where the class names no embeddings
+    assert call.record(tower).pooler_output.requires_grad == marked
     assert_same(call.run(tower), call.run(original))
-    assert handle.stats()["fused"] == 3
+    assert handle.stats()["fused"] == 4 - marked
 
 
 # keywords
