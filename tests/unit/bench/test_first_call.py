@@ -21,6 +21,7 @@ def scenarios() -> dict[str, Any]:
     return {
         "hugging_face": MEDIANS,
         "loop": {"calls": calls, "errors": {448: 0.001}},
+        "loop_warm": {"calls": [*calls[:2], call(224, 0.06, 3.0, False)], "errors": {448: 0.001}},
         "warmup_cold": warm_up | {"s": 20.0, "compiled_elsewhere": 90},
         "warmup_warm": warm_up,
         "warmup_folder": warm_up,
@@ -33,6 +34,7 @@ def test_every_bar_is_judged() -> None:
     figures = judged(scenarios())
     assert figures.keys() == BARS.keys() and problems(scenarios()) == []
     assert figures["first_of_hf"] == 1.25 and figures["slowest_of_hf"] == 1.0
+    assert figures["warm_slowest_of_hf"] == 2.0
     assert figures["first_fused_s"] == 5.0 and figures["all_fused_s"] == 16.0
     assert round(figures["two_cores_of_hf"], 2) == 1.67 and figures["two_cores_fused_s"] == 19.0
 
