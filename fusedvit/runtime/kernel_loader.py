@@ -109,7 +109,7 @@ class KernelLoader:
         self._found: dict[object, Any] = {}  # kernels
         self._unloaded: dict[Run, list[Any]] = {}  # kernels of ready runs
         self._worked = 0.0  # CPU time at which the thread's last rest ended
-        self._asked = 0
+        self._asked = self._waiters = 0
         self._trying = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -248,16 +248,20 @@ class KernelLoader:
 
     def _try(self, run: Run, order: float, patient: bool) -> None:
         """Finds the kernels of `run` and sends for those that are missing; it is ready if none is."""
-        weights, service, missing = self._weights(), self._service, set()
-        pause = partial(self._pause, REST if order < ASKED_FOR else 2 * REST) if patient else _go_on
+        weights, service, missing = self._weights(), self._service, set[str]()
+        pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
         try:
-            with self._trying, _current(self._device), loading_from_cache(FromCache(True, pause)) as mode:
+            with (
+                self._trying,
+                _current(self._device),
+                loading_from_cache(FromCache(True, pause if patient else _go_on)) as mode,
+            ):
                 if weights is None:
                     raise WeightsReleased
-                if run not in self._jobs:
+                jobs = self._jobs.get(run)
+                if jobs is None:
                     self._launch(run, weights())
-                    self._jobs[run] = mode.jobs
-                jobs = self._jobs[run]
+                    jobs = self._jobs[run] = mode.jobs
                 for key, job in jobs.items():
                     digest = "" if key in self._found else self._find(mode, key, job)
                     if digest:
@@ -287,6 +291,17 @@ class KernelLoader:
         self._found[key] = kernel
         return ""
 
+    @contextlib.contextmanager
+    def _hurry(self) -> Iterator[None]:
+        """Within it nobody rests: somebody waits."""
+        with self._service.changed:
+            self._waiters += 1
+        try:
+            yield
+        finally:
+            with self._service.changed:
+                self._waiters -= 1
+
     def _pause(self, rest: float) -> None:
         """Lets other threads have the interpreter, `rest` times as long as this one had it: calls go on meanwhile.
 
@@ -294,7 +309,7 @@ class KernelLoader:
         operation, and keeps it for 5 ms each time.
         """
         worked = time.thread_time() - self._worked
-        if worked < WORK:
+        if worked < WORK or self._waiters:
             return
         if self._service.ending.wait(min(worked * rest, LONGEST_REST)):
             raise _Ending
@@ -307,7 +322,7 @@ class KernelLoader:
     def _wait_for(self, runs: Collection[Run]) -> None:
         """Has what `runs` launch compiled on all cores."""
         service = self._service
-        with service.used():
+        with service.used(), self._hurry():
             left = [run for run in runs if run not in self.ready]
             while left and not service.broken:
                 for run in self._free(left):

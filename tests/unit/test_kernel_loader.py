@@ -191,7 +191,8 @@ def test_what_a_run_launches_is_listed_once(compiler: FakeCompiler) -> None:
 
 
 def test_the_thread_rests_longer_than_it_works(compiler: FakeCompiler) -> None:
-    """Twice as long for what a call has asked for, four times for the ladder; 0.1 s at most."""
+    """Twice as long for what a call has asked for, four times for the ladder; 0.1 s at most. Not while somebody waits,
+    who may wait for the thread."""
     now, rests = [0.0], list[float]()
 
     def works(run: Run, weights: Any) -> None:
@@ -211,6 +212,8 @@ def test_the_thread_rests_longer_than_it_works(compiler: FakeCompiler) -> None:
         loader._try(graph(64), 1.0, patient=True)
         loader._try(graph(128), ASKED_FOR, patient=True)
         loader._try(graph(256), 1.0, patient=False)
+        with loader._hurry():
+            loader._try(graph(512), 1.0, patient=True)
     assert rests == pytest.approx([0.002, 0.008, 0.1, 0.004, 0.016, 0.1])
 
 
