@@ -203,11 +203,11 @@ def _fused_class(original: Any) -> Any:
             return chosen(self, hidden_states, grid_thw, **kwargs)
         # No handle: made by this class's `from_pretrained`, or unfused since the call began.
         handle: FusedEncoder | None = self.__dict__.get(HANDLE)
-        found = None if handle is None else handle(self, hidden_states, grid_thw, kwargs)
+        found = None if handle is None else handle.answer(self, hidden_states, grid_thw, kwargs)
         if handle is None or found is None:
             given = hidden_states if handle is None else as_floats(hidden_states)
             return original.forward(self, given, grid_thw, **kwargs)
-        return to_hugging_face(original, self, handle, found, (hidden_states, grid_thw, kwargs))
+        return to_hugging_face(original, self, handle, found.outputs, (hidden_states, grid_thw, kwargs))
 
     forward = _with_its_names(original, forward)
     uncompiled = torch.compiler.disable(forward)  # the graph breaks: the tower runs fused between two graphs

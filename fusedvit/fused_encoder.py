@@ -69,6 +69,13 @@ class Attempt(NamedTuple):
     unchanged: bool
 
 
+class Answer(NamedTuple):
+    """What a fused call gave, and the items that it is of."""
+
+    outputs: EncoderOutputs
+    items: list[Item]
+
+
 class FusedEncoder:
     """One fused tower: what `fusedvit.fuse` returns.
 
@@ -401,12 +408,12 @@ class FusedEncoder:
             RuntimeError: `strict`, and the call must take the original code.
             TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
-        found = self.attempt(tower, pixel_values, grid_thw, extra)
+        found = self.answer(tower, pixel_values, grid_thw, extra)
         return None if found is None else found.outputs
 
-    def attempt(
+    def answer(
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
-    ) -> Attempt | None:
+    ) -> Answer | None:
         """As a call, with the items that its outputs are of."""
         marked = type(pixel_values) is BytePixels
         pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
@@ -431,7 +438,8 @@ class FusedEncoder:
             self._fall_back(found)
             return None
         self._stats.add(fused=1, items=len(found.items), patch_tokens=sum([item.tokens for item in found.items]))
-        return found
+        assert found.outputs is not None, "a run on unchanged weights has outputs"
+        return Answer(found.outputs, found.items)
 
     def _run_until_unchanged(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool

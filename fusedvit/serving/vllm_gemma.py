@@ -81,8 +81,8 @@ def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
         alike.setdefault(len(image), []).append(i)
     rows: dict[int, torch.Tensor] = {}
     for chosen in alike.values():
-        found = handle.attempt(tower, _stacked(pixels, chosen), _stacked(positions, chosen), {})
-        if found is None or found.outputs is None:
+        found = handle.answer(tower, _stacked(pixels, chosen), _stacked(positions, chosen), {})
+        if found is None:
             return None
         tokens = [item.tokens // handle.spec.merge_unit for item in found.items]
         rows.update(zip(chosen, found.outputs.pooled.split(tokens), strict=True))
