@@ -11,6 +11,7 @@ from fusedvit.model.param_names import WeightNames
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import TensorSource
 
+GELUS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
 # transformers' fusion_config={"patch_embeddings": True} replaces the patch embedding's convolution by a linear layer
 LINEAR_PATCH_EMBED = {f"patch_embed.linear_proj.{kind}": f"patch_embed.proj.{kind}" for kind in ("weight", "bias")}
 
@@ -55,3 +56,26 @@ class Family:
 def rope_theta_of(config: Any) -> float:
     """The rotary base of a config; 10000 where it gives none."""
     return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+
+
+def spec_with(config: Any, hidden_size: int, **own: Any) -> VisionSpec:
+    """The spec of a tower `hidden_size` wide whose config has Qwen's names: what `own` gives, else what the config
+    says."""
+    usual: dict[str, Any] = {
+        "depth": config.depth,
+        "hidden_size": hidden_size,
+        "num_heads": config.num_heads,
+        "head_dim": hidden_size // config.num_heads,
+        "patch_size": config.patch_size,
+        "in_channels": config.in_channels,
+        "merge_size": config.spatial_merge_size,
+        "rope_theta": rope_theta_of(config),
+    }
+    return VisionSpec(**usual | own)
+
+
+def activation_of(name: str, known: Mapping[str, str]) -> str:
+    """`VisionSpec.activation` for a config's `hidden_act`; raises ValueError for one that is not `known`."""
+    if name not in known:
+        raise ValueError(f"hidden_act must be one of {sorted(known)}, got {name!r}")
+    return known[name]

@@ -7,7 +7,7 @@ GLM-OCR and GLM-5.3 have rotary positions only and normalise q and k. GLM-5.3 cl
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, activation_of, spec_with
 from fusedvit.model.param_names import DownsampleNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
@@ -37,24 +37,16 @@ WITH_POSITIONS = replace(NAMES, qk_norm=(), position="embeddings.position_embedd
 
 def _spec(config: Any, intermediate_size: int, merger_size: int) -> VisionSpec:
     """The fields that these families share; `merger_size` is the width of the merger's MLP."""
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
-    return VisionSpec(
-        depth=config.depth,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        head_dim=config.hidden_size // config.num_heads,
+    return spec_with(
+        config,
+        config.hidden_size,
         intermediate_size=intermediate_size,
         out_size=config.out_hidden_size,
-        patch_size=config.patch_size,
         temporal_patch_size=config.temporal_patch_size,
-        in_channels=config.in_channels,
-        merge_size=config.spatial_merge_size,
-        activation="swiglu",
+        activation=activation_of(config.hidden_act, {"silu": "swiglu"}),
         glu_limit=float(getattr(config, "swiglu_limit", 0.0)),
         norm="rms",
         norm_eps=config.rms_norm_eps,
-        rope_theta=rope_theta_of(config),
         tail="downsample",
         merger_size=merger_size,
     )

@@ -6,11 +6,9 @@ ERNIE's tower takes single frames and ends with a norm: its token merger is a mo
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.families.base import GELUS, LINEAR_PATCH_EMBED, Family, activation_of, spec_with
 from fusedvit.model.param_names import LastNormNames, MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
-
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
 
 NAMES = WeightNames(
     patch="patch_embed.proj",
@@ -33,50 +31,31 @@ def spec_from_config(config: Any) -> VisionSpec:
     Raises:
         ValueError: an unknown activation.
     """
-    _check(config)
-    return VisionSpec(
-        depth=config.depth,
-        hidden_size=config.embed_dim,
-        num_heads=config.num_heads,
-        head_dim=config.embed_dim // config.num_heads,
+    return spec_with(
+        config,
+        config.embed_dim,
         intermediate_size=int(config.embed_dim * config.mlp_ratio),
         out_size=config.hidden_size,
-        patch_size=config.patch_size,
         temporal_patch_size=config.temporal_patch_size,
-        in_channels=config.in_channels,
-        merge_size=config.spatial_merge_size,
-        activation=_ACTIVATIONS[config.hidden_act],
-        rope_theta=rope_theta_of(config),
+        activation=activation_of(config.hidden_act, GELUS),
         without_bias=("patch",),
     )
 
 
 def ernie_spec(config: Any) -> VisionSpec:
     """The spec behind an ERNIE 4.5 VL tower's config. Raises ValueError, as `spec_from_config`."""
-    _check(config)
-    return VisionSpec(
-        depth=config.depth,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        head_dim=config.hidden_size // config.num_heads,
+    return spec_with(
+        config,
+        config.hidden_size,
         intermediate_size=config.intermediate_size,
         out_size=config.hidden_size,
-        patch_size=config.patch_size,
         temporal_patch_size=1,
-        in_channels=config.in_channels,
-        merge_size=config.spatial_merge_size,
-        activation=_ACTIVATIONS[config.hidden_act],
+        activation=activation_of(config.hidden_act, GELUS),
         norm_eps=config.rms_norm_eps,
-        rope_theta=rope_theta_of(config),
         tail="norm",
         without_bias=("patch",),
         rows_only=True,
     )
-
-
-def _check(config: Any) -> None:
-    if config.hidden_act not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_act!r}")
 
 
 FAMILIES = (

@@ -6,7 +6,7 @@ Qwen2.5-Omni has separate linear layers for q, k and v. EXAONE 4.5 uses grouped-
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, activation_of, spec_with
 from fusedvit.model.param_names import MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
@@ -30,25 +30,17 @@ def spec_from_config(config: Any) -> VisionSpec:
     Raises:
         ValueError: an activation other than SiLU, or a window that is no multiple of a merged token.
     """
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act must be 'silu', got {config.hidden_act!r}")
     pixels = config.patch_size * config.spatial_merge_size  # side of a merged token
     if config.window_size < pixels or config.window_size % pixels:
         raise ValueError(f"window_size must be a multiple of {pixels} (a merged token), got {config.window_size}")
-    return VisionSpec(
-        depth=config.depth,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        head_dim=config.hidden_size // config.num_heads,
+    return spec_with(
+        config,
+        config.hidden_size,
         intermediate_size=config.intermediate_size,
         out_size=config.out_hidden_size,
-        patch_size=config.patch_size,
         temporal_patch_size=config.temporal_patch_size,
-        in_channels=config.in_channels,
-        merge_size=config.spatial_merge_size,
-        activation="swiglu",
+        activation=activation_of(config.hidden_act, {"silu": "swiglu"}),
         norm="rms",
-        rope_theta=rope_theta_of(config),
         kv_heads=getattr(config, "num_key_value_heads", 0),
         window=config.window_size // pixels,
         full_attention=tuple(sorted(set(config.fullatt_block_indexes) & set(range(config.depth)))),

@@ -6,11 +6,10 @@ Qwen3-VL's dense and MoE models have one tower. Qwen3-Omni has other parameter n
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, rope_theta_of
+from fusedvit.families.base import GELUS, LINEAR_PATCH_EMBED, Family, activation_of, spec_with
 from fusedvit.model.param_names import MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu"}
 _SIDE_IS_SQUARE = "num_position_embeddings must be a square number, got {}"
 
 
@@ -48,21 +47,13 @@ def spec_from_config(config: Any) -> VisionSpec:
     side = int(config.num_position_embeddings**0.5)
     if side * side != config.num_position_embeddings:
         raise ValueError(_SIDE_IS_SQUARE.format(config.num_position_embeddings))
-    if config.hidden_act not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act must be one of {sorted(_ACTIVATIONS)}, got {config.hidden_act!r}")
-    return VisionSpec(
-        depth=config.depth,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        head_dim=config.hidden_size // config.num_heads,
+    return spec_with(
+        config,
+        config.hidden_size,
         intermediate_size=config.intermediate_size,
         out_size=config.out_hidden_size,
-        patch_size=config.patch_size,
         temporal_patch_size=config.temporal_patch_size,
-        in_channels=config.in_channels,
-        merge_size=config.spatial_merge_size,
-        activation=_ACTIVATIONS[config.hidden_act],
-        rope_theta=rope_theta_of(config),
+        activation=activation_of(config.hidden_act, GELUS),
         position_side=side,
         deepstack=tuple(getattr(config, "deepstack_visual_indexes", ())),
     )
