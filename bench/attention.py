@@ -4,7 +4,6 @@ Every output passes the tolerance rule before it is timed. A graph holds several
 and contenders run interleaved.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch
 
 from fusedvit.bench import baselines
 from fusedvit.bench.ops import SEQUENCES, SEQUENCES_ON_CPU, attention_case, times_us
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import arguments, passport, write
 from fusedvit.kernels.hopper.attention_configs import (
     ALL_FRAMES,
     LONG_FRAMES,
@@ -93,20 +92,18 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     """Writes the document; the exit code is 1 where an output is out of tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--fa3", type=Path, help="vLLM's FA3 library, or that compressed with xz")
     parser.add_argument("--head-dim", type=int, action="append", help="72, 80 and 64 if left out")
     parser.add_argument("--layout", action="append", help='"1 x 1296", "mixed", …; all if left out')
-    parser.add_argument("--json", required=True)
-    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     args = parser.parse_args(argv)
     if args.fa3 is not None:
         baselines.load_fa3(args.fa3)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    given = {"--fa3": args.fa3, "--head-dim": args.head_dim, "--layout": args.layout, "--json": Path(args.json)}
+    given = {"--fa3": args.fa3, "--head-dim": args.head_dim, "--layout": args.layout, "--json": args.json}
     here = passport("python -m fusedvit.bench.attention", given, args.commit)
     rows = measure(args.head_dim or HEAD_DIMS, device, args.fa3 is not None, args.layout or ())
-    Path(args.json).write_text(json.dumps({"passport": here, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write(args.json, {"passport": here, "rows": rows})
     return int(any(row["wrong"] for row in rows))
 
 

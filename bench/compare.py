@@ -7,7 +7,6 @@ the graph alone between two events, `host` their difference. The other checkout 
 `graphs()` and its own bench's towers, workloads and timing.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -16,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ import torch
 
 from fusedvit import fuse
 from fusedvit.bench import towers
+from fusedvit.bench.records import ROOT, arguments, git_commit, passport, write
 from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import WORKLOADS, tokens
 
-ROOT = Path(__file__).resolve().parent.parent
 TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 CALLS = 5  # of a burst; of calls over 20 ms, 2
@@ -152,31 +150,21 @@ def compare(both: Mapping[str, Checkout], workload: str, seconds: float) -> dict
     return found
 
 
-def geometric_mean(ratios: list[float]) -> float:
-    return exp(sum(map(log, ratios)) / len(ratios))
-
-
 def main() -> int:
     """Prints a line a workload and writes the document."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("before", type=Path, help="the root of another checkout")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each workload in each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tower", nargs="*", default=list(TOWERS))
     parser.add_argument("--workload", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     roots = {"before": args.before.resolve(), "after": ROOT}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    command = f"python -m fusedvit.bench.compare BEFORE --rounds {args.rounds} --seconds {args.seconds} --tower"
+    given = {"--rounds": args.rounds, "--seconds": args.seconds, "--tower": args.tower, "--json": args.json}
     document = {
-        "passport": {
-            "command": " ".join([command, *args.tower, "--json", args.json.name]),
-            "commit": commit_of(ROOT),
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-        },
-        "before": commit_of(args.before),
+        "passport": passport("python -m fusedvit.bench.compare BEFORE", given, args.commit),
+        "before": git_commit(args.before),
         "unit": "microseconds",
         "towers": found,
     }
@@ -187,17 +175,11 @@ def main() -> int:
                 for name in args.workload:
                     rounds[name].append(compare(both, name, args.seconds))
                     print(tower, name, describe(rounds[name][-1]), flush=True)
-                    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+                    write(args.json, document)
     document["geometric_mean"] = summary(found)
-    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    write(args.json, document)
     print(json.dumps(document["geometric_mean"]))
     return 0
-
-
-def commit_of(root: Path) -> str:
-    """The commit of a checkout, or "unknown"."""
-    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def describe(found: Mapping[str, Any]) -> str:
@@ -216,7 +198,7 @@ def summary(towers: Mapping[str, Mapping[str, list[dict[str, Any]]]]) -> dict[st
         if metric == "host":
             rounds = [[r for r in rs if r["replay"]["before"] <= MAX_REPLAY_US] for rs in rounds]
         by_workload = [[r[metric]["ratio"] for r in rs] for rs in rounds if rs]
-        found[metric] = geometric_mean([ratio for ratios in by_workload for ratio in ratios])
+        found[metric] = statistics.geometric_mean([ratio for ratios in by_workload for ratio in ratios])
         found[f"{metric}, worst in every round"] = max(min(ratios) for ratios in by_workload)
     return found
 

@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench import baselines
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import arguments, passport, write
 from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import (
     FAMILIES,
@@ -160,16 +159,14 @@ def _replays(handle: FusedEncoder) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Writes the document after every family; the exit code is 1 where an output is out of tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", required=True)
+    parser = arguments(__doc__)
     parser.add_argument("--family", nargs="*", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--cpu", action="store_true", help="fp32 against fp64, without times")
     parser.add_argument("--workload", nargs="*", default=[], help="those to run; all if left out")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each workload")
-    parser.add_argument("--commit", default="", help="where the sources are no checkout")
     args = parser.parse_args(argv)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    path = Path(args.json)
+    path = args.json
     here = passport("python -m fusedvit.bench.families", {"--cpu": args.cpu, "--json": path}, args.commit)
     document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"families": {}}
     broken = False
@@ -178,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         if "absent" not in found or name not in document["families"]:
             document["families"][name] = {"passport": here, **found}
         print(name, json.dumps({k: found.get(k) for k in ("failed", "parity", "cost")}), file=sys.stderr, flush=True)
-        path.write_text(json.dumps({**document, "passport": here}, indent=1) + "\n", encoding="utf-8")
+        write(path, {**document, "passport": here})
         broken |= any(not verdict["passed"] for verdict in found.get("parity", {}).values())
         gc.collect()  # a fused tower and its handle hold each other, gigabytes of them
         torch.cuda.empty_cache()

@@ -5,7 +5,6 @@ a loop, `warmup()` cold and warm, and one call a second on two cores. Calls are 
 after. Hugging Face's own first call and medians come from processes of their own, on the same cores.
 """
 
-import argparse
 import cProfile
 import json
 import os
@@ -26,7 +25,7 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench import towers
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import arguments, passport, write
 from fusedvit.bench.workloads import image, tokens
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.runtime.compile_service import service_of
@@ -236,26 +235,26 @@ def problems(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--scenario", choices=list(SCENARIOS), help="this one alone, in this process")
     parser.add_argument("--only", nargs="*", help="of the whole run, these scenarios")
     parser.add_argument("--folder", help="a cache folder that `fusedvit compile` made for this GPU")
     parser.add_argument("--profile", action="store_true", help="print where this process spends its time")
-    parser.add_argument("--json", metavar="PATH", required=True, help="write everything here")
     args = parser.parse_args(argv)
-    out = Path(args.json)
+    out = args.json
     if args.scenario:
         out.write_text(json.dumps(_profiled(args.scenario) if args.profile else SCENARIOS[args.scenario]()))
         return 0
     found: dict[str, Any] = {}
-    of = passport("python -m fusedvit.bench.first_call", {"json": out, "folder": args.folder and Path(args.folder)})
+    given = {"--folder": args.folder and Path(args.folder), "--json": out}
+    of = passport("python -m fusedvit.bench.first_call", given, args.commit)
 
     def run(name: str, scenario: str, cache: str, profile: bool = False, kernels: str = "") -> None:
         if args.only and name not in args.only:
             return
         found[name] = in_process(scenario, cache, _report, profile, kernels)
         about = {"passport": of, "figures": judged(found), "bars": BARS, "problems": problems(found)}
-        out.write_text(json.dumps(about | {"scenarios": found}, indent=1))
+        write(out, about | {"scenarios": found})
 
     with tempfile.TemporaryDirectory() as folder:
         run("hugging_face", "hugging_face", f"{folder}/none")

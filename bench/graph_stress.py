@@ -5,10 +5,8 @@ returns counts; those in `BAD` count what is wrong, and every one must be zero. 
 check, so that what stops one loses none of the others. `--two-gpus` runs the checks that need two.
 """
 
-import argparse
 import contextlib
 import copy
-import datetime
 import functools
 import json
 import random
@@ -26,7 +24,7 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import arguments, passport, today, write
 from fusedvit.bench.towers import GEOMETRIES, build, pixels_for
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
@@ -74,6 +72,11 @@ def call(tower: nn.Module, pixels: torch.Tensor, grid: Grid | torch.Tensor) -> l
     return [out.last_hidden_state, out.pooler_output, *out.deepstack_features]
 
 
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    """Whether two calls gave the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def somewhere(grid: Grid, i: int) -> torch.Tensor:
     """On the GPU for even `i`, on the CPU for odd: the host has not read it when its replay begins, or has."""
     return torch.tensor(grid, device=("cuda", "cpu")[i % 2])
@@ -87,6 +90,25 @@ def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Grid) -> list[torch.
     )
     out = run_eager(runtime, pixels, [Item(*row) for row in grid])
     return [out.hidden, *out.merged]
+
+
+def random_cases(tower: nn.Module, handle: FusedEncoder, rng: random.Random, count: int, largest: int) -> list[Any]:
+    """(Grid on either side, its pixels, the eager answer), `count` times."""
+    cases = []
+    for i in range(count):
+        grid = random_grid(rng, largest)
+        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
+        cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
+    return cases
+
+
+def at_once(work: Callable[[int], None], threads: int) -> None:
+    """`work(0)` to `work(threads - 1)`, each on a thread of its own."""
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
 
 
 def poison(handle: FusedEncoder) -> None:
@@ -107,7 +129,7 @@ def graph_equals_eager(tower: nn.Module, handle: FusedEncoder, batches: int) -> 
         poison(handle)
         got = call(tower, pixels, somewhere(grid, i))
         nans += any(bool(torch.isnan(t).any()) for t in got)
-        wrong += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        wrong += not same(got, want)
     return {"batches": len(grids), "wrong": wrong, "with_nan": nans}
 
 
@@ -143,7 +165,7 @@ def equal_totals(tower: nn.Module, handle: FusedEncoder, pairs: int) -> dict[str
         pixels = pixels_for(tower, first, torch.bfloat16, DEVICE, i)
         for grid in (first, second):
             got, want = call(tower, pixels, somewhere(grid, i)), eager(handle, pixels, grid)
-            wrong += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            wrong += not same(got, want)
     return {"pairs": pairs, "wrong": wrong}
 
 
@@ -164,12 +186,7 @@ def threads_and_streams(
     tower: nn.Module, handle: FusedEncoder, threads: int, streams: int, calls: int
 ) -> dict[str, int]:
     """Threads that call at once, each cycling through its own streams, against outputs computed before."""
-    rng = random.Random(3)
-    cases = []
-    for i in range(16):
-        grid = random_grid(rng, 900)
-        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
-        cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
+    cases = random_cases(tower, handle, random.Random(3), 16, 900)
     torch.cuda.synchronize()
     wrong = [0] * threads
 
@@ -183,14 +200,10 @@ def threads_and_streams(
                     got = call(tower, pixels, grid)
                     if order.random() < 0.05:
                         torch.cuda._sleep(order.randint(1, 200_000))
-                    same = torch.stack([(a == b).all() for a, b in zip(got, want, strict=True)]).all()
-                    wrong[me] += not bool(same)
+                    equal = torch.stack([(a == b).all() for a, b in zip(got, want, strict=True)]).all()
+                    wrong[me] += not bool(equal)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once(work, threads)
     return {"calls": threads * calls, "wrong": sum(wrong)}
 
 
@@ -217,21 +230,21 @@ def captures_under_load(tower: nn.Module, handle: FusedEncoder, captures: int) -
     before = handle.stats()["graphs"]["captures"]
     for _ in range(captures):
         handle.drop_graphs()
-        right += all(torch.equal(a, b) for a, b in zip(call(tower, pixels, grid), want, strict=True))
+        right += same(call(tower, pixels, grid), want)
     stop.set()
     other.join()
     captured = handle.stats()["graphs"]["captures"] - before
     return {"captures": captured, "right": right, "wrong": captures - right, "disturbances": done[0]}
 
 
-def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float]) -> Iterator[dict[str, Any]]:
+def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float]) -> dict[str, Any]:
     """Calls with only so many MiB of memory free: the output is right, or the call raises for want of memory.
 
     Afterwards, with memory back, the output must be right, and the tower must hold nothing more than before.
     """
     grid: Grid = [(1, 16, 16), (2, 8, 8)]
     pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, 0)
-    want = eager(handle, pixels, grid)
+    want, rows = eager(handle, pixels, grid), []
     for room in free_mib:
         handle.graphs().manager.release()  # weights stay prepared
         torch.cuda.synchronize()
@@ -244,7 +257,9 @@ def out_of_memory(tower: nn.Module, handle: FusedEncoder, free_mib: list[float])
         torch.cuda.synchronize()
         leak = (torch.cuda.memory_allocated() - base) / 2**20
         after = _try(tower, pixels, grid, want)
-        yield {"room_mib": room, "answer": answer, "captured": captured, "afterwards": after, "leak_mib": leak}
+        rows.append({"room_mib": room, "answer": answer, "captured": captured, "afterwards": after, "leak_mib": leak})
+    wrong = sum(row["answer"] == "wrong" or row["afterwards"] != "right" for row in rows)
+    return {"rooms": len(rows), "wrong": wrong, "rows": rows}
 
 
 def _try(tower: nn.Module, pixels: torch.Tensor, grid: Grid, want: list[torch.Tensor]) -> str:
@@ -252,7 +267,7 @@ def _try(tower: nn.Module, pixels: torch.Tensor, grid: Grid, want: list[torch.Te
         got = call(tower, pixels, grid)
     except torch.cuda.OutOfMemoryError:
         return "refused"
-    return "right" if all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) else "wrong"
+    return "right" if same(got, want) else "wrong"
 
 
 @contextlib.contextmanager
@@ -286,11 +301,7 @@ def soak(tower: nn.Module, handle: FusedEncoder, calls: int) -> dict[str, Any]:
     the last tenth over that of the second.
     """
     rng = random.Random(4)
-    cases = []
-    for i in range(96):
-        grid = random_grid(rng, 700)
-        pixels = pixels_for(tower, grid, torch.bfloat16, DEVICE, i)
-        cases.append((somewhere(grid, i), pixels, eager(handle, pixels, grid)))
+    cases = random_cases(tower, handle, rng, 96, 700)
     wrong, took, memory = 0, [], []
     compiles = handle.stats()["compiles"]
     for i in range(calls):
@@ -300,7 +311,7 @@ def soak(tower: nn.Module, handle: FusedEncoder, calls: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         took.append(time.perf_counter_ns() - begin)
         if i % 16 == 0:
-            wrong += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            wrong += not same(got, want)
         if i % max(1, calls // 10) == calls // 10 - 1 and i > calls // 10:
             del got
             memory.append((torch.cuda.memory_allocated() / 1024, _resident_kib()))
@@ -341,7 +352,7 @@ def hostile_grids(tower: nn.Module, handle: FusedEncoder, grids: int) -> dict[st
             refused += 1
             not_right += _is_grid(rows, len(pixels))
         got, want = call(tower, pixels, somewhere(good, i)), eager(handle, pixels, good)
-        not_right += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        not_right += not same(got, want)
     counts = {"refused": refused, "answered": answered, "wrongly_answered": wrongly_answered, "not_right": not_right}
     return {"grids": grids} | counts
 
@@ -382,7 +393,7 @@ def repeats(tower: nn.Module, calls: int) -> dict[str, int]:
     for i in range(calls):
         j = rng.randrange(len(cases))
         got = call(tower, cases[j][1], somewhere(cases[j][0], i))
-        wrong += not all(torch.equal(a, b) for a, b in zip(got, first[j], strict=True))
+        wrong += not same(got, first[j])
     return {"calls": calls, "wrong": wrong}
 
 
@@ -429,11 +440,7 @@ def towers_on_two(calls: int) -> dict[str, int]:
     for me in (0, 1):
         for current in (0, 1):
             work(me, current)
-    threads = [threading.Thread(target=work, args=(me, me)) for me in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda me: work(me, me), 2)
     fused = sum(handle.stats()["fused"] for handle in handles)
     return {"calls": 6 * calls + len(cases), "fused": fused, "wrong": sum(wrong)}
 
@@ -515,16 +522,9 @@ def on_one_gpu(scale: float) -> dict[str, Callable[[], Any]]:
         "long_videos": one(long_videos, tower, (64, 512, 4096, 8192)),
         "threads_and_streams": one(threads_and_streams, tower, handle, 8, 4, times(1250)),
         "captures_under_load": one(captures_under_load, tower, handle, times(100)),
-        "out_of_memory": one(out_of_memory_rows, tower, handle, FREE_MIB),
+        "out_of_memory": one(out_of_memory, tower, handle, FREE_MIB),
         "soak": one(soak, tower, handle, max(100, times(100_000))),
     }
-
-
-def out_of_memory_rows(tower: nn.Module, handle: FusedEncoder, free_mib: list[float]) -> dict[str, Any]:
-    """`out_of_memory`, with counts."""
-    rows = list(out_of_memory(tower, handle, free_mib))
-    wrong = sum(row["answer"] == "wrong" or row["afterwards"] != "right" for row in rows)
-    return {"rooms": len(rows), "wrong": wrong, "rows": rows}
 
 
 def on_two_gpus(scale: float) -> dict[str, Callable[[], Any]]:
@@ -556,25 +556,23 @@ def wrong_in(found: dict[str, dict[str, Any]]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Writes the counts as JSON; the exit code is 1 where an output was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", required=True)
-    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
+    parser = arguments(__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the repetitions")
     parser.add_argument("--only", nargs="*", metavar="CHECK", help="these checks alone")
     parser.add_argument("--two-gpus", action="store_true", help="the checks that need two GPUs")
     args = parser.parse_args(argv)
-    given = {"--scale": args.scale, "--two-gpus": args.two_gpus, "--json": Path(args.json)}
+    given = {"--scale": args.scale, "--two-gpus": args.two_gpus, "--json": args.json}
     found: dict[str, dict[str, Any]] = {}
     document = {
         "passport": passport("python -m fusedvit.bench.graph_stress", given, args.commit),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": today(),
         "trust": found,
     }
     checks = on_two_gpus(args.scale) if args.two_gpus else on_one_gpu(args.scale)
     for name in args.only or checks:
         found[name] = run(checks[name])
         print(name, json.dumps(found[name]), flush=True)
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write(args.json, document)
     return int(wrong_in(found) > 0)
 
 

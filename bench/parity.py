@@ -5,13 +5,11 @@ with a few massive residual channels planted. Then come wall time, kernels, peak
 call, Hugging Face and fused.
 """
 
-import argparse
 import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +17,9 @@ from torch import nn
 
 from fusedvit.api import fuse, unfuse
 from fusedvit.bench import towers
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import arguments, passport, write
 from fusedvit.bench.timing import gpu_launches, latency, peak_mib, synchronisations
-from fusedvit.bench.towers import pixels_for
+from fusedvit.bench.towers import outputs_of, pixels_for
 from fusedvit.bench.workloads import WORKLOADS, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.tolerance import Comparison, compare, summarize
@@ -47,14 +45,6 @@ def build(depth: int, dtype: torch.dtype, massive: bool) -> tuple[nn.Module, nn.
     return tower, wide
 
 
-def named_outputs(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that the tower returns."""
-    yield "last_hidden_state", outputs.last_hidden_state
-    yield "pooler_output", outputs.pooler_output
-    for i, features in enumerate(outputs.deepstack_features):
-        yield f"deepstack {i}", features
-
-
 def compared(level: str, massive: bool) -> Iterator[dict[str, Any]]:
     """A row for every workload and output."""
     tower, wide = build(LEVELS[level], torch.bfloat16, massive)
@@ -66,7 +56,8 @@ def compared(level: str, massive: bool) -> Iterator[dict[str, Any]]:
         ours = tower(pixels, grid_thw=grid_thw)
         assert handle.stats()["fused"] == 1, handle.report()
         unfuse(tower)
-        for (output, a), (_, b), (_, c) in zip(*map(named_outputs, (ours, ref, pt)), strict=True):
+        for i, (a, b, c) in enumerate(zip(*map(outputs_of, (ours, ref, pt)), strict=True)):
+            output = ("last_hidden_state", "pooler_output")[i] if i < 2 else f"deepstack {i - 2}"
             at = {"level": level, "massive": massive, "workload": name, "output": output}
             yield at | asdict(compare(a, b, c))
 
@@ -79,11 +70,11 @@ def fp32_error() -> dict[str, float]:
         if tokens(grid) > MOST_TOKENS_FP32:
             continue
         pixels, grid_thw = pixels_for(tower, grid, torch.float32, DEVICE), torch.tensor(grid, device=DEVICE)
-        want = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
+        want = outputs_of(tower(pixels, grid_thw=grid_thw))
         fuse(tower, EAGER)
-        got = dict(named_outputs(tower(pixels, grid_thw=grid_thw)))
+        got = outputs_of(tower(pixels, grid_thw=grid_thw))
         unfuse(tower)
-        worst[name] = max(float((got[k] - want[k]).norm() / want[k].norm()) for k in want)
+        worst[name] = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
     return worst
 
 
@@ -114,13 +105,10 @@ def cost() -> dict[str, dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints a summary, writes everything as JSON; the exit code is 1 where an output is out of tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", required=True)
-    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
-    args = parser.parse_args(argv)
+    args = arguments(__doc__).parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows: list[dict[str, Any]] = []
-    here = passport("python -m fusedvit.bench.parity", {"--json": Path(args.json)}, args.commit)
+    here = passport("python -m fusedvit.bench.parity", {"--json": args.json}, args.commit)
     result: dict[str, Any] = {"passport": here, "summary": {}}
     with torch.inference_mode():
         for massive in (False, True):
@@ -132,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
                 result["summary"][label] = asdict(summary)
                 print(label, summary, flush=True)
         result |= {"fp32_relative_error": fp32_error(), "cost": cost(), "rows": rows}
-    Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(args.json, result)
     for name, row in result["cost"].items():
         print(name, json.dumps(row), flush=True)
     print("fp32", result["fp32_relative_error"])

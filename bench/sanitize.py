@@ -9,9 +9,7 @@ content as there is room for and with less. Then whole towers of few blocks: met
 """
 
 import argparse
-import datetime
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -24,7 +22,7 @@ import torch
 
 from fusedvit.api import fuse
 from fusedvit.bench.ops import Case, attention_case, linear_case, supported
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import passport, today, write
 from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
 from fusedvit.kernels import backends, load_inputs, tuning_table
@@ -139,10 +137,10 @@ def sanitized(args: argparse.Namespace) -> int:
     given = {"--tool": args.tool, "--candidates": args.candidates, "--json": args.json}
     document = {
         "passport": passport("python -m fusedvit.bench.sanitize", given, args.commit),
-        "date": datetime.date.today().isoformat(),
+        "date": today(),
         "trust": {args.tool: found | {"code": process.returncode}},
     }
-    args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(args.json, document)
     return wrong
 
 

@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 from fusedvit.graphs.limits import Limits
 
-TOKENS = "token budget"
-FRAMES = "frame budget"
-
 OPEN_BATCHES = 64  # that a piece may still join: planning stays linear in the pieces
 _TOKENS_THEN_FRAMES = itemgetter(3, 2)  # of a Piece
 
@@ -55,33 +52,24 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Overflow:
-    """An item that no graph can hold, and the limit in its way: `TOKENS` or `FRAMES`."""
-
-    piece: Piece
-    reason: str
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Batches by their first piece, and whole items that go eager, in the caller's order."""
+    """Batches by their first piece, and whole items of whose frames no graph holds one, in the caller's order."""
 
     batches: tuple[Batch, ...]
-    overflow: tuple[Overflow, ...]
+    overflow: tuple[Piece, ...]
 
 
-def pack(works: Sequence[Work], limits: Limits, *, split: bool = True) -> Plan:
+def pack(works: Sequence[Work], limits: Limits) -> Plan:
     """Plans one call: every frame of every item is in exactly one piece.
 
-    A video over the frame or token budget is cut into as few, evenly filled pieces as possible; what still does not
-    fit, such as a frame over the largest budget, overflows as a whole item. Items without tokens appear nowhere.
+    A video over the frame or token budget is cut into as few, evenly filled pieces as possible; an item with frames
+    over the largest budget overflows as a whole. Items without tokens appear nowhere.
     Permuting the items permutes the plan: only equal pieces may change places.
 
     Args:
         works: the items; recent calls of equal layout are remembered.
-        split: whether videos may be cut; not for a tower whose attention crosses frames.
     """
-    return _pack(tuple(works), limits, split)
+    return _pack(tuple(works), limits)
 
 
 def sole_budget(tokens: int, items: int, limits: Limits) -> int | None:
@@ -93,8 +81,8 @@ def sole_budget(tokens: int, items: int, limits: Limits) -> int | None:
 
 
 @lru_cache(maxsize=256)
-def _pack(works: tuple[Work, ...], limits: Limits, split: bool) -> Plan:
-    pieces, overflow = _cut(works, limits, split)
+def _pack(works: tuple[Work, ...], limits: Limits) -> Plan:
+    pieces, overflow = _cut(works, limits)
     groups = sorted([sorted(group) for group in _first_fit_decreasing(pieces, limits)])
     return Plan(tuple([Batch(_smallest_budget(group, limits), tuple(group)) for group in groups]), tuple(overflow))
 
@@ -105,10 +93,10 @@ def _smallest_budget(pieces: Sequence[Piece], limits: Limits) -> int:
     return budget
 
 
-def _cut(works: Sequence[Work], limits: Limits, split: bool) -> tuple[list[Piece], list[Overflow]]:
+def _cut(works: Sequence[Work], limits: Limits) -> tuple[list[Piece], list[Piece]]:
     """Cuts items into pieces that fit a batch each; returns these, and the items that cannot be cut so."""
     pieces: list[Piece] = []
-    overflow: list[Overflow] = []
+    overflow: list[Piece] = []
     largest, max_frames = limits.largest, limits.max_frames
     for item, (frames, frame_tokens) in enumerate(works):
         tokens = frames * frame_tokens
@@ -116,8 +104,8 @@ def _cut(works: Sequence[Work], limits: Limits, split: bool) -> tuple[list[Piece
             continue
         if tokens <= largest and frames <= max_frames:
             pieces.append(Piece(item, 0, frames, tokens))
-        elif frame_tokens > largest or not split:
-            overflow.append(Overflow(Piece(item, 0, frames, tokens), TOKENS if tokens > largest else FRAMES))
+        elif frame_tokens > largest:
+            overflow.append(Piece(item, 0, frames, tokens))
         else:
             pieces += _cut_video(item, frames, frame_tokens, min(max_frames, largest // frame_tokens))
     return pieces, overflow

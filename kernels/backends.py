@@ -102,8 +102,8 @@ def _valid_and_unspilled(
     return check
 
 
-def _hopper_linears() -> tuple[Backend, ...]:
-    swap_ab = Backend(
+_HOPPER = (
+    Backend(
         name="swap_ab",
         op=LINEAR,
         version=1,
@@ -115,8 +115,8 @@ def _hopper_linears() -> tuple[Backend, ...]:
         ),
         heuristic=_by_shape(gemm_swap_ab_configs.hopper_swap_ab_config),
         candidates=_any_dtype(gemm_swap_ab_configs.hopper_swap_ab_candidates),
-    )
-    gemm = Backend(
+    ),
+    Backend(
         name="hopper",
         op=LINEAR,
         version=1,
@@ -127,12 +127,8 @@ def _hopper_linears() -> tuple[Backend, ...]:
         ),
         heuristic=_by_shape(gemm_swap_ab_configs.hopper_gemm_config),
         candidates=_any_dtype(gemm_configs.hopper_gemm_candidates),
-    )
-    return swap_ab, gemm
-
-
-def _hopper_attention() -> Backend:
-    return Backend(
+    ),
+    Backend(
         name="hopper",
         op=ATTENTION,
         version=2,
@@ -143,42 +139,38 @@ def _hopper_attention() -> Backend:
         ),
         heuristic=_by_shape(attention_configs.hopper_attention_config),
         candidates=_by_shape(attention_configs.hopper_attention_proposals),
-    )
-
-
-def _triton_backends() -> tuple[Backend, ...]:
-    return (
-        Backend(
-            name="triton",
-            op=LINEAR,
-            version=1,
-            config=LinearConfig,
-            absent=lambda capability, dtype: "",
-            wrong=lambda key, config, target, dtype: tile_configs.wrong_linear(config, target, dtype),
-            heuristic=lambda key, dtype, target, widest: tile_configs.linear_config(
-                key.rows, key.n, key.k, dtype, target, max_block_n=widest
-            ),
-            candidates=lambda key, dtype, target, widest: tile_configs.linear_candidates(
-                key.rows, key.n, key.k, dtype, target, max_block_n=widest
-            ),
+    ),
+)
+_TRITON = (
+    Backend(
+        name="triton",
+        op=LINEAR,
+        version=1,
+        config=LinearConfig,
+        absent=lambda capability, dtype: "",
+        wrong=lambda key, config, target, dtype: tile_configs.wrong_linear(config, target, dtype),
+        heuristic=lambda key, dtype, target, widest: tile_configs.linear_config(
+            key.rows, key.n, key.k, dtype, target, max_block_n=widest
         ),
-        Backend(
-            name="triton",
-            op=ATTENTION,
-            version=1,
-            config=AttentionConfig,
-            absent=lambda capability, dtype: "",
-            wrong=lambda key, config, target, dtype: tile_configs.wrong_attention(config, target, dtype),
-            heuristic=lambda key, dtype, target, widest: tile_configs.attention_config(
-                key.rows, key.n, key.k, dtype, target
-            ),
-            candidates=lambda key, dtype, target, widest: tile_configs.attention_candidates(key.rows, dtype, target),
+        candidates=lambda key, dtype, target, widest: tile_configs.linear_candidates(
+            key.rows, key.n, key.k, dtype, target, max_block_n=widest
         ),
-    )
-
-
-_HOPPER = (*_hopper_linears(), _hopper_attention()) if gluon_compat.AVAILABLE else ()
-BACKENDS = (*_HOPPER, *_triton_backends())  # heuristics are asked in this order: the fastest first
+    ),
+    Backend(
+        name="triton",
+        op=ATTENTION,
+        version=1,
+        config=AttentionConfig,
+        absent=lambda capability, dtype: "",
+        wrong=lambda key, config, target, dtype: tile_configs.wrong_attention(config, target, dtype),
+        heuristic=lambda key, dtype, target, widest: tile_configs.attention_config(
+            key.rows, key.n, key.k, dtype, target
+        ),
+        candidates=lambda key, dtype, target, widest: tile_configs.attention_candidates(key.rows, dtype, target),
+    ),
+)
+# Heuristics are asked in this order: the fastest first.
+BACKENDS = (*(_HOPPER if gluon_compat.AVAILABLE else ()), *_TRITON)
 _BY_CONFIG = {backend.config: backend for backend in BACKENDS}
 
 

@@ -18,6 +18,7 @@ before the residual stream, and on the heads of q and k.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,6 +26,18 @@ import triton.language as tl
 
 from fusedvit.kernels.epilogue import RowStats, Taps, activate, add_taps, clamp, store_moments
 from fusedvit.kernels.launch import launch
+
+
+def _launch_rows(
+    kernel: Any, rows: int, block_m: int, max_programs: int, pointers: tuple[Any, ...], constants: dict[str, Any],
+    num_warps: int,
+) -> None:  # fmt: skip
+    """Launches a kernel that walks over blocks of `block_m` of `rows` rows; nothing where there are none."""
+    programs = min(max_programs, triton.cdiv(rows, block_m))
+    if programs:
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": triton.next_power_of_2(constants["N"])}
+        launch(kernel, programs, (), pointers, constants | blocks, {"num_warps": num_warps})
+
 
 # ── layer_norm ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,22 +152,17 @@ def layer_norm(
     )
     assert after.stats is None or after.stats.width >= n, f"expected one part of {n} columns, got {after.stats.width}"
     stats = None if after.stats is None else after.stats.partials
-    block_m = 4 if n <= 2048 else 2
-    programs = min(max_programs, triton.cdiv(rows, block_m))
-    if programs:
-        pointers = (x, weight, bias, taps.table, taps.index, taps.weight, after.order, stats, out, num_rows)
-        constants = {
-            "N": n,
-            "EPS": eps,
-            "ACT": after.activation,
-            "TAPS": 0 if taps.index is None else taps.index.shape[1],
-            "UNIT": after.unit,
-            "X_PITCH": x.stride(0),
-            "OUT_PITCH": out.stride(0),
-            "BLOCK_M": block_m,
-            "BLOCK_N": triton.next_power_of_2(n),
-        }
-        launch(_layer_norm_kernel, programs, (), pointers, constants, {"num_warps": 8})
+    pointers = (x, weight, bias, taps.table, taps.index, taps.weight, after.order, stats, out, num_rows)
+    constants = {
+        "N": n,
+        "EPS": eps,
+        "ACT": after.activation,
+        "TAPS": 0 if taps.index is None else taps.index.shape[1],
+        "UNIT": after.unit,
+        "X_PITCH": x.stride(0),
+        "OUT_PITCH": out.stride(0),
+    }
+    _launch_rows(_layer_norm_kernel, rows, 4 if n <= 2048 else 2, max_programs, pointers, constants, 8)
     return out
 
 
@@ -339,20 +347,11 @@ def residual_norm(
     out = None if following is None else following.out
     shapes = [t.shape for t in (y, out) if t is not None and (t.shape != hidden.shape or t.stride(1) != 1)]
     assert hidden.is_contiguous() and not shapes, f"expected rows of [{rows}, {n}], got {shapes}"
-    block_m = 4 if n <= 2048 else 2
-    programs = min(max_programs, triton.cdiv(rows, block_m))
-    if programs:
-        weights = weight, hidden, None if following is None else following.weight
-        pointers = (y, *weights, out, clip, None if following is None else following.clip, num_rows)
-        constants = {
-            "N": n,
-            "EPS": eps,
-            "Y_PITCH": 0 if y is None else y.stride(0),
-            "OUT_PITCH": 0 if out is None else out.stride(0),
-            "BLOCK_M": block_m,
-            "BLOCK_N": triton.next_power_of_2(n),
-        }
-        launch(_residual_norm_kernel, programs, (), pointers, constants, {"num_warps": 8})
+    weights = weight, hidden, None if following is None else following.weight
+    pointers = (y, *weights, out, clip, None if following is None else following.clip, num_rows)
+    pitches = {"Y_PITCH": 0 if y is None else y.stride(0), "OUT_PITCH": 0 if out is None else out.stride(0)}
+    constants = {"N": n, "EPS": eps, **pitches}
+    _launch_rows(_residual_norm_kernel, rows, 4 if n <= 2048 else 2, max_programs, pointers, constants, 8)
     return hidden
 
 
@@ -408,18 +407,9 @@ def pool_rows(
     """
     rows, n = out.shape
     assert x.is_contiguous() and x.shape == (rows * unit, n), f"expected [{rows * unit}, {n}], got {tuple(x.shape)}"
-    block_m = 4 if n <= 1024 else 2
-    programs = min(max_programs, triton.cdiv(rows, block_m))
-    if programs:
-        constants = {
-            "N": n,
-            "UNIT": unit,
-            "FACTOR": n**0.5,
-            "OUT_PITCH": out.stride(0),
-            "BLOCK_M": block_m,
-            "BLOCK_N": triton.next_power_of_2(n),
-        }
-        launch(_pool_rows_kernel, programs, (), (x, bias, scale, out, num_rows), constants, {"num_warps": 8})
+    pointers = (x, bias, scale, out, num_rows)
+    constants = {"N": n, "UNIT": unit, "FACTOR": n**0.5, "OUT_PITCH": out.stride(0)}
+    _launch_rows(_pool_rows_kernel, rows, 4 if n <= 1024 else 2, max_programs, pointers, constants, 8)
     return out
 
 
@@ -463,16 +453,6 @@ def gather_rows(
     assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape, (
         f"expected equal shapes, got {x.shape}, {out.shape}"
     )
-    block_m = 4
-    programs = min(max_programs, triton.cdiv(x.shape[0], block_m))
-    if programs:
-        constants = {
-            "N": x.shape[1],
-            "UNIT": unit,
-            "X_PITCH": x.stride(0),
-            "OUT_PITCH": out.stride(0),
-            "BLOCK_M": block_m,
-            "BLOCK_N": triton.next_power_of_2(x.shape[1]),
-        }
-        launch(_gather_rows_kernel, programs, (), (x, order, out, num_rows), constants, {"num_warps": 4})
+    constants = {"N": x.shape[1], "UNIT": unit, "X_PITCH": x.stride(0), "OUT_PITCH": out.stride(0)}
+    _launch_rows(_gather_rows_kernel, x.shape[0], 4, max_programs, (x, order, out, num_rows), constants, 4)
     return out

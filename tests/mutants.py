@@ -90,7 +90,7 @@ def document(outcomes: dict[str, str], path: Path) -> dict[str, Any]:
     """What was found so far, as docs/trust.md takes it."""
     survived = sum(outcome == "survived" for outcome in outcomes.values())
     counts = {"mutants": len(outcomes), "caught": len(outcomes) - survived, "wrong": survived}
-    passport = importlib.import_module("fusedvit.bench.report").passport  # not before triton knows that it interprets
+    passport = importlib.import_module("fusedvit.bench.records").passport  # not before triton knows that it interprets
     found = {"passport": passport("python -m tests.mutants", {"--json": path}), "trust": {"mutants": counts}}
     return found | {"date": datetime.date.today().isoformat(), "outcomes": outcomes}
 

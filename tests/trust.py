@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import passport
 
 ROOT = Path(__file__).resolve().parents[1]
 

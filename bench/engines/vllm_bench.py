@@ -14,15 +14,15 @@ import torch
 
 from fusedvit.api import fuse
 from fusedvit.bench.engines import vllm_models
-from fusedvit.bench.engines.vllm_models import Batch, Served, batches_of, in_grid_order, new_manager
+from fusedvit.bench.engines.vllm_models import Batch, Served, batches_of, hugging_face, in_grid_order, new_manager
+from fusedvit.bench.tables import VLLM_PEERS, vllm_table
 from fusedvit.bench.timing import Contender, interleaved_bursts, ratios, spread
-from fusedvit.bench.towers import patch_width, verdict_of, wider
+from fusedvit.bench.towers import pixels_for, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.outputs import side_by_side
 
-EAGER, GRAPHS, EXACT, REPLAY = "vLLM eager", "vLLM graphs as served", "vLLM graph of the exact size", "its replay alone"
+EAGER, GRAPHS, EXACT, REPLAY = VLLM_PEERS
 OURS, MODULE, DIRECT = "ours", "vLLM's module", "fused tower"
-CONTENDERS = (EAGER, GRAPHS, EXACT, REPLAY, OURS)
 _PORT = 29541
 Step = Callable[[str], None]
 
@@ -96,16 +96,14 @@ def about(served: Served) -> dict[str, Any]:
 
 def row(served: Served, manager: Any, grid: Grid, options: Options) -> dict[str, Any]:
     """One workload: parity, errors, times, ratios."""
-    generator = torch.Generator(served.device).manual_seed(tokens(grid))
-    pixels = torch.randn(tokens(grid), patch_width(served.tower), device=served.device, generator=generator)
-    pixels = pixels.to(options.dtype)
+    pixels = pixels_for(served.tower, grid, options.dtype, served.device, tokens(grid))
     batches = batches_of(grid, pixels)
     exact = [] if manager is None else [_exact(served, batch) for batch in batches]
     runs = _runs(served, manager, exact, batches)
     answers = {name: _answer(name, run, grid) for name, run in runs.items() if name != REPLAY}
-    pt, ref = _hugging_face(served, pixels, grid, options.dtype)
-    gates = {name: _gate(answer, ref, pt) for name, answer in answers.items()}
-    del pt, ref, answers
+    wanted = hugging_face(served, pixels, grid)
+    gates = {name: _gate(answer, *wanted) for name, answer in answers.items()}
+    del wanted, answers
     timed = [Contender(n, run) for n, run in runs.items() if n == REPLAY or gates[n]["passed"] or gates[n]["nan"]]
     bursts = {name: burst.ms for name, burst in interleaved_bursts(timed, served.device, options.seconds).items()}
     for one in exact:
@@ -167,52 +165,19 @@ def _answer(name: str, run: Callable[[], Any], grid: Grid) -> torch.Tensor:
     return in_grid_order(grid, outputs).clone()
 
 
-def _hugging_face(
-    served: Served, pixels: torch.Tensor, grid: Grid, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hugging Face's answer in the working dtype and in the wider one, as engines lay it out."""
-    grid_thw = torch.tensor(grid, device=served.device)
-    found = []
-    for tower, kind in ((served.tower, dtype), (served.wide, wider(dtype))):
-        outputs = tower(pixels.to(kind), grid_thw=grid_thw)
-        found.append(torch.cat([outputs.pooler_output, *outputs.deepstack_features], 1))
-        del outputs
-    return found[0], found[1]
-
-
-def _gate(answer: torch.Tensor, ref: torch.Tensor, pt: torch.Tensor) -> dict[str, Any]:
-    rms = (answer.double() - ref.double()).pow(2).mean().sqrt().item()
+def _gate(answer: torch.Tensor, ref: list[torch.Tensor], pt: list[torch.Tensor]) -> dict[str, Any]:
+    rms = (answer.double() - ref[0].double()).pow(2).mean().sqrt().item()
     nan = int((~torch.isfinite(answer)).sum())
-    return verdict_of([answer], [ref], [pt]) | {"rms_error": rms, "nan": nan}
-
-
-# printing
+    return verdict_of([answer], ref, pt) | {"rms_error": rms, "nan": nan}
 
 
 def show(document: dict[str, Any], console: Any) -> None:
-    """A table on a rich console: milliseconds of every contender, and how many times as long as ours."""
-    from rich.table import Table
-
+    """A table on a rich console, and what failed."""
     about = document["vllm"]
-    title = f"{document['tower']} inside vLLM {about['version']} on {about['device']}: ms (time over ours)"
-    table = Table(title=title, title_justify="left")
-    for head in ("workload", *CONTENDERS, "plugin adds", "embed_multimodal adds"):
-        table.add_column(head)
-    for name, found in document["workloads"].items():
-        adds = [found[key]["median"] for key in ("adapter_ms", "embed_multimodal_ms") if key in found]
-        table.add_row(name, *(_cell(found, contender) for contender in CONTENDERS), *(f"{ms:.3f}" for ms in adds))
-    console.print(table)
+    title = f"{document['tower']} inside vLLM {about['version']} on {about['device']}"
+    vllm_table(document["workloads"]).show(title, console)
     for name, reason in document.get("failed", {}).items():
         console.print(f"{name}: {reason}", style="red", markup=False)
-
-
-def _cell(found: dict[str, Any], contender: str) -> str:
-    gate, ms = found["parity"].get(contender, {}), found["ms"].get(contender)
-    if ms is None:
-        return "wrong" if gate and not gate["passed"] else "–"
-    ratio = found.get("ratio", {}).get(contender)
-    text = f"{ms['median']:.2f}" + (f" ({ratio['median']:.2f})" if ratio else "")
-    return f"{text}, NaN" if gate.get("nan") else text
 
 
 def any_wrong(document: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import fusedvit
-from fusedvit.bench.towers import GEOMETRIES, Geometry, build
+from fusedvit.bench.towers import GEOMETRIES, Geometry, build, wider
 from fusedvit.bench.workloads import Grid
 from fusedvit.errors import InputError
 
@@ -223,6 +223,17 @@ def in_grid_order(grid: Grid, outputs: list[Any]) -> torch.Tensor:
     images = iter(flat[: sum(t == 1 for t, _, _ in grid)])
     videos = iter(flat[sum(t == 1 for t, _, _ in grid) :])
     return torch.cat([next(videos) if t > 1 else next(images) for t, _, _ in grid])
+
+
+def hugging_face(served: Served, pixels: torch.Tensor, grid: Grid) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What `verdict_of` compares embeddings with: Hugging Face's in the wider dtype, and in the dtype of `pixels`, laid
+    out as engines do."""
+    rows, found = torch.tensor(grid, device=served.device), []
+    for tower, dtype in ((served.wide, wider(pixels.dtype)), (served.tower, pixels.dtype)):
+        outputs = tower(pixels.to(dtype), grid_thw=rows)
+        found.append([torch.cat([outputs.pooler_output, *outputs.deepstack_features], 1)])
+        del outputs
+    return found[0], found[1]
 
 
 def serve(name: str, device: torch.device, dtype: torch.dtype, port: int) -> Served:

@@ -22,7 +22,7 @@ from torch import nn
 from fusedvit.api import fuse
 from fusedvit.bench.engines import vllm_models
 from fusedvit.bench.engines.vllm_models import Served, batches_of, build_model, load_plugin
-from fusedvit.bench.towers import GEOMETRIES, patch_width
+from fusedvit.bench.towers import GEOMETRIES, pixels_for
 from fusedvit.bench.workloads import Grid, tokens
 
 _PORT = 29547
@@ -96,9 +96,7 @@ def _random(served: Served, draw: random.Random) -> tuple[Grid, torch.Tensor]:
 
 
 def _pixels(served: Served, grid: Grid, seed: int) -> torch.Tensor:
-    generator = torch.Generator(served.device).manual_seed(seed)
-    pixels = torch.randn(tokens(grid), patch_width(served.tower), device=served.device, generator=generator)
-    return pixels.to(next(served.tower.parameters()).dtype)
+    return pixels_for(served.tower, grid, next(served.tower.parameters()).dtype, served.device, seed)
 
 
 def _fixed(served: Served, model: Any) -> torch.Tensor:

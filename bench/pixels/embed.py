@@ -4,8 +4,6 @@ corpus against one GPU's time, and a long video through `DataParallelEncoder`.
     python -m fusedvit.bench.pixels.embed --images 5000 --json embed.json
 """
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,7 @@ import torch
 import fusedvit
 from fusedvit.bench.pixels.corpus import jpegs
 from fusedvit.bench.pixels.table import processor_for
-from fusedvit.bench.report import passport
+from fusedvit.bench.records import arguments, passport, write
 from fusedvit.bench.timing import latency
 from fusedvit.bench.towers import GEOMETRIES, build_one, pixels_for
 from fusedvit.cli.towers import random_weights_
@@ -140,22 +138,21 @@ def _judged(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     """Measures, prints the figures, and writes the document after each part; 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--tower", default="Qwen3-VL-8B")
     parser.add_argument("--images", type=int, default=5000)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     count = torch.cuda.device_count()
     device = torch.device("cuda:0" if count else "cpu")
-    about = passport("python -m fusedvit.bench.pixels.embed", {"tower": args.tower, "images": args.images})
+    given = {"--tower": args.tower, "--images": args.images, "--json": args.json}
+    about = passport("python -m fusedvit.bench.pixels.embed", given, args.commit)
     found: dict[str, Any] = {}
 
     def keep(name: str, value: Any) -> None:
         found[name] = value
         shown = {key: part for key, part in value.items() if key != "shards"} if isinstance(value, dict) else value
         print(name, shown, flush=True)
-        if args.json:
-            args.json.write_text(json.dumps({"passport": about, "figures": _judged(found), **found}, indent=1))
+        write(args.json, {"passport": about, "figures": _judged(found), **found})
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

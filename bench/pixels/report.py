@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from fusedvit.bench.pixels import corpus, table
 from fusedvit.bench.pixels.table import HF_CPU, HF_CPU_HF, HF_CUDA, OURS, Step, Workload
+from fusedvit.bench.tables import Table, pixel_table, rate_table
 
 CONTENDERS = (HF_CPU_HF, HF_CPU, HF_CUDA, OURS)
 
@@ -63,25 +63,10 @@ def missed(found: Mapping[str, Any]) -> list[str]:
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
-    times = Table(title=f"{found['tower']}: ms from decoded images to tokens", title_justify="left")
-    for head in ("images", *CONTENDERS, "bar", "bytes copied, of fp32 patches"):
-        times.add_column(head)
-    for row in found["rows"]:
-        cells = [f"{row['ms'][c]['median']:.2f}" if c in row["ms"] else "" for c in CONTENDERS]
-        bar = "" if row["bar_ms"] is None else f"{row['bar_ms']:g}"
-        times.add_row(row["workload"], *cells, bar, f"{row['bytes']['ratio']:.3f}")
-    console.print(times)
-    rates = Table(title="images a second, JPEG to tokens", title_justify="left")
-    for name in found["corpus"]["images_per_s"]:
-        rates.add_column(name)
-    rates.add_row(*(f"{rate:.0f}" for rate in found["corpus"]["images_per_s"].values()))
-    console.print(rates)
-    threads = Table(title="images a second by decoding threads", title_justify="left")
-    for head in ("threads", "decoded", "to patches"):
-        threads.add_column(head)
-    for row in found["threads"]:
-        threads.add_row(str(row["threads"]), f"{row['decoded']:.0f}", f"{row['patches']:.0f}")
-    console.print(threads)
+    pixel_table(found["rows"]).show(f"{found['tower']}: ms from decoded images to tokens", console)
+    rate_table(found["corpus"]).show("images a second, JPEG to tokens", console)
+    rows = [[str(row["threads"]), f"{row['decoded']:.0f}", f"{row['patches']:.0f}"] for row in found["threads"]]
+    Table(["threads", "decoded", "to patches"], rows).show("images a second by decoding threads", console)
     if found["corpus"].get("gpu_busy"):
         console.print(f"GPU in kernels while the corpus runs: {100 * found['corpus']['gpu_busy']['share']:.0f} %")
     for name, difference in found["differences"].items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fusedvit.bench import ops, report, workloads
+from fusedvit.bench import ops, records, tables, workloads
 from fusedvit.bench.engines import vllm_bench
 from fusedvit.bench.pixels import report as pixels
 from fusedvit.bench.pixels import table
@@ -21,6 +21,7 @@ from fusedvit.kernels.tile_configs import note_failure
 
 DEFAULT_TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 SHORT_SECONDS, SECONDS = 0.3, 2.0
+OPERATIONS = "operations alone (ratio: a peer's time over ours)"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Asked:
         given |= {"--json": self.json and Path(self.json)}
         given |= {"--images": self.images, "--plot": self.plot}
         command = "fusedvit bench" + (" kernels" if self.kernels else " pixels" if self.pixels else "")
-        return {"passport": report.passport(command, given, self.commit)}
+        return {"passport": records.passport(command, given, self.commit)}
 
 
 def run(**options: Any) -> Outcome:
@@ -84,7 +85,7 @@ def _run_kernels(asked: Asked) -> Outcome:
     device = _device(asked.towers)
     with progress() as step:
         found = ops.measure(asked.towers, device, asked.fa3, step, tuple(asked.rows or ()))
-    report.show_operations(found, Console())
+    tables.operation_table(found).show(OPERATIONS, Console())
     return Outcome(asked.passport() | {"rows": found}, all(row["us"] is not None for row in found))
 
 
@@ -119,7 +120,7 @@ def _run_towers(asked: Asked) -> Outcome:
     options = _options(asked, device)
     document = _measure(options, asked, device, asked.passport())
     _show(document)
-    return Outcome(document, not report.any_wrong(document))
+    return Outcome(document, not tables.any_wrong(document))
 
 
 def _options(asked: Asked, device: torch.device) -> Options:
@@ -150,9 +151,9 @@ def _keep(head: dict[str, Any], path: str | None, found: dict[str, Any]) -> None
 
 def _show(document: dict[str, Any]) -> None:
     console = Console()
-    report.show(document, console)
+    tables.show_towers(document, console)
     if "operations" in document:
-        report.show_operations(document["operations"], console)
+        tables.operation_table(document["operations"]).show(OPERATIONS, console)
 
 
 def _device(names: tuple[str, ...]) -> torch.device:

@@ -137,7 +137,7 @@ def _packed(name: str, rows: Sequence[Sequence[int]], spec: Any, limits: Limits)
         PackedBatch(batch.budget, sum(piece.tokens for piece in batch.pieces), len(batch.pieces))
         for batch in plan.batches
     ]
-    return PackedCall(name, len(rows), batches, [overflow.reason for overflow in plan.overflow])
+    return PackedCall(name, len(rows), batches, ["token budget" for _ in plan.overflow])
 
 
 # ── bad inputs ────────────────────────────────────────────────────────────────────────────────────────────────────────

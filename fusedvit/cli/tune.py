@@ -11,9 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusedvit import __version__
-from fusedvit.bench import tune, tune_candidates
 from fusedvit.bench.towers import GEOMETRIES, known, spec_of
-from fusedvit.bench.tune_candidates import TuningTask
+from fusedvit.bench.tuning import candidates as tune_candidates
+from fusedvit.bench.tuning import tuner as tune
+from fusedvit.bench.tuning.candidates import TuningTask
 from fusedvit.bench.workloads import WORKLOADS
 from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown
 from fusedvit.errors import InputError

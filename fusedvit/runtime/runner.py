@@ -119,7 +119,7 @@ def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits) -> tuple[Step
         return Step(batch, reason, rows, _spans(pieces, rows, first))
 
     batches = [step(batch, "", batch.pieces) for batch in plan.batches]
-    return (*batches, *(step(None, overflow.reason, (overflow.piece,)) for overflow in plan.overflow))
+    return (*batches, *(step(None, "token budget", (piece,)) for piece in plan.overflow))
 
 
 def _spans(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: Sequence[int]) -> tuple[Span, ...]:

@@ -75,7 +75,7 @@ def test_switches(switch: dict[str, str], expected: str) -> None:
 
 
 def test_data_parallel() -> None:
-    arguments = ("-m", "fusedvit.bench.engines.vllm_parallel", str(SITE), "--tower", "tiny", "--rounds", "1")
+    arguments = ("-m", "fusedvit.bench.engines.vllm_ranks", str(SITE), "data", "--tower", "tiny", "--rounds", "1")
     found = document(run(*arguments))
     assert found["holds"] and found["same bits"] and found["ranks fused"] == 2 and found["parity"]["passed"]
 

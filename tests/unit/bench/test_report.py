@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusedvit.bench import report
+from fusedvit.bench import report, tables
 from fusedvit.families.registry import FAMILIES
 from fusedvit.families.unsupported import UNSUPPORTED
 
@@ -19,22 +19,22 @@ def cpu() -> dict[str, Any]:
 
 
 def row_of(checkpoint: str, gpu: dict[str, Any], cpu: dict[str, Any]) -> dict[str, str]:
-    head, rows = report.family_table(gpu, cpu)
+    head, rows = tables.family_table(gpu, cpu)
     (found,) = (dict(zip(head, row, strict=True)) for row in rows if row[2].startswith(checkpoint))
     return found
 
 
 def test_every_class_has_a_row(cpu: dict[str, Any]) -> None:
     gpu = report.load(report.FAMILIES_GPU[0])["families"]
-    text = json.dumps([report.family_table(gpu, cpu), report.unsupported_table()])
+    text = json.dumps([tables.family_table(gpu, cpu), tables.unsupported_table()])
     names = [name for family in FAMILIES for name in (*family.class_names, *family.also_in)]
     assert [name for name in (*names, *UNSUPPORTED) if f"`{name}`" not in text] == []
 
 
 def test_a_family_that_no_gpu_measured_says_so(cpu: dict[str, Any]) -> None:
     row = row_of("Qwen2.5-VL-7B", NONE, cpu)
-    assert row["error ratio, bf16: largest / rms"] == report.NOT_MEASURED != row["error ratio, fp32: largest / rms"]
-    assert [text for head, text in row.items() if head.startswith("4096 patches")] == [report.NOT_MEASURED]
+    assert row["error ratio, bf16: largest / rms"] == tables.NOT_MEASURED != row["error ratio, fp32: largest / rms"]
+    assert [text for head, text in row.items() if head.startswith("4096 patches")] == [tables.NOT_MEASURED]
 
 
 def test_an_answer_out_of_tolerance_gets_no_ratio(cpu: dict[str, Any]) -> None:
@@ -47,19 +47,19 @@ def test_an_answer_out_of_tolerance_gets_no_ratio(cpu: dict[str, Any]) -> None:
 def test_a_family_without_any_measurement_is_refused(cpu: dict[str, Any]) -> None:
     del cpu["GLM-OCR"]
     with pytest.raises(ValueError, match="expected a measurement of GLM-OCR"):
-        report.family_table(NONE, cpu)
+        tables.family_table(NONE, cpu)
 
 
 def test_what_is_wrong_gets_no_time() -> None:
-    row = {"tower": "a", "op": "qkv", "shape": "64 x 8 x 8", "us": None, "peers_us": {report.CUBLAS: 2.0}}
-    assert report.gemm_table([row]).rows == [["64", "wrong"]]
+    row = {"tower": "a", "op": "qkv", "shape": "64 x 8 x 8", "us": None, "peers_us": {tables.CUBLAS: 2.0}}
+    assert tables.gemm_table([row]).rows == [["64", "wrong"]]
     attention = {"head_dim": 72, "layout": "1 x 64", "growth": 1.0, "us": {"fa3": 1.0}}
-    assert report.attention_table([attention]).rows == [["1 x 64", "wrong"]]
+    assert tables.attention_table([attention]).rows == [["1 x 64", "wrong"]]
 
 
 def test_mergers_are_in_patch_rows() -> None:
-    row = {"tower": "a", "op": "merger_fc1", "shape": "16 x 8 x 8", "us": 2.0, "peers_us": {report.CUBLAS: 3.0}}
-    assert report.gemm_table([row]).rows == [["64", "2.0 (1.50)"]]
+    row = {"tower": "a", "op": "merger_fc1", "shape": "16 x 8 x 8", "us": 2.0, "peers_us": {tables.CUBLAS: 3.0}}
+    assert tables.gemm_table([row]).rows == [["64", "2.0 (1.50)"]]
 
 
 def test_the_origin_names_every_commit() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from fusedvit.bench import baselines, ops, report, timing, tower_bench, workloads  # noqa: E402
+from fusedvit.bench import baselines, ops, tables, timing, tower_bench, workloads  # noqa: E402
 from fusedvit.bench import towers as bench_towers  # noqa: E402
 from fusedvit.bench.workloads import WORKLOADS, image, sweep, tokens, video  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
@@ -83,13 +83,13 @@ def test_what_fails_leaves_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert row["failed"] == {"engine-like torch": "RuntimeError: no kernel for this layout"}
     assert set(row["ms"]) == {"hf", "ours"} and row["engine_like"] is None
     out = StringIO()
-    report.show(document, Console(file=out, width=200))
+    tables.show_towers(document, Console(file=out, width=200))
     assert out.getvalue().count("no kernel for this layout") == 2
 
 
 def test_the_table_of_a_tower_names_ours_and_the_peers(document: dict[str, Any]) -> None:
     rows = document["towers"]["tiny"]["workloads"]
-    head, found = report.tower_table(rows)
+    head, found = tables.tower_table(rows)
     assert [row[0] for row in found] == list(SMALL) and all(len(row) == len(head) for row in found)
     row = dict(zip(head, found[0], strict=True))
     ms, ratio, first = (rows["one"][part] for part in ("ms", "speedup", "first_ms"))

@@ -15,9 +15,11 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from fusedvit.bench import ops, tune, tune_candidates  # noqa: E402
+from fusedvit.bench import ops  # noqa: E402
 from fusedvit.bench.towers import GEOMETRIES, spec_of  # noqa: E402
-from fusedvit.bench.tune_candidates import Candidate, TuningTask, in_waves, tuning_tasks  # noqa: E402
+from fusedvit.bench.tuning import candidates as tune_candidates  # noqa: E402
+from fusedvit.bench.tuning import tuner as tune  # noqa: E402
+from fusedvit.bench.tuning.candidates import Candidate, TuningTask, in_waves, tuning_tasks  # noqa: E402
 from fusedvit.cli import tune as cli_tune  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import tuning_table  # noqa: E402

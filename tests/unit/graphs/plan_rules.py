@@ -4,23 +4,22 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fusedvit.graphs.limits import Limits
-from fusedvit.graphs.packing import FRAMES, TOKENS, Batch, Piece, Plan, Work
+from fusedvit.graphs.packing import Batch, Piece, Plan, Work
 
 
-def faults(works: list[Work], limits: Limits, plan: Plan, split: bool = True) -> list[str]:
+def faults(works: list[Work], limits: Limits, plan: Plan) -> list[str]:
     """What is wrong with a plan, in words; nothing about its cost."""
     found = [fault for batch in plan.batches for fault in batch_faults(batch, limits)]
     if [batch.pieces[0] for batch in plan.batches] != sorted(batch.pieces[0] for batch in plan.batches):
         found.append("batches out of order")
-    if list(plan.overflow) != sorted(plan.overflow, key=lambda over: over.piece):
+    if list(plan.overflow) != sorted(plan.overflow):
         found.append("overflow out of order")
     planned = sorted(piece for batch in plan.batches for piece in batch.pieces)
-    eager = {over.piece: over.reason for over in plan.overflow}
     for item, work in enumerate(works):
         pieces = [piece for piece in planned if piece.item == item]
-        reasons = {piece: reason for piece, reason in eager.items() if piece.item == item}
-        found += [f"item {item}: {fault}" for fault in item_faults(item, work, pieces, reasons, limits, split)]
-    if any(piece.item >= len(works) for piece in [*planned, *eager]):
+        eager = [piece for piece in plan.overflow if piece.item == item]
+        found += [f"item {item}: {fault}" for fault in item_faults(item, work, pieces, eager, limits)]
+    if any(piece.item >= len(works) for piece in [*planned, *plan.overflow]):
         found.append("an item that nobody gave")
     return found
 
@@ -40,11 +39,9 @@ def batch_faults(batch: Batch, limits: Limits) -> Iterator[str]:
         yield "pieces out of order"
 
 
-def item_faults(
-    item: int, work: Work, pieces: list[Piece], eager: dict[Piece, str], limits: Limits, split: bool
-) -> Iterator[str]:
-    most, reason = expected(work, limits, split)
-    if eager != ({Piece(item, 0, work.frames, work.frames * work.frame_tokens): reason} if reason else {}):
+def item_faults(item: int, work: Work, pieces: list[Piece], eager: list[Piece], limits: Limits) -> Iterator[str]:
+    most, overflows = expected(work, limits)
+    if eager != ([Piece(item, 0, work.frames, work.frames * work.frame_tokens)] if overflows else []):
         yield f"overflow is {eager}"
     if not most:
         if pieces:
@@ -61,16 +58,16 @@ def item_faults(
         yield "unevenly filled"
 
 
-def expected(work: Work, limits: Limits, split: bool) -> tuple[int, str | None]:
-    """(frames that a piece may have at most, or 0 if the item has no pieces; why it goes eager, or None)."""
+def expected(work: Work, limits: Limits) -> tuple[int, bool]:
+    """(frames that a piece may have at most, or 0 if the item has no pieces; whether it goes eager)."""
     tokens = work.frames * work.frame_tokens
     if tokens == 0:
-        return 0, None
+        return 0, False
     if tokens <= limits.largest and work.frames <= limits.max_frames:
-        return work.frames, None
-    if split and work.frame_tokens <= limits.largest:
-        return min(limits.max_frames, limits.largest // work.frame_tokens), None
-    return 0, TOKENS if tokens > limits.largest else FRAMES
+        return work.frames, False
+    if work.frame_tokens <= limits.largest:
+        return min(limits.max_frames, limits.largest // work.frame_tokens), False
+    return 0, True
 
 
 def pieces_of(plan: Plan) -> list[Piece]:

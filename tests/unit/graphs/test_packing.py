@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusedvit.graphs import packing
 from fusedvit.graphs.limits import Limits, check_limits
-from fusedvit.graphs.packing import FRAMES, TOKENS, Batch, Overflow, Piece, Plan, Work, pack, sole_budget
+from fusedvit.graphs.packing import Batch, Piece, Plan, Work, pack, sole_budget
 from tests.unit.graphs.plan_rules import faults, groupings, pieces_of, shapes
 
 LIMITS = check_limits((64, 256, 1024, 4096), 8, 32)
@@ -32,10 +32,10 @@ def works_(max_size: int):
     return st.lists(st.one_of(image, video), max_size=max_size)
 
 
-@given(works_(30), limits_(), st.booleans())
+@given(works_(30), limits_())
 @settings(deadline=None, max_examples=300)
-def test_every_rule_holds(works, limits, split):
-    assert faults(works, limits, pack(works, limits, split=split), split) == []
+def test_every_rule_holds(works, limits):
+    assert faults(works, limits, pack(works, limits)) == []
 
 
 @given(works_(30), limits_())
@@ -114,8 +114,8 @@ def test_seven_items_cost_nearly_the_least(most):
 # cases by hand
 
 
-def plan_of(*works: Work, limits: Limits = LIMITS, split: bool = True) -> Plan:
-    return pack(works, limits, split=split)
+def plan_of(*works: Work, limits: Limits = LIMITS) -> Plan:
+    return pack(works, limits)
 
 
 def test_image_and_video_share_a_batch():
@@ -159,16 +159,10 @@ def test_limits_by_one():
     assert len(plan_of(Work(1, 4000), Work(1, 97)).batches) == 2  # tokens
 
 
-def test_overflow_has_a_reason():
+def test_items_of_large_frames_overflow():
     plan = plan_of(Work(1, 4097), Work(1, 4096), Work(2, 5000))
-    assert plan.overflow == (Overflow(Piece(0, 0, 1, 4097), TOKENS), Overflow(Piece(2, 0, 2, 10000), TOKENS))
+    assert plan.overflow == (Piece(0, 0, 1, 4097), Piece(2, 0, 2, 10000))
     assert plan.batches == (Batch(4096, (Piece(1, 0, 1, 4096),)),)
-
-
-def test_overflow_where_videos_stay_whole():
-    plan = plan_of(Work(33, 10), Work(32, 10), Work(32, 129), split=False)
-    assert plan.overflow == (Overflow(Piece(0, 0, 33, 330), FRAMES), Overflow(Piece(2, 0, 32, 4128), TOKENS))
-    assert pieces_of(plan) == [Piece(1, 0, 32, 320)]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fusedvit.graphs.limits import check_limits
-from fusedvit.graphs.packing import FRAMES, Batch, Piece, Plan, Work, pack
+from fusedvit.graphs.packing import Batch, Piece, Plan, Work, pack
 from tests.unit.graphs.plan_rules import faults, pieces_of
 
 LIMITS = check_limits((64, 256, 1024, 4096), 8, 32)
@@ -57,9 +57,9 @@ PLANTED: dict[str, tuple[Change, str]] = {
     "batches backwards": (lambda plan: replace(plan, batches=plan.batches[::-1]), "batches out of order"),
     "pieces backwards": (of_batches(lambda b: replace(b, pieces=b.pieces[::-1])), "pieces out of order"),
     "needless cuts": (of_the_last_piece(in_two), "item 1: not as few pieces as possible"),
-    "no overflow": (lambda plan: replace(plan, overflow=()), "item 2: overflow is {}"),
-    "another reason": (
-        lambda plan: replace(plan, overflow=tuple(replace(over, reason=FRAMES) for over in plan.overflow)),
+    "no overflow": (lambda plan: replace(plan, overflow=()), "item 2: overflow is []"),
+    "overflow miscounted": (
+        lambda plan: replace(plan, overflow=tuple(p._replace(tokens=p.tokens - 1) for p in plan.overflow)),
         "item 2: overflow is",
     ),
 }

@@ -1,6 +1,6 @@
 """The autotuner behind `fusedvit tune`: finds the fastest backend and tile of every operation on this GPU.
 
-    tasks      : what is decided, in order (tune_candidates.py)
+    tasks      : what is decided, in order (candidates.py)
     candidates : the heuristic's choice, then the most promising of every available backend
     checked    : compiled and run once, in processes side by side: no spills, fits shared memory, right outputs
     timed      : interleaved in CUDA graphs, weights rotated, several contents of a budget, by mean time over the
@@ -28,7 +28,7 @@ import torch
 
 from fusedvit.bench.ops import Case, wrong_twice
 from fusedvit.bench.timing import Contender, captured, interleaved
-from fusedvit.bench.tune_candidates import (
+from fusedvit.bench.tuning.candidates import (
     Candidate,
     Check,
     TuningTask,

@@ -1,0 +1,78 @@
+"""What the programs of bench/ share: their arguments, where their figures come from, and the documents they write."""
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from fusedvit import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def arguments(about: str) -> argparse.ArgumentParser:
+    """A parser with the options of every program: `--json` and `--commit`.
+
+    Args:
+        about: the program's docstring, whose first line its help shows.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the document goes")
+    parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
+    return parser
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a document of plain values."""
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def passport(command: str, options: Mapping[str, Any], commit: str = "") -> dict[str, Any]:
+    """What ran, where, and how to run it again.
+
+    Args:
+        command: without its options.
+        options: by name; None and False are left out, True is a flag, a list repeats its option. Of a `Path` only the
+            name is kept, as folders differ from machine to machine.
+        commit: recorded if given, else git's.
+    """
+    import transformers
+
+    return {
+        "command": " ".join([command, *_words(options)]),
+        "commit": commit or git_commit(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "fusedvit": __version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _words(options: Mapping[str, Any]) -> Iterator[str]:
+    for option, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is None or one is False:
+                continue
+            yield option
+            if one is not True:
+                yield shlex.quote(one.name if isinstance(one, Path) else str(one))
+
+
+def git_commit(checkout: Path = ROOT) -> str:
+    """A checkout's commit, or "unknown"."""
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def today() -> str:
+    """The date in UTC, as documents have it."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
