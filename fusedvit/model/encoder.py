@@ -112,6 +112,13 @@ class _Run:
         self.norm(x, linear.norm, which, out, self.spec.norm_eps)
         return out, None
 
+    def linear(
+        self, x: torch.Tensor, w: LinearWeights, out: torch.Tensor, config: Any, which: int = TOKENS, **epilogue: Any
+    ) -> None:
+        """The first `count(which)` rows of `epilogue(x @ w)` into `out`; w's bias is part of the epilogue."""
+        full = Epilogue(w.bias, scratch=self.buffers.scratch, **epilogue)
+        self.ops.linear(x, w.weight, self.buffers.meta.count(which), out, full, config)
+
     def norm(
         self, x: torch.Tensor, w: NormWeights, which: int, out: torch.Tensor, eps: float, after: After = NOTHING
     ) -> None:
@@ -228,25 +235,19 @@ def _embed(run: _Run, pixels: torch.Tensor, out: torch.Tensor, epilogue: Epilogu
 
 def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:
     """hidden += proj(attention(rope(qkv(norm(hidden))))); hidden += fc2(act(fc1(norm(hidden))))."""
-    b, spec, plan, ops = run.buffers, run.spec, run.plan, run.ops
-    rows = b.hidden.shape[0]
-    tokens = b.meta.count(TOKENS)
+    b, spec, plan = run.buffers, run.spec, run.plan
 
     qkv = _qkv(run, w, at)
     for segments, config in run.segments(i):
-        ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
+        run.ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
     y = run.stream(plan.proj.block_n)
-    epilogue = Epilogue(w.proj.bias, residual=at.hidden, stats=y.stats, scratch=b.scratch)
-    ops.linear(b.context, w.proj.weight, tokens, y.hidden, epilogue, plan.proj)
+    run.linear(b.context, w.proj, y.hidden, plan.proj, residual=at.hidden, stats=y.stats)
 
-    inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
+    inner = b.rows_of_wide(b.hidden.shape[0], w.fc2.weight.shape[1])
     x, fold = run.normalised(y, w.fc1, b.context)
-    act, limit = spec.activation, spec.glu_limit
-    epilogue = Epilogue(w.fc1.bias, fold, activation=act, limit=limit, scratch=b.scratch)
-    ops.linear(x, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
+    run.linear(x, w.fc1, inner, plan.fc1, norm=fold, activation=spec.activation, limit=spec.glu_limit)
     z = run.stream(plan.fc2.block_n, i)
-    epilogue = Epilogue(w.fc2.bias, residual=y.hidden, stats=z.stats, scratch=b.scratch)
-    ops.linear(inner, w.fc2.weight, tokens, z.hidden, epilogue, plan.fc2)
+    run.linear(inner, w.fc2, z.hidden, plan.fc2, residual=y.hidden, stats=z.stats)
     return z
 
 
@@ -267,19 +268,18 @@ def _sandwich_block(run: _Run, i: int, w: BlockWeights, following: NextNorm | No
     (rows, c), tokens, programs = b.hidden.shape, b.meta.count(TOKENS), run.plan.max_programs
 
     qkv = b.rows_of_wide(rows, 3 * c)
-    ops.linear(b.context, w.qkv.weight, tokens, qkv, Epilogue(w.qkv.bias, scratch=b.scratch), plan.qkv)
+    run.linear(b.context, w.qkv, qkv, plan.qkv)
     heads, clip = spec.num_heads, norms.clip("q", "v")
     ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs, clip)
     for segments, config in run.segments(i):
         ops.attention(qkv, segments, b.context, heads, spec.head_dim, config, norms.clip("context"))
     y = b.rows_of_wide(rows, c)
-    ops.linear(b.context, w.proj.weight, tokens, y, Epilogue(w.proj.bias, scratch=b.scratch), plan.proj)
+    run.linear(b.context, w.proj, y, plan.proj)
     _add_and_norm(run, y, norms.post1, NextNorm(norms.norm2.weight, b.context, norms.clip("mlp_x")), norms.clip("proj"))
 
     inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
-    epilogue = Epilogue(w.fc1.bias, activation=spec.activation, clip=norms.clip("gate", "inner"), scratch=b.scratch)
-    ops.linear(b.context, w.fc1.weight, tokens, inner, epilogue, plan.fc1)
-    ops.linear(inner, w.fc2.weight, tokens, b.context, Epilogue(w.fc2.bias, scratch=b.scratch), plan.fc2)
+    run.linear(b.context, w.fc1, inner, plan.fc1, activation=spec.activation, clip=norms.clip("gate", "inner"))
+    run.linear(inner, w.fc2, b.context, plan.fc2)
     _add_and_norm(run, b.context, norms.post2, following, norms.clip("fc2"))
 
 
@@ -311,13 +311,12 @@ def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
     before it."""
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
-    tokens, qkv = b.meta.count(TOKENS), b.rows_of_wide(rows, 3 * c)
+    qkv = b.rows_of_wide(rows, 3 * c)
     rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.packed_cos_sin) if w.qk_norm is None else None
     hidden, fold = run.normalised(x, w.qkv, b.context)
-    epilogue = Epilogue(w.qkv.bias, fold, rope=rope, scratch=b.scratch)
-    run.ops.linear(hidden, w.qkv.weight, tokens, qkv, epilogue, run.plan.qkv)
+    run.linear(hidden, w.qkv, qkv, run.plan.qkv, norm=fold, rope=rope)
     if w.qk_norm is not None:
-        heads, programs = spec.num_heads, run.plan.max_programs
+        tokens, heads, programs = b.meta.count(TOKENS), spec.num_heads, run.plan.max_programs
         run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
     return qkv
 
@@ -351,28 +350,21 @@ def _merger_mlp(
     run: _Run, w: MergerWeights, x: torch.Tensor, norm: NormFold | None, between: torch.Tensor, out: torch.Tensor
 ) -> None:
     """fc2(gelu(fc1(x))), the inner layer over `between`."""
-    merged = run.buffers.meta.count(MERGED)
     inner = rows_over(between, x.shape[0], run.spec.merged_size)
-    epilogue = Epilogue(w.fc1.bias, norm, activation="gelu", scratch=run.buffers.scratch)
-    run.ops.linear(x, w.fc1.weight, merged, inner, epilogue, run.plan.merger_fc1)
-    epilogue = Epilogue(w.fc2.bias, scratch=run.buffers.scratch)
-    run.ops.linear(inner, w.fc2.weight, merged, out, epilogue, run.plan.merger_fc2)
+    run.linear(x, w.fc1, inner, run.plan.merger_fc1, MERGED, norm=norm, activation="gelu")
+    run.linear(inner, w.fc2, out, run.plan.merger_fc2, MERGED)
 
 
 def _downsample(run: _Run, w: DownsampleWeights) -> None:
     """fc2(swiglu(fc1(gelu(norm(proj(x)))))) of x, the convolution over normalised tokens side by side."""
-    b, spec, plan, linear = run.buffers, run.spec, run.plan, run.ops.linear
-    merged, (pooled, last) = b.meta.count(MERGED), b.merged
-    rows = last.shape[0]
-    epilogue = Epilogue(w.downsample.bias, scratch=b.scratch)
-    linear(_normalised(run, w.norm), w.downsample.weight, merged, last, epilogue, plan.downsample)
-    projected = b.rows_of_wide(rows, spec.out_size)
-    linear(last, w.proj.weight, merged, projected, Epilogue(w.proj.bias, scratch=b.scratch), plan.merger_proj)
+    b, spec, plan, (pooled, last) = run.buffers, run.spec, run.plan, run.buffers.merged
+    run.linear(_normalised(run, w.norm), w.downsample, last, plan.downsample, MERGED)
+    projected = b.rows_of_wide(last.shape[0], spec.out_size)
+    run.linear(last, w.proj, projected, plan.merger_proj, MERGED)
     run.norm(projected, w.proj_norm, MERGED, projected, spec.merger_eps, After(activation="gelu"))
-    inner = b.rows_of_wide(rows, w.fc2.weight.shape[1], after=spec.out_size)
-    epilogue = Epilogue(w.fc1.bias, activation="swiglu", limit=spec.glu_limit, scratch=b.scratch)
-    linear(projected, w.fc1.weight, merged, inner, epilogue, plan.merger_fc1)
-    linear(inner, w.fc2.weight, merged, pooled, Epilogue(w.fc2.bias, scratch=b.scratch), plan.merger_fc2)
+    inner = b.rows_of_wide(last.shape[0], w.fc2.weight.shape[1], after=spec.out_size)
+    run.linear(projected, w.fc1, inner, plan.merger_fc1, MERGED, activation="swiglu", limit=spec.glu_limit)
+    run.linear(inner, w.fc2, pooled, plan.merger_fc2, MERGED)
 
 
 def _pool(run: _Run, w: PoolWeights) -> None:
