@@ -4,9 +4,10 @@ Each checkout has a process of its own, which holds the tower and its graphs; th
 few at a time, so that a slow spell of the machine meets both. A figure is the median over bursts; `ratio` is the median
 of (this / other), burst by burst. `wall` is from pixels and grid on the GPU to outputs that the caller owns, `replay`
 the graph alone between two events, `host` their difference. The other checkout needs only `fuse`, `warmup(calls=)`,
-`graphs()` and its own bench's towers, workloads and timing.
+`graphs()` and its own bench's towers, workloads and timing: this file imports nothing else of bench/.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -22,10 +23,10 @@ import torch
 
 from fusedvit import fuse
 from fusedvit.bench import towers
-from fusedvit.bench.records import ROOT, arguments, git_commit, passport, write
 from fusedvit.bench.timing import gpu_ms
 from fusedvit.bench.workloads import WORKLOADS, tokens
 
+ROOT = Path(__file__).resolve().parent.parent
 TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 CALLS = 5  # of a burst; of calls over 20 ms, 2
@@ -152,19 +153,25 @@ def compare(both: Mapping[str, Checkout], workload: str, seconds: float) -> dict
 
 def main() -> int:
     """Prints a line a workload and writes the document."""
-    parser = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path, help="the root of another checkout")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each workload in each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tower", nargs="*", default=list(TOWERS))
     parser.add_argument("--workload", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     roots = {"before": args.before.resolve(), "after": ROOT}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    given = {"--rounds": args.rounds, "--seconds": args.seconds, "--tower": args.tower, "--json": args.json}
+    command = f"python -m fusedvit.bench.compare BEFORE --rounds {args.rounds} --seconds {args.seconds} --tower"
     document = {
-        "passport": passport("python -m fusedvit.bench.compare BEFORE", given, args.commit),
-        "before": git_commit(args.before),
+        "passport": {
+            "command": " ".join([command, *args.tower, "--json", args.json.name]),
+            "commit": commit_of(ROOT),
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        },
+        "before": commit_of(args.before),
         "unit": "microseconds",
         "towers": found,
     }
@@ -175,11 +182,17 @@ def main() -> int:
                 for name in args.workload:
                     rounds[name].append(compare(both, name, args.seconds))
                     print(tower, name, describe(rounds[name][-1]), flush=True)
-                    write(args.json, document)
+                    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
     document["geometric_mean"] = summary(found)
-    write(args.json, document)
+    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(json.dumps(document["geometric_mean"]))
     return 0
+
+
+def commit_of(root: Path) -> str:
+    """The commit of a checkout, or "unknown"."""
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def describe(found: Mapping[str, Any]) -> str:

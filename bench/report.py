@@ -104,8 +104,8 @@ def section(name: str, root: str) -> str:
     """What stands between the marks of a section; `root` as for `origin`."""
     blocks = list[str]()
     for documents, make in SECTIONS[name]:
-        made = make(*map(load, documents))
-        for title, table in ({"": made} if isinstance(made, Table) else made).items():
+        built = make(*map(load, documents))
+        for title, table in ({"": built} if isinstance(built, Table) else built).items():
             blocks += [f"**{title}**"] if title else []
             blocks.append("\n".join(table.markdown()))
         blocks += ["\n".join(origin(document, root) for document in documents)] if documents else []

@@ -1,7 +1,12 @@
 """Every supported family, and the lookup by tower class."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from fusedvit.families import gemma4, glm, qwen2, qwen2_5, qwen3
 from fusedvit.families.base import Family
+from fusedvit.families.engine import Engine
+from fusedvit.model.param_names import WeightNames
 
 FAMILIES: tuple[Family, ...] = (
     *qwen2.FAMILIES,
@@ -10,6 +15,13 @@ FAMILIES: tuple[Family, ...] = (
     *glm.FAMILIES,
     *gemma4.FAMILIES,
 )
+
+
+def dialect(class_name: str, engine: Engine, renamed: Callable[[WeightNames], WeightNames]) -> Family:
+    """The family that Hugging Face's class belongs to, as a serving engine builds it."""
+    family = family_of(class_name)
+    assert family is not None, class_name
+    return replace(family, names=renamed(family.names), aliases={}, engine=engine)
 
 
 def family_of(class_name: str) -> Family | None:

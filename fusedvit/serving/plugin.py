@@ -32,10 +32,6 @@ _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
 Patches = Mapping[str, Callable[[ModuleType], None]]
 
 
-def is_disabled() -> bool:
-    return os.environ.get(DISABLE, "0") not in ("", "0")
-
-
 def options() -> FuseConfig:
     """What `FUSEDVIT_CONFIG` says. Kernels are compiled as an engine starts: `compile` is "now" unless it says so.
 
@@ -71,8 +67,14 @@ def _options() -> tuple[FuseConfig, bool]:
 def install(patches: Patches) -> None:
     """Changes the modules of `patches`, now or at the end of their import; more often than once changes nothing.
 
-    A change must leave what it has changed already, as `wrap` does.
+    A change must leave what it has changed already, as `wrap` does. Where plugins are switched off nothing is changed.
+
+    Raises:
+        ValueError: as `options`.
     """
+    if os.environ.get(DISABLE, "0") not in ("", "0"):
+        return
+    options()
     for name in [*patches]:
         if name in sys.modules:
             patches[name](sys.modules[name])

@@ -26,7 +26,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import side_by_side
-from fusedvit.serving.plugin import install, is_disabled, may_gather, options, warm_up, wrap
+from fusedvit.serving.plugin import install, may_gather, options, warm_up, wrap
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
 from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
 
@@ -92,9 +92,7 @@ def register() -> None:
     Raises:
         ValueError: `FUSEDVIT_CONFIG` holds no options.
     """
-    if not is_disabled():
-        options()
-        install(_TOWERS)
+    install(_TOWERS)
 
 
 def report(scheduler: Any) -> None:

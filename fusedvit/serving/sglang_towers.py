@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fusedvit.families.base import Family
 from fusedvit.families.engine import Engine, rotary_frequencies, rotary_table
-from fusedvit.families.registry import family_of
+from fusedvit.families.registry import dialect
 from fusedvit.model.param_names import WeightNames
 from fusedvit.model.spec import VisionSpec
 
@@ -60,13 +61,6 @@ def _renamed(names: WeightNames) -> WeightNames:
     return replace(names, qkv=("blocks.{}.attn.qkv_proj",), act="blocks.{}.mlp.act")
 
 
-def _dialect(hugging_face: str) -> Family:
-    """The record of the family that Hugging Face's class belongs to, as SGLang builds it."""
-    family = family_of(hugging_face)
-    assert family is not None, hugging_face
-    return replace(family, names=_renamed(family.names), aliases={}, engine=SGLANG)
-
-
 def _rounded(spec_from_config: Callable[[Any], VisionSpec]) -> Callable[[Any], VisionSpec]:
     def rounded(config: Any) -> VisionSpec:
         spec = spec_from_config(config)
@@ -75,6 +69,7 @@ def _rounded(spec_from_config: Callable[[Any], VisionSpec]) -> Callable[[Any], V
     return rounded
 
 
+_dialect = partial(dialect, engine=SGLANG, renamed=_renamed)
 _QWEN2_5 = _dialect("Qwen2_5_VisionTransformerPretrainedModel")
 
 # (module, tower class) -> the dialect. Qwen3-VL's tower serves its MoE, Qwen3.5 and Qwen4-Exp too.

@@ -30,7 +30,7 @@ from fusedvit.model.normalization import Normalization
 from fusedvit.outputs import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.serving import vllm_gemma
-from fusedvit.serving.plugin import CONFIG, install, is_disabled, may_gather, options, warm_up, wrap
+from fusedvit.serving.plugin import CONFIG, install, may_gather, options, warm_up, wrap
 from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 
@@ -79,9 +79,7 @@ def register() -> None:
     Raises:
         ValueError: `FUSEDVIT_CONFIG` holds no options.
     """
-    if not is_disabled():
-        options()
-        install(_PATCHES)
+    install(_PATCHES)
 
 
 def stats(worker: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """vLLM's vision towers as dialects of our families: what its modules and parameter names are for the same weights."""
 
 from dataclasses import replace
+from functools import partial
 
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine, rotary_table
-from fusedvit.families.registry import family_of
+from fusedvit.families.registry import dialect, family_of
 from fusedvit.model.param_names import DownsampleNames, WeightNames
 
 _MODELS = "vllm.model_executor.models."
@@ -49,11 +50,7 @@ def _merged(names: WeightNames) -> WeightNames:
     return replace(names, qkv=("blocks.{}.attn.qkv",))
 
 
-def _dialect(hugging_face: str) -> Family:
-    """The record of the family that Hugging Face's class belongs to, as vLLM builds it."""
-    family = family_of(hugging_face)
-    assert family is not None, hugging_face
-    return replace(family, names=_merged(family.names), aliases={}, engine=VLLM)
+_dialect = partial(dialect, engine=VLLM, renamed=_merged)
 
 
 # (module, tower class) -> the dialect. Qwen3-VL's tower serves its MoE, Qwen3.5 and 3.6, InternS1-Pro and others too.
