@@ -11,9 +11,7 @@ from torch import nn
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.cli.towers import cast_parameters_, random_weights_
 from fusedvit.families.registry import family_of
-from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
-from fusedvit.model.weights import EncoderWeights
 from fusedvit.tolerance import compare
 
 
@@ -196,15 +194,6 @@ def build_one(geometry: Geometry, dtype: torch.dtype, device: torch.device, seed
 def known() -> list[str]:
     """Names of geometries that the installed transformers has."""
     return [name for name, geometry in GEOMETRIES.items() if class_of(geometry) is not None]
-
-
-def prepared(tower: nn.Module) -> tuple[VisionSpec, EncoderWeights]:
-    """The encoder's spec of `tower` and its prepared weights."""
-    family = family_of(type(tower).__name__)
-    assert family is not None, f"{type(tower).__name__} is of no family"
-    spec = family.spec_from_config(tower.config)
-    tensors = {**dict(tower.named_buffers()), **dict(tower.named_parameters())}
-    return spec, prepare(spec, family.names, family.source(tensors))
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

@@ -7,11 +7,13 @@ pytest.importorskip("transformers")
 
 from fusedvit.bench import towers
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
+from fusedvit.families.registry import family_of
 from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.model.merger_overlap import IN_LINE
 from fusedvit.model.ops import TRITON
+from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.captured_encoder import CapturedEncoder
@@ -28,7 +30,11 @@ Tower = tuple[VisionSpec, EncoderWeights]
 def tower(request: pytest.FixtureRequest) -> Tower:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("mergers are overlapped on Hopper alone")
-    return towers.prepared(towers.build(towers.GEOMETRIES[request.param].but(**GEOMETRY), DTYPE, DEVICE)[0])
+    geometry = towers.GEOMETRIES[request.param].but(**GEOMETRY)
+    spec, family = towers.spec_of(geometry), family_of(geometry.class_name)
+    assert family is not None, geometry.class_name
+    parameters = dict(towers.build_one(geometry, DTYPE, DEVICE).named_parameters())
+    return spec, prepare(spec, family.names, family.source(parameters))
 
 
 class Overlapped:
