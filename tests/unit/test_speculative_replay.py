@@ -154,10 +154,10 @@ def test_the_call_is_checked_under_its_replay(case: Case) -> None:
         (graphs.manager, "replay_if_captured"),
         (fallback, "reason_of_call"),
         (handle.weights, "read_back"),
-        (handle.weights, "_unchanged"),
+        (handle.weights, "host_unchanged"),
     )
     answer(tower, Call.of(tower, GRID).pixels, GRID)
-    assert order == ["replay_if_captured", "reason_of_call", "read_back", "_unchanged"]
+    assert order == ["replay_if_captured", "reason_of_call", "read_back", "host_unchanged"]
 
 
 def test_a_grid_on_the_host_is_run_before_the_weights_are_read(case: Case) -> None:
