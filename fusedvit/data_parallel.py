@@ -4,6 +4,7 @@ import copy
 import operator
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from fusedvit.api import fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
+from fusedvit.errors import first_line
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.runtime.inputs import Grid, check_grid
@@ -34,18 +36,16 @@ class DataParallelEncoder:
 
     Raises:
         UnsupportedModel, TypeError: as `fuse`.
-        ValueError: no devices.
+        ValueError: no devices, or one that is not here.
     """
 
     def __init__(
         self, model: nn.Module, devices: Sequence[str | torch.device], config: FuseConfig | None = None
     ) -> None:
-        if not devices:
-            raise ValueError("fusedvit: devices must name at least one device")
+        others = _devices_of(devices)
         self._handle = fuse(model, config)
         self._tower = find_tower(model)
         own = self._handle.weights.first_parameter().device
-        others = [torch.device(device) for device in devices]
         if own in others:
             others.remove(own)
         self._copies = [_Copy(self._tower, device, self._handle.config) for device in others]
@@ -74,6 +74,9 @@ class DataParallelEncoder:
                 return found
         return self._handle.concatenated(pixel_values, grid)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("fusedvit: a DataParallelEncoder cannot be copied or pickled: copy its model, and make another")
+
     def close(self) -> None:
         """Frees the copies; the model stays fused."""
         self._pool.shutdown()
@@ -91,7 +94,7 @@ class DataParallelEncoder:
 
     def _run(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor | None:
         """The gathered rows, or None where the tower itself ran its original code."""
-        if pixel_values.ndim != 2:
+        if not isinstance(pixel_values, torch.Tensor) or pixel_values.ndim != 2:
             return None
         shares = shares_of(self._handle.spec, len(pixel_values), grid, 1 + len(self._copies))
         if shares is None:
@@ -144,6 +147,20 @@ class _Copy:
         """The rows of a share whose pixels are on this device, in the caller's stream there."""
         with torch.inference_mode(), torch.cuda.stream(stream):  # of None: nothing
             return self._handle.concatenated(pixels, grid)
+
+
+def _devices_of(given: Sequence[str | torch.device]) -> list[torch.device]:
+    if isinstance(given, str) or not given:
+        raise ValueError(
+            f"fusedvit: devices must name at least one device, as ['cuda:0', 'cuda:1'] does, got {given!r}"
+        )
+    found = []
+    for name in given:
+        try:
+            found.append(torch.empty(0, device=name).device)
+        except (RuntimeError, AssertionError, TypeError) as error:  # torch's own, for what it has not
+            raise ValueError(f"fusedvit: devices: no device {name!r} here: {first_line(error)}") from None
+    return found
 
 
 def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:

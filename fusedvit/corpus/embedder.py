@@ -90,6 +90,8 @@ class Embedder:
         self._processor = processors_of(str(model)) if processor is None else processor
         self._output, self._deepstack, self._encode = output, deepstack, encode
         self._threads, self._limits = threads, limits
+        self._vectors = output == "tokens" and encode is None
+        self._encoded_width = 0  # until `encode` has been called
         parameter = next(find_tower(self._model).parameters())
         self._device, self.dtype = parameter.device, torch.float32 if output == "mean" else parameter.dtype
         self._patches, self._waited, self._tower_seconds = 0, 0.0, 0.0
@@ -220,14 +222,16 @@ class Embedder:
                 f"fusedvit: encode must return {len(images)} embeddings for as many images, got {len(found)}"
             )
         rows = [torch.as_tensor(each).detach().cpu() for each in found]
+        self._vectors, self._encoded_width = rows[0].ndim > 1, rows[0].shape[-1]
         return {i: Embedded("", each.view(-1, each.shape[-1])) for i, each in zip(images, rows, strict=True)}
 
     def _array(self, each: Embedded) -> np.ndarray:
+        """`[width]`, or `[n, width]` of tokens and of what `encode` makes several vectors of."""
         if each.rows is None:
-            tokens = self._output == "tokens" and self._encode is None
-            return np.empty((0, self.width), np.float32) if tokens else np.full(self.width, np.nan, np.float32)
+            width = self._encoded_width if self._encode else self.width
+            return np.empty((0, width), np.float32) if self._vectors else np.full(width, np.nan, np.float32)
         array: np.ndarray = each.rows.float().numpy()
-        return array[0] if len(array) == 1 and (self._output == "mean" or self._encode) else array
+        return array if self._vectors else array[0]
 
 
 def embedder_of(job: Job) -> Embedder:

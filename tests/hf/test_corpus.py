@@ -92,6 +92,16 @@ def test_a_batch(checkpoint: Path, pictures: Path, expected: dict[str, torch.Ten
         close(found["embedding"][i], expected[f"{i:02d}.png"][:, : TINY["out_hidden_size"]].mean(0))
 
 
+@pytest.mark.parametrize("shape, broken", [((3,), (3,)), ((1, 3), (0, 3)), ((2, 3), (0, 3))])
+def test_shapes_of_encode(checkpoint: Path, pictures: Path, shape: tuple[int, ...], broken: tuple[int, ...]) -> None:
+    """A vector an image, or several, of which one may be alone: errors have the same kind."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: [torch.ones(shape)] * len(images))
+    found = embedder({"path": columns_of(pictures)["path"]})
+    assert [each.shape for each in found["embedding"]] == [broken if i == 5 else shape for i in range(COUNT)]
+    assert [bool(error) for error in found["error"]] == [i == 5 for i in range(COUNT)]
+
+
 @pytest.mark.parametrize(
     "value, said",
     [

@@ -1,6 +1,7 @@
 """A call over several devices, which are the CPU several times here: the rows of one fused tower, bit for bit."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,41 @@ def test_wrong_input_is_what_the_tower_says(grid: list[tuple[int, int, int]], ex
         encoder(pixels, grid)
 
 
-def test_no_devices() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        DataParallelEncoder(family_tower("Qwen3VLVisionModel"), [])
+@pytest.mark.parametrize(
+    "devices, said",
+    [
+        ([], "at least one"),
+        ("cpu", "got 'cpu'"),
+        (["cpu", "tpu9"], "no device 'tpu9' here"),
+        (["cuda:99"], "'cuda:99'"),
+    ],
+)
+def test_devices_that_are_none(devices: Any, said: str) -> None:
+    tower = family_tower("Qwen3VLVisionModel")
+    before = type(tower)
+    with pytest.raises(ValueError, match=f"fusedvit: devices.*{said}"):
+        DataParallelEncoder(tower, devices)
+    assert type(tower) is before
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="fusedvit: a DataParallelEncoder cannot be copied"):
+        copied(DataParallelEncoder(family_tower("Qwen3VLVisionModel"), ["cpu", "cpu"]))
+
+
+def test_one_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is raised when all have ended, and the next call is whole."""
+    tower = family_tower("Qwen3VLVisionModel")
+    encoder, grid = DataParallelEncoder(tower, ["cpu", "cpu"]), GRIDS["mixed"]
+    with monkeypatch.context() as patched:
+        patched.setattr("fusedvit.data_parallel._Copy.run", lambda *given: (_ for _ in ()).throw(RuntimeError("lost")))
+        with pytest.raises(RuntimeError, match="lost"):
+            encoder(pixels_of(tower, grid), grid)
+    torch.testing.assert_close(encoder(pixels_of(tower, grid), grid), expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+    fusedvit.unfuse(tower)
+    with pytest.raises(RuntimeError, match="was unfused: fuse it again"):
+        encoder(torch.zeros(16, tower.patch_embed.proj.weight[0].numel()), [(1, 4, 4)])
 
 
 def test_nothing_to_encode() -> None:
