@@ -141,7 +141,7 @@ def _takes_keywords(function: FunctionType) -> bool:
 
 def _hands_on(function: FunctionType) -> bool:
     """Whether a function calls another with `**kwargs`."""
-    return any(i.opname == "CALL_FUNCTION_EX" and (i.arg or 0) & 1 for i in dis.get_instructions(function))
+    return any(instruction.opname == "DICT_MERGE" for instruction in dis.get_instructions(function))
 
 
 def _names_given(function: FunctionType) -> set[str]:

@@ -47,10 +47,15 @@ _BINARY = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
     "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
 }  # fmt: skip
+_NAMED = {  # as instructions of Python 3.10 name them, after BINARY_ and INPLACE_
+    "ADD": "+", "SUBTRACT": "-", "MULTIPLY": "*", "TRUE_DIVIDE": "/", "FLOOR_DIVIDE": "//", "MODULO": "%",
+    "POWER": "**", "MATRIX_MULTIPLY": "@", "AND": "&", "OR": "|", "XOR": "^", "LSHIFT": "<<", "RSHIFT": ">>",
+}  # fmt: skip
 _COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 _SPECIAL = {
     "BINARY_SUBSCR": "getitem", "BINARY_SLICE": "getitem", "STORE_SUBSCR": "setitem", "STORE_SLICE": "setitem",
     "UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "GET_ITER": "iter", "UNPACK_SEQUENCE": "iter",
+    "LIST_EXTEND": "iter", "CONTAINS_OP": "contains",
 }  # fmt: skip
 _OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # what runs on a CPU, and prepares weights everywhere
 _ARRAYS = ("numpy",)
@@ -107,7 +112,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
         walk.slots[id(type(layer)), "forward"] = type(layer), "forward"
     for module in _distinct_configs(plain.modules.values()):
         walk.follow_attention(module)
-    walk.follow_operators(o for function in walk.functions.values() for o in _operators_in(function.__code__))
+    walk.follow_operators(o for function in walk.functions.values() for o in operators_in(function.__code__))
     walk.follow_ours(tower)
     ours = _fused_code(engine)  # on a GPU it prepares weights and no more
     slots = walk.slots | ours.slots if next(tower.parameters()).device.type == "cpu" else walk.slots
@@ -419,20 +424,23 @@ def _fused_code(engine: Engine) -> _Walk:
 def _names_of_ours(modules: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
     """Names that the code of our modules mentions, and what its operators lead to."""
     codes = [code for code in map(code_of, map(sys.modules.__getitem__, modules)) if code is not None]
-    return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in _operators_in(code))
+    return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in operators_in(code))
 
 
-def _operators_in(code: CodeType) -> Iterator[str]:
+def operators_in(code: CodeType) -> Iterator[str]:
     """Methods of `torch.Tensor` that the operators in `code` lead to."""
     for part in parts_of(code):
         for instruction in dis.get_instructions(part):
-            sign = instruction.argrepr.removesuffix("=") if instruction.opname == "BINARY_OP" else instruction.argrepr
-            if instruction.opname == "BINARY_OP" and sign in _BINARY:
-                yield from (f"__{side}{_BINARY[sign]}__" for side in ("", "r", "i"))
-            elif instruction.opname == "COMPARE_OP":
+            name, sign = instruction.opname, instruction.argrepr
+            kind, _, operation = name.partition("_")
+            if kind in ("BINARY", "INPLACE") and (operation == "OP" or operation in _NAMED):
+                sign = _NAMED.get(operation, sign.removesuffix("="))
+                spelled = _BINARY.get(sign, "getitem")  # "[]" since Python 3.14
+                yield from (f"__{side}{spelled}__" for side in ("", "r", "i"))
+            elif name == "COMPARE_OP":
                 yield f"__{_COMPARED[sign.removeprefix('bool(').removesuffix(')')]}__"
-            elif instruction.opname in _SPECIAL:
-                yield f"__{_SPECIAL[instruction.opname]}__"
+            elif name in _SPECIAL:
+                yield f"__{_SPECIAL[name]}__"
 
 
 def _describe(value: object) -> str:
