@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -49,15 +51,15 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Cluster:
     """`cluster.py` and all that it starts, which inherits a variable."""
 
-    def __init__(self, log: IO[str]) -> None:
-        self._mark, self._log = uuid.uuid4().hex, log
+    def __init__(self, log: IO[str], folder: str) -> None:
+        self._mark, self._log, self._folder = uuid.uuid4().hex, log, folder
 
     def start(self, *arguments: object) -> "subprocess.Popen[str]":
-        own = {"FUSEDVIT_RAY": self._mark, "RAY_AUTH_TOKEN": self._mark, "RAY_USAGE_STATS_ENABLED": "0"}
+        own = {"FUSEDVIT_RAY": self._mark, "RAY_AUTH_TOKEN": self._mark, "TMPDIR": self._folder}
         command = [sys.executable, Path(__file__).with_name("cluster.py"), *arguments]
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
-        environment = os.environ | own | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        environment = os.environ | own | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
         return subprocess.Popen(
             [str(part) for part in command], stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
         )
@@ -81,10 +83,12 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    folder = tempfile.mkdtemp(prefix="ray")  # short, for sockets; a killed job leaves its files there
     with (tmp_path / "log").open("w") as log:
-        found = Cluster(log)
+        found = Cluster(log, folder)
         yield found
         found.kill()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait(until: Callable[[], Any]) -> Any:
