@@ -79,7 +79,8 @@ def _pour(videos: Iterable[tuple[int, Work]], shares: list[list[Piece]], loads: 
             item, work, first = queue.pop()
             one = load([Work(1, work.frame_tokens)], constant)
             rest = work.frames - first
-            frames = rest if i == len(order) - 1 else min(rest, round(room / one))
+            fitting = max(0, round(room / one))  # a part may be full by a rounded frame more
+            frames = rest if i == len(order) - 1 else min(rest, fitting)
             if frames:
                 shares[part].append(Piece(item, first, frames, frames * work.frame_tokens))
                 room, left = room - frames * one, left - frames * one

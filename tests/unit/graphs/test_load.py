@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fusedvit.graphs.load import balance, load, patch_constant
@@ -37,7 +37,11 @@ def test_qwen3_vl_8b():
 works = st.lists(st.builds(Work, st.integers(0, 70), st.integers(0, 300)), max_size=12)
 
 
+OVERFILLED = [Work(9, 209), Work(13, 91), Work(23, 123), Work(26, 92), Work(36, 60)]  # a part by half a frame
+
+
 @given(works, st.integers(1, 5))
+@example(OVERFILLED, 4)
 def test_balance_gives_every_frame_to_one_part(items, parts):
     shares = balance(items, parts, 100.0)
     assert shares == balance(items, parts, 100.0) and len(shares) == parts
