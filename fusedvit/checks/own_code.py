@@ -402,9 +402,9 @@ def _is_foreign_object(value: object, engine: Engine) -> bool:
     engine and what Python brings along do not make."""
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return False
-    if isinstance(value, ModuleType):
-        return sys.modules.get(value.__name__) is not value
     home = f"{type(value).__module__}."
+    if isinstance(value, ModuleType):  # of a class of its own: what stands for a library that is not there
+        return sys.modules.get(value.__name__) is not value and not home.startswith(engine.packages)
     if home.startswith(("torch.", *engine.packages, "typing.", "builtins.")):
         return False
     root = home.partition(".")[0]
