@@ -403,9 +403,11 @@ def _is_foreign_object(value: object, engine: Engine) -> bool:
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return False
     home = f"{type(value).__module__}."
-    if isinstance(value, ModuleType):  # of a class of its own: what stands for a library that is not there
-        return sys.modules.get(value.__name__) is not value and not home.startswith(engine.packages)
-    if home.startswith(("torch.", *engine.packages, "typing.", "builtins.")):
+    if home.startswith(("torch.", *engine.packages)):  # modules too: torch's operators, what stands for a library
+        return False
+    if isinstance(value, ModuleType):
+        return sys.modules.get(value.__name__) is not value
+    if home.startswith(("typing.", "builtins.")):
         return False
     root = home.partition(".")[0]
     return callable(value) or root == "types" or root not in {*sys.stdlib_module_names, *_ARRAYS}
