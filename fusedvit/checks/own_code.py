@@ -296,7 +296,7 @@ class _Walk:
         self._note_absent(sys.modules[scope["__name__"]], built_in)
         for name in sorted(built_in):
             self.slots[id(builtins), name] = builtins, name
-            if getattr(vars(builtins)[name], "__module__", None) != builtins.__name__:
+            if not is_builtin(vars(builtins)[name]):
                 self._found_foreign(f"builtins.{name} is {_describe(vars(builtins)[name])}")
 
     def _follow_tensor(self, name: str) -> None:
@@ -395,6 +395,14 @@ def _held_function(value: object) -> object:
 def _is_torchs(value: FunctionType) -> bool:
     found = definition_of(value)
     return found is not None and found.module.startswith("torch.") and not found.module.startswith("torch._dynamo")
+
+
+def is_builtin(value: object) -> bool:
+    """Whether Python itself defines `value`: its functions and classes, constants, and what `site` adds."""
+    if isinstance(value, type | BuiltinFunctionType):
+        return value.__module__ in ("builtins", "io", "_io")  # `open` is of the latter two
+    home = type(value).__module__
+    return home == "_sitebuiltins" or (home == "builtins" and not callable(value))
 
 
 def _is_foreign_object(value: object, engine: Engine) -> bool:

@@ -1,6 +1,7 @@
 """A tower runs fused only where its original code is transformers' own: whatever somebody replaces, the answer is that
 of the code that would run, and the reason names what was replaced."""
 
+import builtins
 import contextlib
 import copy
 import functools
@@ -18,7 +19,7 @@ from torch import nn
 import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.own_code import OwnCode, operators_in, own_code
+from fusedvit.checks.own_code import OwnCode, is_builtin, operators_in, own_code
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import BY_GRID, INSTALLED, class_of, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, tiny_tower
@@ -517,3 +518,9 @@ OPERATORS = {
 @pytest.mark.parametrize("text", OPERATORS)
 def test_operators_are_found_whatever_python_calls_their_instructions(text: str) -> None:
     assert OPERATORS[text] in {*operators_in(compile(text, "", "exec"))}
+
+
+def test_every_builtin_is_pythons_and_what_replaces_one_is_not() -> None:
+    own = {"__loader__", "__spec__"}  # of every module
+    assert [name for name, value in vars(builtins).items() if not is_builtin(value) and name not in own] == []
+    assert not any(map(is_builtin, (lambda: 0, functools.partial(zip), torch.add, mock.Mock(), nn.Linear)))

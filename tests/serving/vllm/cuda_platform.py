@@ -50,6 +50,7 @@ class H100(NonNvmlCudaPlatform):
         return 80 << 30
 
 
+H100.__module__ = NonNvmlCudaPlatform.__module__  # a platform of somebody else's would be replaced code
 platforms._current_platform = H100()
 triton_utils.HAS_TRITON, triton_utils.triton, triton_utils.tl = True, triton, tl
 torch.cuda.device_count = lambda: 1
