@@ -314,6 +314,8 @@ WINDOWED = "Qwen2_5_VisionTransformerPretrainedModel"
 def test_a_method_of_the_tower_itself(of: str, when: str) -> None:
     """Whoever patches `type(model.visual)` after `fuse` patches a class of ours."""
     tower = family_tower(WINDOWED)
+    if not hasattr(tower, "permute_input_for_window_attn"):
+        pytest.skip("before transformers 5.20 this forward calls no method of its tower")
     call = Call.of(tower, GRID)
     original = copy.deepcopy(tower)
 
