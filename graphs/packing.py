@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fusedvit.graphs.limits import Limits
 
+TOKEN_BUDGET = "token budget"  # why an item overflows, as `stats()` counts it
 OPEN_BATCHES = 64  # that a piece may still join: planning stays linear in the pieces
 _TOKENS_THEN_FRAMES = itemgetter(3, 2)  # of a Piece
 

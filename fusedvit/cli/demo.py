@@ -22,7 +22,7 @@ from fusedvit.cli.media import VisionInput, load_all
 from fusedvit.cli.parity import REFERENCE, Towers, call_tower, inputs_of, parity_of, side_by_side
 from fusedvit.cli.towers import Tower, device_of, dtype_of, geometry_of, random_tower
 from fusedvit.graphs.limits import Limits
-from fusedvit.graphs.packing import Work, pack
+from fusedvit.graphs.packing import TOKEN_BUDGET, Work, pack
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import summarize
 
@@ -137,7 +137,7 @@ def _packed(name: str, rows: Sequence[Sequence[int]], spec: Any, limits: Limits)
         PackedBatch(batch.budget, sum(piece.tokens for piece in batch.pieces), len(batch.pieces))
         for batch in plan.batches
     ]
-    return PackedCall(name, len(rows), batches, ["token budget" for _ in plan.overflow])
+    return PackedCall(name, len(rows), batches, [TOKEN_BUDGET for _ in plan.overflow])
 
 
 # ── bad inputs ────────────────────────────────────────────────────────────────────────────────────────────────────────

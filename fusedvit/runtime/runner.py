@@ -12,7 +12,7 @@ import torch
 
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import CAPTURE_FAILED
-from fusedvit.graphs.packing import Batch, Piece, Work, pack
+from fusedvit.graphs.packing import TOKEN_BUDGET, Batch, Piece, Work, pack
 from fusedvit.kernels.backends import BackendFailed
 from fusedvit.kernels.load_inputs import FLOATS, centred, kind_of
 from fusedvit.kernels.tile_configs import Target, budget
@@ -119,7 +119,7 @@ def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits) -> tuple[Step
         return Step(batch, reason, rows, _spans(pieces, rows, first))
 
     batches = [step(batch, "", batch.pieces) for batch in plan.batches]
-    return (*batches, *(step(None, "token budget", (piece,)) for piece in plan.overflow))
+    return (*batches, *(step(None, TOKEN_BUDGET, (piece,)) for piece in plan.overflow))
 
 
 def _spans(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first: Sequence[int]) -> tuple[Span, ...]:

@@ -30,7 +30,7 @@ from fusedvit.corpus import inputs, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
-from tests.support.checkpoint import tiny_checkpoint, tiny_processor  # noqa: E402
+from tests.support.checkpoint import noisy_pictures, tiny_checkpoint, tiny_processor  # noqa: E402
 
 COUNT = 11
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -43,13 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    rng = np.random.default_rng(0)
-    for i in range(COUNT):
-        size = (*rng.integers(40, 150, 2), 3)
-        Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{i:02d}.png")
-    (folder / "05.png").write_bytes(b"no picture")
-    return folder
+    return noisy_pictures(tmp_path_factory.mktemp("pictures"), COUNT, (40, 150), "05.png")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
+from PIL import Image
 
 from fusedvit.cli.towers import TINY, random_weights_
 
@@ -26,3 +28,13 @@ def tiny_processor(longest: int = 128) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": longest * longest})
+
+
+def noisy_pictures(folder: Path, count: int, sides: tuple[int, int], bad: str) -> Path:
+    """`count` PNGs of noise in `folder`, numbered as `bad` is, which holds no picture; `sides` are in pixels."""
+    rng, digits = np.random.default_rng(0), len(Path(bad).stem)
+    for i in range(count):
+        size = (*rng.integers(*sides, 2), 3)
+        Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{i:0{digits}d}.png")
+    (folder / bad).write_bytes(b"no picture")
+    return folder

@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("ray")
 
-from PIL import Image  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.corpus import shards  # noqa: E402
-from tests.support.checkpoint import tiny_checkpoint  # noqa: E402
+from tests.support.checkpoint import noisy_pictures, tiny_checkpoint  # noqa: E402
 
 COUNT, SHARD = 2000, 64
 SHARDS = math.ceil(COUNT / SHARD)
@@ -39,13 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    rng = np.random.default_rng(0)
-    for i in range(COUNT):
-        size = (*rng.integers(48, 80, 2), 3)
-        Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{i:04d}.png")
-    (folder / BAD).write_bytes(b"no picture")
-    return folder
+    return noisy_pictures(tmp_path_factory.mktemp("pictures"), COUNT, (48, 80), BAD)
 
 
 class Cluster:
