@@ -497,10 +497,12 @@ class FusedEncoder:
         if unread and replay is None and runtime.kernels is not None:
             runtime.kernels.need([_likely_run(runtime, inputs)], runtime.compile_now)
         if inputs.padded:
-            loaded = without_padding(inputs, self.spec, runtime.device, runtime.dtype)
+            begun = None if replay is None else replay.inputs
+            loaded = begun or without_padding(inputs, self.spec, runtime.device, runtime.dtype)
             if isinstance(loaded, Reason):
                 return loaded
             inputs = loaded
+        rows = inputs.pixels.shape[0] if inputs.padded else 0
         mark = weights.mark() if replay is None and (check_content or unread) else None
         mark = mark if replay is None else replay.mark
         items, outputs = inputs.items, None
@@ -514,7 +516,7 @@ class FusedEncoder:
             pixels, items = known
             outputs = None if replay is None else replay.accept(items)
             if outputs is None and found.unchanged:
-                outputs = run(runtime, pixels, items, self._stats.eager_runs)
+                outputs = run(runtime, pixels, items, self._stats.eager_runs, rows)
         return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
     def leave(self, why: str) -> None:

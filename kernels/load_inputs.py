@@ -1,7 +1,9 @@
 """Loads a call's inputs into static buffers on the device, in one launch: its grid, unread by the host, and its pixels.
 
 out[i] = (t, h, w)[i]   i < n, if every item has t, h, w >= 1 and h, w multiples of the merge size,
-                        sum t h w = rows and sum t <= frames;  else 0.  Rows from n on are 0.
+                        least <= sum t h w <= rows and sum t <= frames;  else 0.  Rows from n on are 0.
+
+`least` is `rows`, or 1 where the last of the rows may be padding.
 
 Kernels that read `out` then stay within buffers sized for `rows` patch tokens and `frames` frames, whatever the
 caller's grid held. Float pixels are rounded to nearest, as `Tensor.copy_` rounds. Bytes are centred:
@@ -77,6 +79,7 @@ def _load_grid(
     most_frames,
     room,
     wide,
+    least,
     MERGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -97,7 +100,7 @@ def _load_grid(
         tl.store(out_ptr + 3 * i + 2, w.to(tl.int32), mask=i < room)
     # The grid is read once: what was checked is what was stored, even if somebody writes to it meanwhile.
     tl.debug_barrier()
-    refused = (invalid > 0) | (total != rows) | (frames > most_frames)
+    refused = (invalid > 0) | (total < least) | (total > rows) | (frames > most_frames)
     for start in tl.range(0, room, BLOCK):
         i = start + offs
         zeros = offs * 0
@@ -106,7 +109,8 @@ def _load_grid(
         tl.store(out_ptr + 3 * i + 2, zeros, mask=refused & (i < room))
     if counts_ptr is not None:
         each = tl.arange(0, 4)
-        tl.store(counts_ptr + 4 * each, tl.where(refused, 0, tl.where(each == kind, rows, 0)), mask=each < 3)
+        counts = tl.where(refused, 0, tl.where(each == kind, total.to(tl.int32), 0))
+        tl.store(counts_ptr + 4 * each, counts, mask=each < 3)
 
 
 @triton.jit
@@ -145,6 +149,7 @@ def _load_pixels(
         "most_frames",
         "room",
         "wide",
+        "least",
     ],
     do_not_specialize_on_alignment=["grid_ptr"],
 )
@@ -163,6 +168,7 @@ def _load_inputs_kernel(
     most_frames,
     room,
     wide,  # 1 where the grid has 64 bits, two words a number; else 0
+    least,
     MERGE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -174,7 +180,7 @@ def _load_inputs_kernel(
     if pid == 0:
         _load_grid(
             grid_ptr, out_ptr, counts_ptr, num_items, rows, item_pitch, side_pitch, kind, most_frames, room,
-            wide, MERGE, BLOCK,
+            wide, least, MERGE, BLOCK,
         )  # fmt: skip
     elif WIDTH:
         _load_pixels(pixels_ptr, into_ptr, length, pid - 1, WIDTH, PITCH, GROUP, CHUNK)
@@ -217,6 +223,7 @@ def load_inputs(
     into: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     kind: int = FLOATS,
+    padded: bool = False,
 ) -> torch.Tensor:
     """Fills all of `out` from `grid`, with zeros if anything in `grid` is wrong; one launch.
 
@@ -229,8 +236,10 @@ def load_inputs(
         pixels: `[length, width]` for which `can_load` holds, copied whatever `grid` holds; None for none.
         into: `[length or more, width or more]` of any of `PIXEL_DTYPES`, aligned to 16 bytes: where they go, in the
             first columns.
-        counts: `[3, 4]` int32: column 0 of row `kind` becomes `rows`, of the others 0; of all 0 if anything is wrong.
+        counts: `[3, 4]` int32: column 0 of row `kind` becomes the items' patch tokens, of the others 0; of all 0 if
+            anything is wrong.
         kind: one of `KINDS`.
+        padded: the items may have fewer patch tokens than `rows`; what follows theirs is padding.
     """
     room = out.shape[0]
     assert grid.dtype in GRID_DTYPES and grid.shape[0] <= room and out.is_contiguous(), (
@@ -238,6 +247,7 @@ def load_inputs(
     )
     length, width, pitch = (0, 0, 0) if pixels is None or into is None else (*pixels.shape, into.stride(0))
     scalars = (grid.shape[0], rows, *grid.stride(), length, kind, frames, room, int(grid.dtype is torch.int64))
+    scalars = (*scalars, min(1, rows) if padded else rows)
     programs = 1 - (-length * width // _CHUNK)
     fixed = merge, room, width, pitch
     if pixels is None or into is None or counts is None or not grid.is_cuda:

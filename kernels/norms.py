@@ -170,6 +170,30 @@ def layer_norm(
 
 
 @triton.jit
+def _load_pairs(ptrs, bounds_ptr, mask, PAIRS: tl.constexpr):
+    """(first, second) of each pair of neighbours of heads [ROWS, HEADS, 2 PAIRS], fp32, clamped if there are bounds;
+    zeros beyond the mask."""
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if bounds_ptr is not None:
+        x = tl.where(mask, clamp(x, tl.load(bounds_ptr), tl.load(bounds_ptr + 1)), 0.0)
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], PAIRS, 2]))
+
+
+@triton.jit
+def _store_pairs(ptrs, a, b, rstd, weight_ptr, rope_ptr, p, row, mask, turned, HALF: tl.constexpr):
+    """Stores pairs `p` of heads, [ROWS, HEADS, PAIRS] each half, normalised, and turned where `turned` [ROWS, 1]."""
+    inside = p < HALF
+    a *= rstd * tl.load(weight_ptr + 2 * p, mask=inside, other=0.0).to(tl.float32)[None, None, :]
+    b *= rstd * tl.load(weight_ptr + 2 * p + 1, mask=inside, other=0.0).to(tl.float32)[None, None, :]
+    angles = rope_ptr + row[:, None] * (2 * HALF) + p[None, :]  # of a row, for all its heads
+    cos = tl.load(angles, mask=turned & inside[None, :], other=1.0)[:, None, :]
+    sin = tl.load(angles + HALF, mask=turned & inside[None, :], other=0.0)[:, None, :]
+    out = tl.join(a * cos - b * sin, b * cos + a * sin)
+    out = tl.reshape(out, [out.shape[0], out.shape[1], 2 * out.shape[2]])
+    tl.store(ptrs, out.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _head_norm_rope_kernel(
     qkv_ptr,  # [T, 3 * HEADS * HEAD_DIM]
     weight_ptr,  # [PARTS, HEAD_DIM], q's, k's and v's
@@ -181,39 +205,38 @@ def _head_norm_rope_kernel(
     HEAD_DIM: tl.constexpr,
     EPS: tl.constexpr,
     PITCH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
+    REST: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     num_rows = tl.load(num_rows_ptr)
+    h = tl.arange(0, HEAD_BLOCK)
     p = tl.arange(0, PAIRS)
-    mask_p = (p < HALF)[None, :]
-    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows * PARTS * HEADS, BLOCK), tl.num_programs(0)):
-        offs = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)  # a head of q, k or v of a row
-        row = offs // (PARTS * HEADS)
-        head = offs % (PARTS * HEADS)
-        mask_m = (row < num_rows)[:, None]
-        mask = mask_m & mask_p
-        ptrs = qkv_ptr + (row * PITCH + head * HEAD_DIM)[:, None] + 2 * p[None, :]
-        a = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK, PAIRS]
-        b = tl.load(ptrs + 1, mask=mask, other=0.0).to(tl.float32)
-        weight = weight_ptr + (head // HEADS * HEAD_DIM)[:, None] + 2 * p[None, :]
-        turned = mask if PARTS == 2 else mask & (head < 2 * HEADS)[:, None]
-        cos = tl.load(rope_ptr + row[:, None] * HEAD_DIM + p[None, :], mask=turned, other=1.0)
-        sin = tl.load(rope_ptr + row[:, None] * HEAD_DIM + HALF + p[None, :], mask=turned, other=0.0)
-
+    cols = tl.arange(0, 2 * PAIRS)[None, None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS) * PARTS, tl.num_programs(0)):
+        part = block % PARTS  # all heads of q, of k or of v
+        row = block // PARTS * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < num_rows)[:, None, None] & (h < HEADS)[None, :, None]
+        turned = ((row < num_rows) & (part < 2))[:, None]
+        heads = qkv_ptr + row[:, None, None] * PITCH + ((part * HEADS + h) * HEAD_DIM)[None, :, None]
+        weight = weight_ptr + part * HEAD_DIM
+        bounds = clip_ptr
         if clip_ptr is not None:
-            bounds = clip_ptr + (head // HEADS * 2)[:, None]
-            least = tl.load(bounds, mask=mask_m, other=0.0)  # zeros beyond head_dim add nothing to the squares
-            most = tl.load(bounds + 1, mask=mask_m, other=0.0)
-            a = tl.where(mask, clamp(a, least, most), 0.0)
-            b = tl.where(mask, clamp(b, least, most), 0.0)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(a * a + b * b, 1), HEAD_DIM * 1.0) + EPS))[:, None]
-        a = a * rstd * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
-        b = b * rstd * tl.load(weight + 1, mask=mask, other=0.0).to(tl.float32)
-
-        tl.store(ptrs, (a * cos - b * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
-        tl.store(ptrs + 1, (b * cos + a * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+            bounds = clip_ptr + 2 * part
+        a, b = _load_pairs(heads + cols, bounds, mask, PAIRS)
+        squares = tl.sum(a * a + b * b, 2)
+        if REST > 0:  # of a head of 72, 4 pairs: a power of two of them and these, so that few lanes idle
+            rest = 2 * PAIRS + tl.arange(0, 2 * REST)[None, None, :]
+            inside = mask & (rest < HEAD_DIM)
+            c, d = _load_pairs(heads + rest, bounds, inside, REST)
+            squares += tl.sum(c * c + d * d, 2)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HEAD_DIM * 1.0) + EPS))[:, :, None]
+        _store_pairs(heads + cols, a, b, rstd, weight, rope_ptr, p, row, mask, turned, HALF)
+        if REST > 0:
+            pairs = PAIRS + tl.arange(0, REST)
+            _store_pairs(heads + rest, c, d, rstd, weight, rope_ptr, pairs, row, inside, turned, HALF)
 
 
 def head_norm_rope(
@@ -238,8 +261,10 @@ def head_norm_rope(
     """
     parts, head_dim = weight.shape
     assert qkv.stride(1) == 1 and qkv.shape[1] == 3 * heads * head_dim, f"qkv {qkv.shape}, {heads} heads of {head_dim}"
-    block = 32
-    programs = min(max_programs, triton.cdiv(qkv.shape[0] * parts * heads, block))
+    half, block = head_dim // 2, triton.next_power_of_2(heads)
+    pairs = 1 << (half.bit_length() - 1)
+    rows = max(1, 2048 // (block * pairs))
+    programs = min(max_programs, triton.cdiv(qkv.shape[0], rows) * parts)
     if programs:
         constants = {
             "PARTS": parts,
@@ -247,8 +272,10 @@ def head_norm_rope(
             "HEAD_DIM": head_dim,
             "EPS": eps,
             "PITCH": qkv.stride(0),
-            "BLOCK": block,
-            "PAIRS": triton.next_power_of_2(head_dim // 2),
+            "ROWS": rows,
+            "HEAD_BLOCK": block,
+            "PAIRS": pairs,
+            "REST": 0 if half == pairs else triton.next_power_of_2(half - pairs),
         }
         launch(_head_norm_rope_kernel, programs, (), (qkv, weight, rope, clip, num_rows), constants, {"num_warps": 4})
     return qkv

@@ -146,7 +146,7 @@ class CapturedEncoder:
 
     # content in and out
 
-    def load(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor) -> None:
+    def load(self, budget: int, grid: torch.Tensor, pixels: torch.Tensor, padded: bool = False) -> None:
         """Fills the grid and the pixels of `budget`, in one launch where pixels lie on the GPU.
 
         A grid that is not one of these pixels leaves no items: the host may have yet to read it.
@@ -154,15 +154,16 @@ class CapturedEncoder:
         Args:
             grid: `[n, 3]` int64 or int32 on the device.
             pixels: of any kind (`kernels.load_inputs.kind_of`), on any device.
+            padded: rows of padding may follow those of the grid.
         """
         rows, kind = pixels.shape[0], FLOATS
         if pixels.dtype == torch.uint8:
             kind = kind_of(pixels, self._spec.patch_width)
             pixels = pixels if pixels.device == self._device else pixels.to(self._device, non_blocking=True)
         if load_inputs.can_load(pixels, self._device):
-            self._load(budget, grid, rows, kind, pixels)
+            self._load(budget, grid, rows, kind, pixels, padded)
             return
-        self._load(budget, grid, rows, kind)
+        self._load(budget, grid, rows, kind, padded=padded)
         self.load_pixels(budget, pixels)
 
     def load_grid(self, budget: int, rows: Rows, pixels: torch.Tensor) -> None:
@@ -177,11 +178,19 @@ class CapturedEncoder:
             pixels = centred(pixels.to(self._device, non_blocking=True), self._dtype)
         into.copy_(pixels, non_blocking=True)
 
-    def _load(self, budget: int, grid: torch.Tensor, rows: int, kind: int, pixels: torch.Tensor | None = None) -> None:
+    def _load(
+        self,
+        budget: int,
+        grid: torch.Tensor,
+        rows: int,
+        kind: int,
+        pixels: torch.Tensor | None = None,
+        padded: bool = False,
+    ) -> None:
         part, spec = self._parts[budget], self._spec
         into = None if pixels is None else part.pixels
-        counts = part.row_counts
-        self._ops.load_inputs(grid, rows, self._max_frames, spec.merge_size, part.grid, pixels, into, counts, kind)
+        out, counts, frames = part.grid, part.row_counts, self._max_frames
+        self._ops.load_inputs(grid, rows, frames, spec.merge_size, out, pixels, into, counts, kind, padded)
 
     def grid(self, rows: Rows) -> torch.Tensor:
         """`[n, 3]` int32 on the device: (t, h, w) of each piece of a batch; recent ones are kept there.

@@ -100,6 +100,16 @@ def check_padded(
 
 def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs | Reason:
     """Padded images as a grid and rows of patches, made on `device`; on a CPU the grid is known then."""
+    loaded = load_padded(inputs, spec, device, dtype)
+    assert loaded.grid is not None
+    if is_on_gpu(loaded.grid):
+        return loaded
+    known = loaded.with_rows(loaded.grid.tolist(), spec.merge_size)
+    return known if isinstance(known, Reason) else Inputs(known[0], None, known[1])
+
+
+def load_padded(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """As `without_padding`, with a grid that nobody has read."""
     assert inputs.grid is not None, "padded images have positions"
     ops, merge, (images, patches, width) = ops_for(device), spec.merge_size, inputs.pixels.shape
     pixels = inputs.pixels.detach().to(device).contiguous()
@@ -108,11 +118,7 @@ def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtyp
     grid = torch.empty(images, 3, dtype=torch.int32, device=device)
     ops.patch_grid(inputs.grid.to(device), spec.position_side, merge, grid)
     rows = torch.empty(images * patches, width, dtype=dtype, device=device)
-    loaded = Inputs(ops.load_patches(pixels, grid, merge, rows), grid, None, padded=True)
-    if is_on_gpu(grid):
-        return loaded
-    known = loaded.with_rows(grid.tolist(), merge)
-    return known if isinstance(known, Reason) else Inputs(known[0], None, known[1])
+    return Inputs(ops.load_patches(pixels, grid, merge, rows), grid, None, padded=True)
 
 
 def is_on_gpu(grid: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -109,9 +109,19 @@ class Step:
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
-def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits) -> tuple[Step, ...]:
-    """How `items` are run within `limits`; `unit` patch tokens are merged into one. Pure; recent layouts are kept."""
+def plan_steps(items: tuple[Item, ...], unit: int, limits: Limits, rows: int = 0) -> tuple[Step, ...]:
+    """How `items` are run within `limits`. Pure; recent layouts are kept.
+
+    Args:
+        unit: patch tokens that are merged into one.
+        rows: patch rows with padding: the budget of a call's only batch has room for them. It follows from shapes then,
+            and a replay may begin before anybody has read what is padding.
+    """
     plan = pack(tuple(Work(item.t, item.h * item.w // unit) for item in items), limits)
+    if len(plan.batches) == 1:
+        sole = plan.batches[0]
+        padded = limits.smallest_for(rows // unit) or 0
+        plan = replace(plan, batches=(replace(sole, budget=max(sole.budget, padded)),))
     first = [0, *itertools.accumulate(item.tokens for item in items)]
 
     def step(batch: Batch | None, reason: str, pieces: Sequence[Piece]) -> Step:
@@ -137,9 +147,9 @@ def _spans(pieces: Sequence[Piece], rows: Sequence[tuple[int, int, int]], first:
     return tuple(spans)
 
 
-def sole_batch(items: Sequence[Item], unit: int, limits: Limits) -> Batch | None:
-    """The batch that `items` are, if that is one, of every item whole and in the caller's order."""
-    steps = plan_steps(tuple(items), unit, limits)
+def sole_batch(items: Sequence[Item], unit: int, limits: Limits, rows: int = 0) -> Batch | None:
+    """The batch that `items` are, if that is one, of every item whole and in the caller's order; see `plan_steps`."""
+    steps = plan_steps(tuple(items), unit, limits, rows)
     alone = len(steps) == 1 and len(steps[0].spans) == 1 and len(steps[0].rows) == len(items)
     return steps[0].batch if alone else None
 
@@ -150,40 +160,43 @@ def budgets_of(calls: Iterable[Sequence[Item]], unit: int, limits: Limits) -> se
     return {step.batch.budget for step in steps if step.batch is not None}
 
 
-def run(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Counter[str]) -> EncoderOutputs:
+def run(
+    runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Counter[str], rows: int = 0
+) -> EncoderOutputs:
     """Outputs of `items`, in their order, in memory of the caller's.
 
     Args:
         pixels: of any kind (`kernels.load_inputs.kind_of`), on any device, rows of the items one after another.
         eager: counts of eager runs by reason, added to.
+        rows: patch rows that the caller gave, with padding.
 
     Raises:
         KernelsNotReady: some are still being compiled, and the runtime does not wait; nothing has changed.
     """
     pixels = pixels.detach()
     graphs = runtime.graphs
-    steps = () if graphs is None else plan_steps(tuple(items), runtime.spec.merge_unit, graphs.limits)
+    steps = () if graphs is None else plan_steps(tuple(items), runtime.spec.merge_unit, graphs.limits, rows)
     if runtime.kernels is None:
-        return _run_steps(runtime, pixels, items, steps, eager)
-    runs = _new_runs(runtime, items, steps)
+        return _run_steps(runtime, pixels, items, steps, eager, rows)
+    runs = _new_runs(runtime, max(_tokens(items), rows), steps)
     if not runs:
-        return _run_steps(runtime, pixels, items, steps, eager)
+        return _run_steps(runtime, pixels, items, steps, eager, rows)
     runtime.kernels.need(runs, runtime.compile_now)
     if runtime.compile_now:
-        return _run_steps(runtime, pixels, items, steps, eager)
+        return _run_steps(runtime, pixels, items, steps, eager, rows)
     with runtime.kernels.guard(runs):
         captures = [run.tokens for run in runs if run.graph]
         if graphs is not None and len(captures) > 1:  # a call has the time of one capture
             graphs.manager.ready(captures[0])
             raise KernelsNotReady("")
-        return _run_steps(runtime, pixels, items, steps, eager)
+        return _run_steps(runtime, pixels, items, steps, eager, rows)
 
 
-def _new_runs(runtime: Runtime, items: Sequence[Item], steps: Sequence[Step]) -> list[Run]:
-    """What `steps` launch that is not captured; the eager run of `items` where there are no steps."""
+def _new_runs(runtime: Runtime, tokens: int, steps: Sequence[Step]) -> list[Run]:
+    """What `steps` launch that is not captured; the eager run of `tokens` where there are no steps."""
     graphs, kinds = runtime.graphs, runtime.weights.kinds
     if graphs is None:
-        return [Run(runtime.plan_tokens(_tokens(items)), False, kinds)]
+        return [Run(runtime.plan_tokens(tokens), False, kinds)]
     runs: dict[Run, None] = {}
     for step in steps:
         if step.batch is None:
@@ -194,11 +207,11 @@ def _new_runs(runtime: Runtime, items: Sequence[Item], steps: Sequence[Step]) ->
 
 
 def _run_steps(
-    runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], steps: Sequence[Step], eager: Counter[str]
+    runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], steps: Sequence[Step], eager: Counter[str], rows: int
 ) -> EncoderOutputs:
     if runtime.graphs is None:
         eager[runtime.no_graphs] += 1
-        return run_eager(runtime, pixels, items)
+        return run_eager(runtime, pixels, items, rows)
     if len(steps) == 1 and steps[0].batch is None:
         eager[steps[0].reason] += 1
         return run_eager(runtime, pixels, items)
@@ -208,8 +221,9 @@ def _run_steps(
             continue
         eager[step.reason or CAPTURE_FAILED] += 1
         parts = [pixels[source : source + length] for source, _, length in step.spans]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        answer.keep(run_eager(runtime, rows, [Item(*row) for row in step.rows]), step.spans)
+        part = parts[0] if len(parts) == 1 else torch.cat(parts)
+        room = 0 if step.batch is None else step.batch.budget * runtime.spec.merge_unit
+        answer.keep(run_eager(runtime, part, [Item(*row) for row in step.rows], room), step.spans)
     return answer.outputs()
 
 
@@ -258,21 +272,21 @@ class _Answer:
                 mine[source // unit : (source + length) // unit].copy_(rows)
 
 
-def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
-    """The encoder on buffers of exactly the size of `items`."""
+def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int = 0) -> EncoderOutputs:
+    """The encoder on buffers of exactly the size of `items`, with the plan of `rows` patch rows if these are more."""
     items = [item for item in items if item.tokens]
     if not items:
         return runtime.new_outputs(0)
     while True:
         try:
-            return _encode(runtime, pixels, items)
+            return _encode(runtime, pixels, items, rows)
         except BackendFailed:  # at its first launch; the next plan does without that backend
             continue
 
 
-def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item]) -> EncoderOutputs:
+def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int) -> EncoderOutputs:
     spec, device, dtype = runtime.spec, runtime.device, runtime.dtype
-    plan = plan_for(spec, runtime.plan_tokens(_tokens(items)), dtype, Target.of(device))
+    plan = plan_for(spec, runtime.plan_tokens(max(_tokens(items), rows)), dtype, Target.of(device))
     kind, capacity = kind_of(pixels, spec.patch_width), Capacity.of(items, plan.layout(spec))
     floats = _aligned(pixels.to(device, dtype)) if kind == FLOATS else None
     buffers = allocate(spec, capacity, dtype, device, floats)

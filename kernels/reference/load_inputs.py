@@ -16,17 +16,19 @@ def load_inputs(
     into: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     kind: int = FLOATS,
+    padded: bool = False,
 ) -> torch.Tensor:
     """See `fusedvit.kernels.load_inputs.load_inputs`."""
     sides = grid.long()
     within = bool(((sides >= 1) & (sides <= rows)).all()) and bool((sides[:, 1:] % merge == 0).all())
     items = sides.tolist() if within else []
+    total = sum(t * h * w for t, h, w in items)
     out.zero_()
-    if within and sum(t * h * w for t, h, w in items) == rows and sum(t for t, _, _ in items) <= frames:
+    if within and (0 < total <= rows if padded else total == rows) and sum(t for t, _, _ in items) <= frames:
         out[: len(items)] = sides
     if counts is not None:
         counts[:, 0] = 0
-        counts[kind, 0] = rows if bool(out.any()) else 0
+        counts[kind, 0] = total if bool(out.any()) else 0
     if pixels is not None and into is not None:
         length, width = pixels.shape
         into[:length, :width].copy_(centred(pixels, into.dtype) if pixels.dtype == torch.uint8 else pixels)

@@ -8,6 +8,7 @@ import torch
 
 import fusedvit
 from fusedvit.cli.towers import padded_images, random_weights_
+from fusedvit.errors import ODD_POSITIONS
 from fusedvit.graphs.limits import check_limits
 from tests.support.families import INSTALLED, family_tower
 from tests.support.towers import Call, Grid, assert_same, copy_of, error_of, outputs_of, patches_of, ran_fused
@@ -237,6 +238,29 @@ def test_graphs_of_soft_token_budgets() -> None:
             assert_same(call.run(tower), call.run(original))
         assert sum(graphs.manager.stats.replays.values()) > 4
     assert handle.stats()["original"] == {}
+
+
+def test_a_replay_begins_before_anybody_has_read_what_is_padding() -> None:
+    """The padded size is the budget's: whatever part of it images fill, calls replay one graph, for the same bits."""
+    tower = tower_of()
+    original, handle = copy_of(tower), fusedvit.fuse(tower)
+    handle.refresh()
+    grids: list[Grid] = [[(1, 6, 9), (1, 3, 3)], [(1, 9, 6), (1, 9, 6)], [(1, 3, 3), (1, 3, 6)]]
+    with graphs_on_cpu(handle, check_limits((4, 12, 16), 4, 8)) as graphs:
+        first = [run(tower, batch(grid, 54)) for grid in grids]
+        again = [run(tower, batch(grid, 54)) for grid in grids]
+        held = graphs.manager.stats.as_dict()
+        odd = batch(grids[0], 54)
+        odd["pixel_position_ids"][0, 1] = 5
+        assert_same(run(tower, odd), run(original, odd))
+    for grid, *found in zip(grids, first, again, strict=True):
+        expected = run(original, batch(grid, 54))
+        for outputs in found:
+            assert_same(outputs, expected)
+        assert all(torch.equal(a, b) for a, b in zip(found[0].values(), found[1].values(), strict=True))
+    assert held["replays_by_budget"] == {12: 6} and held["merged_tokens"] == 2 * (7 + 12 + 3)
+    assert held["mispredictions"] == 0 and graphs.manager.stats.mispredictions == 1, "dropped where positions are odd"
+    assert list(handle.stats()["original"]) == [ODD_POSITIONS]
 
 
 # ── whole models ──────────────────────────────────────────────────────────────────────────────────────────────────────

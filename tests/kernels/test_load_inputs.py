@@ -75,6 +75,19 @@ def test_what_is_no_grid_of_the_call_becomes_no_items(op: Callable[..., torch.Te
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_padding_behind_the_items(op: Callable[..., torch.Tensor], device: torch.device) -> None:
+    grid, bad = torch.tensor(GOOD, device=device), torch.tensor([*GOOD, (0, 0, 0)], device=device)
+    for tokens in (ROWS, ROWS + 9, 2**31 - 1):
+        counts = torch.full((3, 4), 7, dtype=torch.int32, device=device)
+        out = op(grid, tokens, FRAMES, 2, table(device), counts=counts, padded=True)
+        assert torch.equal(out[: len(GOOD)], grid.int()) and not out[len(GOOD) :].any()
+        assert counts[:, 0].tolist() == [ROWS, 0, 0]
+        assert not op(bad, tokens, FRAMES, 2, table(device), padded=True).any(), "an image without patches"
+    assert not op(grid, ROWS - 1, FRAMES, 2, table(device), padded=True).any()
+    assert not op(grid, ROWS, sum(t for t, _, _ in GOOD) - 1, 2, table(device), padded=True).any()
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_grid(op: Callable[..., torch.Tensor], data: st.DataObject, device: torch.device) -> None:

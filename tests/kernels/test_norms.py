@@ -142,26 +142,38 @@ def normed_and_rotated(x: torch.Tensor, weight: torch.Tensor, rope: torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("rows, heads, d", [(0, 2, 64), (1, 1, 64), (9, 2, 24), (17, 4, 64)])
+@pytest.mark.parametrize("rows, heads, d", [(0, 2, 64), (1, 1, 64), (9, 2, 24), (17, 4, 64), (11, 3, 72)])
+@pytest.mark.parametrize("parts", (2, 3))
 @either
 def test_head_norm_rope(
-    ops: ModuleType, rows: int, heads: int, d: int, dtype: torch.dtype, device: torch.device
+    ops: ModuleType, parts: int, rows: int, heads: int, d: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     qkv = random(rows + 3, 3 * heads * d, device=device).to(dtype)
     qkv[rows:] = NAN
-    weight = random(2, d, seed=1, device=device).to(dtype)
+    weight = random(parts, d, seed=1, device=device).to(dtype)
     angle = random(rows + 3, d // 2, seed=2, scale=3.0, device=device)
     rope = torch.stack([angle.cos(), angle.sin()], 1)
     q, k, v = (part.clone() for part in qkv[:rows].view(rows, 3, heads, d).unbind(1))
     out = ops.head_norm_rope(qkv, weight, rope, count(rows, device), heads, HEAD_EPS, 2)
     assert out is qkv and out[rows:].isnan().all()
     ours = out[:rows].view(rows, 3, heads, d).unbind(1)
-    for got, x, w in zip(ours, (q, k), weight, strict=False):
+    turned, still = rope[:rows], torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], 1)[:rows]
+    for got, x, w, by in zip(ours, (q, k, v), weight, (turned, turned, still), strict=False):
         if rows:
-            assert_within(
-                got, normed_and_rotated(x.double(), w.double(), rope[:rows]), normed_and_rotated(x, w, rope[:rows])
-            )
-    assert torch.equal(ours[2], v)
+            assert_within(got, normed_and_rotated(x.double(), w.double(), by), normed_and_rotated(x, w, by))
+    assert parts == 3 or torch.equal(ours[2], v)
+
+
+@either
+def test_heads_are_clamped_first(ops: ModuleType, device: torch.device) -> None:
+    rows, heads, d = 5, 3, 24
+    qkv, bounds = random(rows, 3 * heads * d, device=device), torch.tensor([[-0.5, 0.7], [-0.1, 0.2], [0.1, 0.3]])
+    parts = qkv.view(rows, 3, heads, d).unbind(1)
+    clamped = torch.stack([x.clamp(*b.tolist()) for x, b in zip(parts, bounds, strict=True)], 1).reshape(rows, -1)
+    weight, rope = random(3, d, seed=1, device=device), random(rows, 2, d // 2, seed=2, device=device)
+    given = weight, rope, count(rows, device), heads, HEAD_EPS, 2
+    expected = ops.head_norm_rope(clamped.clone(), *given)
+    assert torch.equal(ops.head_norm_rope(qkv, *given, bounds.to(device)), expected)
 
 
 def test_heads_of_another_width_are_refused(device: torch.device) -> None:

@@ -64,7 +64,7 @@ def test_a_replay_of_another_budget_than_the_plan_is_dropped(case: Case) -> None
     items = check_items([(1, 4, 4)], 16, 2)
     taken = []
     for budget in graphs.manager.limits.token_budgets:
-        replay = speculative_replay.SpeculativeReplay(graphs, 4, budget, None, 0, outputs)
+        replay = speculative_replay.SpeculativeReplay(graphs, 4, 16, budget, None, 0, outputs)
         taken.append(replay.accept(items))
     assert taken == [outputs, *[None] * (len(taken) - 1)] and len(taken) > 1
 
