@@ -437,20 +437,38 @@ def _names_of_ours(modules: tuple[str, ...]) -> tuple[frozenset[str], frozenset[
     return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in operators_in(code))
 
 
+_OPERATORS = {
+    opcode
+    for name, opcode in dis.opmap.items()
+    if name.startswith(("BINARY_", "INPLACE_", "COMPARE_")) or name in _SPECIAL
+}
+_methods_of: dict[tuple[int, int], tuple[str, ...]] = {}  # by an instruction's two bytes
+
+
 def operators_in(code: CodeType) -> Iterator[str]:
     """Methods of `torch.Tensor` that the operators in `code` lead to."""
     for part in parts_of(code):
-        for instruction in dis.get_instructions(part):
-            name, sign = instruction.opname, instruction.argrepr
-            kind, _, operation = name.partition("_")
-            if kind in ("BINARY", "INPLACE") and (operation == "OP" or operation in _NAMED):
-                sign = _NAMED.get(operation, sign.removesuffix("="))
-                spelled = _BINARY.get(sign, "getitem")  # "[]" since Python 3.14
-                yield from (f"__{side}{spelled}__" for side in ("", "r", "i"))
-            elif name == "COMPARE_OP":
-                yield f"__{_COMPARED[sign.removeprefix('bool(').removesuffix(')')]}__"
-            elif name in _SPECIAL:
-                yield f"__{_SPECIAL[name]}__"
+        code_bytes = part.co_code
+        words = {*zip(code_bytes[::2], code_bytes[1::2], strict=True)}
+        words = {word for word in words if word[0] in _OPERATORS}
+        if not words <= _methods_of.keys():  # `dis` takes a hundred times as long as these sets
+            for instruction in dis.get_instructions(part):
+                word = instruction.opcode, code_bytes[instruction.offset + 1]
+                _methods_of[word] = _methods(instruction.opname, instruction.argrepr)
+        for word in words:
+            yield from _methods_of[word]
+
+
+def _methods(name: str, sign: str) -> tuple[str, ...]:
+    """Those that an instruction leads to."""
+    kind, _, operation = name.partition("_")
+    if kind in ("BINARY", "INPLACE") and (operation == "OP" or operation in _NAMED):
+        sign = _NAMED.get(operation, sign.removesuffix("="))
+        spelled = _BINARY.get(sign, "getitem")  # "[]" since Python 3.14
+        return tuple(f"__{side}{spelled}__" for side in ("", "r", "i"))
+    if name == "COMPARE_OP":
+        return (f"__{_COMPARED[sign.removeprefix('bool(').removesuffix(')')]}__",)
+    return (f"__{_SPECIAL[name]}__",) if name in _SPECIAL else ()
 
 
 def _describe(value: object) -> str:
