@@ -505,18 +505,19 @@ class FusedEncoder:
         rows = inputs.pixels.shape[0] if inputs.padded else 0
         mark = weights.mark() if replay is None and (check_content or unread) else None
         mark = mark if replay is None else replay.mark
-        items, outputs = inputs.items, None
-        if items is not None:
-            outputs = run(runtime, inputs.pixels, items, self._stats.eager_runs)
+        items, pixels, outputs = inputs.items, inputs.pixels, None
+        if items is not None and replay is None:
+            outputs = run(runtime, pixels, items, self._stats.eager_runs)
         found = weights.read_back(mark, check_content, inputs.grid)
         if items is None:
             known = inputs.with_rows(found.rows, self.spec.merge_size)
             if isinstance(known, Reason):
                 return known
             pixels, items = known
-            outputs = None if replay is None else replay.accept(items)
-            if outputs is None and found.unchanged:
-                outputs = run(runtime, pixels, items, self._stats.eager_runs, rows)
+        if replay is not None:
+            outputs = replay.accept(items)
+        if outputs is None and found.unchanged:
+            outputs = run(runtime, pixels, items, self._stats.eager_runs, rows)
         return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
     def leave(self, why: str) -> None:

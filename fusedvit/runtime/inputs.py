@@ -34,6 +34,12 @@ class Inputs:
     items: list[Item] | None
     padded: bool = False
 
+    @property
+    def table(self) -> torch.Tensor:
+        """The grid, where the host has yet to read it."""
+        assert self.grid is not None, "this call's grid was on the host"
+        return self.grid
+
     def with_rows(self, rows: list[list[int]], merge_size: int) -> tuple[torch.Tensor, list[Item]] | Reason:
         """Pixels and items once the host has read the grid's `rows`, or why the original code must run.
 
@@ -101,22 +107,20 @@ def check_padded(
 def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs | Reason:
     """Padded images as a grid and rows of patches, made on `device`; on a CPU the grid is known then."""
     loaded = load_padded(inputs, spec, device, dtype)
-    assert loaded.grid is not None
-    if is_on_gpu(loaded.grid):
+    if is_on_gpu(loaded.table):
         return loaded
-    known = loaded.with_rows(loaded.grid.tolist(), spec.merge_size)
+    known = loaded.with_rows(loaded.table.tolist(), spec.merge_size)
     return known if isinstance(known, Reason) else Inputs(known[0], None, known[1])
 
 
 def load_padded(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs:
     """As `without_padding`, with a grid that nobody has read."""
-    assert inputs.grid is not None, "padded images have positions"
     ops, merge, (images, patches, width) = ops_for(device), spec.merge_size, inputs.pixels.shape
     pixels = inputs.pixels.detach().to(device).contiguous()
     if device.type != "cpu" and pixels.dtype not in PIXEL_DTYPES:
         pixels = pixels.float()
     grid = torch.empty(images, 3, dtype=torch.int32, device=device)
-    ops.patch_grid(inputs.grid.to(device), spec.position_side, merge, grid)
+    ops.patch_grid(inputs.table.to(device), spec.position_side, merge, grid)
     rows = torch.empty(images * patches, width, dtype=dtype, device=device)
     return Inputs(ops.load_patches(pixels, grid, merge, rows), grid, None, padded=True)
 

@@ -1,9 +1,10 @@
 """A replay begun before the host has checked the call: it checks, and reads the grid, while the GPU works.
 
 The shapes of the caller's tensors give the patch tokens and the number of items, and these nearly always give the plan:
-one batch, of the smallest token budget with room, its rows in the caller's order. The device loads the grid itself and
-runs no item where that is no grid of this call (`kernels.load_inputs`). Once the host has read the grid, the replay is
-accepted if the plan says the same, or dropped. A wrong prediction costs a replay and never an answer.
+one batch, of the smallest token budget with room, its rows in the caller's order. The device loads the grid itself, the
+caller's or a copy of one on the host, and runs no item where that is no grid of this call (`kernels.load_inputs`). Once
+the host has read it, the replay is accepted if the plan says the same, or dropped. A wrong prediction costs a replay
+and never an answer.
 
 Padded images are made rows and a grid on the device first. Outputs have room for the padding, and end before it once
 the host knows where that is.
@@ -11,14 +12,16 @@ the host knows where that is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from fusedvit.graphs.packing import sole_budget
-from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, MAX_ROWS, PIXEL_DTYPES, POSITION_DTYPES, STILL_BYTES
+from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, MAX_ROWS, PIXEL_DTYPES, STILL_BYTES
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
-from fusedvit.runtime.captured_encoder import TowerGraphs
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.captured_encoder import Rows, TowerGraphs
 from fusedvit.runtime.inputs import Inputs, load_padded
 from fusedvit.runtime.readback import StreamMark
 from fusedvit.runtime.runner import Runtime, sole_batch
@@ -82,23 +85,26 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
     """
     if runtime is None or runtime.graphs is None or not _tells_its_shape(pixels, grid, runtime, marked):
         return None
-    assert isinstance(pixels, torch.Tensor) and isinstance(grid, torch.Tensor)
-    graphs, spec, unit = runtime.graphs, runtime.spec, runtime.spec.merge_unit
-    rows = pixels.shape[0] * (pixels.shape[1] if spec.padded else 1)
-    budget = None if rows % unit else sole_budget(rows // unit, grid.shape[0], graphs.manager.limits)
-    if budget is None:
+    assert isinstance(pixels, torch.Tensor)
+    graphs, padded, unit = runtime.graphs, runtime.spec.padded, runtime.spec.merge_unit
+    rows = pixels.shape[:-1].numel()
+    there = grid if type(grid) is torch.Tensor and grid.device == runtime.device else None
+    table = _rows_of(grid, rows, runtime.spec) if there is None else ()
+    items = len(table) if there is None else there.shape[0]
+    budget = None if rows % unit else sole_budget(rows // unit, items, graphs.manager.limits)
+    if budget is None or (padded and items > graphs.manager.limits.max_frames):
         return None
     weights = runtime.weights
     found = SpeculativeReplay(graphs, unit, rows, budget, None, weights.version, None)
 
     def load(budget: int) -> bool:
-        if spec.padded:
-            images = load_padded(Inputs(pixels, grid, None, padded=True), spec, runtime.device, runtime.dtype)
-            assert images.grid is not None
-            graphs.encoder.load(budget, images.grid, images.pixels, padded=True)
-            found.inputs = images
+        on_device = graphs.encoder.grid(table) if there is None else there
+        if padded:
+            images = Inputs(pixels, on_device, None, padded=True)
+            found.inputs = load_padded(images, runtime.spec, runtime.device, runtime.dtype)
+            graphs.encoder.load(budget, found.inputs.table, found.inputs.pixels, padded=True)
         else:
-            graphs.encoder.load(budget, grid, pixels)
+            graphs.encoder.load(budget, on_device, pixels)
         # What the graph needs and its inputs do not: the GPU loads these meanwhile.
         if not weights.in_place():  # the graph would read memory that was freed
             return False
@@ -113,43 +119,42 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
 
 
 def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: bool) -> bool:
-    """Whether these are plain tensors of the right shapes on the tower's device, which is current.
+    """Whether these are plain pixels of the right shape on the tower's device, which is current, and a grid for them
+    that lies there or on the host; of padded images positions that lie there.
 
     A subclass may act on what is done to it, and so may what traces, captures or differentiates.
     """
-    if type(pixels) is not torch.Tensor or type(grid) is not torch.Tensor:
+    if type(pixels) is not torch.Tensor or pixels.device != runtime.device or pixels.requires_grad:
         return False
-    device = runtime.device
-    if pixels.device != device or grid.device != device or pixels.requires_grad:
-        return False
-    if runtime.spec.padded:
-        return _is_padded(pixels, grid, runtime) and _is_current(device) and not torch._C._is_tracing()
-    full = runtime.spec.patch_width
-    return (
-        pixels.ndim == 2
-        and (pixels.shape[1] == full if pixels.dtype.is_floating_point else marked and _takes_bytes(pixels, runtime))
-        and grid.shape[1:] == (3,)
-        and grid.dtype in GRID_DTYPES
-        and max(grid.stride()) <= MAX_ROWS
-        and _is_current(device)
-        and not torch._C._is_tracing()
-    )
+    spec, dtype = runtime.spec, pixels.dtype
+    sides: tuple[int, ...] = (3,)
+    if spec.padded:
+        sides = *pixels.shape[1:2], 2
+        right = pixels.ndim == 3 and dtype in PIXEL_DTYPES and pixels.is_contiguous()
+    else:
+        right = pixels.ndim == 2 and (dtype.is_floating_point or (marked and _takes_bytes(pixels, runtime)))
+    if dtype.is_floating_point:
+        right = right and pixels.shape[-1] == spec.patch_width
+    if type(grid) is torch.Tensor and grid.device == runtime.device:
+        right = right and grid.shape[1:] == sides and grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS
+        right = right and (len(sides) == 1 or grid.shape[0] == pixels.shape[0])
+    else:
+        right = right and len(sides) == 1
+    return right and _is_current(runtime.device) and not torch._C._is_tracing()
 
 
-def _is_padded(pixels: torch.Tensor, positions: torch.Tensor, runtime: Runtime) -> bool:
-    """Whether these are padded images that can be pooled, and as many positions."""
-    spec, limits = runtime.spec, runtime.limits
-    return (
-        pixels.ndim == 3
-        and pixels.shape[2] == spec.patch_width
-        and pixels.dtype in PIXEL_DTYPES
-        and pixels.is_contiguous()
-        and positions.shape == (*pixels.shape[:2], 2)
-        and positions.dtype in POSITION_DTYPES
-        and pixels.shape[1] % spec.merge_unit == 0
-        and limits is not None
-        and pixels.shape[0] <= limits.max_frames
-    )
+def _rows_of(grid: object, rows: int, spec: VisionSpec) -> Rows:
+    """(t, h, w) of the items of a grid on the host, as `check_items` takes them; none where it would not."""
+    if type(grid) is torch.Tensor and grid.device.type == "cpu" and grid.dtype in GRID_DTYPES and grid.ndim == 2:
+        grid = grid.tolist()
+    if type(grid) is not list or not {*map(type, grid)} <= {list, tuple}:
+        return ()
+    table = tuple(map(tuple, grid))
+    sides = [*chain.from_iterable(table)]
+    if {*map(len, table)} != {3} or {*map(type, sides)} != {int} or min(sides) < 1:
+        return ()
+    whole = not any([h % spec.merge_size or w % spec.merge_size for _, h, w in table])
+    return table if whole and sum([t * h * w for t, h, w in table]) == rows else ()
 
 
 def _takes_bytes(pixels: torch.Tensor, runtime: Runtime) -> bool:

@@ -56,6 +56,7 @@ def test_a_call_takes_these_hops_in_this_order(
     grid = torch.tensor(GRID) if unread else GRID
     for _ in range(2):  # captures
         tower(pixels, grid_thw=grid)
+    pixels = pixels if unread else pixels[None]  # a batch of one: nothing is replayed before it is read
     seen = entered_and_left(tower, pixels, grid)
     assert HOPS[skipped] not in seen
     left = iter(seen)

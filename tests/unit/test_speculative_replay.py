@@ -160,16 +160,24 @@ def test_the_call_is_checked_under_its_replay(case: Case) -> None:
     assert order == ["replay_if_captured", "reason_of_call", "read_back", "host_unchanged"]
 
 
-def test_a_grid_on_the_host_is_run_before_the_weights_are_read(case: Case) -> None:
-    """There is nothing to predict, and nothing waits."""
+@pytest.mark.parametrize("grid", [GRID, torch.tensor(GRID), torch.tensor(GRID).int()], ids=["list", "int64", "int32"])
+def test_a_grid_on_the_host_is_run_before_the_call_is_checked(case: Case, grid: Any) -> None:
+    """There is nothing to predict, and nothing waits; a batch of one is run before the weights are read."""
     tower, handle, graphs = case
     pixels = Call.of(tower, GRID).pixels
     with mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False):
-        tower(pixels, grid_thw=GRID)
-        order = noted((graphs.manager, "replay"), (handle.weights, "read_back"))
-        out = tower(pixels, grid_thw=GRID)
-    assert order == ["replay", "read_back"] and graphs.manager.stats.mispredictions == 0
-    assert close([out.pooler_output], eager(handle, pixels, GRID)[1:2])
+        tower(pixels, grid_thw=grid)
+        order = noted(
+            (graphs.manager, "replay_if_captured"),
+            (graphs.manager, "replay"),
+            (fallback, "reason_of_call"),
+            (handle.weights, "read_back"),
+        )
+        outs = [tower(pixels, grid_thw=grid), tower(pixels[None], grid_thw=grid)]
+    begun = ["replay_if_captured", "reason_of_call", "read_back"]
+    assert order == [*begun, "reason_of_call", "replay", "replay_if_captured", "read_back"]
+    assert graphs.manager.stats.mispredictions == 0 and graphs.manager.stats.replays == {16: 3}
+    assert all(close([out.pooler_output], eager(handle, pixels, GRID)[1:2]) for out in outs)
 
 
 @pytest.mark.parametrize("checked", [True, False])
