@@ -21,7 +21,7 @@ from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, MAX_ROWS, PIXEL_DTY
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.captured_encoder import Rows, TowerGraphs
+from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.inputs import Inputs, load_padded
 from fusedvit.runtime.readback import StreamMark
 from fusedvit.runtime.runner import Runtime, sole_batch
@@ -89,16 +89,21 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
     graphs, padded, unit = runtime.graphs, runtime.spec.padded, runtime.spec.merge_unit
     rows = pixels.shape[:-1].numel()
     there = grid if type(grid) is torch.Tensor and grid.device == runtime.device else None
-    table = _rows_of(grid, rows, runtime.spec) if there is None else ()
-    items = len(table) if there is None else there.shape[0]
-    budget = None if rows % unit else sole_budget(rows // unit, items, graphs.manager.limits)
-    if budget is None or (padded and items > graphs.manager.limits.max_frames):
+    items = _items_of(grid, rows, runtime.spec) if there is None else ()
+    limits = graphs.manager.limits
+    if there is None:
+        batch = sole_batch(items, unit, limits)
+        budget = None if batch is None else batch.budget
+    else:
+        fits = not rows % unit and (not padded or there.shape[0] <= limits.max_frames)
+        budget = sole_budget(rows // unit, there.shape[0], limits) if fits else None
+    if budget is None:
         return None
     weights = runtime.weights
     found = SpeculativeReplay(graphs, unit, rows, budget, None, weights.version, None)
 
     def load(budget: int) -> bool:
-        on_device = graphs.encoder.grid(table) if there is None else there
+        on_device = graphs.encoder.grid(items) if there is None else there
         if padded:
             images = Inputs(pixels, on_device, None, padded=True)
             found.inputs = load_padded(images, runtime.spec, runtime.device, runtime.dtype)
@@ -143,18 +148,18 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
     return right and _is_current(runtime.device) and not torch._C._is_tracing()
 
 
-def _rows_of(grid: object, rows: int, spec: VisionSpec) -> Rows:
-    """(t, h, w) of the items of a grid on the host, as `check_items` takes them; none where it would not."""
+def _items_of(grid: object, rows: int, spec: VisionSpec) -> tuple[Item, ...]:
+    """The items of a grid on the host, as `check_items` takes them; none where it would not."""
     if type(grid) is torch.Tensor and grid.device.type == "cpu" and grid.dtype in GRID_DTYPES and grid.ndim == 2:
         grid = grid.tolist()
     if type(grid) is not list or not {*map(type, grid)} <= {list, tuple}:
         return ()
-    table = tuple(map(tuple, grid))
-    sides = [*chain.from_iterable(table)]
-    if {*map(len, table)} != {3} or {*map(type, sides)} != {int} or min(sides) < 1:
+    sides = [*chain.from_iterable(grid)]
+    if {*map(len, grid)} != {3} or {*map(type, sides)} != {int} or min(sides) < 1:
         return ()
-    whole = not any([h % spec.merge_size or w % spec.merge_size for _, h, w in table])
-    return table if whole and sum([t * h * w for t, h, w in table]) == rows else ()
+    items = tuple(map(Item._make, grid))
+    whole = not any([h % spec.merge_size or w % spec.merge_size for _, h, w in items])
+    return items if whole and sum([t * h * w for t, h, w in items]) == rows else ()
 
 
 def _takes_bytes(pixels: torch.Tensor, runtime: Runtime) -> bool:
