@@ -39,6 +39,7 @@ MEDIAN_OF = 15
 CLOSE = 0.03  # relative error of a fused answer against the original code's, by norms
 BARS = {  # name in the result: (at most, what it is)
     "slowest_of_hf": (3.0, "slowest call but the first / Hugging Face's median of its size"),
+    "new_size_of_hf": (3.0, "slowest first call of a size but the very first / Hugging Face's own first of it"),
     "warm_slowest_of_hf": (3.0, "the same with a warm cache, new process"),
     "first_of_hf": (1.5, "first call / Hugging Face's first"),
     "first_fused_s": (6.0, "s from the end of the first call to the end of the first fused one"),
@@ -86,14 +87,14 @@ class Tower:
 
 
 def hugging_face() -> dict[str, Any]:
-    """Its first call and its medians."""
+    """Its first call, its first of each size, which chooses algorithms for it, and its medians."""
     tower = Tower()
     first = tower.timed(SIDES[0])[0]
-    medians = {}
+    firsts, medians = {}, {}
     for side in SIDES:
-        tower.timed(side)
+        firsts[side] = tower.timed(side)[0]
         medians[side] = statistics.median(tower.timed(side)[0] for _ in range(MEDIAN_OF))
-    return {"first_s": first, "median_s": medians}
+    return {"first_s": first, "first_of_size_s": firsts, "median_s": medians}
 
 
 def loop(seconds: float, pause: float = 0.0, sides: tuple[int, ...] = SIDES, until_fused: bool = False) -> Any:
@@ -211,6 +212,9 @@ def _slowest(calls: list[dict[str, Any]], theirs: dict[str, Any]) -> float:
 def _of_loop(calls: list[dict[str, Any]], theirs: dict[str, Any]) -> dict[str, float]:
     first = calls[0]
     figures = {"first_of_hf": first["s"] / theirs["first_s"], "slowest_of_hf": _slowest(calls, theirs)}
+    if "first_of_size_s" in theirs:
+        new = calls[1 : len(SIDES)]
+        figures["new_size_of_hf"] = max(call["s"] / theirs["first_of_size_s"][str(call["side"])] for call in new)
     fused = {side: next((c["end_s"] for c in calls if c["fused"] and c["side"] == side), None) for side in SIDES}
     times = [at for at in fused.values() if at is not None]
     if times:

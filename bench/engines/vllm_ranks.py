@@ -160,9 +160,13 @@ def _warm_up(served: Served) -> None:
     """Gathers, then compiles and captures what this rank's shares replay; others may need longer."""
     handle, rank, ranks = fuse(served.ours), dist.get_rank(), dist.get_world_size()
     sharded = vars(served.ours.visual)[SERVED].sharded
-    shares = [shares_of(handle.spec, tokens(WORKLOADS[name]), torch.tensor(WORKLOADS[name]), ranks) for name in NAMES]
+    grids = [torch.tensor(WORKLOADS[name]) for name in NAMES]
+    shares = [shares_of(handle.spec, int(grid.prod(1).sum()), grid, ranks) or [] for grid in grids]
+    mine = [
+        of[rank].grid if all(share.pieces for share in of) else grid for of, grid in zip(shares, grids, strict=True)
+    ]
     sharded.gather()
-    sharded.after(lambda: handle.warmup(iter, calls=[of[rank].grid for of in shares if of and of[rank].pieces]))
+    sharded.after(lambda: handle.warmup(iter, calls=mine))
 
 
 def _manager(served: Served) -> tuple[Any, str]:

@@ -1,7 +1,8 @@
 """Sharded towers: the shards are gathered once, and every rank encodes its share of each call.
 
 Engines shard a tower over the GPUs of its language model. Here each rank holds a whole copy of it besides, which runs
-fused; the shards stay as they are. A call's items are divided over the ranks, and the rows are gathered.
+fused; the shards stay as they are. A call's items are divided over the ranks, and the rows are gathered. What cannot be
+divided, one image, every rank encodes by itself.
 
 Ranks agree before they wait for each other: each says how it fared, over the engine's own group on the CPU. They all
 run fused, or all run the engine's code, or all gather again; where they differ, or one has failed, all raise. A rank
@@ -230,7 +231,7 @@ class _Baseline(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """How one rank fared: its rows, padded to the longest share, and memory for all."""
+    """How one rank fared: its rows, padded to the longest share, and memory for all; all rows where they are all."""
 
     state: str
     detail: str = ""
@@ -285,17 +286,19 @@ class ShardedTower:
         shares = shares_of(self.handle.spec, len(pixels), grid, self.group.size)
         if shares is None:  # which the tower says best, and every rank alike
             return self.encode(self.handle, self.whole, pixels, grid)
+        busy = [share for share in shares if share.pieces]
+        shares = busy if len(busy) == 1 else shares
         patience = LOADING if self.stale else self.patience  # one rank may compile more than another at first
         for _ in range(2):
             if self.stale and not self.gather():
                 return None
-            found = self._encoded(pixels, shares)
+            found = self._encoded(pixels, shares, alone=len(shares) == 1)
             try:
                 state = self._agreement.on("call", found.state, found.detail, patience)
             except RuntimeError as error:
                 raise (found.error or error) from error
             if state == FUSED:
-                return self._gathered(found, shares)
+                return found.mine if len(shares) == 1 else self._gathered(found, shares)
             if state == OWN:
                 self._own(found.detail)
                 return None
@@ -305,10 +308,10 @@ class ShardedTower:
     def _tokens(self, shares: Sequence[Share]) -> list[int]:
         return [share.patches() // self.handle.spec.merge_size**2 for share in shares]
 
-    def _encoded(self, pixels: torch.Tensor, shares: Sequence[Share]) -> _Encoded:
-        """This rank's share; whatever goes wrong is told to the others before it is raised."""
+    def _encoded(self, pixels: torch.Tensor, shares: Sequence[Share], alone: bool) -> _Encoded:
+        """This rank's share, the only one if `alone`; whatever goes wrong is told to the others before it is raised."""
         assert self._baseline is not None, "gathered"
-        share, tokens = shares[self.group.rank], self._tokens(shares)
+        share, tokens = shares[0 if alone else self.group.rank], self._tokens(shares)
         try:
             unchanged = self._baseline.begin()
             try:
@@ -320,6 +323,8 @@ class ShardedTower:
                 return _Encoded(OWN, f"a hook on {path}") if path else self._changed()
             if rows is None:
                 return _Encoded(OWN, str(self.handle.reason() or "this call"))
+            if alone:
+                return _Encoded(FUSED, mine=rows)
             mine = rows.new_empty(max(tokens), rows.shape[1])
             mine[: len(rows)] = rows
             return _Encoded(

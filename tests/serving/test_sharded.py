@@ -37,6 +37,7 @@ class Threads:
     rank: int
     meeting: Meeting
     size: int = RANKS
+    gathered: int = 0
 
     def _all(self, mine: Any, seconds: float = 20) -> list[Any]:
         self.meeting.held[self.rank] = mine
@@ -49,6 +50,7 @@ class Threads:
         return self._all(text, seconds)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        self.gathered += 1
         out.copy_(torch.stack(self._all(mine.clone())))
 
 
@@ -204,11 +206,13 @@ def test_rows_come_in_order_on_every_rank(towers: Any) -> None:
             parameter.data.zero_()
         served = ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
         with torch.inference_mode():
-            return served(pixels, GRID), served(pixels[:64], GRID[:1])
+            rows, before = served(pixels, GRID), group.gathered
+            return rows, served(pixels[:64], GRID[:1]), group.gathered - before
 
     for found in on_ranks(run):
         assert not isinstance(found, Exception), found
-        rows, first = found
+        rows, first, gathered = found
+        assert gathered == 0, "one image: every rank encodes it"
         torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(first, want[: len(first)], rtol=1e-4, atol=1e-4)
     assert len(lines) == 1, lines
