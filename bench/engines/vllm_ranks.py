@@ -36,7 +36,7 @@ from fusedvit.bench.engines.vllm_models import (
     start,
 )
 from fusedvit.bench.towers import GEOMETRIES, build, pixels_for, verdict_of
-from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
+from fusedvit.bench.workloads import WORKLOADS, Grid
 from fusedvit.errors import first_line
 from fusedvit.runtime.item_shares import shares_of
 from fusedvit.serving.vllm import SERVED
