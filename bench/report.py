@@ -23,9 +23,10 @@ from fusedvit.bench.tables import HEADLINE, Table
 RESULTS = ROOT / "bench" / "results"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
 PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
+RANKS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
 PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
-TRUST_GPU = ("h100-trust.json", "h100-memcheck.json", "h100-two-gpus.json", MUTANTS)  # checks by name, if measured
+TRUST_GPU = ("h100-trust.json", "h100-memcheck.json", "h200-two-gpus.json", MUTANTS)  # checks by name, if measured
 FAMILIES_GPU, FAMILIES_CPU = ("h200-families.json", "h100-gemma.json"), "cpu-families.json"
 CHART = "docs/speedup.svg"
 TOWER = "Qwen3-VL-8B"  # whose figures head the README
@@ -63,6 +64,15 @@ def _embed(document: Document) -> Table:
     return tables.bar_table((what, f["found"], f"at least {f['bar']:g}") for what, f in document["figures"].items())
 
 
+def _ranks(weights: Document, data: Document) -> Table:
+    sharded = "weights sharded over two GPUs, the faster of vLLM's ways over ours"
+    rows = [(f"{name}: {sharded}", row["speedup"], "at least 1.5") for name, row in weights["workloads"].items()]
+    rows.append(
+        ("8 x 448 px: data parallel over two GPUs, one GPU's time over theirs", data["speedup"], "at least 1.6")
+    )
+    return tables.bar_table(rows)
+
+
 # By name, the parts of each section: documents, and the table that is made of them, or tables by their titles.
 SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str, Table]]], ...]] = {
     "headline": (
@@ -93,9 +103,10 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
             },
         ),
     ),
-    "embed": (((EMBED,), _embed),),
+    "embed": (((EMBED,), _embed), ((RANKS_EMBED,), _embed)),
     "first-call": (((FIRST_CALL,), _first_call),),
     "vllm": (((VLLM,), lambda found: tables.vllm_table(found["workloads"])),),
+    "vllm-ranks": ((RANKS, _ranks),),
     "unsupported": (((), tables.unsupported_table),),
 }
 

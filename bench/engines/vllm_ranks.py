@@ -35,6 +35,7 @@ from fusedvit.bench.engines.vllm_models import (
     share_,
     start,
 )
+from fusedvit.bench.records import passport
 from fusedvit.bench.towers import GEOMETRIES, build, pixels_for, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid
 from fusedvit.errors import first_line
@@ -77,8 +78,9 @@ def _rank(rank: int, args: argparse.Namespace, port: int, queue: Any) -> None:
 
     geometry, dtype = GEOMETRIES[args.tower], torch.bfloat16 if on_gpu else torch.float32
     config = engine_config(geometry, dtype, tensor_parallel_size=args.ranks, mm_encoder_tp_mode=args.mode)
-    name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    head = {"tower": args.tower, "mode": args.mode, "ranks": args.ranks, "device": name}
+    given = {args.mode: True, "--tower": args.tower, "--ranks": args.ranks, "--json": args.json}
+    of = passport("python -m fusedvit.bench.engines.vllm_ranks FOLDER", given)
+    head = {"passport": of, "tower": args.tower, "mode": args.mode, "ranks": args.ranks}
 
     def keep(found: dict[str, Any]) -> None:
         if args.json and rank == 0:
