@@ -183,7 +183,9 @@ class Embedder:
             rows = self._handle.concatenated(batch.pixel_values, batch.grid_thw)[:, : self.width]
             counts = batch.grid_thw.prod(1) // self._handle.spec.merge_unit
             if self._output == "mean":
-                rows = torch.segment_reduce(rows.float(), "mean", lengths=counts.to(rows.device), axis=0)
+                # Neither the copy nor a check of the lengths may wait for the GPU: next images are packed meanwhile.
+                lengths = counts.to(rows.device, non_blocking=True)
+                rows = torch.segment_reduce(rows.float(), "mean", lengths=lengths, axis=0, unsafe=True)
                 counts = torch.ones_like(counts)
         return _Started(batch, rows, counts.tolist(), begin, _mark(self._device))
 
