@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fusedvit.checks.change_detection import version_of
+
 HIDDEN_STATES = "hidden_states"
 _PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,22 +44,18 @@ class TensorState:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "TensorState":
-        return TensorState(tensor, _layout(tensor), _version(tensor), _checksums(tensor))
+        return TensorState(tensor, _layout(tensor), version_of(tensor), _checksums(tensor))
 
     def unchanged(self) -> bool:
         """Whether the tensor is still as it was; waits for its device."""
         t = self.tensor
-        if _layout(t) != self.layout or _version(t) != self.version:
+        if _layout(t) != self.layout or version_of(t) != self.version:
             return False
         return bool(torch.equal(_checksums(t), self.checksums))
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.shape, t.stride(), t.dtype
-
-
-def _version(t: torch.Tensor) -> int | None:
-    return None if t.is_inference() else t._version
 
 
 def _checksums(t: torch.Tensor) -> torch.Tensor:
@@ -100,7 +98,7 @@ class HiddenStates:
         found = self.run()
         last, version = self.last
         hidden: tuple[torch.Tensor | None, ...] = found.hidden_states
-        if version is None or _version(last) != version:  # written to by the caller, or no telling
+        if version is None or version_of(last) != version:  # written to by the caller, or no telling
             return hidden
         if not _close(last, found.last_hidden_state):
             raise self._changed("its input or its weights have changed")

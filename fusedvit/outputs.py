@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks.arguments import asked_for, rules_of
+from fusedvit.checks.change_detection import version_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.lazy_outputs import HIDDEN_STATES, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.model.encoder import EncoderOutputs
@@ -85,7 +86,8 @@ def _hidden_states(
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=autocast):
             return original.forward(tower, as_floats(pixels).to(device), rows.to(device), **asked)
 
+    # As the original call would: capturing before any hook that is registered from now on.
+    sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(tower)
     last = record.last_hidden_state
-    version = None if last.is_inference() else last._version
     unchanged = handle.weights.unchanged_since_now()
-    return HiddenStates(original.__name__, run, inputs, unchanged, (last, version))
+    return HiddenStates(original.__name__, run, inputs, unchanged, (last, version_of(last)))

@@ -43,8 +43,8 @@ class FingerprintSources:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> "FingerprintSources":
-        """Those of `tensors` (detached; their storage must outlive this)."""
-        kept = tuple(t.detach() for t in tensors)
+        """Those of `tensors` (aliases; their storage must outlive this)."""
+        kept = tuple(t.data for t in tensors)  # `detach` of some that were made in inference mode gives no views
         device = kept[0].device if kept else torch.device("cpu")
         pointers = torch.tensor([t.data_ptr() for t in kept], dtype=torch.int64, device=device)
         words = torch.tensor([t.numel() * t.element_size() // 2 for t in kept], dtype=torch.int64, device=device)

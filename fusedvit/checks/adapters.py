@@ -132,7 +132,7 @@ def _is_one_convolution(base: Any, down: Any, up: Any) -> bool:
 def _why_not_tensors(layer: Any, down: Any, up: Any) -> str:
     base = getattr(layer, _BASE).weight
     shape = (up.weight.shape[0], *down.weight.shape[1:])
-    if shape != tuple(base.shape) or up.weight[0].numel() != down.weight.shape[0] or down.bias is not None:
+    if shape != tuple(base.shape) or math.prod(up.weight.shape[1:]) != down.weight.shape[0] or down.bias is not None:
         return f"gives a product of shape {shape}, expected {tuple(base.shape)}"
     if any(p.device != base.device for p in (down.weight, up.weight)):
         return f"is on {down.weight.device} and {up.weight.device}, its layer on {base.device}"
@@ -165,8 +165,8 @@ def folded(plain: Plain) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
         active = active_adapters(layer)
         if not active:
             continue
-        weight = parameters[f"{path}.weight"].detach()
-        pairs = [(layer.scaling[n], layer.lora_B[n].weight, layer.lora_A[n].weight) for n in active]
+        weight = parameters[f"{path}.weight"].data
+        pairs = [(layer.scaling[n], layer.lora_B[n].weight.data, layer.lora_A[n].weight.data) for n in active]
         products = [s * (up.double().flatten(1) @ down.double().flatten(1)).view_as(weight) for s, up, down in pairs]
         parameters[f"{path}.weight"] = (weight.double() + sum(products)).to(weight.dtype)
         new.add(f"{path}.weight")

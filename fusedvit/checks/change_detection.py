@@ -62,7 +62,8 @@ class _Entries:
 class _Tensors:
     """Parameters or buffers, and the address, dtype and version of each.
 
-    `versions` are of `counted`: those that are no inference tensors, and keep their counter whatever `p.data` becomes.
+    `versions` are of `counted`: those that were not made in inference mode, and keep their counter whatever `p.data`
+    becomes.
     """
 
     entries: _Entries
@@ -76,7 +77,7 @@ class _Tensors:
     def of(registries: Iterable[dict[str, Any]]) -> "_Tensors":
         entries = _Entries.of((registry, name) for registry in registries for name in registry)
         present = tuple(t for t in entries.values if t is not None)
-        counted = [t for t in present if not t.is_inference()]
+        counted = [t for t in present if version_of(t) is not None]
         return _Tensors(
             entries,
             present,
@@ -96,6 +97,14 @@ class _Tensors:
             and list(map(_dtype_of, self.present)) == self.dtypes
             and list(map(_version_of, self.counted)) == self.versions
         )
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """The version of its content; None for one that was made in inference mode, whatever its `data` has become."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 @dataclass(frozen=True)

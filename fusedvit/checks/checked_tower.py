@@ -98,7 +98,8 @@ class CheckedTower:
             own = frozenset(self.family.aliases.get(name, name) for name in new)
         else:
             own = frozenset()
-        source, names = self.family.source({**buffers, **parameters}), self.family.names
+        tensors = {name: t.data for name, t in {**buffers, **parameters}.items()}  # see `kernels.fingerprint`
+        source, names = self.family.source(tensors), self.family.names
         rotary = None
         if self.family.engine is HUGGING_FACE:  # casting a tower rounds its frequencies, for good
             found = (b for path, b in buffers.items() if path.rpartition(".")[2] == "inv_freq" and not b.is_meta)

@@ -4,7 +4,7 @@ Both come by one kernel (`kernels.fingerprint`) on a stream of its own, overlapp
 that is used again: allocating it takes longer than filling it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -159,6 +159,12 @@ class ContentCheck:
         if not torch.equal(ops.fingerprint(sources, found).cpu(), self.expected):
             return None
         return replace(self, addresses=[p.data_ptr() for p in now], sources=sources, slots=[])
+
+    def held_by(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all memory of parameters that this keeps alive is that of `parameters`."""
+        now = {id(p): p.data_ptr() for p in parameters}
+        kept = zip(self.parameters, map(torch.Tensor.data_ptr, self.sources.tensors), strict=False)
+        return all(now.get(id(p)) == at for p, at in kept if at and isinstance(p, torch.nn.Parameter))
 
     def parameters_hold(self) -> Callable[[], bool]:
         """Whether parameters hold what they did, wherever they lie now; it keeps no prepared copies."""

@@ -219,7 +219,6 @@ class WeightCache:
         moved = content.moved(self._ops(content.sources.pointers.device))
         if moved is None:
             return False
-        self.version += 1
         self.moves += 1
         by_address = dict(zip(content.addresses, content.parameters, strict=True))
         self._take(weights.lent(self._borrowed.pointers, by_address), moved, snapshot.readdressed())
@@ -234,6 +233,7 @@ class WeightCache:
         reason = source.reason()
         if reason is not None:
             self._snapshot = None  # whatever comes back is prepared anew
+            self._let_go(source.parameters())
             return reason
         if self._lost:
             self._lost = False
@@ -247,15 +247,27 @@ class WeightCache:
             content = ContentCheck.of(read, weights.copies(), self._ops(device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
-        self.version += 1  # before the rest: a run that began earlier is not accepted
         self.prepared += 1
         self._take(weights, content, snapshot)
         return None
 
+    def _let_go(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Forgets weights that hold memory which the tower, with these parameters, no longer has."""
+        content = self._content
+        if content is not None and not content.held_by(parameters.values()):
+            self.version += 1
+            self._forget()
+            self._on_move()
+
     def _take(self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot) -> None:
+        """Puts these in place of those before. In this order, as others may be running: until the snapshot is there no
+        run is accepted, and by then one that found the weights before has begun with an older version."""
         pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved
-        self._weights, self._content, self._snapshot = weights, content, snapshot
+        self._snapshot = None
+        self._weights, self._content = weights, content
         self._borrowed, self._pointers = _Borrowed.of(weights.borrowed()), pointers
         self.kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)
+        self.version += 1
+        self._snapshot = snapshot
         if before and before != pointers:
             self._on_move()

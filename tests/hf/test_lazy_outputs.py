@@ -54,6 +54,17 @@ def test_reading_those_of_one_call_leaves_another_s_readable() -> None:
         assert_record(record, ref)
 
 
+def test_a_hook_that_comes_after_asking_is_not_captured() -> None:
+    """transformers captures before hooks that are registered later, whether or not the states were read."""
+    towers = pair()
+    fusedvit.fuse(towers[0], fusedvit.FuseConfig())
+    asked(towers=towers)
+    for tower in towers:
+        tower.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
+    ours, ref, *_ = asked(towers=towers)
+    assert_record(ours, ref)
+
+
 READ: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda r: r.hidden_states,
     "key": lambda r: r[HIDDEN],

@@ -1,5 +1,7 @@
 """Weights that change after `fuse`: never a stale answer, however they were changed (F12)."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +12,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.cli.towers import cast_parameters_
+from fusedvit.model.weights import EncoderWeights
 from tests.support.towers import (
     GRIDS,
     Call,
@@ -280,6 +283,21 @@ def test_held_outputs_survive_a_refresh() -> None:
     assert_bitwise(held, then)
 
 
+def test_parameters_made_in_inference_mode_and_cast() -> None:
+    """They are no inference tensors any more, and have no version all the same."""
+    tower = tiny_tower()
+    with torch.inference_mode():
+        new_parameters(tiny_owner(tower))
+    tower.double()
+    original, handle = copy_of(tower), fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    assert_same(call.run(tower), call.run(original))
+    copy_into_data(tiny_owner(tower))
+    copy_into_data(tiny_owner(original))
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["refreshes"] == 2
+
+
 def test_parameters_are_not_changed_by_us() -> None:
     tower = tiny_tower()
     before = {name: (p.data_ptr(), p.detach().clone(), p._version) for name, p in tower.named_parameters()}
@@ -291,20 +309,49 @@ def test_parameters_are_not_changed_by_us() -> None:
         assert (p.data_ptr(), p._version) == (pointer, version) and p.equal(values), name
 
 
-def test_moved_weights_are_let_go() -> None:
-    """Once the tower has run with other parameters, nothing keeps the old ones' memory."""
-    import gc
-    import weakref
+def hook_a_block(tower: Any) -> None:
+    tower.blocks[0].register_forward_hook(lambda *_: None)
 
+
+def drop_a_block(tower: Any) -> None:
+    del tower.blocks[-1]
+
+
+@pytest.mark.parametrize("and_then", [None, hook_a_block, drop_a_block])
+def test_moved_weights_are_let_go(and_then: Callable[[Any], None] | None) -> None:
+    """Once the tower has run with other parameters, fused or not, nothing keeps the old ones' memory."""
     tower = tiny_tower()
-    fusedvit.fuse(tower, STRICT)
+    handle = fusedvit.fuse(tower)
     call = Call.of(tower, GRIDS["images"])
     call.run(tower)
     old = [weakref.ref(p) for p in tower.parameters()]
     new_parameters(tiny_owner(tower))
+    if and_then is not None:
+        and_then(tower)
     call.run(tower)
     gc.collect()
-    assert [p() for p in old] == [None] * len(old)
+    assert {p() for p in old} == {None}
+    assert handle.stats()["fused"] == (2 if and_then is None else 1)
+
+
+def test_a_run_that_begins_while_weights_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What began with the old ones is not accepted, whichever version it read."""
+    tower = tiny_tower(**ONE_BLOCK)
+    weights = fusedvit.fuse(tower, STRICT).weights
+    Call.of(tower, GRIDS["smallest"]).run(tower)
+    began: list[tuple[int, EncoderWeights]] = []
+
+    def pointers(self: EncoderWeights) -> tuple[int, ...]:  # asked while weights are prepared: as another thread then
+        began.append((weights.version, weights.get()))
+        return real(self)
+
+    real = EncoderWeights.pointers
+    monkeypatch.setattr(EncoderWeights, "pointers", pointers)
+    load_state_dict_assigning(tiny_owner(tower))
+    assert weights.prepare() is None
+    version, found = began[-1]
+    assert found is not weights.get()
+    assert weights.read_back(None, True, None).unchanged and weights.version != version
 
 
 def test_memory_is_reported() -> None:

@@ -27,7 +27,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "pixels": ("model", "kernels", "checks", "errors"),
     "stats": (*CORE, "pixels"),
     "fused_encoder": (*CORE, "pixels", "stats"),
-    "lazy_outputs": (),
+    "lazy_outputs": ("checks",),
     "outputs": (*CORE, "pixels", "fused_encoder", "lazy_outputs"),
     "checkpoint": ("checks", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
