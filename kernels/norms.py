@@ -220,7 +220,7 @@ def _head_norm_rope_kernel(
         row = block // PARTS * ROWS + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < num_rows)[:, None, None] & (h < HEADS)[None, :, None]
         turned = ((row < num_rows) & (part < 2))[:, None]
-        heads = qkv_ptr + row[:, None, None] * PITCH + ((part * HEADS + h) * HEAD_DIM)[None, :, None]
+        heads = qkv_ptr + row[:, None, None] * PITCH + ((part * HEADS + h).to(tl.int64) * HEAD_DIM)[None, :, None]
         weight = weight_ptr + part * HEAD_DIM
         bounds = clip_ptr
         if clip_ptr is not None:
