@@ -28,7 +28,7 @@ _MARKS_FOR_GRADIENTS = Definition(
 )
 # Looked up at each call, as a registry may be replaced. Backward hooks never fire: a call with gradients falls back.
 _HOOKS = (attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks"))
-_dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
+_dtype_of, _version_of, _wants_gradient = attrgetter("dtype"), attrgetter("_version"), attrgetter("requires_grad")
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _KEYS: Any = type({}.keys())
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
@@ -230,6 +230,10 @@ class Snapshot:
     def in_place(self) -> bool:
         """Every parameter at the address where it was: asked before a kernel reads through addresses of then."""
         return self.parameters.in_place()
+
+    def trained(self) -> bool:
+        """Whether a parameter wants a gradient."""
+        return any(map(_wants_gradient, self.parameters.present))
 
     def readdressed(self) -> "Snapshot":
         """This snapshot, with the addresses that parameters have now."""

@@ -26,6 +26,9 @@ class Snapshot(Protocol):
     def unchanged(self) -> bool:
         """Whether the tower has these modules and parameters still; neither content nor addresses are compared."""
 
+    def trained(self) -> bool:
+        """Whether a parameter wants a gradient."""
+
     def readdressed(self) -> "Snapshot":
         """The same, with the addresses that parameters have now."""
 
@@ -139,6 +142,10 @@ class WeightCache:
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.first_parameter()
         return next(iter(self._source().parameters().values())) if found is None else found
+
+    def trained(self) -> bool:
+        """Whether a parameter of the tower that they were prepared from wants a gradient."""
+        return self._snapshot is not None and self._snapshot.trained()
 
     def fits(self, parameter: torch.Tensor, kind: int = FLOATS) -> bool:
         """Whether weights are prepared, on the device and in the dtype of `parameter`, and lie where they did.

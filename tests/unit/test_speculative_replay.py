@@ -266,6 +266,20 @@ def test_other_pixels_after_a_good_call(case: Case, variant: Any) -> None:
     assert graphs.manager.stats.mispredictions == 0
 
 
+def test_nothing_is_replayed_in_a_step_of_training(case: Case) -> None:
+    tower, handle, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    answer(tower, pixels, GRID)
+    handle.config, before = FuseConfig(), graphs.manager.stats.as_dict()
+    with torch.inference_mode(False), torch.enable_grad():
+        notes = speculated(case)
+        for trained in (True, False):
+            tower.blocks[1].norm1.weight.requires_grad_(trained)
+            assert answer(tower, pixels.clone(), GRID)[1].requires_grad == trained
+    assert notes == [False, True] and graphs.manager.stats.mispredictions == before["mispredictions"]
+    assert handle.stats()["original"] == {fallback.GRADIENTS: 1}
+
+
 def test_pixels_that_want_gradients_leave_no_trace_in_the_buffers(case: Case) -> None:
     tower, _, graphs = case
     pixels = Call.of(tower, GRID).pixels
