@@ -85,8 +85,6 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
     """
     if runtime is None or runtime.graphs is None or not _tells_its_shape(pixels, grid, runtime, marked):
         return None
-    if torch.is_grad_enabled() and runtime.weights.trained():  # a step of training, which takes the original code
-        return None
     assert isinstance(pixels, torch.Tensor)
     graphs, padded, unit = runtime.graphs, runtime.spec.padded, runtime.spec.merge_unit
     rows = pixels.shape[:-1].numel()
@@ -132,6 +130,8 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
     A subclass may act on what is done to it, and so may what traces, captures or differentiates.
     """
     if type(pixels) is not torch.Tensor or pixels.device != runtime.device or pixels.requires_grad:
+        return False
+    if torch.is_grad_enabled() and runtime.weights.trained():  # a step of training, which takes the original code
         return False
     spec, dtype = runtime.spec, pixels.dtype
     sides: tuple[int, ...] = (3,)
