@@ -176,7 +176,7 @@ class EncoderWeights:
         left = iter(addresses)
 
         def taken(old: torch.Tensor) -> torch.Tensor:
-            parameter = parameters[next(left)].detach()
+            parameter = parameters[next(left)].data
             return parameter.as_strided(old.shape, old.stride(), parameter.storage_offset())
 
         found: EncoderWeights = _with_borrowed(self, taken)

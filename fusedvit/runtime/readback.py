@@ -133,21 +133,30 @@ class ContentCheck:
 
     @staticmethod
     def of(parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
-        """Fingerprints `parameters` and the beginnings of flat `copies` as they are, by `ops`; waits for the GPU.
-
-        Memory that loses its content loses all of it; a call's read is short, as the encoder shares the GPU with it.
-        """
-        beginnings = [copy[: BEGINNING // copy.itemsize] for copy in copies]
-        sources = FingerprintSources.of([*parameters, *beginnings])
-        device = sources.pointers.device
+        """Fingerprints `parameters` and `copies` as they are, by `ops`; waits for the GPU."""
+        sources = FingerprintSources.of(parameters)
+        device, addresses = sources.pointers.device, sources.pointers.tolist()
         found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))
         for dtype in GRID_DTYPES:  # so that what a call launches is loaded by now
             rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
             ops.fingerprint(sources, found[:0], rows.to(dtype), rows)
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         marks = StreamMarks(device) if device.type == "cuda" else None
-        addresses = [p.data_ptr() for p in parameters]
-        return ContentCheck(tuple(parameters), addresses, sources, found.cpu(), stream, marks)
+        check = ContentCheck(tuple(parameters), addresses, sources, found.cpu(), stream, marks)
+        return check.with_copies(copies, ops)
+
+    def with_copies(self, copies: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
+        """This check, and the beginnings of flat `copies` as they are; waits for the GPU.
+
+        Memory that loses its content loses all of it; a call's read is short, as the encoder shares the GPU with it.
+        """
+        if not copies:
+            return self
+        beginnings = FingerprintSources.of([copy[: BEGINNING // copy.itemsize] for copy in copies])
+        found = torch.empty(len(copies), dtype=torch.int32, device=beginnings.pointers.device)
+        expected = torch.cat([self.expected, ops.fingerprint(beginnings, found).cpu()])
+        sources = FingerprintSources.of([*self.sources.tensors, *beginnings.tensors])
+        return replace(self, sources=sources, expected=expected, slots=[])
 
     def moved(self, ops: Ops) -> "ContentCheck | None":
         """This check at the addresses that its parameters have now, if these hold what they did; waits for the GPU."""

@@ -223,12 +223,15 @@ class WeightCache:
             return False
         if snapshot.in_place() or not snapshot.unchanged():
             return False
+        readdressed = snapshot.readdressed()  # before the rest: whoever moves them meanwhile is noticed
         moved = content.moved(self._ops(content.sources.pointers.device))
         if moved is None:
             return False
-        self.moves += 1
         by_address = dict(zip(content.addresses, content.parameters, strict=True))
-        self._take(weights.lent(self._borrowed.pointers, by_address), moved, snapshot.readdressed())
+        if not by_address.keys() >= {*self._borrowed.pointers}:  # somebody moved them while they were prepared
+            return False
+        self.moves += 1
+        self._take(weights.lent(self._borrowed.pointers, by_address), moved, readdressed)
         return True
 
     def prepare(self) -> Reason | None:
@@ -246,12 +249,12 @@ class WeightCache:
             self._lost = False
             self._on_loss()
         parameters = source.parameters()
+        device = next(iter(parameters.values())).device
         with torch.inference_mode(False), torch.no_grad():
+            snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
+            content = ContentCheck.of([*parameters.values(), *source.buffers()], (), self._ops(device))
             weights = source.prepare(parameters, self._weights)
-            snapshot = source.snapshot()
-            device = weights.patch.weight.device
-            read = [*parameters.values(), *source.buffers()]
-            content = ContentCheck.of(read, weights.copies(), self._ops(device))
+            content = content.with_copies(weights.copies(), self._ops(device))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.prepared += 1

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.cli.towers import cast_parameters_
 from fusedvit.model.weights import EncoderWeights
 from tests.support.towers import (
@@ -270,6 +271,33 @@ def test_threads_after_a_change(versioned: bool) -> None:
             for answer in pool.map(lambda _: call.run(tower), range(8)):
                 assert_same(answer, expected)
     ran_fused(handle, calls=1 + 25 * 8)
+
+
+def move(model: Any) -> None:
+    for p in model.visual.parameters():
+        p.data = p.data.clone()
+
+
+@pytest.mark.parametrize("write", [copy_under_no_grad, copy_into_data, assign_data, move])
+def test_a_write_while_weights_are_prepared(write: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's, after the parameters were read: the next call notices, and can follow where they move."""
+    tower = tiny_tower(**ONE_BLOCK)
+    owner, call = tiny_owner(tower), Call.of(tower, GRIDS["mix"])
+    handle, writes = fusedvit.fuse(tower, STRICT), [write]
+    real = CheckedTower.prepare
+
+    def prepare(self: CheckedTower, *arguments: Any) -> EncoderWeights:
+        found = real(self, *arguments)
+        for other in writes:
+            other(owner)
+        writes.clear()
+        return found
+
+    monkeypatch.setattr(CheckedTower, "prepare", prepare)
+    handle.refresh()
+    for _ in range(2):
+        assert_same(call.run(tower), expected_of(tower, call))
+        move(owner)
 
 
 def test_held_outputs_survive_a_refresh() -> None:
