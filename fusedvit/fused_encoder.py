@@ -103,6 +103,7 @@ class FusedEncoder:
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._stands_for: Callable[[], nn.Module | None] = self._tower
         self._ended = False
+        self._ran_fused = True  # the last call
         self._stats = Stats()
         self.processors: list[Any] = []
         self._normalizations: dict[bool, Normalization] = {}  # of bytes that were brought, by whether they are still
@@ -424,7 +425,8 @@ class FusedEncoder:
             self._stats.add(calls=1)
             self._fall_back(reason)
             return None
-        replay = speculative_replay.begin(self._runtime, pixels, grid_thw, marked)
+        runtime = self._runtime if self._ran_fused else None  # who takes the original code once does so again, mostly
+        replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
         try:
             self._stats.add(calls=1)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra)
@@ -434,6 +436,7 @@ class FusedEncoder:
         finally:
             if replay is not None:
                 replay.drop()
+        self._ran_fused = not isinstance(found, Reason)
         if isinstance(found, Reason):
             self._fall_back(found)
             return None

@@ -266,6 +266,20 @@ def test_other_pixels_after_a_good_call(case: Case, variant: Any) -> None:
     assert graphs.manager.stats.mispredictions == 0
 
 
+def test_who_takes_the_original_code_again_and_again_wastes_one_replay(case: Case) -> None:
+    tower, handle, graphs = case
+    pixels = Call.of(tower, GRID).pixels
+    answer(tower, pixels, GRID)
+    handle.config = FuseConfig()
+    notes = speculated(case)
+    for _ in range(4):
+        tower(pixels, grid_thw=torch.tensor(GRID), output_attentions=True)
+    for _ in range(3):
+        answer(tower, pixels, GRID)
+    assert notes == [True, False, False, False, False, True, True]
+    assert graphs.manager.stats.mispredictions == 1 and handle.stats()["fused"] == 4
+
+
 def test_nothing_is_replayed_in_a_step_of_training(case: Case) -> None:
     tower, handle, graphs = case
     pixels = Call.of(tower, GRID).pixels
@@ -273,10 +287,10 @@ def test_nothing_is_replayed_in_a_step_of_training(case: Case) -> None:
     handle.config, before = FuseConfig(), graphs.manager.stats.as_dict()
     with torch.inference_mode(False), torch.enable_grad():
         notes = speculated(case)
-        for trained in (True, False):
+        for trained in (True, False, False):
             tower.blocks[1].norm1.weight.requires_grad_(trained)
             assert answer(tower, pixels.clone(), GRID)[1].requires_grad == trained
-    assert notes == [False, True] and graphs.manager.stats.mispredictions == before["mispredictions"]
+    assert notes == [False, False, True] and graphs.manager.stats.mispredictions == before["mispredictions"]
     assert handle.stats()["original"] == {fallback.GRADIENTS: 1}
 
 
