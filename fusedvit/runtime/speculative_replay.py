@@ -6,8 +6,8 @@ caller's or a copy of one on the host, and runs no item where that is no grid of
 the host has read it, the replay is accepted if the plan says the same, or dropped. A wrong prediction costs a replay
 and never an answer.
 
-Padded images are made rows and a grid on the device first. Outputs have room for the padding, and end before it once
-the host knows where that is.
+Padded images are made rows and a grid on the device first. Outputs have room for the padding, and are copied without it
+once the host knows where that is.
 """
 
 from collections.abc import Sequence
@@ -60,11 +60,13 @@ class SpeculativeReplay:
             return None
         self.outputs = None
         self.graphs.manager.count_replay(batch)
-        return outputs if self.inputs is None else self._without_padding(outputs, sum([item.tokens for item in items]))
+        tokens = sum([item.tokens for item in items])
+        return outputs if tokens == self.rows else self._without_padding(outputs, tokens)
 
     def _without_padding(self, outputs: EncoderOutputs, tokens: int) -> EncoderOutputs:
-        merged = tuple(plane[: tokens // self.merge_unit] for plane in outputs.merged)
-        return EncoderOutputs(outputs.hidden[:tokens], merged)
+        """Copies, as who keeps an output shall not keep the padding's rows as well."""
+        merged = tuple(plane[: tokens // self.merge_unit].clone() for plane in outputs.merged)
+        return EncoderOutputs(outputs.hidden[:tokens].clone(), merged)
 
     def drop(self) -> None:
         """Counts a replay that was not accepted as a misprediction. Its buffers are ours alone: nothing else to do."""
