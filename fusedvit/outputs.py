@@ -82,9 +82,13 @@ def _hidden_states(
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else None
 
+    taken = pixels
+    if isinstance(pixels, BytePixels) and not handle.spec.padded:  # as the call took them: casts were left undone
+        taken = BytePixels.mark(pixels.unmarked(), pixels.normalization, pixels.still)
+
     def run() -> Any:
         with torch.no_grad(), torch.autocast(device.type, dtype, enabled=autocast):
-            return original.forward(tower, as_floats(pixels).to(device), rows.to(device), **asked)
+            return original.forward(tower, as_floats(taken).to(device), rows.to(device), **asked)
 
     # As the original call would: capturing before any hook that is registered from now on.
     sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(tower)

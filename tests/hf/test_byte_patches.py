@@ -138,6 +138,15 @@ def test_hidden_states_read_later() -> None:
         _ = changed.hidden_states
 
 
+def test_hidden_states_of_bytes_that_were_cast() -> None:
+    """They are of the pixels that the fused call took, which leaves casts undone."""
+    tower = tiny_tower()
+    pixels = bytes_for(tower, GRID, True)
+    ref = run(copy_of(tower), pixels.pixels(), output_hidden_states=True)
+    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    assert_same(run(tower, pixels.to(torch.bfloat16), output_hidden_states=True), ref)
+
+
 def test_what_is_refused() -> None:
     tower = tiny_tower()
     pixels = bytes_for(tower, GRID, True)
