@@ -103,7 +103,7 @@ def _built(cls: Callable[[Any], nn.Module], key: _Config) -> Built:
 
 def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     """What the tower's config gives by now, other than `spec`; "" for nothing, or where the tower keeps no config."""
-    if "config" not in vars(tower) and family.engine is not HUGGING_FACE:
+    if "config" not in vars(tower) and family.engine != HUGGING_FACE:
         return ""
     try:
         now = family.spec_from_config(tower.config)
@@ -134,7 +134,7 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
 
 def _is_engines(cls: type, engine: Engine) -> bool:
     """Whether `cls` is an engine's class of parameters, which knows how to load itself."""
-    return engine is not HUGGING_FACE and issubclass(cls, nn.Parameter) and is_own(cls, engine)
+    return engine != HUGGING_FACE and issubclass(cls, nn.Parameter) and is_own(cls, engine)
 
 
 def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) -> str:

@@ -101,7 +101,7 @@ class CheckedTower:
         tensors = {name: t.data for name, t in {**buffers, **parameters}.items()}  # see `kernels.fingerprint`
         source, names = self.family.source(tensors), self.family.names
         rotary = None
-        if self.family.engine is HUGGING_FACE:  # casting a tower rounds its frequencies, for good
+        if self.family.engine == HUGGING_FACE:  # casting a tower rounds its frequencies, for good
             found = (b for path, b in buffers.items() if path.rpartition(".")[2] == "inv_freq" and not b.is_meta)
             rotary = next(found, None)
         return prepare(

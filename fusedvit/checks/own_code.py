@@ -105,7 +105,7 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     tower, *inner = plain.modules.values()
     for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
         walk.follow_class(cls)
-    if engine is not HUGGING_FACE:
+    if engine != HUGGING_FACE:
         for path, module in plain.modules.items():
             walk.follow_attributes(path, module)
     for layer in plain.layers.values():

@@ -1,6 +1,8 @@
 """Weights that change after `fuse`: never a stale answer, however they were changed (F12)."""
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -324,6 +326,16 @@ def test_parameters_made_in_inference_mode_and_cast() -> None:
     copy_into_data(tiny_owner(original))
     assert_same(call.run(tower), call.run(original))
     assert handle.stats()["refreshes"] == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda tower: pickle.loads(pickle.dumps(tower))])
+def test_copies_take_the_frequencies_that_casting_has_rounded(copied: Callable[[Any], Any]) -> None:
+    """The record of a copy's family is a copy too, and says the same."""
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    other = copied(tower).bfloat16().float()
+    call = Call.of(other, GRIDS["mix"])
+    assert_same(call.run(other), call.run(fusedvit.unfuse(other)))
 
 
 def test_parameters_are_not_changed_by_us() -> None:
