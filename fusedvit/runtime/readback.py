@@ -135,7 +135,7 @@ class ContentCheck:
     def of(parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
         """Fingerprints `parameters` and `copies` as they are, by `ops`; waits for the GPU."""
         sources = FingerprintSources.of(parameters)
-        device, addresses = sources.pointers.device, sources.pointers.tolist()
+        device, addresses = sources.pointers.device, [t.data_ptr() for t in sources.tensors]
         found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))
         for dtype in GRID_DTYPES:  # so that what a call launches is loaded by now
             rows = torch.zeros(1, 3, dtype=torch.int64, device=device)
@@ -167,7 +167,7 @@ class ContentCheck:
         found = torch.empty_like(self.expected, device=sources.pointers.device)
         if not torch.equal(ops.fingerprint(sources, found).cpu(), self.expected):
             return None
-        return replace(self, addresses=[p.data_ptr() for p in now], sources=sources, slots=[])
+        return replace(self, addresses=[t.data_ptr() for t in sources.tensors[: len(now)]], sources=sources, slots=[])
 
     def held_by(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all memory of parameters that this keeps alive is that of `parameters`."""
