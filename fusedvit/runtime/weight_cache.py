@@ -199,11 +199,14 @@ class WeightCache:
     def unchanged_since_now(self) -> Callable[[], bool]:
         """A question to ask later: whether the tower still is what these weights were prepared from.
 
-        It can be asked when they have been prepared again or given back, and waits for the GPU then.
+        It can be asked when they have been prepared again or given back, and waits for the GPU then. Where another
+        thread has given them back since the call that asks, it is of the tower as it stands.
         """
         snapshot, content = self._snapshot, self._content
-        if snapshot is None or content is None:  # given back since the call that asks
-            return lambda: False
+        if snapshot is None or content is None:
+            source = self._source()
+            with torch.inference_mode(False), torch.no_grad():
+                snapshot, content = source.snapshot(), self._read(source)
         holds = content.parameters_hold()
         return lambda: snapshot.unchanged() and holds()
 
@@ -252,7 +255,7 @@ class WeightCache:
         device = next(iter(parameters.values())).device
         with torch.inference_mode(False), torch.no_grad():
             snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
-            content = ContentCheck.of([*parameters.values(), *source.buffers()], (), self._ops(device))
+            content = self._read(source)
             weights = source.prepare(parameters, self._weights)
             content = content.with_copies(weights.copies(), self._ops(device))
         if device.type == "cuda":
@@ -260,6 +263,11 @@ class WeightCache:
         self.prepared += 1
         self._take(weights, content, snapshot)
         return None
+
+    def _read(self, source: Source) -> ContentCheck:
+        """What the parameters of `source` hold; waits for the GPU."""
+        read = [*source.parameters().values(), *source.buffers()]
+        return ContentCheck.of(read, (), self._ops(read[0].device))
 
     def _let_go(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Forgets weights that hold memory which the tower, with these parameters, no longer has."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fusedvit
+from fusedvit.fused_encoder import FusedEncoder
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, ran_fused, tiny_tower
 
@@ -223,6 +224,27 @@ def test_reading_later_needs_neither_the_handle_nor_the_caller_s_tower() -> None
     del tower
     gc.collect()
     assert_record(ours, ref)
+
+
+@pytest.mark.parametrize("gives_back", [lambda handle: handle.release(), lambda handle: fusedvit.unfuse(handle.tower)])
+def test_weights_given_back_before_the_record_is_made(
+    gives_back: Callable[[FusedEncoder], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread: the tower is what it was all the same."""
+
+    def answer(self: FusedEncoder, *arguments: Any) -> Any:
+        found = real(self, *arguments)
+        gives_back(self)
+        return found
+
+    real = FusedEncoder.answer
+    monkeypatch.setattr(FusedEncoder, "answer", answer)
+    ours, ref, tower, _ = asked()
+    assert_record(ours, ref)
+    ours = asked(towers=(fusedvit.fuse(tower).tower, copy_of(tower)))[0]
+    tower.blocks[0].norm1.weight.data.mul_(1.1)
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        _ = ours.hidden_states
 
 
 def test_an_unread_record_keeps_no_tower_once_it_is_gone() -> None:
