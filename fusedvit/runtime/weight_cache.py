@@ -145,7 +145,8 @@ class WeightCache:
 
     def trained(self) -> bool:
         """Whether a parameter of the tower that they were prepared from wants a gradient."""
-        return self._snapshot is not None and self._snapshot.trained()
+        snapshot = self._snapshot  # once: another thread may give it back meanwhile
+        return snapshot is not None and snapshot.trained()
 
     def fits(self, parameter: torch.Tensor, kind: int = FLOATS) -> bool:
         """Whether weights are prepared, on the device and in the dtype of `parameter`, and lie where they did.
