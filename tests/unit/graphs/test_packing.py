@@ -176,9 +176,13 @@ def test_sole_budget(tokens, items, budget):
 def test_planning_a_thousand_long_videos_takes_a_fraction_of_a_second():
     """Two pieces a video, each of more than half the frame budget, and 60 sizes: no batch is full, none has room."""
     works = [*(Work(300 + i % 100, 1 + i % 60) for i in range(1000)), Work(1, 1)]
-    begin = time.process_time()
-    plan = pack(works, check_limits((64, 1024, 16384), 64, 256))
-    assert time.process_time() - begin < 0.3  # 0.01 on an idle core; 0.03 where every batch stays open
+    took = []
+    for _ in range(3):  # a garbage collection of all that other tests have left may fall into one of them
+        packing._pack.cache_clear()
+        begin = time.process_time()
+        plan = pack(works, check_limits((64, 1024, 16384), 64, 256))
+        took.append(time.process_time() - begin)
+    assert min(took) < 0.3  # 0.01 on an idle core; 0.03 where every batch stays open
     assert len(plan.batches) == 2000
 
 
