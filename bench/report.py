@@ -23,7 +23,7 @@ from fusedvit.bench.tables import HEADLINE, Table
 RESULTS = ROOT / "bench" / "results"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
 PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
-RANKS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
+TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
 PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
 TRUST_GPU = ("h100-trust.json", "h100-memcheck.json", "h200-two-gpus.json", MUTANTS)  # checks by name, if measured
@@ -103,7 +103,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
             },
         ),
     ),
-    "embed": (((EMBED,), _embed), ((RANKS_EMBED,), _embed)),
+    "embed": (((EMBED,), _embed), ((TWO_GPUS_EMBED,), _embed)),
     "first-call": (((FIRST_CALL,), _first_call),),
     "vllm": (((VLLM,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-ranks": ((RANKS, _ranks),),

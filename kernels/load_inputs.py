@@ -168,7 +168,7 @@ def _load_inputs_kernel(
     most_frames,
     room,
     wide,  # 1 where the grid has 64 bits, two words a number; else 0
-    least,
+    least,  # patch tokens of all items
     MERGE: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -246,8 +246,8 @@ def load_inputs(
         f"expected at most {room} items of {GRID_DTYPES}, got {grid.shape[0]} of {grid.dtype}"
     )
     length, width, pitch = (0, 0, 0) if pixels is None or into is None else (*pixels.shape, into.stride(0))
-    scalars = (grid.shape[0], rows, *grid.stride(), length, kind, frames, room, int(grid.dtype is torch.int64))
-    scalars = (*scalars, min(1, rows) if padded else rows)
+    wide, least = int(grid.dtype is torch.int64), min(1, rows) if padded else rows
+    scalars = (grid.shape[0], rows, *grid.stride(), length, kind, frames, room, wide, least)
     programs = 1 - (-length * width // _CHUNK)
     fixed = merge, room, width, pitch
     if pixels is None or into is None or counts is None or not grid.is_cuda:

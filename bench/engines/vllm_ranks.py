@@ -40,6 +40,7 @@ from fusedvit.bench.towers import GEOMETRIES, build, pixels_for, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid
 from fusedvit.errors import first_line
 from fusedvit.runtime.item_shares import shares_of
+from fusedvit.serving.sharded import divided
 from fusedvit.serving.vllm import SERVED
 
 NAMES = ("1 x 448 px", "8 x 448 px", "video, 64 frames 448 px", "mixed")
@@ -163,12 +164,10 @@ def _warm_up(served: Served) -> None:
     handle, rank, ranks = fuse(served.ours), dist.get_rank(), dist.get_world_size()
     sharded = vars(served.ours.visual)[SERVED].sharded
     grids = [torch.tensor(WORKLOADS[name]) for name in NAMES]
-    shares = [shares_of(handle.spec, int(grid.prod(1).sum()), grid, ranks) or [] for grid in grids]
-    mine = [
-        of[rank].grid if all(share.pieces for share in of) else grid for of, grid in zip(shares, grids, strict=True)
-    ]
+    shares = [shares_of(handle.spec, int(grid.prod(1).sum()), grid, ranks) for grid in grids]
+    mine = [of[rank % len(of)] for of in map(divided, filter(None, shares))]
     sharded.gather()
-    sharded.after(lambda: handle.warmup(iter, calls=mine))
+    sharded.after(lambda: handle.warmup(iter, calls=[share.grid for share in mine if share.pieces]))
 
 
 def _manager(served: Served) -> tuple[Any, str]:

@@ -132,8 +132,8 @@ class ContentCheck:
     slots: list[Slot] = field(default_factory=list)
 
     @staticmethod
-    def of(parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
-        """Fingerprints `parameters` and `copies` as they are, by `ops`; waits for the GPU."""
+    def of(parameters: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
+        """Fingerprints `parameters` as they are, by `ops`; waits for the GPU."""
         sources = FingerprintSources.of(parameters)
         device, addresses = sources.pointers.device, [t.data_ptr() for t in sources.tensors]
         found = ops.fingerprint(sources, torch.empty(len(sources.tensors), dtype=torch.int32, device=device))
@@ -142,8 +142,7 @@ class ContentCheck:
             ops.fingerprint(sources, found[:0], rows.to(dtype), rows)
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         marks = StreamMarks(device) if device.type == "cuda" else None
-        check = ContentCheck(tuple(parameters), addresses, sources, found.cpu(), stream, marks)
-        return check.with_copies(copies, ops)
+        return ContentCheck(tuple(parameters), addresses, sources, found.cpu(), stream, marks)
 
     def with_copies(self, copies: Sequence[torch.Tensor], ops: Ops) -> "ContentCheck":
         """This check, and the beginnings of flat `copies` as they are; waits for the GPU.

@@ -53,15 +53,15 @@ class SpeculativeReplay:
 
     def accept(self, items: Sequence[Item]) -> EncoderOutputs | None:
         """The outputs, if what ran is the plan for `items`; else None, and the replay is dropped."""
-        outputs = self.outputs
-        batch = sole_batch(items, self.merge_unit, self.graphs.limits, self.rows)
+        outputs, padded = self.outputs, self.inputs is not None
+        batch = sole_batch(items, self.merge_unit, self.graphs.limits, self.rows if padded else 0)
         if outputs is None or batch is None or batch.budget != self.budget:
             self.drop()
             return None
         self.outputs = None
         self.graphs.manager.count_replay(batch)
         tokens = sum([item.tokens for item in items])
-        return outputs if tokens == self.rows else self._without_padding(outputs, tokens)
+        return self._without_padding(outputs, tokens) if padded and tokens < self.rows else outputs
 
     def _without_padding(self, outputs: EncoderOutputs, tokens: int) -> EncoderOutputs:
         """Copies, as who keeps an output shall not keep the padding's rows as well."""
@@ -136,20 +136,17 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
     if torch.is_grad_enabled() and runtime.weights.trained():  # a step of training, which takes the original code
         return False
     spec, dtype = runtime.spec, pixels.dtype
-    sides: tuple[int, ...] = (3,)
+    whole = dtype.is_floating_point and pixels.shape[-1:] == (spec.patch_width,)
     if spec.padded:
-        sides = *pixels.shape[1:2], 2
-        right = pixels.ndim == 3 and dtype in PIXEL_DTYPES and pixels.is_contiguous()
+        right = pixels.ndim == 3 and whole and dtype in PIXEL_DTYPES and pixels.is_contiguous()
     else:
-        right = pixels.ndim == 2 and (dtype.is_floating_point or (marked and _takes_bytes(pixels, runtime)))
-    if dtype.is_floating_point:
-        right = right and pixels.shape[-1] == spec.patch_width
+        right = pixels.ndim == 2 and (whole or (marked and _takes_bytes(pixels, runtime)))
     if type(grid) is torch.Tensor and grid.device == runtime.device:
-        right = right and grid.shape[1:] == sides and grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS
-        right = right and (len(sides) == 1 or grid.shape[0] == pixels.shape[0])
+        sides = (*pixels.shape[:2], 2) if spec.padded else (*grid.shape[:1], 3)
+        told = grid.shape == sides and grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS
     else:
-        right = right and len(sides) == 1
-    return right and _is_current(runtime.device) and not torch._C._is_tracing()
+        told = not spec.padded
+    return right and told and _is_current(runtime.device) and not torch._C._is_tracing()
 
 
 def _items_of(grid: object, rows: int, spec: VisionSpec) -> tuple[Item, ...]:

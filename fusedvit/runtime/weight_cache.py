@@ -268,7 +268,7 @@ class WeightCache:
     def _read(self, source: Source) -> ContentCheck:
         """What the parameters of `source` hold; waits for the GPU."""
         read = [*source.parameters().values(), *source.buffers()]
-        return ContentCheck.of(read, (), self._ops(read[0].device))
+        return ContentCheck.of(read, self._ops(read[0].device))
 
     def _let_go(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Forgets weights that hold memory which the tower, with these parameters, no longer has."""

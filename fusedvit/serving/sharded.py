@@ -209,6 +209,12 @@ def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module, str]]) -> tup
     return whole, why_not
 
 
+def divided(shares: list[Share]) -> list[Share]:
+    """A share for each rank, or one alone for all of them: what cannot be divided every rank encodes by itself."""
+    busy = [share for share in shares if share.pieces]
+    return busy if len(busy) == 1 else shares
+
+
 class _Baseline(NamedTuple):
     """What a rank's shards and their modules were when they were gathered."""
 
@@ -218,7 +224,7 @@ class _Baseline(NamedTuple):
     @staticmethod
     def of(source: CheckedTower, content: bool) -> "_Baseline":
         parameters = [*source.parameters().values()]
-        check = ContentCheck.of(parameters, (), ops_for(parameters[0].device)) if content else None
+        check = ContentCheck.of(parameters, ops_for(parameters[0].device)) if content else None
         return _Baseline(source.snapshot(), check)
 
     def begin(self) -> Callable[[], bool]:
@@ -286,13 +292,12 @@ class ShardedTower:
         shares = shares_of(self.handle.spec, len(pixels), grid, self.group.size)
         if shares is None:  # which the tower says best, and every rank alike
             return self.encode(self.handle, self.whole, pixels, grid)
-        busy = [share for share in shares if share.pieces]
-        shares = busy if len(busy) == 1 else shares
+        shares = divided(shares)
         patience = LOADING if self.stale else self.patience  # one rank may compile more than another at first
         for _ in range(2):
             if self.stale and not self.gather():
                 return None
-            found = self._encoded(pixels, shares, alone=len(shares) == 1)
+            found = self._encoded(pixels, shares)
             try:
                 state = self._agreement.on("call", found.state, found.detail, patience)
             except RuntimeError as error:
@@ -308,10 +313,10 @@ class ShardedTower:
     def _tokens(self, shares: Sequence[Share]) -> list[int]:
         return [share.patches() // self.handle.spec.merge_size**2 for share in shares]
 
-    def _encoded(self, pixels: torch.Tensor, shares: Sequence[Share], alone: bool) -> _Encoded:
-        """This rank's share, the only one if `alone`; whatever goes wrong is told to the others before it is raised."""
+    def _encoded(self, pixels: torch.Tensor, shares: Sequence[Share]) -> _Encoded:
+        """This rank's share; whatever goes wrong is told to the others before it is raised."""
         assert self._baseline is not None, "gathered"
-        share, tokens = shares[0 if alone else self.group.rank], self._tokens(shares)
+        share, tokens = shares[self.group.rank % len(shares)], self._tokens(shares)
         try:
             unchanged = self._baseline.begin()
             try:
@@ -323,7 +328,7 @@ class ShardedTower:
                 return _Encoded(OWN, f"a hook on {path}") if path else self._changed()
             if rows is None:
                 return _Encoded(OWN, str(self.handle.reason() or "this call"))
-            if alone:
+            if len(shares) == 1:
                 return _Encoded(FUSED, mine=rows)
             mine = rows.new_empty(max(tokens), rows.shape[1])
             mine[: len(rows)] = rows

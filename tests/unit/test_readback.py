@@ -44,7 +44,7 @@ def test_unchanged_means_modules_and_content(walk: bool, content: list[int], wan
 
 
 def test_a_slot_belongs_to_one_read_at_a_time() -> None:
-    check = ContentCheck.of([torch.ones(3)], (), TORCH)
+    check = ContentCheck.of([torch.ones(3)], TORCH)
     first, second = (check._slot(items) for items in (2, SMALLEST_SLOT + 1))
     assert first.rows.shape[0] == SMALLEST_SLOT and second.rows.shape[0] == 2 * SMALLEST_SLOT
     check.slots.append(first)
@@ -54,7 +54,7 @@ def test_a_slot_belongs_to_one_read_at_a_time() -> None:
 
 
 def test_a_slot_of_one_mode_is_used_again_in_another() -> None:
-    check, grid = ContentCheck.of([torch.ones(3)], (), TORCH), torch.tensor(GRID)
+    check, grid = ContentCheck.of([torch.ones(3)], TORCH), torch.tensor(GRID)
     for mode in (torch.inference_mode(), contextlib.nullcontext(), torch.no_grad()):
         with mode:
             assert check.begin(None, True, grid).wait(lambda: True) == ReadBack(True, ROWS)
