@@ -43,6 +43,7 @@ ENGINES := $(VENV)/engines
 OLDER_VLLM := $(VENV)/vllm-$(OLDEST_VLLM)
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+FOLDERS := tests/unit/test_compiled_kernels.py
 EMULATED := tests/emulator/kernels/test_emulated_kernels.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
 AHEAD = $(PY) -m fusedvit.runtime.ahead_of_time --jobs $(JOBS)
 # Without a GPU conftest.py skips the gpu tests, and says so; with one they run by themselves.
@@ -155,8 +156,8 @@ aot-chips: $(SETUP)
 
 # On the oldest Triton of our range: for Hopper every bf16 kernel and size, for other architectures one of those that are
 # alike. On the newest: one of those that are alike, for every architecture. On both some of what is compiled for Hopper
-# is run on the emulator of its instructions, as pytest does on the installed one. On the version between these: what
-# Hopper launches at two sizes.
+# is run on the emulator of its instructions, as pytest does on the installed one, and a folder of kernels is filled. On
+# the version between these: what Hopper launches at two sizes.
 # MATRIX="--arch 90 --dtype bf16" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
@@ -174,6 +175,7 @@ aot-matrix: $(SETUP)
 	        *) compile --alike;; \
 	    esac; \
 	    PYTHONPATH=$$folder $(PYTEST) -n $(JOBS) $(EMULATED) || failed="$$failed $$version (emulated)"; \
+	    PYTHONPATH=$$folder $(PYTEST) -n 0 $(FOLDERS) || failed="$$failed $$version (folders)"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed on Triton$$failed" >&2; exit 1; }
 

@@ -256,15 +256,15 @@ def head_norm_rope(
         rope: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         num_rows: `[1]` int32 on the device, the true T.
         heads: of q, and of k.
-        max_programs: bound of the persistent grid.
+        max_programs: bound of a persistent grid of eight warps a program.
         clip: `[2 or 3, 2]` fp32, contiguous: least and largest value of q, k and v before they are normalised.
     """
     parts, head_dim = weight.shape
     assert qkv.stride(1) == 1 and qkv.shape[1] == 3 * heads * head_dim, f"qkv {qkv.shape}, {heads} heads of {head_dim}"
     half, block = head_dim // 2, triton.next_power_of_2(heads)
     pairs = 1 << (half.bit_length() - 1)
-    rows = max(1, 2048 // (block * pairs))
-    programs = min(max_programs, triton.cdiv(qkv.shape[0], rows) * parts)
+    rows = max(1, 1024 // (block * pairs))
+    programs = min(8 * max_programs, triton.cdiv(qkv.shape[0], rows) * parts)  # small ones, so more at a time
     if programs:
         constants = {
             "PARTS": parts,
@@ -277,7 +277,7 @@ def head_norm_rope(
             "PAIRS": pairs,
             "REST": 0 if half == pairs else triton.next_power_of_2(half - pairs),
         }
-        launch(_head_norm_rope_kernel, programs, (), (qkv, weight, rope, clip, num_rows), constants, {"num_warps": 4})
+        launch(_head_norm_rope_kernel, programs, (), (qkv, weight, rope, clip, num_rows), constants, {"num_warps": 2})
     return qkv
 
 
@@ -366,7 +366,7 @@ def residual_norm(
         weight: `[N]` of the norm of y; None with y.
         num_rows: `[1]` int32 on the device, the true T.
         eps: of both norms, added to the mean square.
-        max_programs: bound of the persistent grid.
+        max_programs: bound of a persistent grid of eight warps a program.
         following: the norm that follows; None for none.
         clip: `[2]` fp32, least and largest value of y before its norm; None for no clamp.
     """
@@ -378,7 +378,8 @@ def residual_norm(
     pointers = (y, *weights, out, clip, None if following is None else following.clip, num_rows)
     pitches = {"Y_PITCH": 0 if y is None else y.stride(0), "OUT_PITCH": 0 if out is None else out.stride(0)}
     constants = {"N": n, "EPS": eps, **pitches}
-    _launch_rows(_residual_norm_kernel, rows, 4 if n <= 2048 else 2, max_programs, pointers, constants, 8)
+    warps = max(1, triton.next_power_of_2(n) // 1024)  # as many as a row needs: sums within a warp are the fastest
+    _launch_rows(_residual_norm_kernel, rows, 1, 4 * max_programs, pointers, constants, warps)
     return hidden
 
 

@@ -185,8 +185,20 @@ def build_launcher(kernel: Any) -> None:
             command = ["cc", "-shared", "-x", "c", os.devnull, "-o", f"{stub}/libcuda.so.1"]
             subprocess.run(command, check=True, capture_output=True)
             triton.knobs.nvidia.libcuda_path = stub
-        with contextlib.suppress(ImportError):
-            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+        log = logging.getLogger("triton.runtime.build")  # says of each launcher from the cache that it does not load
+        log.addFilter(_nothing)
+        try:
+            with contextlib.suppress(ImportError):
+                nvidia.CudaLauncher(kernel.src, kernel.metadata)
+        finally:
+            log.removeFilter(_nothing)
+            if triton.knobs.nvidia.libcuda_path == stub:  # Triton keeps what it found, and this folder goes
+                nvidia.libcuda_dirs.cache_clear()
+                nvidia.library_dirs.cache_clear()
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _has_driver() -> bool:
