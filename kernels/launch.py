@@ -358,7 +358,9 @@ def launch(
     for pointer in pointers:
         _add_pointer(decides, pointer)
     key = tuple(decides)
-    compiled = _compiled.get(key)
+    mode = from_cache()
+    collected = mode is not None and mode.collect  # some of what is given may have no memory
+    compiled = None if collected or only_compiling() else _compiled.get(key)
     if compiled is not None:
         # Of a tensor Triton asks the driver for the device, which an address saves. One on the CPU it is to refuse.
         addresses = [p if p is None or not p.is_cuda else p.data_ptr() for p in pointers]

@@ -117,6 +117,8 @@ class CapturedEncoder:
                     return
                 except BackendFailed:  # at its first launch, in a rehearsal; the next plan does without that backend
                     self._plans |= self._plan((budget,))
+                    if self._plans[budget] == plan:
+                        raise
 
     def rehearse(self, budget: int) -> None:
         """Loads one image of one merged token, and launches every kernel that moves content in and out once.

@@ -61,10 +61,11 @@ class MetaRuns:
             return known[1]
 
         def planner(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
+            gpu = self._target()  # without backends that have failed since
             for task in tasks(spec, tokens, dtype):  # some take 30 ms, and are kept
                 pause()
-                heuristic(task, dtype, target)
-            return plan_for(spec, tokens, dtype, target)
+                heuristic(task, dtype, gpu)
+            return plan_for(spec, tokens, dtype, gpu)
 
         def weights() -> EncoderWeights:
             assert self._weights is not None, "called within `launch`"

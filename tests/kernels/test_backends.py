@@ -134,6 +134,18 @@ def test_an_encoder_goes_on_without_a_failed_backend(registered: list[Any], monk
     assert seen == ["other", "triton", "triton"]
 
 
+def test_an_encoder_whose_plan_stays_the_same_does_not_try_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*arguments: Any) -> None:
+        raise backends.BackendFailed("linear in its triton backend: no")
+
+    monkeypatch.setattr(captured_encoder, "encode", encode)
+    spec = replace(QWEN3_VL_8B, depth=1, deepstack=())
+    program = captured_encoder.CapturedEncoder(spec, TORCH, BF16, torch.device("cpu"), lambda: None)
+    program.allocate(check_limits((16,), 4, 8))
+    with pytest.raises(backends.BackendFailed):
+        program.run(16)
+
+
 @pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
 @pytest.mark.parametrize(
     "name, key, config",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton import knobs
 
+from fusedvit.kernels import launch, norms
 from fusedvit.kernels.launch import Loaded
 
 
@@ -80,3 +81,21 @@ def test_launch_hooks_see_every_launch(kernel: Kernel, name: str) -> None:
     launched = 5, 1, 1, 0x9000, "function", "metadata", ((5, 1, 1), 0x9000, 0x100, 1)
     later = hooks | {name: print}
     assert kernel.run.calls == [(*launched, *seen.values(), 0x100, 1) for seen in (hooks, later)]
+
+
+class EveryKernel(dict[Any, Any]):
+    """Has a kernel for each key, which must not be launched."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        raise AssertionError("a compiled kernel is asked for")
+
+
+def test_a_collection_launches_nothing_that_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is given, weights may have memory and decide the device, and the rest may have none."""
+    monkeypatch.setattr(launch, "_compiled", EveryKernel())
+    hidden, clip = torch.empty(4, 64, device="meta"), torch.tensor([-1.0, 1.0])
+    rows = torch.empty(1, dtype=torch.int32, device="meta")
+    with launch.loading_from_cache(launch.FromCache(collect=True)) as mode:
+        for bounds in (clip, None):
+            norms.residual_norm(hidden, torch.ones(64), hidden, rows, 1e-6, 4, clip=bounds)
+    assert len(mode.jobs) == 2
