@@ -46,7 +46,7 @@ from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
-from fusedvit.model.param_names import parameter_shapes, plain_names
+from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
 from fusedvit.model.plan import plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
@@ -286,8 +286,14 @@ def tower_gains(
     """By workload, how many times as long the whole tower takes by the heuristics alone as with `entries`, interleaved
     graph replays, a number a round. Workloads for which both choose the same are left out."""
     target, names, found = Target.of(device), plain_names(spec), dict[str, list[float]]()
-    shapes = dict(parameter_shapes(names, spec))
-    weights = prepare(spec, names, lambda name: torch.randn(shapes[name], dtype=dtype, device=device).mul_(0.02))
+    shapes = dict(parameter_shapes(names, spec)) | dict(buffer_shapes(names, spec))
+
+    def source(name: str) -> torch.Tensor:
+        bound = {"_min": -1e4, "_max": 1e4}.get(name[-4:])
+        random = torch.randn(shapes[name], dtype=dtype, device=device).mul_(0.02)
+        return random if bound is None else random.fill_(bound)
+
+    weights = prepare(spec, names, source)
     for name, grid in grids.items():
         items = [Item(*row) for row in grid]
         rows = sum(item.tokens for item in items)

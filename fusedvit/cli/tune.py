@@ -90,7 +90,8 @@ def _gains(name: str, tuner: tune.Tuner, items: list[TuningTask]) -> dict[str, l
     if not entries:
         return {}
     with torch.inference_mode():
-        return tune.tower_gains(spec, entries, WORKLOADS, tuner.dtype, tuner.device)
+        grids = {workload: GEOMETRIES[name].rows(list(grid)) for workload, grid in WORKLOADS.items()}
+        return tune.tower_gains(spec, entries, grids, tuner.dtype, tuner.device)
 
 
 def _show_gains(gains: dict[str, dict[str, list[float]]], console: Console) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 from fusedvit.bench import ops  # noqa: E402
-from fusedvit.bench.towers import GEOMETRIES, spec_of  # noqa: E402
+from fusedvit.bench.towers import GEOMETRIES, shallow, spec_of  # noqa: E402
 from fusedvit.bench.tuning import candidates as tune_candidates  # noqa: E402
 from fusedvit.bench.tuning import tuner as tune  # noqa: E402
 from fusedvit.bench.tuning.candidates import Candidate, TuningTask, in_waves, tuning_tasks  # noqa: E402
@@ -384,6 +384,17 @@ def test_whole_towers_are_timed_where_choices_differ() -> None:
     found = tune.tower_gains(spec, entries, {"one": [(1, 8, 8)], "other": [(1, 32, 32)]}, FP32, CPU)
     assert list(found) == ["one"] and len(found["one"]) == tune.ROUNDS and all(0.1 < r < 10 for r in found["one"])
     assert tune.table_of(entries).entries == {qkv: LinearConfig(32, 32, 32, 4, 2)}
+
+
+@pytest.mark.parametrize("name", ["Gemma-4-E4B", "GLM-5.3-Flash", "Qwen2.5-VL-7B"])
+def test_whole_towers_of_every_kind_are_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = shallow(GEOMETRIES[name], 1)
+    spec, grid = spec_of(geometry), geometry.rows([(1, 6, 6)])
+    qkv = next(q.task.key for q in tuning_tasks([spec], (64,), FP32) if q.task.name == "qkv")
+    entries = [tuning_table.entry_of(qkv, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
+    monkeypatch.setattr(tune, "ROUND_S", 0.01)
+    with torch.inference_mode():
+        assert list(tune.tower_gains(spec, entries, {"one": grid}, FP32, CPU)) == ["one"]
 
 
 def test_what_gains_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
