@@ -15,15 +15,13 @@ import torch
 from einops import rearrange
 
 from fusedvit.kernels.patches import PatchLayout
-from fusedvit.model.normalization import Normalization
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.patches import Source, patches_of
 from fusedvit.pixels.pipeline import Pipeline, is_plain, pipeline_of
-from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
+from fusedvit.pixels.processor_kinds import Backend, Kind, kind_of
 
 STATE = "_fusedvit"  # in a swapped processor's __dict__
 ORIGINAL = "_fusedvit_original"  # of a swapped class
-_OUTPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 _BICUBIC = 3  # of Pillow and transformers
 
 
@@ -60,14 +58,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-class Backend(NamedTuple):
-    """name: as `Normalization` has it; base: transformers' class; resizing: what it computes on a CPU."""
-
-    name: str
-    base: Any
-    resizing: Resizing
-
-
 class Classes(NamedTuple):
     """Subclasses of a processor's class. swapped: what it becomes; sizes: decides and resizes nothing; host: resizes
     with the backend's own code and cuts bytes into patches."""
@@ -76,40 +66,18 @@ class Classes(NamedTuple):
     swapped: Any
     sizes: Any
     host: Any
-    backend: Backend
-    outputs: tuple[str, str]
-
-    @property
-    def still(self) -> bool:
-        return self.outputs == _OUTPUTS[0]
-
-
-def outputs_of(original: Any) -> tuple[str, str] | None:
-    named = tuple(getattr(original, "model_input_names", ()))
-    return next((outputs for outputs in _OUTPUTS if named[:2] == outputs), None)
-
-
-def backend_of(original: Any) -> Backend | None:
-    from transformers import image_processing_backends as backends
-
-    for name, base, resizing in (
-        ("torchvision", backends.TorchvisionBackend, TORCH),
-        ("pil", backends.PilBackend, PILLOW),
-    ):
-        if base in original.__mro__:
-            return Backend(name, base, resizing)
-    return None
+    kind: Kind
 
 
 @functools.cache
 def classes_of(original: Any) -> Classes:
-    backend, outputs = backend_of(original), outputs_of(original)
-    assert backend is not None and outputs is not None, "only supported processors are swapped"
+    kind = kind_of(original)
+    assert kind is not None, "only supported processors are swapped"
     named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    still = outputs == _OUTPUTS[0]
-    sizes, host = _sizes_class(original, backend, still), _host_class(original, still)
+    cut = kind.still and not kind.padded
+    sizes, host = _sizes_class(original, kind.backend, cut), _host_class(original, cut)
     swapped = type(original.__name__, (original,), named | {ORIGINAL: original})
-    classes = Classes(original, swapped, sizes, host, backend, outputs)
+    classes = Classes(original, swapped, sizes, host, kind)
     for name, value in _methods(classes).items():
         setattr(swapped, name, value)
     return classes
@@ -160,14 +128,14 @@ def _methods(classes: Classes) -> dict[str, Any]:
     original = classes.original
 
     def preprocess(self: Any, images: Any = None, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.pop("videos", images) if not classes.still else images
+        given = kwargs.pop("videos", images) if not classes.kind.still else images
         home = self.__dict__.get(STATE)
         asked = given.device if isinstance(given, _Videos) else kwargs.get("device")
         if home is not None and not args and is_plain(self, original):
             found = _bytes_of(classes, self, given, kwargs, home, home.resolve(asked))
             if found is not None:
                 return found
-        if home is not None and classes.backend.name == "torchvision":  # as its own intake leaves them
+        if home is not None and classes.kind.backend.name == "torchvision":  # as its own intake leaves them
             given = [image.contiguous() if asked is None else image.contiguous().to(asked) for image in given]
         return original._preprocess(self, given, *args, **kwargs)
 
@@ -198,12 +166,14 @@ def _intake(classes: Classes) -> dict[str, Any]:
         seen = _rgb(image, kwargs.get("input_data_format"))
         if seen is None:
             return original.process_image(self, image, **kwargs | {"device": None})
-        return seen if classes.backend.name == "pil" else _tensor(seen)
+        return seen if classes.kind.backend.name == "pil" else _tensor(seen)
 
     def prepare_input_videos(self: Any, videos: Any, *args: Any, **kwargs: Any) -> Any:
         home, device = self.__dict__.get(STATE), kwargs.get("device")
-        if home is None or args or not home.runs_ours(device) or not is_plain(self, original):
+        if home is None or args or not is_plain(self, original):
             return original._prepare_input_videos(self, videos, *args, **kwargs)
+        if not (ours and home.runs_ours(device)):
+            return _Videos(original._prepare_input_videos(self, videos, **kwargs), device)
         seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
         if any(video is None for video in seen):
             prepared = original._prepare_input_videos(self, videos, **kwargs | {"device": None})
@@ -212,9 +182,10 @@ def _intake(classes: Classes) -> dict[str, Any]:
         return _Videos(prepared, device)
 
     methods: dict[str, Any] = {}
-    if original.process_image is classes.backend.base.process_image:
+    if original.process_image is classes.kind.backend.base.process_image:
         methods["process_image"] = process_image
-    if not classes.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos:
+    ours = not classes.kind.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos
+    if not classes.kind.still:
         methods["_prepare_input_videos"] = prepare_input_videos
     return methods
 
@@ -231,7 +202,7 @@ def _rebuild(original: Any) -> Any:
 
 
 class _Videos(list[torch.Tensor]):
-    """Prepared videos, and the device that the call asked for, which the original code does not pass on."""
+    """Prepared videos, and the device that the call asked for or None, which the original code does not pass on."""
 
     def __init__(self, videos: Any, device: Any) -> None:
         super().__init__(videos)
@@ -264,7 +235,7 @@ def _bytes_of(
     classes: Classes, part: Any, images: Any, kwargs: dict[str, Any], home: Home, device: torch.device
 ) -> Any:
     """The call's outputs with bytes; None where the original code must run."""
-    normalization = normalization_of(classes, kwargs)
+    normalization = classes.kind.normalization(kwargs)
     if normalization is None or not images or not all(_is_bytes(image, normalization.channels) for image in images):
         return None
     asked = kwargs | {"do_rescale": False, "do_normalize": False}
@@ -273,31 +244,9 @@ def _bytes_of(
         outputs = _on_device(classes, part, images, asked, device)
     if outputs is None:
         outputs = classes.host._preprocess(as_class(classes.host, part), list(images), **asked)
-    pixels, _ = classes.outputs
-    outputs[pixels] = BytePixels.mark(outputs[pixels].to(device), normalization, classes.still)
+    pixels, _ = classes.kind.outputs
+    outputs[pixels] = BytePixels.mark(outputs[pixels].to(device), normalization, classes.kind.still)
     return outputs
-
-
-def normalization_of(classes: Classes, kwargs: dict[str, Any]) -> Normalization | None:
-    """What a call's options ask for; None where the call asks for something else than normalised torch tensors."""
-    torch_asked = kwargs.get("return_tensors") == "pt" or (
-        kwargs.get("return_tensors") is None and classes.backend.name == "torchvision"
-    )
-    if not (torch_asked and kwargs.get("do_rescale") and kwargs.get("do_normalize")):
-        return None
-    if classes.backend.name == "torchvision" and torch.get_default_dtype() != torch.float32:
-        return None  # which its mean and deviation would be rounded to
-    try:
-        return Normalization(
-            rescale_factor=kwargs["rescale_factor"],
-            mean=kwargs["image_mean"],
-            std=kwargs["image_std"],
-            patch=kwargs["patch_size"],
-            temporal_patch=1 if (frames := kwargs["temporal_patch_size"]) is None else frames,
-            backend=classes.backend.name,
-        )
-    except (ValueError, TypeError):  # the original code says what is wrong with them
-        return None
 
 
 def _is_bytes(image: Any, channels: int) -> bool:
@@ -342,11 +291,11 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
         if isinstance(image, np.ndarray):
             image = _tensor(image if min(image.strides) >= 0 else image.copy())  # torch takes no negative strides
         frames = image.movedim(-3, -1)
-        sources.append(Source(frames[None] if classes.still else frames, grid, size))
-    temporal = 1 if classes.still else kwargs["temporal_patch_size"]
+        sources.append(Source(frames[None] if classes.kind.still else frames, grid, size))
+    temporal = 1 if classes.kind.still else classes.kind.frames(kwargs)
     layout = PatchLayout(kwargs["patch_size"], kwargs["merge_size"], temporal)
-    pixels, grid_name = classes.outputs
-    rows = patches_of(sources, layout, classes.backend.resizing, device)
+    pixels, grid_name = classes.kind.outputs
+    rows = patches_of(sources, layout, classes.kind.backend.resizing, device)
     return BatchFeature({pixels: rows, grid_name: torch.tensor([source.grid for source in sources])})
 
 
@@ -357,7 +306,7 @@ def _decide(
 
     The size is None where something else than the backend's method has changed it.
     """
-    if classes.still:  # whose code reads no more than its arguments
+    if classes.kind.still:  # whose code reads no more than its arguments
         try:
             return _decide_still(classes, pipeline_of(classes.original), shape, tuple(kwargs.items()))
         except TypeError:  # an argument that cannot be a key
@@ -378,11 +327,10 @@ def _decided(
     sizes = object.__new__(classes.sizes)
     sizes.__dict__.update(attributes)
     sizes.resized = None
-    image = (
-        _shape_alone(shape) if classes.backend.name == "pil" else torch.empty(shape, dtype=torch.uint8, device="meta")
-    )
+    on_pil = classes.kind.backend.name == "pil"
+    image = _shape_alone(shape) if on_pil else torch.empty(shape, dtype=torch.uint8, device="meta")
     found = sizes._preprocess([image], **kwargs | {"return_tensors": None})
-    t, h, w = (int(n) for n in found[classes.outputs[1]][0])
+    t, h, w = (int(n) for n in found[classes.kind.outputs[1]][0])
     room = h * kwargs["patch_size"], w * kwargs["patch_size"]
     size = sizes.resized or (shape[-2], shape[-1])
     fits = size == room if sizes.resized is None else all(n <= most for n, most in zip(size, room, strict=True))

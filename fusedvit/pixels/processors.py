@@ -16,18 +16,10 @@ import torch
 
 from fusedvit.errors import UnsupportedModel
 from fusedvit.model.normalization import Normalization
-from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.pixels.byte_processors import (
-    ORIGINAL,
-    STATE,
-    Home,
-    as_class,
-    backend_of,
-    classes_of,
-    normalization_of,
-    outputs_of,
-)
+from fusedvit.pixels.byte_pixels import BytePixels, as_floats
+from fusedvit.pixels.byte_processors import ORIGINAL, STATE, Home, as_class, classes_of
 from fusedvit.pixels.pipeline import PIPELINE, pipeline_of
+from fusedvit.pixels.processor_kinds import backend_of, outputs_of
 
 logger = logging.getLogger("fusedvit")
 
@@ -87,16 +79,21 @@ def is_swapped(part: Any) -> bool:
     return part is not None and STATE in part.__dict__
 
 
+def gives_grids(part: Any) -> bool:
+    """Whether an image or video processor gives bytes whose patches lie in a grid; of others positions say where."""
+    return is_swapped(part) and not classes_of(_original_of(part)).kind.padded
+
+
 def normalizations_of(processor: Any) -> dict[bool, Normalization]:
-    """What swapped processors in `processor` leave to the tower unless a call says otherwise, by whether it is of still
-    images."""
+    """What swapped processors in `processor` leave to the tower's weights unless a call says otherwise, by whether it
+    is of still images. Bytes of padded images are normalised by themselves."""
     found = {}
     for part in filter(is_swapped, _parts_of(processor).values()):
-        classes = classes_of(_original_of(part))
+        kind = classes_of(_original_of(part)).kind
         options = {name: getattr(part, name, None) for name in _OPTIONS}
-        normalization = normalization_of(classes, options | {"return_tensors": "pt"})
-        if normalization is not None:
-            found[classes.still] = normalization
+        normalization = kind.normalization(options | {"return_tensors": "pt"})
+        if normalization is not None and not kind.padded:
+            found[kind.still] = normalization
     return found
 
 
@@ -120,8 +117,9 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
         return "is of no backend that we know", False
     if backend.name == "torchvision" and dtype != torch.float32:
         return f"rounds its mean and deviation to torch's default dtype: torch.float32 expected, got {dtype}", False
-    if getattr(original, "patchify", None) is None or outputs_of(original) is None:
-        return "does not cut images into patches with a grid", False
+    outputs = outputs_of(original)
+    if outputs is None or (outputs[1] == "image_grid_thw" and getattr(original, "patchify", None) is None):
+        return "does not cut images into patches with a grid or positions", False
     own = (part.__dict__.keys() & PIPELINE).union(pipeline_of(original).foreign)
     if own:  # whose answer may depend on pixels that no check would try
         return f"has code of its own: {', '.join(sorted(own))}", False
@@ -129,7 +127,7 @@ def _supported(part: Any, original: Any) -> tuple[str, bool]:
     plain.__class__ = original
     plain.__dict__.pop(STATE, None)
     differs = ""
-    for ours in (True, False):
+    for ours in (False,) if classes_of(original).kind.padded else (True, False):
         differs = _difference(plain, Home(None, 0, ours, checking=True))
         if not differs:
             return "", ours
@@ -148,17 +146,19 @@ def _difference(plain: Any, home: Home) -> str:
 def _agrees(plain: Any, home: Home, height: int, width: int) -> bool:
     original: Any = type(plain)
     classes = classes_of(original)
-    frames = np.random.default_rng(0).integers(0, 256, (1 if classes.still else 3, height, width, 3), dtype=np.uint8)
-    given = {"images": [frames[0]]} if classes.still else {"videos": [frames], "do_sample_frames": False}
+    kind = classes.kind
+    frames = np.random.default_rng(0).integers(0, 256, (1 if kind.still else 3, height, width, 3), dtype=np.uint8)
+    given = {"images": [frames[0]]} if kind.still else {"videos": [frames], "do_sample_frames": False}
     given |= {"return_tensors": "pt", "do_resize": True, "do_rescale": True, "do_normalize": True, "device": "cpu"}
     given["input_data_format"] = None  # whatever layout the processor expects of other images
+    if hasattr(plain, "draw_on_frames"):
+        given["draw_on_frames"] = False  # which takes a font and the video's times
     swapped = as_class(classes.swapped, plain)
     swapped.__dict__[STATE] = home
     wanted, got = plain(**given), swapped(**given)
-    pixels, grid = classes.outputs
     return (
-        set(got) == set(wanted) == set(classes.outputs)
-        and isinstance(got[pixels], BytePixels)
-        and torch.equal(got[pixels].pixels(), wanted[pixels])
-        and torch.equal(got[grid], wanted[grid])
+        set(got) == set(wanted)
+        and (kind.padded or set(wanted) == set(kind.outputs))
+        and isinstance(got[kind.outputs[0]], BytePixels)
+        and all(torch.equal(as_floats(got[name]), value) for name, value in wanted.items())
     )

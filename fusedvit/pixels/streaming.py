@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from fusedvit.errors import first_line
+from fusedvit.errors import UnsupportedModel, first_line
 from fusedvit.pixels.media import ERRORS, Limits, Media, MediaError, Source, VideoFacts, load_one, processors
-from fusedvit.pixels.processors import is_swapped, swap
+from fusedvit.pixels.processors import gives_grids, swap
 
 logger = logging.getLogger("fusedvit")
 
@@ -118,7 +118,10 @@ def _parts_of(processor: Any, device: torch.device) -> _Parts:
         found["image"] = processor
     copies = {name: None if part is None else copy.copy(part) for name, part in found.items()}
     swap(SimpleNamespace(**{f"{name}_processor": part for name, part in copies.items()}), device)
-    return _Parts(**{name: part if is_swapped(part) else None for name, part in copies.items()}, device=device)
+    usable = {name: part if gives_grids(part) else None for name, part in copies.items()}
+    if usable == {"image": None, "video": None}:
+        raise UnsupportedModel(f"{type(processor).__name__} gives no grid_thw, by which batches are made")
+    return _Parts(**usable, device=device)
 
 
 def _batches(
@@ -239,6 +242,13 @@ def _batch(group: list[Media], parts: _Parts) -> Batch:
         pixels, grid = found["pixel_values"], found["image_grid_thw"]
     else:
         videos = [media.frames for media in group]
-        found = parts.video(videos=videos, do_sample_frames=False, return_tensors="pt")
+        metadata = [_metadata_of(media) for media in group]  # ERNIE's processor writes the time into frames
+        found = parts.video(videos=videos, video_metadata=metadata, do_sample_frames=False, return_tensors="pt")
         pixels, grid = found["pixel_values_videos"], found["video_grid_thw"]
     return Batch(pixels, grid, tuple(m.index for m in group), tuple(m.name for m in group), kind)
+
+
+def _metadata_of(media: Media) -> Any:
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(media.source_frames, media.fps, frames_indices=list(media.kept))

@@ -4,6 +4,7 @@ import io
 import itertools
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,20 @@ def test_videos_are_sampled_by_their_processor() -> None:
     assert torch.equal(video.grid_thw, wanted["video_grid_thw"])
     if not torch.cuda.is_available():
         assert torch.equal(video.pixel_values.pixels(), wanted["pixel_values_videos"])
+
+
+def test_times_are_drawn_on_the_frames_that_were_sampled() -> None:
+    """ERNIE's processor does that, by the numbers of the frames in the file."""
+    pytest.importorskip("torchvision")
+    pytest.importorskip("av")
+    font = Path(pytest.importorskip("matplotlib").get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    processor = video_processor("Ernie4_5_VLMoeVideoProcessor", font=str(font))
+    both = type("Processor", (), {"image_processor": None, "video_processor": processor})()
+    (video,) = stream([SAMPLE_VIDEO], both, device="cpu")
+    metadata = [{"total_num_frames": 50, "fps": _fps()}]
+    wanted = processor(videos=[_every_frame()], video_metadata=metadata, return_tensors="pt")
+    assert torch.equal(video.grid_thw, wanted["video_grid_thw"])
+    assert torch.equal(video.pixel_values.pixels(), wanted["pixel_values_videos"])
 
 
 def _every_frame() -> np.ndarray:

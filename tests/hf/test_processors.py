@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from transformers.utils import is_torchvision_available
 from fusedvit.errors import UnsupportedModel
 from fusedvit.pixels import BytePixels, restore, swap
 from fusedvit.pixels.byte_pixels import as_floats
-from fusedvit.pixels.byte_processors import STATE, Home, backend_of
+from fusedvit.pixels.byte_processors import STATE, Home
+from fusedvit.pixels.processor_kinds import backend_of
 from tests.support.processors import PIXELS, image_processor, noise, video_processor
 
 Image = pytest.importorskip("PIL.Image")
@@ -42,7 +44,9 @@ VIDEO_PROCESSORS = [
     "GlmgaVideoProcessor",
     "Glm5NextVideoProcessor",
     "CohereCompassVideoProcessor",
+    "Ernie4_5_VLMoeVideoProcessor",
 ]
+NOT_DRAWN: dict[str, dict[str, Any]] = {"Ernie4_5_VLMoeVideoProcessor": {"draw_on_frames": False}}
 needs_torchvision = pytest.mark.skipif(not TORCHVISION, reason="needs torchvision")
 
 
@@ -188,13 +192,39 @@ def test_sizes_and_grids_of_random_images(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("frames", (2, 3, 5))
 @pytest.mark.parametrize("name", VIDEO_PROCESSORS)
 def test_every_video_processor(name: str, frames: int, checking: bool) -> None:
-    processor = named(name, video_processor)
+    processor = named(name, video_processor, **NOT_DRAWN.get(name, {}))
     videos: list[Any] = [noise(frames, 50, 71), noise(4, 30, 90), noise(frames, 50, 71)]
     if frames == 3:
         videos = [torch.from_numpy(video).movedim(-1, 1) for video in videos]
     given = {"videos": videos, "return_tensors": "pt", "do_sample_frames": False}
     with swapped(processor, checking) as ours:
+        assert ours.__dict__[STATE].ours
         assert_equal(ours(**given), processor(**given))
+
+
+@needs_torchvision
+def test_times_that_are_drawn_on_frames() -> None:
+    """By the processor's own code, as ever."""
+    font = Path(pytest.importorskip("matplotlib").get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    processor = named("Ernie4_5_VLMoeVideoProcessor", video_processor, font=str(font))
+    video = noise(20, 50, 71)
+    given = {"videos": [video], "return_tensors": "pt", "video_metadata": [{"total_num_frames": 20, "fps": 4.0}]}
+    with swapped(processor) as ours:
+        got, wanted = ours(**given), processor(**given)
+    assert_equal(got, wanted)
+    assert not torch.equal(
+        processor(**given, draw_on_frames=False)["pixel_values_videos"], wanted["pixel_values_videos"]
+    )
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", ("Qwen3VLVideoProcessor", "Ernie4_5_VLMoeVideoProcessor", "Gemma4VideoProcessor"))
+def test_videos_go_where_the_call_asks(name: str) -> None:
+    """And not where other calls go."""
+    sizes = {"size": None} if name.startswith("Gemma") else {}
+    processor = swap(named(name, video_processor, **sizes, **NOT_DRAWN.get(name, {})), "meta")
+    given = {"videos": [noise(4, 50, 71)], "return_tensors": "pt", "do_sample_frames": False}
+    assert processor(**given, device="cpu")["pixel_values_videos"].device.type == "cpu"
 
 
 @needs_torchvision

@@ -1,0 +1,98 @@
+"""What a class of Hugging Face's image and video processors gives: its backend, its outputs, how it normalises."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedvit.model.normalization import Normalization
+from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
+
+_PIXELS = (("pixel_values", "image"), ("pixel_values_videos", "video"))
+_OUTPUTS = tuple((pixels, f"{kind}_{places}") for places in ("grid_thw", "position_ids") for pixels, kind in _PIXELS)
+
+
+class Backend(NamedTuple):
+    """name: as `Normalization` has it; base: transformers' class; resizing: what it computes on a CPU."""
+
+    name: str
+    base: Any
+    resizing: Resizing
+
+
+class Kind(NamedTuple):
+    """Of a processor's class.
+
+    Attributes:
+        backend: whose code resizes and normalises.
+        outputs: names of pixels, and of what says where their patches lie.
+        joins_frames: a row of patches is of `temporal_patch_size` frames, not of one.
+    """
+
+    backend: Backend
+    outputs: tuple[str, str]
+    joins_frames: bool
+
+    @property
+    def still(self) -> bool:
+        return self.outputs[0] == "pixel_values"
+
+    @property
+    def padded(self) -> bool:
+        """Images are padded to equal numbers of patches, which lie where positions say, not a grid."""
+        return self.outputs[1].endswith("position_ids")
+
+    def frames(self, options: dict[str, Any]) -> int:
+        """Frames of a row of patches."""
+        joined = options["temporal_patch_size"] if self.joins_frames else None
+        return 1 if joined is None else joined
+
+    def normalization(self, options: dict[str, Any]) -> Normalization | None:
+        """What a call's options ask for; None where they ask for something else than normalised torch tensors."""
+        pt = options.get("return_tensors") == "pt" or (
+            options.get("return_tensors") is None and self.backend.name == "torchvision"
+        )
+        normalizes = options.get("do_normalize")
+        if not (pt and options.get("do_rescale") and (normalizes or self.padded)):
+            return None
+        if self.backend.name == "torchvision" and torch.get_default_dtype() != torch.float32:
+            return None  # which its mean and deviation would be rounded to
+        try:
+            found = Normalization(
+                rescale_factor=options["rescale_factor"],
+                mean=options["image_mean"] if normalizes else None,
+                std=options["image_std"] if normalizes else None,
+                patch=options["patch_size"],
+                temporal_patch=self.frames(options),
+                backend=self.backend.name,
+            )
+        except (ValueError, TypeError):  # the original code says what is wrong with them
+            return None
+        # padded rows have the channels last, and padding is 0 whatever the mean
+        fits = not self.padded or (not any(found.mean or ()) and len(set(found.std or ())) <= 1)
+        return found if fits else None
+
+
+def kind_of(original: Any) -> Kind | None:
+    """None where it is of no backend that we know, or gives something else."""
+    backend, outputs = backend_of(original), outputs_of(original)
+    if backend is None or outputs is None:
+        return None
+    return Kind(backend, outputs, "temporal_patch_size" in inspect.signature(original._preprocess).parameters)
+
+
+def outputs_of(original: Any) -> tuple[str, str] | None:
+    named = tuple(getattr(original, "model_input_names", ()))
+    return next((outputs for outputs in _OUTPUTS if named[:2] == outputs), None)
+
+
+def backend_of(original: Any) -> Backend | None:
+    from transformers import image_processing_backends as backends
+
+    for name, base, resizing in (
+        ("torchvision", backends.TorchvisionBackend, TORCH),
+        ("pil", backends.PilBackend, PILLOW),
+    ):
+        if base in original.__mro__:
+            return Backend(name, base, resizing)
+    return None
