@@ -9,7 +9,7 @@ from fusedvit.model.normalization import Normalization
 from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
 
 _PIXELS = (("pixel_values", "image"), ("pixel_values_videos", "video"))
-_OUTPUTS = tuple((pixels, f"{kind}_{places}") for places in ("grid_thw", "position_ids") for pixels, kind in _PIXELS)
+_OUTPUTS = tuple((pixels, f"{kind}_{lying}") for lying in ("grid_thw", "position_ids") for pixels, kind in _PIXELS)
 
 
 class Backend(NamedTuple):
