@@ -1,5 +1,6 @@
 """Vision embeddings that were computed elsewhere, in the forms in which engines and transformers take them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,23 +46,38 @@ class VisionEmbeddings:
             for i, part in enumerate(parts)
         ]
 
-    def for_vllm(self, modality: str = "image") -> dict[str, Any]:
+    def for_vllm(self, modality: str = "image", timestamps: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
         """vLLM's `multi_modal_data` (`--enable-mm-embeds`): `{"image": {"image_embeds": …, "image_grid_thw": …}}`.
 
         Args:
             modality: "image" or "video".
+            timestamps: of videos for Qwen3-VL and Qwen3.5, which vLLM 0.33 writes into the prompt: of each item the
+                seconds of each of its `grid_thw` frames.
+
+        Raises:
+            ValueError: another modality; timestamps of images, or not one a frame.
         """
         _check_modality(modality)
-        return {modality: {f"{modality}_embeds": self.rows.cpu(), f"{modality}_grid_thw": self.grid_thw.cpu()}}
+        found = {f"{modality}_embeds": self.rows.cpu(), f"{modality}_grid_thw": self.grid_thw.cpu()}
+        if timestamps is None:
+            return {modality: found}
+        frames, got = self.grid_thw[:, 0].tolist(), [len(item) for item in timestamps]
+        if modality != "video" or got != frames:
+            raise ValueError(f"fusedvit: timestamps must be {frames} of the items of a video, got {got} of {modality}")
+        return {modality: found | {"timestamps": [list(item) for item in timestamps]}}
 
     def for_sglang(self, modality: str = "image") -> list[dict[str, Any]]:
         """SGLang's `image_data=` or `video_data=`: one entry, which holds every item of a request.
+
+        It goes with `input_ids=` that hold a placeholder for each row. SGLang 0.5.21 to 0.5.23 put what is called
+        `precomputed_embeddings` in an entry of the format `processor_output` in place of these; an entry of its format
+        `precomputed_embedding` they send through the tower, but for images of Qwen2.5-VL.
 
         Args:
             modality: "image" or "video".
         """
         _check_modality(modality)
-        entry = {"format": "precomputed_embedding", "modality": modality.upper()}
+        entry = {"format": "processor_output", "modality": modality.upper()}
         return [entry | {"precomputed_embeddings": self.rows.cpu(), f"{modality}_grid_thw": self.grid_thw.cpu()}]
 
     def for_transformers(self, modality: str = "image") -> dict[str, Any]:

@@ -14,7 +14,7 @@ def test_what_engines_take() -> None:
     assert [item.rows.tolist() for item in whole.items()] == [ROWS[:6].tolist(), ROWS[6:].tolist()]
     assert whole.for_vllm()["image"].keys() == {"image_embeds", "image_grid_thw"}
     (entry,) = whole.for_sglang("video")
-    assert entry["format"] == "precomputed_embedding" and entry["modality"] == "VIDEO"
+    assert entry["format"] == "processor_output" and entry["modality"] == "VIDEO"
     assert entry["precomputed_embeddings"] is not None and entry["video_grid_thw"].tolist() == GRID.tolist()
 
 
@@ -41,3 +41,9 @@ def test_what_does_not_fit(rows: torch.Tensor, grid: torch.Tensor, expected: str
         VisionEmbeddings(rows, grid, 2, levels=2)
     with pytest.raises(ValueError, match="'image' or 'video'"):
         VisionEmbeddings(ROWS, GRID, 2, levels=2).for_vllm("audio")
+
+
+@pytest.mark.parametrize("modality, timestamps", [("image", [[0.0], [0.0, 1.0]]), ("video", [[0.0], [0.0]])])
+def test_timestamps_that_do_not_fit(modality: str, timestamps: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match=r"timestamps must be \[1, 2\] of the items of a video"):
+        VisionEmbeddings(ROWS, GRID, 2, levels=2).for_vllm(modality, timestamps)
