@@ -34,8 +34,8 @@ def run(
     """Embeds a corpus; passes if every input has an embedding. The last of `given` is the folder of the output."""
     _check_packages()
     *inputs, out = given
-    if not inputs:
-        raise InputError("embed: MODEL, one INPUT or more, and OUT expected")
+    if not inputs or not all(given):
+        raise InputError(f"embed: MODEL, one INPUT or more, and OUT expected, got {' '.join(map(repr, given))}")
     if output not in OUTPUTS:
         raise InputError(f"--output: one of {', '.join(OUTPUTS)} expected, got {output!r}")
     job = Job(model, tuple(inputs), out, output, deepstack, shard_size, device)
@@ -43,14 +43,15 @@ def run(
         device_of(device)
     start = time.perf_counter()
     with quiet(), _ended_by_sigterm(), progress_bar() as step:
-        finished = 0
+        workers = _gpus(gpus, device)
+        so_far: list[ShardDone] = []
 
         def done(shard: ShardDone, total: int) -> None:
-            nonlocal finished
-            finished += 1
-            step(f"shard {shard.number}: {shard.inputs} inputs, {shard.errors} errors", finished, total)
+            so_far.append(shard)
+            figures = _figures(_summary(so_far, time.perf_counter() - start, max(1, len(workers))))
+            shown = ", ".join(f"{name} {figure}" for name, figure in figures.items())
+            step(f"shard {shard.number}: {shard.inputs} inputs, {shard.errors} errors; {shown}", len(so_far), total)
 
-        workers = _gpus(gpus, device)
         found = corpus_job.run(job, workers, embedder_of, done)
     summary = _summary(found, time.perf_counter() - start, max(1, len(workers)))
     _show(summary, Path(out))
@@ -76,6 +77,8 @@ def _gpus(named: str | None, device: str | None) -> list[int]:
     if device is not None:
         raise InputError("--gpus and --device: give one of them")
     count = torch.cuda.device_count()
+    if not count:
+        raise InputError("--gpus: torch sees no GPU here; without --gpus a job runs on the CPU")
     numbers = range(count) if named == "all" else [int(n) if n.isdecimal() else -1 for n in named.split(",")]
     if not numbers or not set(numbers) <= set(range(count)):
         raise InputError(f"--gpus: 'all' or numbers below {count} such as 0,1 expected, got {named!r}")
@@ -106,12 +109,22 @@ def _show(summary: dict[str, Any], out: Path) -> None:
         console.print(f"nothing left to do: every shard is in {escape(str(out))}", highlight=False)
         return
     table = Table(title=f"embedded into {escape(str(out))}", title_justify="left")
-    for column in ("inputs", "errors", "images/s", "patches/s", "tower busy", "waited for pixels", "padding"):
+    row = {"inputs": str(summary["inputs"]), "errors": str(summary["errors"])} | _figures(summary)
+    for column in row:
         table.add_column(column, justify="right")
-    rates = (f"{summary[name]:.0f}" for name in ("images_per_second", "patches_per_second"))
-    shares = (f"{summary[name]:.0%}" for name in ("gpu_busy", "waited_for_pixels", "padding"))
-    table.add_row(str(summary["inputs"]), str(summary["errors"]), *rates, *shares)
+    table.add_row(*row.values())
     console.print(table)
+
+
+def _figures(summary: dict[str, Any]) -> dict[str, str]:
+    """Rates and shares of a summary, as they are shown."""
+    return {
+        "images/s": f"{summary['images_per_second']:.0f}",
+        "patches/s": f"{summary['patches_per_second']:.0f}",
+        "tower busy": f"{summary['gpu_busy']:.0%}",
+        "waited for pixels": f"{summary['waited_for_pixels']:.0%}",
+        "padding": f"{summary['padding']:.0%}",
+    }
 
 
 def _check_packages() -> None:

@@ -7,7 +7,9 @@ Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stre
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,13 +25,14 @@ from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one
+from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors
 from fusedvit.pixels.streaming import Batch, stream
 
 OUTPUTS = ("mean", "tokens")
 COLUMNS = ("bytes", "image", "path", "file", "image_path")  # the first that a batch has is read
 PATCHES = 65536  # of one call of the tower: some 80 images of 448 x 448
 ENCODED = 16  # images of one call of `encode`
+DECODED = 64  # images that may wait for it
 
 Encode = Callable[[Any, Any, list[Any]], Any]
 
@@ -52,7 +55,8 @@ class Embedder:
         deepstack: tokens (or their mean) with the tower's deepstack features after them: width (1 + n) * out.
         encode: `encode(model, processor, images)` -> `[n, d]` or n tensors `[t, d]`, for models with an embedding of
             their own (Qwen3-VL-Embedding, ColQwen): it is given the whole model with its tower fused, its processor,
-            and at most 16 Pillow images. `output` and `deepstack` are not asked then.
+            and at most 16 Pillow images. What it raises ValueError for alone is a row with an error. `output` and
+            `deepstack` are not asked then.
         device, dtype: of a checkpoint; a GPU and bf16 if there is one, else the CPU and fp32.
         threads: that decode; as many as there are processors if left out.
         limits: on bytes, pixels and frames of each file.
@@ -200,32 +204,46 @@ class Embedder:
 
     def _encoded(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
         """What `encode` makes, of so many images at a time as it is given."""
-        from PIL import Image
-
-        assert self._encode is not None
         ready: dict[int, Any] = {}
-        for index, source in enumerate(sources):
-            try:
-                ready[index] = Image.fromarray(load_one(source, limits=self._limits, index=index).frames[0])
-            except MediaError as error:
-                yield {index: Embedded("", None, error=str(error))}
+        for index, image in enumerate(self._images(sources)):
+            if isinstance(image, MediaError):
+                yield {index: Embedded("", None, error=str(image))}
+                continue
+            ready[index] = image
             if len(ready) == ENCODED:
                 yield self._encode_all(ready)
                 ready = {}
         if ready:
             yield self._encode_all(ready)
 
+    def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
+        """Each source as a Pillow image, or what is wrong with it; decoded ahead in threads."""
+        tasks: deque[Future[Any]] = deque()
+        pool = ThreadPoolExecutor(self._threads or processors(), "fusedvit-decode")
+        try:
+            for index, source in enumerate(sources):
+                tasks.append(pool.submit(_image_of, source, self._limits, index))
+                if len(tasks) > DECODED:
+                    yield tasks.popleft().result()
+            while tasks:
+                yield tasks.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
     def _encode_all(self, images: dict[int, Any]) -> dict[int, Embedded]:
+        """What `encode` makes of the images; where it refuses them, of one after another, and errors of the refused."""
         assert self._encode is not None
-        with torch.inference_mode():
-            found = self._encode(self._model, self._processor, list(images.values()))
-        if len(found) != len(images):
-            raise ValueError(
-                f"fusedvit: encode must return {len(images)} embeddings for as many images, got {len(found)}"
-            )
-        rows = [torch.as_tensor(each).detach().cpu() for each in found]
+        try:
+            with torch.inference_mode():
+                found = self._encode(self._model, self._processor, list(images.values()))
+        except ValueError as error:  # what processors raise for an image that they refuse
+            if len(images) > 1:
+                alone = [self._encode_all({index: image}) for index, image in images.items()]
+                return {index: each for part in alone for index, each in part.items()}
+            return dict.fromkeys(images, Embedded("", None, error=f"encode= refuses it: {first_line(error)}"))
+        rows = _rows_of(found, len(images))
         self._vectors, self._encoded_width = rows[0].ndim > 1, rows[0].shape[-1]
-        return {i: Embedded("", each.view(-1, each.shape[-1])) for i, each in zip(images, rows, strict=True)}
+        return {i: Embedded("", each.reshape(-1, each.shape[-1])) for i, each in zip(images, rows, strict=True)}
 
     def _array(self, each: Embedded) -> np.ndarray:
         """`[width]`, or `[n, width]` of tokens and of what `encode` makes several vectors of."""
@@ -285,14 +303,44 @@ def processors_of(where: str) -> Any:
     return SimpleNamespace(image_processor=image, video_processor=video)
 
 
+def _image_of(source: Source, limits: Limits | None, index: int) -> Any:
+    """A Pillow image, or what is wrong with the source."""
+    from PIL import Image
+
+    try:
+        media = load_one(source, 1, limits, index)
+    except MediaError as error:
+        return error
+    if media.kind == "video":
+        return MediaError(f"{media.name}: a video, and encode= takes images", index)
+    return Image.fromarray(media.frames[0])
+
+
+def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
+    """What `encode` returned, on the CPU: a vector an image, or `[t, d]` of each. Raises ValueError for the rest."""
+    got = len(found) if hasattr(found, "__len__") else type(found).__name__
+    if got != count:
+        raise ValueError(f"fusedvit: encode must return {count} embeddings for as many images, got {got}")
+    rows = [torch.as_tensor(each).detach().cpu() for each in found]
+    if not 1 <= rows[0].ndim <= 2 or any((r.ndim, r.shape[-1]) != (rows[0].ndim, rows[0].shape[-1]) for r in rows):
+        shapes = ", ".join(sorted({str(tuple(row.shape)) for row in rows}))
+        raise ValueError(f"fusedvit: encode must return [n, d] or n tensors [t, d], got tensors of {shapes}")
+    return rows
+
+
 def _source_of(value: Any) -> Source:
     """A row's value as a source of pixels; an error where it is none."""
+    if hasattr(value, "as_py"):  # of Arrow
+        value = value.as_py()
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, np.generic):
         value = value.item()
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
-        return np.asarray(value.convert("RGB"))
+        try:
+            return np.asarray(value.convert("RGB"))
+        except Exception as error:  # noqa: BLE001 - a file that is read only now, and damaged
+            return MediaError(f"an image that does not decode ({type(error).__name__})")
     if isinstance(value, SOURCES):
         return value
     return MediaError(f"a path, a file's bytes, an image or pixels expected, got {type(value).__name__}")

@@ -120,14 +120,17 @@ def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
     """The inputs of each shard, and the numbers of those to do, the longest first; the folder is made or checked.
 
     Raises:
-        InputError: see `inputs.collect` and `shards.start`.
+        InputError: see `inputs.collect` and `shards.start`; a shard that is there does not read.
     """
     if job.shard_size < 1:
         raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
     inputs = collect(job.given)
     shards.start(Path(job.out), job.document(inputs))
     parts = shards_of(inputs, job.shard_size)
-    todo = set(range(len(parts))) - shards.committed(Path(job.out))
+    there = shards.committed(Path(job.out)) & set(range(len(parts)))
+    for number in sorted(there):
+        shards.check_committed(Path(job.out), number, len(parts[number]))
+    todo = set(range(len(parts))) - there
     return parts, sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
 
 

@@ -164,6 +164,24 @@ def read(out: Path, number: int) -> list[Embedded]:
     return found
 
 
+def check_committed(out: Path, number: int, inputs: int) -> None:
+    """Raises InputError where a committed shard does not read, or is not of so many inputs; its rows are not read."""
+    import pyarrow.parquet
+
+    folder = _folder(out, number)
+    try:
+        index = pyarrow.parquet.read_table(folder / INDEX, columns=["offset", "rows"])
+        with safe_open(folder / ROWS, framework="pt") as file:
+            rows = file.get_slice("rows").get_shape()[0]
+        wrong = "" if index.num_rows == inputs else f"{inputs} inputs expected, got {index.num_rows}"
+        ends = index["offset"][-1].as_py() + index["rows"][-1].as_py() if index.num_rows else 0
+        wrong = wrong or ("" if rows == ends else f"{ends} rows expected, got {rows}")
+    except Exception as error:  # noqa: BLE001 - as in `read`
+        wrong = f"does not read: {first_line(error)}"
+    if wrong:
+        raise InputError(f"{folder}: {wrong}; remove it, and it is made again")
+
+
 def _folder(out: Path, number: int) -> Path:
     return out / f"{_PREFIX}{number:05d}"
 

@@ -230,7 +230,7 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         raise MediaTooLarge(f"{given.name}: more pixels than Pillow accepts, {limit}") from None
     except MediaError:
         raise
-    except (OSError, SyntaxError, EOFError, ValueError) as error:  # ValueError: a mode that has no RGB
+    except Exception as error:  # noqa: BLE001 - Pillow raises struct.error, TypeError and others where a file is damaged
         raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
 
 
@@ -284,13 +284,15 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
     except ModuleNotFoundError:
         raise MediaError(f'{given.name}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
     try:
-        with given.open() as file, av.open(file, format=given.video) as container:
+        with given.open() as file, av.open(file, format=given.video, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise MediaError(f"{given.name}: one video stream expected, got none")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             yield container, stream
-    except (av.error.FFmpegError, OSError) as error:  # OSError: a seek that a broken file asks for
+    except MediaError:
+        raise
+    except Exception as error:  # noqa: BLE001 - FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
         raise MediaError(f"{given.name}: does not decode as {given.video} ({type(error).__name__})") from None
 
 

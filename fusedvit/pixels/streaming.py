@@ -64,7 +64,10 @@ class _Parts:
             return range(facts.frames)
         duration = None if facts.fps is None else facts.frames / facts.fps
         known = VideoMetadata(facts.frames, facts.fps, facts.width, facts.height, duration)
-        return [int(i) for i in self.video.sample_frames(metadata=known)]
+        try:
+            return [int(i) for i in self.video.sample_frames(metadata=known)]
+        except ValueError as error:
+            raise MediaError(f"a video that Hugging Face's processor refuses: {first_line(error)}") from None
 
 
 def stream(
@@ -140,9 +143,9 @@ def _batches(
         for group in _groups(_good(decoded, parts, errors), patches):
             packed.append(packer.submit(_pack, group, parts))
             if len(packed) > _PACKED_AHEAD:
-                yield packed.popleft().result().received()
+                yield from _received(packed.popleft(), errors)
         while packed:
-            yield packed.popleft().result().received()
+            yield from _received(packed.popleft(), errors)
     finally:
         decoders.shutdown(wait=False, cancel_futures=True)
         packer.shutdown(wait=False, cancel_futures=True)
@@ -168,19 +171,25 @@ def _good(
             media = task.result()
             count = _patches_of(media, parts)
         except MediaError as error:
-            if errors == "raise":
-                raise
-            if callable(errors):
-                errors(error)
-            else:
-                logger.warning("fusedvit: skipped: %s", error)
+            _refuse(error, errors)
             continue
         yield media, count
+
+
+def _refuse(error: MediaError, errors: str | Callable[[MediaError], object]) -> None:
+    if errors == "raise":
+        raise error
+    if callable(errors):
+        errors(error)
+    else:
+        logger.warning("fusedvit: skipped: %s", error)
 
 
 def _patches_of(media: Media, parts: _Parts) -> int:
     """How many patches an image gives; 0 for a video. Raises MediaError where the processor refuses it."""
     if media.kind == "video":
+        if parts.video is None:
+            raise MediaError(f"{media.name}: a video, and no video processor gives bytes", media.index)
         return 0
     if parts.image is None:
         raise MediaError(f"{media.name}: an image, and no image processor gives bytes", media.index)
@@ -188,8 +197,11 @@ def _patches_of(media: Media, parts: _Parts) -> int:
     try:
         return int(parts.image.get_number_of_image_patches(height, width))
     except ValueError as error:
-        said = f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}"
-        raise MediaError(said, media.index) from None
+        raise _refused(media, error) from None
+
+
+def _refused(media: Media, error: ValueError) -> MediaError:
+    return MediaError(f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}", media.index)
 
 
 def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[Media]]:
@@ -222,6 +234,16 @@ class _Packed:
         return self.batch
 
 
+def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], object]) -> Iterator[Batch]:
+    """The batch; none where the processor refuses its video."""
+    try:
+        found = packed.result()
+    except MediaError as error:
+        _refuse(error, errors)
+        return
+    yield found.received()
+
+
 def _pack(group: list[Media], parts: _Parts) -> _Packed:
     if parts.device.type != "cuda":
         return _Packed(_batch(group, parts), None)
@@ -241,9 +263,12 @@ def _batch(group: list[Media], parts: _Parts) -> Batch:
         found = parts.image(images=[media.frames[0] for media in group], return_tensors="pt")
         pixels, grid = found["pixel_values"], found["image_grid_thw"]
     else:
-        videos = [media.frames for media in group]
-        metadata = [_metadata_of(media) for media in group]  # ERNIE's processor writes the time into frames
-        found = parts.video(videos=videos, video_metadata=metadata, do_sample_frames=False, return_tensors="pt")
+        (video,) = group
+        told = {"video_metadata": [_metadata_of(video)]}  # ERNIE's processor writes the time into frames
+        try:
+            found = parts.video(videos=[video.frames], **told, do_sample_frames=False, return_tensors="pt")
+        except ValueError as error:
+            raise _refused(video, error) from None
         pixels, grid = found["pixel_values_videos"], found["video_grid_thw"]
     return Batch(pixels, grid, tuple(m.index for m in group), tuple(m.name for m in group), kind)
 

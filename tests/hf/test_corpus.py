@@ -1,5 +1,6 @@
 """`Embedder` and `fusedvit embed` on a tiny checkpoint: against Hugging Face's own processor and tower, and killed."""
 
+import io
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
+from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
 from fusedvit.corpus import inputs, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
@@ -72,10 +74,11 @@ def columns_of(pictures: Path) -> dict[str, list[Any]]:
         "path": [str(path) for path in paths],
         "bytes": [path.read_bytes() for path in paths],
         "image": [{"bytes": path.read_bytes(), "path": None} for path in paths],
+        "file": list(pyarrow.array([str(path) for path in paths])),
     }
 
 
-@pytest.mark.parametrize("column", ["path", "bytes", "image"])
+@pytest.mark.parametrize("column", ["path", "bytes", "image", "file"])
 def test_a_batch(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], column: str) -> None:
     batch = {column: columns_of(pictures)[column], "n": list(range(COUNT))}
     found = fusedvit.Embedder(checkpoint)(batch)
@@ -106,12 +109,55 @@ def test_shapes_of_encode(checkpoint: Path, pictures: Path, shape: tuple[int, ..
         (None, "expected, got NoneType"),
         (7, "expected, got int"),
         (b"", "does not decode"),
+        (np.zeros((4, 50, 40, 3), np.uint8), "a video, and no video processor"),
+        (Image.open(io.BytesIO(SAMPLE_IMAGE.read_bytes()[:3000])), "does not decode"),
     ],
 )
 def test_values_that_are_no_images(checkpoint: Path, pictures: Path, value: Any, said: str) -> None:
     good = (pictures / "00.png").read_bytes()
     found = fusedvit.Embedder(checkpoint)({"image": [value, good]})
     assert said in found["error"][0] and found["error"][1] == "" and np.isfinite(found["embedding"][1]).all()
+
+
+def mean_of(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
+    """An `encode`: the mean of an image's tokens."""
+    given = processor(images=images, return_tensors="pt")
+    rows = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
+    counts = (given["image_grid_thw"].prod(1) // 4).tolist()
+    return torch.stack([part.mean(0) for part in rows.split(counts)])
+
+
+def test_what_encode_refuses(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Among 40 images, more than are decoded ahead of a call: rows with errors, and the others as they were."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    thin, video = np.zeros((1, 300, 3), np.uint8), np.zeros((4, 40, 40, 3), np.uint8)
+    batch = {"image": [(pictures / f"{i % 5:02d}.png").read_bytes() for i in range(100)]}
+    for row, value in ((3, thin), (17, video), (50, b"x"), (99, thin)):
+        batch["image"][row] = value
+    found = fusedvit.Embedder(model, tiny_processor(), encode=mean_of)(batch)
+    said = {i: error for i, error in enumerate(found["error"]) if error}
+    assert said.keys() == {3, 17, 50, 99} and "a video, and encode= takes images" in said[17]
+    assert all("encode= refuses it: absolute aspect ratio" in said[row] for row in (3, 99))
+    for i in set(range(100)) - said.keys():
+        close(found["embedding"][i], expected[f"{i % 5:02d}.png"][:, : TINY["out_hidden_size"]].mean(0))
+
+
+@pytest.mark.parametrize(
+    "returned, got",
+    [
+        (lambda n: None, "2 embeddings for as many images, got NoneType"),
+        (lambda n: torch.ones(n + 1, 3), "2 embeddings for as many images, got 3"),
+        (lambda n: torch.ones(n), r"got tensors of \(\)"),
+        (lambda n: torch.ones(n, 2, 2, 2), r"got tensors of \(2, 2, 2\)"),
+        (lambda n: [torch.ones(3), torch.ones(2, 3)], r"got tensors of \(2, 3\), \(3,\)"),
+        (lambda n: [torch.ones(3), torch.ones(4)], r"got tensors of \(3,\), \(4,\)"),
+    ],
+)
+def test_what_encode_may_not_return(checkpoint: Path, pictures: Path, returned: Any, got: str) -> None:
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: returned(len(images)))
+    with pytest.raises(ValueError, match=f"fusedvit: encode must return .*{got}"):
+        embedder({"path": columns_of(pictures)["path"][:2]})
 
 
 @pytest.mark.parametrize("deepstack", [False, True])
@@ -126,16 +172,9 @@ def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tens
 @pytest.mark.parametrize("as_value", [Image.open, lambda path: np.asarray(Image.open(path))])
 def test_decoded_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Path, as_value: Any) -> None:
     model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
-
-    def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
-        given = processor(images=images, return_tensors="pt")
-        rows = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
-        counts = (given["image_grid_thw"].prod(1) // 4).tolist()
-        return torch.stack([part.mean(0) for part in rows.split(counts)])
-
     paths = [path for path in sorted(pictures.glob("*.png")) if path.name != "05.png"]
     batch = {"image": [as_value(path) for path in paths]}
-    own = fusedvit.Embedder(model, tiny_processor(), encode=encode)(batch)
+    own = fusedvit.Embedder(model, tiny_processor(), encode=mean_of)(batch)
     plain = fusedvit.Embedder(model, tiny_processor())(batch)
     assert own["error"] == plain["error"] == [""] * len(paths)
     for mine, theirs in zip(own["embedding"], plain["embedding"], strict=True):
@@ -221,6 +260,22 @@ def test_what_is_gone_is_done_again(
     assert_complete(tmp_path / "out", expected)
 
 
+def test_a_damaged_shard_is_no_shard_that_is_done(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """Nothing is lost unsaid; what is committed beside it stays."""
+    out = tmp_path / "out"
+    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4"]
+    assert "patches/s" in RUNNER.invoke(app, command).output
+    damaged = out / "shard-00001" / shards.INDEX
+    damaged.write_bytes(damaged.read_bytes()[:30])
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 2 and "shard-00001: does not read" in result.output, result.output
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    shutil.rmtree(damaged.parent)
+    assert "embedded into" in RUNNER.invoke(app, command).output
+    assert len(read_all(out)) == COUNT
+
+
 def test_killed_and_resumed(
     checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -296,7 +351,8 @@ def written(path: Path, content: bytes) -> Path:
     [
         (["only-one"], "INPUT one or more|one INPUT"),
         (["a", "b", "--output", "max"], "one of mean, tokens"),
-        (["a", "b", "--gpus", "7"], "numbers below"),
+        (["a", "b", "--gpus", "7"], "numbers below|no GPU here"),
+        (["a", ""], "OUT expected, got 'a' ''"),
         (["a", "b", "--gpus", "0", "--device", "cpu"], "give one of them"),
         (["a", "b", "--device", "tpu9"], "cpu, cuda or cuda:N expected"),
         (["absent", "b"], "no such file or folder"),

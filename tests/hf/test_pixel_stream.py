@@ -120,6 +120,22 @@ def test_times_are_drawn_on_the_frames_that_were_sampled() -> None:
     assert torch.equal(video.pixel_values.pixels(), wanted["pixel_values_videos"])
 
 
+def test_a_video_that_its_processor_refuses() -> None:
+    """Or that there is no processor for: it is named, and the others go on."""
+    refused: list[MediaError] = []
+    (batch,) = stream([noise(4, 60, 70), png(40, 60)], image_processor(), errors=refused.append)
+    assert batch.indices == (1,) and [error.index for error in refused] == [0]
+    assert "array 0: a video, and no video processor" in str(refused[0])
+    pytest.importorskip("torchvision")
+    both = type("Processor", (), {"image_processor": image_processor(), "video_processor": video_processor()})()
+    sources = [noise(4, 60, 70), noise(1, 60, 70), png(40, 60), noise(4, 2, 900)]
+    found = list(stream(sources, both, errors=refused.append))
+    assert [batch.indices for batch in found] == [(0,), (2,)] and [error.index for error in refused] == [0, 1, 3]
+    assert all("Hugging Face's processor refuses it" in str(error) for error in refused[1:])
+    with pytest.raises(MediaError, match="array 1"):
+        list(stream(sources, both))
+
+
 def _every_frame() -> np.ndarray:
     from fusedvit.pixels.media import load_one
 

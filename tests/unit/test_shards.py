@@ -220,6 +220,20 @@ def test_folders_that_are_no_output(tmp_path: Path, prepare: Callable[[Path], ob
 def test_a_damaged_shard_is_named(tmp_path: Path, file: str, damage: Callable[[Path], object]) -> None:
     shards.start(tmp_path / "out", JOB)
     commit(tmp_path / "out")
+    shards.check_committed(tmp_path / "out", 0, 3)
     damage(tmp_path / "out" / "shard-00000" / file)
     with pytest.raises(InputError, match="shard-00000: does not read"):
         shards.read(tmp_path / "out", 0)
+    with pytest.raises(InputError, match="shard-00000: does not read: .*; remove it"):
+        shards.check_committed(tmp_path / "out", 0, 3)
+
+
+def test_a_shard_of_something_else_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    (commit(out, 0), commit(out, 1, FOUND[1:]))
+    with pytest.raises(InputError, match="shard-00000: 4 inputs expected, got 3"):
+        shards.check_committed(out, 0, 4)
+    (out / "shard-00001" / shards.ROWS).replace(out / "shard-00000" / shards.ROWS)
+    with pytest.raises(InputError, match="shard-00000: 3 rows expected, got 1"):
+        shards.check_committed(out, 0, 3)

@@ -1,4 +1,4 @@
-"""Ready embeddings: SGLang's own processor takes them, and its models embed them, as it would what its tower computes."""
+"""Ready embeddings: SGLang's own processor takes them, and puts them in place of what its tower would compute."""
 
 import asyncio
 from types import SimpleNamespace

@@ -64,6 +64,20 @@ def test_pixel_bomb_is_refused_by_its_header(tmp_path: Path, side: int) -> None:
         load_one(bomb)
 
 
+def _jpeg_with(tag: bytes) -> bytes:
+    """A turned photo in whose EXIF data `tag`, a name and a type, stands before a text."""
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112], exif[0x010E] = 6, "x" * 20  # orientation, description
+    Image.new("RGB", (64, 48)).save(file, "JPEG", exif=exif)
+    return file.getvalue().replace(b"\x01\x0e\x00\x02", tag)
+
+
+def test_a_title_in_another_encoding(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    video = SAMPLE_VIDEO.read_bytes().replace(b"VideoHandler", b"\xffideoHandler")
+    assert np.array_equal(load_one(video).frames, load_one(SAMPLE_VIDEO).frames)
+
+
 BAD_FILES = {
     "cut.jpg": (lambda: SAMPLE_IMAGE.read_bytes()[:2000], "does not decode as an image"),
     "text.png": (lambda: b"hello", "does not decode as an image"),
@@ -72,6 +86,8 @@ BAD_FILES = {
     "list.mp4": (lambda: b"#EXTM3U\n#EXTINF:1,\nhttp://localhost/x.ts\n", "does not decode as mp4"),
     "cut.mp4": (lambda: SAMPLE_VIDEO.read_bytes()[:300], "one video stream expected, got none"),
     "half.mp4": (lambda: SAMPLE_VIDEO.read_bytes()[:33_664], "cut off: frame 22 is not whole"),
+    "track.mp4": (lambda: SAMPLE_VIDEO.read_bytes().replace(b"stsd", b"zzzz"), "does not decode as mp4"),
+    "exif.jpg": (lambda: _jpeg_with(b"\x01\x00\x00\x02"), "does not decode as an image"),  # text where a width stands
     "empty.mp4": (lambda: b"", "does not decode as mp4"),
     "notes.txt": (lambda: b"hello", "suffix must be one of"),
 }
