@@ -23,7 +23,7 @@ from fusedvit.bench.workloads import Cost, attention_cost, linear_cost
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Scratch, Taps
+from fusedvit.kernels.epilogue import Epilogue, HeadNorm, NormFold, Rope, RowStats, Scratch, Taps
 from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.positions import packed_width
@@ -61,7 +61,7 @@ SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a vide
     "1 x 16384": (16384,),
 }
 SEQUENCES_ON_CPU = {"2 x 40": (40, 40)}
-PARTS = ("taps", "stats", "norm", "rms", "rope", "residual", "bias", *sorted(set(epilogues.ACTIVATIONS) - {"none"}))
+PARTS = ("taps", "stats", "norm", "rms", "heads", "rope", "residual", "bias", *sorted(set(epilogues.ACTIVATIONS) - {"none"}))
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _epilogue(
         activation=next((a for a in parts if a in epilogues.ACTIVATIONS), "none"),
         limit=spec.glu_limit if "swiglu" in parts else 0.0,
         stats=RowStats.over(common["moments"], rows, n, config.block_n) if "stats" in parts else None,
-        **{name: common[name] for name in ("taps", "rope", "residual", "scratch")},
+        **{name: common[name] for name in ("taps", "rope", "residual", "scratch", "heads")},
     )
 
 
@@ -172,7 +172,7 @@ def _inputs(
 ) -> dict[str, Any]:
     """What the epilogue reads, and room for what it writes besides the output."""
     rows, device, dtype = x.shape[0], x.device, x.dtype
-    found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual"))
+    found: dict[str, Any] = dict.fromkeys(("stats", "colsum", "taps", "rope", "residual", "heads"))
     folded = bool(parts & {"norm", "rms"})
     kept = torch.float32 if folded else dtype
     found["bias"] = [_random(n, dtype=kept, device=device, scale=0.05) for _ in weights]
@@ -186,6 +186,10 @@ def _inputs(
         linear_ref.store_moments(producing, stats)
         found["stats"] = stats.merged(producing.shape[0] // rows)
         found["colsum"] = [w.float().sum(1) if "norm" in parts else None for w in weights]
+    if "heads" in parts:
+        weight = 1 + _random(2 + spec.v_norm, spec.head_dim, dtype=torch.float32, device=device, scale=0.2)
+        bounds = torch.tensor([[-2.5, 3.0]] * len(weight), device=device) if spec.clipped else None
+        found["heads"] = HeadNorm(weight, spec.norm_eps, bounds)
     if "rope" in parts:
         angle = 100 * torch.rand(rows, spec.head_dim // 2, device=device)
         table = torch.stack([angle.cos(), angle.sin()], 1)

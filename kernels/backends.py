@@ -11,12 +11,13 @@ plan of the process is made without it (`Target.of` lists it in `without`).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fusedvit.kernels import tile_configs
+from fusedvit.kernels.epilogue import HEAD_WIDTH
 from fusedvit.kernels.hopper import attention_configs, gemm_configs, gemm_swap_ab_configs, gluon_compat
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 
@@ -102,6 +103,16 @@ def _valid_and_unspilled(
     return check
 
 
+def _with_whole_heads(key: Key, config: LinearConfig) -> LinearConfig:
+    return replace(config, block_n=max(config.block_n, HEAD_WIDTH)) if _parts_heads(key, config.block_n) else config
+
+
+def _parts_heads(key: Key, block_n: int) -> str:
+    """Why a tile of so many columns cannot normalise heads, or ""."""
+    wrong = "heads" in key.kind.split("+") and block_n % HEAD_WIDTH
+    return f"heads of {HEAD_WIDTH} columns do not fit tiles of {block_n}" if wrong else ""
+
+
 _HOPPER = (
     Backend(
         name="swap_ab",
@@ -148,9 +159,11 @@ _TRITON = (
         version=1,
         config=LinearConfig,
         absent=lambda capability, dtype: "",
-        wrong=lambda key, config, target, dtype: tile_configs.wrong_linear(config, target, dtype),
-        heuristic=lambda key, dtype, target, widest: tile_configs.linear_config(
-            key.rows, key.n, key.k, dtype, target, max_block_n=widest
+        wrong=lambda key, config, target, dtype: (
+            tile_configs.wrong_linear(config, target, dtype) or _parts_heads(key, config.block_n)
+        ),
+        heuristic=lambda key, dtype, target, widest: _with_whole_heads(
+            key, tile_configs.linear_config(key.rows, key.n, key.k, dtype, target, max_block_n=widest)
         ),
         candidates=lambda key, dtype, target, widest: tile_configs.linear_candidates(
             key.rows, key.n, key.k, dtype, target, max_block_n=widest

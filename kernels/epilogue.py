@@ -17,6 +17,8 @@ import triton.language as tl
 
 ACTIVATIONS = ("none", "gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh")
 GATED = ("swiglu", "geglu_tanh")  # two columns of the product to one of the output
+HEAD_WIDTH = 64  # columns of a head that an epilogue can normalise: Hopper's goes over as many at a time
+HEAD = tl.constexpr(HEAD_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,27 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class HeadNorm:
+    """An RMSNorm of each head of `HEAD_WIDTH` columns of q and k, perhaps of v, before they are turned.
+
+    Attributes:
+        weight: `[parts, HEAD_WIDTH]`, contiguous: of q's norm, of k's, and perhaps of v's.
+        eps: added to the mean square.
+        clip: `[parts, 2]` fp32, contiguous: least and largest value of q, k and v before they are normalised; None for
+            no clamp.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    clip: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> int:
+        """Thirds of the columns that are normalised."""
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True)
 class Taps:
     """A weighted sum of rows of a table, added to each row: an interpolated position embedding.
 
@@ -127,7 +150,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Applied in this order: norm, bias, taps, rope, activation, residual; then rounding and statistics.
+    """Applied in this order: norm, bias, taps, heads, rope, activation, residual; then rounding and statistics.
 
     Attributes:
         bias: `[N]`, any float dtype.
@@ -140,9 +163,11 @@ class Epilogue:
         residual: `[T, N]`; may be the output itself.
         stats: where moments of the rounded output rows go.
         scratch: for configurations that split K; others ignore it.
+        heads: norms of heads.
 
     Raises:
-        ValueError: an unknown activation; a gated one with a residual or statistics; a clip of another.
+        ValueError: an unknown activation; a gated one with a residual or statistics; a clip of another; norms of heads
+            of another width, or beside a LayerNorm or a norm with another eps.
     """
 
     bias: torch.Tensor | None = None
@@ -155,6 +180,7 @@ class Epilogue:
     residual: torch.Tensor | None = None
     stats: RowStats | None = None
     scratch: Scratch | None = None
+    heads: HeadNorm | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -163,11 +189,24 @@ class Epilogue:
             raise ValueError(f"{self.activation} takes neither residual nor statistics, got one")
         if self.clip is not None and self.activation != "geglu_tanh":
             raise ValueError(f"expected a clip of geglu_tanh, got one of {self.activation}")
+        if self.heads is not None:
+            self._check_heads(self.heads)
+
+    def _check_heads(self, heads: HeadNorm) -> None:
+        norm = self.norm or NormFold(eps=heads.eps)
+        if heads.weight.shape[1] != HEAD_WIDTH or norm.colsum is not None or norm.eps != heads.eps:
+            got = f"{heads.weight.shape[1]} columns, eps {heads.eps} beside {norm.eps}"
+            raise ValueError(f"norms are of heads of {HEAD_WIDTH} columns, beside an RMSNorm of the same eps, got {got}")
 
     @property
     def gated(self) -> bool:
         """The output has one column for two of the product."""
         return self.activation in GATED
+
+    @property
+    def bounds(self) -> torch.Tensor | None:
+        """What a kernel clamps by: `clip`, or that of the heads."""
+        return self.clip if self.heads is None else self.heads.clip
 
     def vectors(self) -> tuple[torch.Tensor | None, ...]:
         """(bias, colsum, partial moments of the input): what a kernel reads of a tile's columns and rows."""
@@ -189,12 +228,13 @@ class Epilogue:
         return {
             "N": n,
             "K": k,
-            "EPS": norm.eps,
+            "EPS": norm.eps if self.heads is None else self.heads.eps,
             "IN_PARTS": 0 if stats is None else stats.parts,
             "IN_WIDTH": 1 if stats is None else stats.width,
             "IN_LENGTH": 1 if stats is None else stats.length,
             "ROPE_COLS": rope.cols,
             "HEAD_DIM": rope.head_dim,
+            "HEAD_PARTS": 0 if self.heads is None else self.heads.parts,
             "TAPS": 0 if self.taps is None or self.taps.index is None else self.taps.index.shape[1],
             "ACT": self.activation,
             "LIMIT": self.limit,
@@ -301,6 +341,34 @@ def clamp(x, least, most):
     """x within bounds; NaN stays, as with `torch.clamp`."""
     x = tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def normalise_heads(
+    acc,  # [BLOCK_M, BLOCK_N] fp32
+    weight_ptr,  # [PARTS, HEAD]
+    clip_ptr,  # [PARTS, 2] fp32 or None
+    col0,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    PARTS: tl.constexpr,  # thirds of the N columns that are normalised; the rest is left alone
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """clamp(x) / sqrt(mean of squares + eps) * weight, a head of HEAD columns at a time."""
+    x = tl.reshape(acc, (BLOCK_M, BLOCK_N // HEAD, HEAD))
+    head = col0 // HEAD + tl.arange(0, BLOCK_N // HEAD)
+    part = head // (N // (3 * HEAD))
+    inside = part < PARTS
+    if clip_ptr is not None:
+        least = tl.load(clip_ptr + 2 * part, mask=inside, other=0.0)
+        x = clamp(x, least[None, :, None], tl.load(clip_ptr + 2 * part + 1, mask=inside, other=0.0)[None, :, None])
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 2) * (1.0 / HEAD) + EPS)
+    at = weight_ptr + part.to(tl.int64)[:, None] * HEAD + tl.arange(0, HEAD)[None, :]
+    weight = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+    y = tl.reshape(x * rstd[:, :, None] * weight[None, :, :], (BLOCK_M, BLOCK_N))
+    cols = col0 + tl.arange(0, BLOCK_N)
+    return tl.where((cols < PARTS * (N // 3))[None, :], y, acc)
 
 
 @triton.jit

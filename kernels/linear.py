@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedvit.kernels.epilogue import (
+    HEAD_WIDTH,
     Epilogue,
     Rope,
     Scratch,
@@ -40,6 +41,7 @@ from fusedvit.kernels.epilogue import (
     gate_pairs,
     merge_moments,
     merge_squares,
+    normalise_heads,
     rotate_pairs,
     store_moments,
 )
@@ -140,6 +142,7 @@ def _linear_kernel(
     tap_weight_ptr,  # [T, TAPS] fp32
     stats_out_ptr,  # [T, ceil(N / BLOCK_N), 2] fp32 or None
     clip_ptr,  # [3, 2] fp32 or None
+    head_norm_ptr,  # [HEAD_PARTS, HEAD] or None
     sums_ptr,  # [tiles, SPLITS, BLOCK_M, BLOCK_N] fp32; None if SPLITS is 1, like the next
     counters_ptr,  # [tiles] int32
     num_rows_ptr,  # [1] int32: the true T
@@ -151,6 +154,7 @@ def _linear_kernel(
     IN_LENGTH: tl.constexpr,
     ROPE_COLS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     TAPS: tl.constexpr,
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -221,6 +225,9 @@ def _linear_kernel(
                 acc += bias[None, :]
             if table_ptr is not None:
                 acc = add_taps(acc, table_ptr, tap_index_ptr, tap_weight_ptr, rows, mask_m, cols, mask_n, N, TAPS)
+            if HEAD_PARTS > 0:
+                if col0 < HEAD_PARTS * (N // 3):
+                    acc = normalise_heads(acc, head_norm_ptr, clip_ptr, col0, N, EPS, HEAD_PARTS, BLOCK_M, BLOCK_N)
             if rope_ptr is not None:
                 if col0 < ROPE_COLS:
                     acc = rotate_pairs(
@@ -263,9 +270,11 @@ def linear(
         config: tile and schedule.
 
     Raises:
-        ValueError: too little scratch for split-K.
+        ValueError: too little scratch for split-K; tiles with a part of a head that is normalised.
     """
     (rows, k), n, e = x.shape, weight.shape[0], epilogue
+    if e.heads is not None and (config.block_n % HEAD_WIDTH or n % (3 * HEAD_WIDTH)):
+        raise ValueError(f"tiles must have whole heads of {HEAD_WIDTH}, got {config.block_n} of {n} columns")
     wide = n // 2 if e.gated else n
     assert weight.shape[1] == k and out.shape == (rows, wide), f"x {x.shape}, weight {weight.shape}, out {out.shape}"
     assert e.stats is None or e.stats.width == config.block_n, (
@@ -277,7 +286,8 @@ def linear(
     if triton.knobs.runtime.interpret:  # has no such launch option
         config = replace(config, pdl=False)
     factors, packed_cols = (e.rope or _NO_ROPE).factors(x.dtype)
-    own = (*e.vectors(), factors, *e.tap_tensors(), e.moments_out(), e.clip)
+    head_norm = None if e.heads is None else e.heads.weight
+    own = (*e.vectors(), factors, *e.tap_tensors(), e.moments_out(), e.bounds, head_norm)
     launch(
         _linear_kernel,
         min(tiles * config.splits, config.max_programs),

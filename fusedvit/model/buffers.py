@@ -232,7 +232,8 @@ def _allocate_overlap(
 def _allocate_meta(spec: VisionSpec, capacity: Capacity, dtype: torch.dtype, device: torch.device) -> Metadata:
     taps = spec.position_taps if spec.position_side else 0
     # none in 32 bits, where factors are not rounded, and none where it is not a product that turns
-    words = packed_width(spec.head_dim) if dtype.itemsize == 2 and not spec.qk_norm else 0
+    turns = not spec.qk_norm or spec.norms_heads
+    words = packed_width(spec.head_dim) if dtype.itemsize == 2 and turns else 0
     ordered, windows = (capacity.tokens // spec.merge_unit, capacity.windows + 1) if spec.window else (0, 0)
     return Metadata(
         counts=torch.zeros(7, 4, dtype=torch.int32, device=device),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusedvit.kernels.attention import Segments
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
+from fusedvit.kernels.epilogue import Epilogue, HeadNorm, NormFold, Rope, RowStats, Taps
 from fusedvit.kernels.metadata import MERGED, TOKENS, WINDOW_TILES
 from fusedvit.kernels.norms import NOTHING, After, NextNorm
 from fusedvit.model.buffers import EncoderBuffers, OverlapBuffers, rows_over
@@ -237,7 +237,8 @@ def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:
     """hidden += proj(attention(rope(qkv(norm(hidden))))); hidden += fc2(act(fc1(norm(hidden))))."""
     b, spec, plan = run.buffers, run.spec, run.plan
 
-    qkv = _qkv(run, w, at)
+    hidden, fold = run.normalised(at, w.qkv, b.context)
+    qkv = _qkv(run, w, hidden, fold)
     for segments, config in run.segments(i):
         run.ops.attention(qkv, segments, b.context, spec.num_heads, spec.head_dim, config)
     y = run.stream(plan.proj.block_n)
@@ -254,7 +255,7 @@ def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:
 def _sandwich_blocks(run: _Run) -> None:
     """Blocks with norms before and behind attention and MLP: `b.context` holds what the next of them reads.
 
-    A norm before the residual stream and the next one behind it are one launch, so a block has eight.
+    A norm before the residual stream and the next one behind it are one launch, so a block has seven, or eight.
     """
     blocks = run.weights.blocks
     _add_and_norm(run, None, None, _input_norm(run, blocks[0]) if blocks else None)
@@ -265,12 +266,9 @@ def _sandwich_blocks(run: _Run) -> None:
 def _sandwich_block(run: _Run, i: int, w: BlockWeights, following: NextNorm | None) -> None:
     """hidden += post1(proj(attention(qkv(norm1(hidden))))); hidden += post2(fc2(act(fc1(norm2(hidden)))))."""
     b, spec, plan, ops, norms = run.buffers, run.spec, run.plan, run.ops, _sandwich_of(w)
-    (rows, c), tokens, programs = b.hidden.shape, b.meta.count(TOKENS), run.plan.max_programs
+    rows, c = b.hidden.shape
 
-    qkv = b.rows_of_wide(rows, 3 * c)
-    run.linear(b.context, w.qkv, qkv, plan.qkv)
-    heads, clip = spec.num_heads, norms.clip("q", "v")
-    ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs, clip)
+    qkv, heads = _qkv(run, w, b.context, None, norms.clip("q", "v")), spec.num_heads
     for segments, config in run.segments(i):
         ops.attention(qkv, segments, b.context, heads, spec.head_dim, config, norms.clip("context"))
     y = b.rows_of_wide(rows, c)
@@ -306,18 +304,23 @@ def _sandwich_of(w: BlockWeights) -> SandwichWeights:
     return w.sandwich
 
 
-def _qkv(run: _Run, w: BlockWeights, x: _Stream) -> torch.Tensor:
-    """q | k | v `[tokens, 3 hidden]`, q and k turned, q scaled; the turn is the product's own where no norm stands
-    before it."""
+def _qkv(
+    run: _Run, w: BlockWeights, x: torch.Tensor, norm: NormFold | None, clip: torch.Tensor | None = None
+) -> torch.Tensor:
+    """q | k | v `[tokens, 3 hidden]`, clamped and normalised where the tower does so, q and k turned, q scaled.
+
+    One launch; a second one where heads are normalised whose width the product's epilogue does not know.
+    """
     b, spec = run.buffers, run.spec
     rows, c = b.hidden.shape
     qkv = b.rows_of_wide(rows, 3 * c)
-    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.packed_cos_sin) if w.qk_norm is None else None
-    hidden, fold = run.normalised(x, w.qkv, b.context)
-    run.linear(hidden, w.qkv, qkv, run.plan.qkv, norm=fold, rope=rope)
-    if w.qk_norm is not None:
+    if w.qk_norm is not None and not spec.norms_heads:
+        run.linear(x, w.qkv, qkv, run.plan.qkv, norm=norm)
         tokens, heads, programs = b.meta.count(TOKENS), spec.num_heads, run.plan.max_programs
-        run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs)
+        return run.ops.head_norm_rope(qkv, w.qk_norm, b.meta.rope, tokens, heads, spec.norm_eps, programs, clip)
+    rope = Rope(b.meta.rope, 2 * c, spec.head_dim, b.meta.packed_cos_sin)
+    norms = None if w.qk_norm is None else HeadNorm(w.qk_norm, spec.norm_eps, clip)
+    run.linear(x, w.qkv, qkv, run.plan.qkv, norm=norm, rope=rope, heads=norms)
     return qkv
 
 

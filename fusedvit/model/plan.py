@@ -151,11 +151,12 @@ def tasks(spec: VisionSpec, tokens: int, dtype: torch.dtype) -> tuple[Task, ...]
 
 def _epilogues(spec: VisionSpec) -> tuple[str, str, str, str]:
     """Kinds of the patch embedding, of qkv, of what writes the residual stream, and of the MLP's first layer."""
+    heads = "heads+rope" if spec.norms_heads else ""
     if spec.sandwich:
-        return "taps" if spec.position_side else "bias", "bias", "bias", spec.activation
+        return "taps" if spec.position_side else "bias", heads or "bias", "bias", spec.activation
     norm = "norm" if spec.norm == "layer" else "rms"
     patch = "bias" if spec.patch_norm else "taps+stats" if spec.position_side else "stats"
-    qkv = norm if spec.qk_norm else f"{norm}+rope"
+    qkv = f"{norm}+{heads or 'rope'}" if heads or not spec.qk_norm else norm
     return patch, qkv, "residual+stats", f"{norm}+{spec.activation}"
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from fusedvit.kernels.epilogue import HEAD_WIDTH
+
 ACTIVATIONS = ("gelu_tanh", "gelu", "quick_gelu", "swiglu", "geglu_tanh")
 NORMS = ("layer", "rms")
 TAILS = ("merger", "downsample", "norm", "pool")
@@ -129,6 +131,11 @@ class VisionSpec:
     def still_width(self) -> int:
         """Values of a flattened patch of one frame."""
         return self.in_channels * self.patch_size**2
+
+    @cached_property
+    def norms_heads(self) -> bool:
+        """Whether heads are normalised in the epilogue of the product that makes q, k and v."""
+        return self.qk_norm and self.head_dim == HEAD_WIDTH
 
     @cached_property
     def merge_unit(self) -> int:

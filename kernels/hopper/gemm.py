@@ -463,6 +463,7 @@ def _hopper_gemm_kernel(
     IN_LENGTH: gl.constexpr,
     ROPE_COLS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    HEAD_PARTS: gl.constexpr,
     TAPS: gl.constexpr,
     ACT: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -516,8 +517,8 @@ def _hopper_gemm_kernel(
     )
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, table_ptr, tap_index_ptr, tap_weight_ptr, stats_out_ptr, clip_ptr,
-        num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_CLIP,
-        HAS_BIAS, HAS_RESIDUAL, OUT_WIDTH,
+        num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, HEAD_PARTS, TAPS, ACT, LIMIT,
+        HAS_CLIP, HAS_BIAS, HAS_RESIDUAL, OUT_WIDTH,
     )  # fmt: skip
     pipe = Pipeline(x, w1, w2, full, empty)
     staging = Staging(chunks, staged, unstaged, order, vectors)
@@ -556,7 +557,9 @@ def linear(
     tiles = config.tiles(rows, n)
     if tiles == 0:
         return out
-    pointers = *e.vectors(), *e.tap_tensors(), e.moments_out(), e.clip
+    bias, colsum, moments = e.vectors()
+    columns = bias, colsum if e.heads is None else e.heads.weight, moments
+    pointers = *columns, *e.tap_tensors(), e.moments_out(), e.bounds
     in_parts = {"IN_PARTS": int(e.norm is not None), "IN_WIDTH": 1}  # their numbers are arguments at run time
     launch(
         _hopper_gemm_kernel,
@@ -582,6 +585,8 @@ def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperGemmConfig) 
     steps = -(-x.shape[1] // CHUNK)
     if e.gated and (n % 16 or e.rope is not None or e.taps is not None):
         return f"gated activations of whole 16s of columns, without rotary factors or taps, got {n}"
+    if e.heads is not None and n % (3 * CHUNK):
+        return f"whole heads of {CHUNK} columns, got {n}"
     if steps < 2:
         return f"at least two steps of {CHUNK} in K, got {steps}"
     if e.stats is not None and (e.stats.width not in (config.block_n, CHUNK) or n % CHUNK):

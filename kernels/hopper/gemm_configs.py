@@ -20,12 +20,12 @@ CHUNK = 64  # columns of a step of the epilogue; K of a step of the main loop
 ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
 GATED = {"swiglu", "geglu_tanh"}
 ACTIVATIONS = {"gelu_tanh", "gelu", "quick_gelu", *GATED}
-KINDS = {"norm", "rms", "rope", "bias", "taps", "stats", "residual"} | ACTIVATIONS
-# Epilogues that were right in bf16 and fp16 on an H200, "taps" and "geglu_tanh" on the emulator. The tuner may choose
+KINDS = {"norm", "rms", "heads", "rope", "bias", "taps", "stats", "residual"} | ACTIVATIONS
+# Epilogues that were right in bf16 and fp16 on an H200, "taps", "heads" and "geglu_tanh" on the emulator. The tuner may choose
 # this backend for others, as it compares each candidate with the reference; the heuristic leaves those to plain Triton.
 PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "gelu",
-    "bias", "norm+quick_gelu", "stats", "rms", "taps", "geglu_tanh",
+    "bias", "norm+quick_gelu", "stats", "rms", "taps", "geglu_tanh", "heads+rope", "rms+heads+rope",
 )  # fmt: skip
 # Rows up to which a launch uses PDL, by the first of these that its epilogue has. A tower's first layer never does: the
 # launch before it writes the row count. Of long launches only those with a residual gain (docs/kernels.md).

@@ -1,4 +1,4 @@
-"""The epilogue that both Hopper GEMMs share: norm, bias, taps, rotary, activation, residual, row statistics.
+"""The epilogue that both Hopper GEMMs share: norm, bias, taps, heads, rotary, activation, residual, row statistics.
 
 An accumulator goes through it 64 columns at a time, in the layout that WGMMA leaves it in: a thread holds columns
 8g + 2q and 8g + 2q + 1 (g < 8, q its index in a group of four) of two rows in every 16. So a rotary pair is in one
@@ -29,13 +29,13 @@ class EpilogueArgs:
     """Arguments of the epilogue (see `kernels.epilogue`). In place of an absent tensor stands one that is not read."""
 
     bias_ptr: gl.tensor  # [N]
-    colsum_ptr: gl.tensor  # [N] fp32
+    colsum_ptr: gl.tensor  # [N] fp32; or what heads are normalised with, [HEAD_PARTS, 64]
     stats_in_ptr: gl.tensor  # [T, IN_PARTS, 2] fp32
     table_ptr: gl.tensor  # [positions, N]
     tap_index_ptr: gl.tensor  # [T, TAPS] int32
     tap_weight_ptr: gl.tensor  # [T, TAPS] fp32
     stats_out_ptr: gl.tensor  # [T, OUT_PARTS, 2] fp32
-    clip_ptr: gl.tensor  # [3, 2] fp32
+    clip_ptr: gl.tensor  # [2 or 3, 2] fp32
     num_rows: gl.tensor
     N: gl.constexpr
     EPS: gl.constexpr
@@ -45,6 +45,7 @@ class EpilogueArgs:
     IN_LENGTH: gl.constexpr
     ROPE_COLS: gl.constexpr  # 0: no rotary
     HEAD_DIM: gl.constexpr
+    HEAD_PARTS: gl.constexpr  # thirds of the columns whose heads, a chunk each, are normalised; 0: none
     TAPS: gl.constexpr
     ACT: gl.constexpr
     LIMIT: gl.constexpr  # of swiglu's factors, 0: none
@@ -134,11 +135,23 @@ def _load_columns(ptr, epi, col0, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _load_head_norm(epi, col0, COUNT: gl.constexpr):
+    """What COUNT columns of normalised heads are multiplied with, as fp32; 0 past the last."""
+    cols = col0 + gl.arange(0, COUNT, SPREAD)
+    third: gl.constexpr = epi.N // 3
+    ptrs = epi.colsum_ptr + ((cols // third << 6) + cols % 64)
+    return gl.load(ptrs, mask=cols < epi.HEAD_PARTS * third, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def load_vectors(epi, col0, COUNT: gl.constexpr):
-    """(bias, colsum) of a tile, loaded before the main loop, which hides their latency."""
+    """(bias, colsum) of a tile, loaded before the main loop, which hides their latency; heads take colsum's place."""
     none = gl.zeros([COUNT], gl.float32, SPREAD)
     bias = _load_columns(epi.bias_ptr, epi, col0, COUNT) if epi.HAS_BIAS else none
-    colsum = _load_columns(epi.colsum_ptr, epi, col0, COUNT) if epi.IN_PARTS > 0 and epi.CENTRED else none
+    if epi.HEAD_PARTS > 0:
+        colsum = _load_head_norm(epi, col0, COUNT)
+    else:
+        colsum = _load_columns(epi.colsum_ptr, epi, col0, COUNT) if epi.IN_PARTS > 0 and epi.CENTRED else none
     return bias, colsum
 
 
@@ -148,7 +161,7 @@ def store_vectors(epi, smem, first: gl.constexpr, vectors):
     bias, colsum = vectors
     if epi.HAS_BIAS:
         smem.index(first).store(bias)
-    if epi.IN_PARTS > 0 and epi.CENTRED:
+    if (epi.IN_PARTS > 0 and epi.CENTRED) or epi.HEAD_PARTS > 0:
         smem.index(first + 1).store(colsum)
 
 
@@ -169,6 +182,15 @@ def _rotate_pairs(x, chunk, BM: gl.constexpr):
     a, b = x.reshape([BM, 32, 2]).split()
     cos, sin = unpack_cos_sin(reinterpret(chunk, gl.int32, [BM, 32], PACKED).load(a.type.layout))
     return gl.join(a * cos - b * sin, b * cos + a * sin).reshape([BM, 64])
+
+
+@gluon.jit
+def _normalise_head(x, epi, weight, col0):
+    """clamp(x) / sqrt(mean of squares + eps) * weight of the head that is the chunk at `col0`."""
+    if epi.HAS_CLIP:
+        x = _clamp(x, epi, col0 // (epi.N // 3))
+    rstd = gl.rsqrt(gl.sum(x * x, 1) * (1.0 / 64) + epi.EPS)
+    return x * gl.expand_dims(rstd, 1) * gl.expand_dims(weight, 0)
 
 
 @gluon.jit
@@ -247,7 +269,7 @@ def _gate_pairs(x, LIMIT: gl.constexpr, BM: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _clamp(x, epi, which: gl.constexpr):
+def _clamp(x, epi, which):
     """x within bounds `which`; NaN stays."""
     x = gl.maximum(x, gl.load(epi.clip_ptr + 2 * which), propagate_nan=tl.PropagateNan.ALL)
     return gl.minimum(x, gl.load(epi.clip_ptr + 2 * which + 1), propagate_nan=tl.PropagateNan.ALL)
@@ -287,6 +309,9 @@ def finish_chunk(
     x = apply_norm(x, epi, bias, colsum, mean, rstd, 0)
     if epi.TAPS > 0:
         x = _add_taps(x, epi, rows, col0, L)
+    if epi.HEAD_PARTS > 0:
+        if col0 < epi.HEAD_PARTS * (epi.N // 3):
+            x = _normalise_head(x, epi, colsum, col0)
     if epi.ROPE_COLS > 0:
         if col0 < epi.ROPE_COLS:
             x = gl.convert_layout(_rotate_pairs(x, chunk, BM), L, assert_trivial=True)
@@ -376,7 +401,7 @@ def epilogue_constants(n: int, k: int, e: Epilogue, shared_k: bool) -> dict[str,
         | constants
         | {
             "CENTRED": e.norm is not None and e.norm.colsum is not None,
-            "HAS_CLIP": e.clip is not None,
+            "HAS_CLIP": e.bounds is not None,
             "HAS_BIAS": e.bias is not None,
             "HAS_RESIDUAL": e.residual is not None,
             "OUT_WIDTH": 0 if e.stats is None else e.stats.width,

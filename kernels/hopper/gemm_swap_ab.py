@@ -589,6 +589,7 @@ def _hopper_swap_ab_kernel(
     IN_LENGTH: gl.constexpr,
     ROPE_COLS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    HEAD_PARTS: gl.constexpr,
     TAPS: gl.constexpr,
     ACT: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -622,8 +623,8 @@ def _hopper_swap_ab_kernel(
     shape = SwapABShape(steps, STEPS, N, ROWS, WIDTH, BOX, CONSUMERS, STAGES, HAS_RESIDUAL or ROPE_COLS > 0)
     epi = EpilogueArgs(
         bias_ptr, colsum_ptr, stats_in_ptr, num_rows_ptr, num_rows_ptr, num_rows_ptr, stats_out_ptr, num_rows_ptr,
-        num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, TAPS, ACT, LIMIT, HAS_CLIP,
-        HAS_BIAS, HAS_RESIDUAL, OUT_WIDTH,
+        num_rows, N, EPS, IN_PARTS, CENTRED, IN_WIDTH, IN_LENGTH, ROPE_COLS, HEAD_DIM, HEAD_PARTS, TAPS, ACT, LIMIT,
+        HAS_CLIP, HAS_BIAS, HAS_RESIDUAL, OUT_WIDTH,
     )  # fmt: skip
     pipe = Pipeline(units, full, empty, merged)
     descs = Descriptors(x_desc, wide_desc, w_desc, out_desc, extra_desc)
@@ -692,8 +693,8 @@ def linear(
 
 def unsupported(e: Epilogue, x: torch.Tensor, n: int, config: HopperSwapABConfig) -> str:
     """Why this backend cannot run the product and its epilogue, or ""."""
-    if e.gated or e.taps is not None:
-        return "no gated activation and no position taps"
+    if e.gated or e.taps is not None or e.heads is not None:
+        return "no gated activation, no position taps and no norms of heads"
     if e.stats is not None and (e.stats.width != config.block_n or n % config.block_n):
         return f"statistics of whole {config.block_n}s in parts of as many, got {n} in parts of {e.stats.width}"
     return unsupported_operands(e, x) or unsupported_shape(n, x.shape[1], config.stages)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from fusedvit.kernels.epilogue import Epilogue, NormFold, Rope, RowStats, Taps
+from fusedvit.kernels.epilogue import HEAD_WIDTH, Epilogue, HeadNorm, NormFold, Rope, RowStats, Taps
 from fusedvit.kernels.tile_configs import LinearConfig
 
 
@@ -59,6 +59,17 @@ def add_taps(acc: torch.Tensor, taps: Taps) -> torch.Tensor:
     return acc + (picked * taps.weight[:rows, :, None].to(acc.dtype)).sum(1)
 
 
+def normalise_heads(acc: torch.Tensor, heads: HeadNorm) -> torch.Tensor:
+    """`acc` `[rows, N]` with its heads of q and k, perhaps of v, clamped and normalised."""
+    parts = list(acc.chunk(3, 1))
+    for i, weight in enumerate(heads.weight.to(acc.dtype)):
+        x = parts[i] if heads.clip is None else clamp(parts[i], heads.clip[i])
+        x = rearrange(x, "t (h d) -> t h d", d=HEAD_WIDTH)
+        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + heads.eps) * weight
+        parts[i] = rearrange(y, "t h d -> t (h d)")
+    return torch.cat(parts, 1)
+
+
 def _rope(acc: torch.Tensor, rope: Rope) -> torch.Tensor:
     assert rope.table is not None, "rope needs a table"
     cos, sin = rope.table[: acc.shape[0]].to(acc.dtype).unsqueeze(1).unbind(2)  # [rows, 1, head_dim / 2]
@@ -110,6 +121,8 @@ def linear(
         acc = acc + e.bias.to(acc.dtype)
     if e.taps is not None:
         acc = add_taps(acc, e.taps)
+    if e.heads is not None:
+        acc = normalise_heads(acc, e.heads)
     if e.rope is not None:
         acc = _rope(acc, e.rope)
     acc = _gate(acc, e) if e.gated else _activate(acc, e.activation)

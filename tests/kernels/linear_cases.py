@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from fusedvit.kernels.epilogue import GATED, Epilogue, NormFold, Rope, RowStats, Scratch, Taps
+from fusedvit.kernels.epilogue import GATED, Epilogue, HeadNorm, NormFold, Rope, RowStats, Scratch, Taps
 from fusedvit.kernels.launch import only_compiling
 from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference.linear import store_moments
@@ -35,7 +35,8 @@ class Layer:
         taps: a four-tap position embedding is added.
         massive: one channel of x is 200 times the rest, as in trained towers.
         limit: of swiglu's factors.
-        clipped: geglu_tanh's factors and output are clamped.
+        clipped: geglu_tanh's factors and output are clamped, or q, k and v before their heads are normalised.
+        normed: how many of q, k and v have their heads, of 64 columns, normalised.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class Layer:
     massive: bool = False
     limit: float = 0.0
     clipped: bool = False
+    normed: int = 0
 
     @property
     def gated(self) -> bool:
@@ -83,6 +85,7 @@ class Tensors:
     index: torch.Tensor  # [rows, 4]
     tap: torch.Tensor  # [rows, 4]
     residual: torch.Tensor  # [rows, n]
+    head: torch.Tensor  # [3, head_dim]
 
     def to(self, dtype: torch.dtype) -> "Tensors":
         """The same numbers in another dtype."""
@@ -112,6 +115,7 @@ def tensors(layer: Layer, dtype: torch.dtype, device: torch.device, seed: int = 
         index=draw(layer.rows, 4, n=7).abs().mul(3).long().clamp(max=8),
         tap=draw(layer.rows, 4, n=8).softmax(1),
         residual=draw(layer.rows, layer.width, n=9),
+        head=1 + draw(3, 2 * half, n=10, scale=0.2),
     ).to(dtype)
     return replace(rounded, angle=draw(layer.rows, half, n=5, scale=3.0), tap=draw(layer.rows, 4, n=8).softmax(1))
 
@@ -124,6 +128,8 @@ def plain(layer: Layer, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
     y = F.linear(x, t.weight, t.bias if layer.bias else None)
     if layer.taps:
         y = y + (t.table[t.index] * tap.to(dtype)[:, :, None]).sum(1)
+    if layer.normed:
+        y = _with_normed_heads(layer, t, y)
     if layer.heads:
         y = pair_columns(_rotate_q_and_k(y, angle, layer.heads), layer.heads)
     y = _gate(layer, y) if layer.gated else _activations()[layer.activation](y)
@@ -133,10 +139,20 @@ def plain(layer: Layer, t: Tensors, dtype: torch.dtype) -> torch.Tensor:
 def _normed(layer: Layer, t: Tensors) -> torch.Tensor:
     if not layer.norm:
         return t.x
-    if not layer.rms:
-        return F.layer_norm(t.x, (layer.k,), t.gamma, t.beta, EPS)
-    wide = t.x.to(torch.promote_types(t.x.dtype, torch.float32))  # as Hugging Face: rounded, then scaled
-    return t.gamma * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(t.x.dtype)
+    return _rms_norm(t.x, t.gamma) if layer.rms else F.layer_norm(t.x, (layer.k,), t.gamma, t.beta, EPS)
+
+
+def _rms_norm(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # as Hugging Face: rounded, then scaled
+    return gamma * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def _with_normed_heads(layer: Layer, t: Tensors, y: torch.Tensor) -> torch.Tensor:
+    parts, bounds = list(y.chunk(3, 1)), layer.bounds
+    for i, gamma in enumerate(t.head[: layer.normed]):
+        part = parts[i] if bounds is None else parts[i].clamp(*bounds[i].tolist())
+        parts[i] = _rms_norm(part.unflatten(1, (layer.heads, -1)), gamma).flatten(1)
+    return torch.cat(parts, 1)
 
 
 def _gate(layer: Layer, y: torch.Tensor) -> torch.Tensor:
@@ -248,7 +264,12 @@ def fused(layer: Layer, t: Tensors, capacity: int | None = None, wide: torch.dty
     weight = padded(weight.to(dtype), layer.n)
     bias = bias if layer.bias else None
     clip = None if layer.bounds is None else layer.bounds.to(t.x.device)
-    epilogue = Epilogue(bias, norm, taps, rope, layer.activation, layer.limit, clip)
+    heads = None
+    if layer.normed:
+        spread = t.head.repeat_interleave(layer.heads, 0).reshape(1, -1).to(dtype)
+        paired = pair_columns(spread, layer.heads).reshape(3, layer.heads, -1)[: layer.normed, 0].contiguous()
+        heads, clip = HeadNorm(paired, EPS, None if clip is None else clip[: layer.normed].contiguous()), None
+    epilogue = Epilogue(bias, norm, taps, rope, layer.activation, layer.limit, clip, heads=heads)
     return Fused(
         layer,
         padded(t.x.to(dtype), rows),

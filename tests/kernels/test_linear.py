@@ -39,6 +39,8 @@ CASES = {
     "rms, last part narrower": Layer(5, 72, 40, norm=True, rms=True, part=64, bias=False),
     "rms of massive channels": Layer(21, 70, 50, norm=True, rms=True, massive=True),
     "rms, qkv": Layer(21, 48, 144, norm=True, rms=True, heads=2),
+    "heads, clipped": Layer(21, 48, 384, heads=2, normed=3, clipped=True),
+    "rms, heads of q and k": Layer(21, 48, 384, bias=False, norm=True, rms=True, heads=2, normed=2),
     "rms, gate and up": Layer(21, 70, 54, norm=True, rms=True, activation="swiglu"),  # rows of 27: not of 16 bytes
     "residual": Layer(21, 70, 50, residual=True),
     "statistics": Layer(21, 70, 50, stats=True),
@@ -53,6 +55,11 @@ CASES = {
 }
 
 
+def config_of(layer: Layer) -> LinearConfig:
+    """One with whole heads, where they are normalised."""
+    return dataclasses.replace(CONFIG, block_n=64) if layer.normed else CONFIG
+
+
 def made(name: str, dtype: torch.dtype, device: torch.device, capacity: int | None = None) -> tuple[Tensors, Fused]:
     t = tensors(CASES[name], dtype, device)
     return t, fused(CASES[name], t, capacity)
@@ -63,7 +70,7 @@ def test_reference_is_the_formula(name: str, device: torch.device) -> None:
     """In fp64 nothing is left between the folded form and PyTorch's but the fp32 of statistics, bias and angles."""
     layer = CASES[name]
     t = tensors(layer, torch.float64, device)
-    out, _ = fused(layer, t, layer.rows + 3).run(linear_ref, CONFIG)
+    out, _ = fused(layer, t, layer.rows + 3).run(linear_ref, config_of(layer))
     torch.testing.assert_close(out[: layer.rows], plain(layer, t, torch.float64), rtol=1e-5, atol=2e-6)
 
 
@@ -73,11 +80,11 @@ def test_kernel_is_within_the_rule(name: str, dtype: torch.dtype, device: torch.
     """Against PyTorch's layer in fp64, and against the reference on the same rounded weights in fp64."""
     layer = CASES[name]
     t, arguments = made(name, dtype, device, layer.rows + 5)
-    ours = arguments.run(linear, CONFIG)[0][: layer.rows]
+    ours = arguments.run(linear, config_of(layer))[0][: layer.rows]
     assert_within(ours, plain(layer, t, torch.float64), plain(layer, t, dtype), "against PyTorch:")
-    ref = fused(layer, t, wide=torch.float64).run(linear_ref, CONFIG)[0]
+    ref = fused(layer, t, wide=torch.float64).run(linear_ref, config_of(layer))[0]
     if dtype is torch.float32:
-        assert_within(ours, ref, arguments.run(linear_ref, CONFIG)[0][: layer.rows], "against the reference:")
+        assert_within(ours, ref, arguments.run(linear_ref, config_of(layer))[0][: layer.rows], "against the reference:")
     else:
         assert_rounded_once(ours, ref, "against the reference:")
 
@@ -85,7 +92,7 @@ def test_kernel_is_within_the_rule(name: str, dtype: torch.dtype, device: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_statistics_are_those_of_the_rounded_rows(dtype: torch.dtype, device: torch.device) -> None:
     layer = dataclasses.replace(CASES["proj, fc2"], massive=True)
-    out, stats = fused(layer, tensors(layer, dtype, device), layer.rows + 5).run(linear, CONFIG)
+    out, stats = fused(layer, tensors(layer, dtype, device), layer.rows + 5).run(linear, config_of(layer))
     assert stats is not None
     rows = out[: layer.rows].double()
     mean, rstd = moments(stats, layer.rows, EPS)
@@ -98,17 +105,23 @@ def test_statistics_are_those_of_the_rounded_rows(dtype: torch.dtype, device: to
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 32])  # around a tile's 16 rows
-@pytest.mark.parametrize("name", ["qkv", "proj, fc2", "patch embed", "rms, gate and up"])
+@pytest.mark.parametrize("name", ["qkv", "proj, fc2", "patch embed", "rms, gate and up", "heads, clipped"])
 def test_rows_past_the_count_change_nothing(name: str, rows: int, device: torch.device) -> None:
     """`rows` of them in room for 37, the rest NaN: bit for bit what exactly enough room gives."""
     layer = dataclasses.replace(CASES[name], rows=rows)
     t = tensors(layer, torch.float32, device)
-    roomy, roomy_stats = fused(layer, t, 37).run(linear, CONFIG)
-    exact, exact_stats = fused(layer, t).run(linear, CONFIG)
+    roomy, roomy_stats = fused(layer, t, 37).run(linear, config_of(layer))
+    exact, exact_stats = fused(layer, t).run(linear, config_of(layer))
     assert roomy[:rows].isfinite().all()
     assert torch.equal(roomy[:rows], exact)
     if roomy_stats is not None and exact_stats is not None:
         assert torch.equal(roomy_stats.partials[:rows], exact_stats.partials)
+
+
+def test_tiles_with_a_part_of_a_head_that_is_normalised_are_refused(device: torch.device) -> None:
+    _, arguments = made("heads, clipped", torch.float32, device)
+    with pytest.raises(ValueError, match="whole heads of 64, got 32 of 384 columns"):
+        arguments.run(linear, CONFIG)
 
 
 def test_no_rows_write_nothing(device: torch.device) -> None:
@@ -149,7 +162,7 @@ def test_the_schedule_does_not_show(max_programs: int, group_m: int, device: tor
     """Which program computes a tile, and in which order, is no part of the answer."""
     layer = dataclasses.replace(CASES["fc1"], rows=50)  # 4 tile rows: no multiple of a group of 8
     arguments = fused(layer, tensors(layer, torch.float32, device))
-    expected, _ = arguments.run(linear, CONFIG)
+    expected, _ = arguments.run(linear, config_of(layer))
     config = dataclasses.replace(CONFIG, max_programs=max_programs, group_m=group_m)
     assert torch.equal(arguments.run(linear, config)[0], expected)
 
@@ -162,7 +175,7 @@ def test_without_a_copy_engine(name: str, dtype: torch.dtype, device: torch.devi
         pytest.skip("such devices are older than the GPU here")
     layer = CASES[name]
     _, arguments = made(name, dtype, device, layer.rows + 20)
-    expected, _ = arguments.run(linear, CONFIG)
+    expected, _ = arguments.run(linear, config_of(layer))
     out, _ = arguments.run(linear, dataclasses.replace(CONFIG, copy_engine=False))
     assert torch.equal(out[: layer.rows], expected[: layer.rows])
     assert out[layer.rows :].isnan().all()
@@ -171,7 +184,7 @@ def test_without_a_copy_engine(name: str, dtype: torch.dtype, device: torch.devi
 def test_residual_may_be_another_tensor(device: torch.device) -> None:
     layer = CASES["residual"]
     t = tensors(layer, torch.float32, device)
-    in_place, _ = fused(layer, t).run(linear, CONFIG)
+    in_place, _ = fused(layer, t).run(linear, config_of(layer))
     out = padded(torch.full_like(t.residual, NAN), layer.rows)
     residual = padded(t.residual, layer.rows)
     arguments = fused(layer, t)

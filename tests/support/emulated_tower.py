@@ -31,6 +31,7 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {  # class, what differs from it
     ),
     "hd128": ("Glm4vVisionModel", {"hidden_size": 256, "intermediate_size": 160}),
     "qk_norm": ("Glm5NextVisionModel", {"hidden_size": 128, "intermediate_size": 96}),
+    "clipped": ("Gemma4VisionModel", {"hidden_size": 128, "head_dim": 64, "intermediate_size": 96}),
 }
 
 

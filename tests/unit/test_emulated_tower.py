@@ -6,11 +6,11 @@ from fusedvit.kernels.hopper import gluon_compat
 from tests.kernels.test_aot import run
 from tests.support.families import is_installed
 
-CLASSES = {"qk_norm": "Glm5NextVisionModel"}  # which not every transformers of our range has
+CLASSES = {"qk_norm": "Glm5NextVisionModel", "clipped": "Gemma4VisionModel"}  # which not every transformers of our range has
 
 
 @pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)
-@pytest.mark.parametrize("tower", ["hd72", "hd64", "hd80", "windows", "hd128", "qk_norm"])
+@pytest.mark.parametrize("tower", ["hd72", "hd64", "hd80", "windows", "hd128", "qk_norm", "clipped"])
 def test_tower(tower: str) -> None:
     if tower in CLASSES and not is_installed(CLASSES[tower]):
         pytest.skip(f"this transformers has no {CLASSES[tower]}")

@@ -18,6 +18,10 @@ from tests.support.towers import Grid, assert_bitwise, assert_rule, assert_same,
 
 GRID: Grid = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
 TABLES = {"torch": ops.TORCH, "triton": ops.TRITON}
+HEADS_OF_64: dict[str, dict[str, int]] = {
+    "Glm5NextVisionModel": {"hidden_size": 128},
+    "Gemma4VisionModel": {"hidden_size": 128, "head_dim": 64},
+}
 by_shape = pytest.mark.parametrize("name", SHAPES)
 by_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 
@@ -38,18 +42,33 @@ def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
     assert_rule(ours, ref, pt)
 
 
+@by_table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name in HEADS_OF_64 if name in SHAPES])
+def test_heads_that_the_product_normalises(
+    name: str, dtype: torch.dtype, table: ops.Ops, device: torch.device
+) -> None:
+    tower = family_tower(name, depth=2, **HEADS_OF_64[name]).to(device if table is ops.TRITON else "cpu")
+    pixels, rounded = pixels_for(tower, GRID).to(dtype), copy_of(tower, dtype)
+    encoder = Encoder(rounded, table)
+    assert encoder.spec.norms_heads
+    ref = hugging_face(copy_of(rounded, torch.float64), GRID, pixels.double())
+    assert_rule(encoder.answer(GRID, pixels), ref, hugging_face(rounded, GRID, pixels))
+
+
 @pytest.mark.skipif("Gemma4VisionModel" not in SHAPES, reason="not in this transformers")
 @pytest.mark.parametrize("clipped", [False, True])
-def test_launches_of_a_block_with_norms_behind_attention_and_mlp(clipped: bool) -> None:
-    """Eight, whether its linear layers are clipped or not."""
+@pytest.mark.parametrize("numbers", [{}, HEADS_OF_64["Gemma4VisionModel"]], ids=["heads of 24", "heads of 64"])
+def test_launches_of_a_block_with_norms_behind_attention_and_mlp(numbers: dict[str, int], clipped: bool) -> None:
+    """Seven, whether its linear layers are clipped or not; eight where the product does not normalise heads."""
     counts = []
     for depth in (1, 2):
         seen: list[str] = []
-        tower = family_tower("Gemma4VisionModel", depth=depth, use_clipped_linears=clipped)
+        tower = family_tower("Gemma4VisionModel", depth=depth, use_clipped_linears=clipped, **numbers)
         Encoder(tower, _counting(seen)).answer(GRID, pixels_for(tower, GRID))
         counts.append(Counter(seen))
-    block = {"linear": 4, "residual_norm": 2, "head_norm_rope": 1, "attention": 1}
-    assert counts[1] - counts[0] == Counter(block)
+    block = {"linear": 4, "residual_norm": 2, "head_norm_rope": 0 if numbers else 1, "attention": 1}
+    assert counts[1] - counts[0] == +Counter(block)
 
 
 def _counting(seen: list[str]) -> ops.Ops:

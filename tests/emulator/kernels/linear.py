@@ -33,6 +33,8 @@ FC2 = Layer(150, 272, 192, residual=True, stats=True)
 SWIGLU = Layer(150, 192, 320, norm=True, rms=True, part=64, activation="swiglu")
 GEGLU = Layer(150, 192, 320, bias=False, activation="geglu_tanh")
 TAPS = Layer(150, 192, 192, taps=True, stats=True)
+RMS_HEADS = Layer(90, 192, 384, norm=True, rms=True, part=64, heads=2, normed=2)
+HEADS = Layer(150, 192, 384, bias=False, heads=2, normed=3, clipped=True)
 DEEP = Layer(70, 512, 256, norm=True, merged=4, part=64, activation="gelu")
 QKV_80 = Layer(90, 320, 480, norm=True, rms=True, part=64, heads=2)
 HOPPER = {
@@ -43,6 +45,9 @@ HOPPER = {
     "qkv, three consumers": (QKV, HopperGemmConfig(64, 192, 3, 3)),
     "qkv, 128 rows": (QKV, HopperGemmConfig(128, 128, 1, 4)),
     "qkv, heads of 80, rms": (QKV_80, HopperGemmConfig(64, 192, 2, 4)),
+    "heads, clipped": (HEADS, HopperGemmConfig(128, 128, 1, 4)),
+    "heads of q and k, rms": (RMS_HEADS, HopperGemmConfig(64, 192, 3, 3)),
+    "heads, two accumulators": (HEADS, HopperGemmConfig(64, 256, 2, 3)),
     "fc1": (FC1, HopperGemmConfig(64, 256, 2, 3)),
     "fc1, quick": (replace(FC1, activation="quick_gelu"), HopperGemmConfig(64, 128, 3, 4)),
     "fc1, massive channels": (replace(FC1, massive=True), HopperGemmConfig(64, 128, 1, 6)),
@@ -75,6 +80,8 @@ TRITON = {
     for name, layer, config in (
         ("taps", TAPS, LinearConfig(64, 64, 64, 4, 3)),
         ("qkv", QKV, LinearConfig(128, 64, 64, 4, 3)),
+        ("heads, clipped", HEADS, LinearConfig(128, 128, 64, 8, 3)),
+        ("heads of q and k, rms", RMS_HEADS, LinearConfig(64, 64, 64, 4, 3)),
         ("fc1", FC1, LinearConfig(128, 128, 64, 8, 3)),
         ("swiglu", SWIGLU, LinearConfig(64, 128, 64, 4, 3)),
         ("geglu, clipped", replace(GEGLU, clipped=True), LinearConfig(64, 128, 64, 4, 3)),
@@ -94,7 +101,8 @@ def bits(arguments: Fused, op: Any, config: Any, seed: int, scratch: Scratch | N
     """Rows of the output, and of its statistics."""
     rows, e = arguments.layer.rows, arguments.epilogue
     norm, taps = e.norm, e.taps
-    older = [arguments.weight, arguments.num_rows, e.bias, e.clip, norm and norm.colsum, taps and taps.table]
+    older = [arguments.weight, arguments.num_rows, e.bias, e.bounds, norm and norm.colsum, taps and taps.table]
+    older.append(e.heads and e.heads.weight)
     ready = [t for t in older if t is not None]
     with emulated(seed=seed, promptness=promptness_for(seed), ready=ready):
         out, stats = arguments.run(op, config, scratch)
