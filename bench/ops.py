@@ -61,7 +61,17 @@ SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a vide
     "1 x 16384": (16384,),
 }
 SEQUENCES_ON_CPU = {"2 x 40": (40, 40)}
-PARTS = ("taps", "stats", "norm", "rms", "heads", "rope", "residual", "bias", *sorted(set(epilogues.ACTIVATIONS) - {"none"}))
+PARTS = (
+    "taps",
+    "stats",
+    "norm",
+    "rms",
+    "heads",
+    "rope",
+    "residual",
+    "bias",
+    *sorted(set(epilogues.ACTIVATIONS) - {"none"}),
+)
 
 
 @dataclass(frozen=True)

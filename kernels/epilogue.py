@@ -196,7 +196,9 @@ class Epilogue:
         norm = self.norm or NormFold(eps=heads.eps)
         if heads.weight.shape[1] != HEAD_WIDTH or norm.colsum is not None or norm.eps != heads.eps:
             got = f"{heads.weight.shape[1]} columns, eps {heads.eps} beside {norm.eps}"
-            raise ValueError(f"norms are of heads of {HEAD_WIDTH} columns, beside an RMSNorm of the same eps, got {got}")
+            raise ValueError(
+                f"norms are of heads of {HEAD_WIDTH} columns, beside an RMSNorm of the same eps, got {got}"
+            )
 
     @property
     def gated(self) -> bool:

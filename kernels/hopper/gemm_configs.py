@@ -21,8 +21,9 @@ ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
 GATED = {"swiglu", "geglu_tanh"}
 ACTIVATIONS = {"gelu_tanh", "gelu", "quick_gelu", *GATED}
 KINDS = {"norm", "rms", "heads", "rope", "bias", "taps", "stats", "residual"} | ACTIVATIONS
-# Epilogues that were right in bf16 and fp16 on an H200, "taps", "heads" and "geglu_tanh" on the emulator. The tuner may choose
-# this backend for others, as it compares each candidate with the reference; the heuristic leaves those to plain Triton.
+# Epilogues that were right in bf16 and fp16 on an H200, "taps", "heads" and "geglu_tanh" on the emulator. The tuner may
+# choose this backend for others, as it compares each candidate with the reference; the heuristic leaves those to plain
+# Triton.
 PROVEN = (
     "taps+stats", "norm+rope", "rms+rope", "residual+stats", "norm+gelu_tanh", "rms+swiglu", "norm+gelu", "gelu",
     "bias", "norm+quick_gelu", "stats", "rms", "taps", "geglu_tanh", "heads+rope", "rms+heads+rope",

@@ -6,7 +6,7 @@ from fusedvit.kernels.hopper import gluon_compat
 from tests.kernels.test_aot import run
 from tests.support.families import is_installed
 
-CLASSES = {"qk_norm": "Glm5NextVisionModel", "clipped": "Gemma4VisionModel"}  # which not every transformers of our range has
+CLASSES = {"qk_norm": "Glm5NextVisionModel", "clipped": "Gemma4VisionModel"}  # not in all transformers of our range
 
 
 @pytest.mark.skipif(not gluon_compat.AVAILABLE, reason=gluon_compat.MISSING)

@@ -45,9 +45,7 @@ def test_triton_table_in_fp16(name: str, device: torch.device) -> None:
 @by_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name in HEADS_OF_64 if name in SHAPES])
-def test_heads_that_the_product_normalises(
-    name: str, dtype: torch.dtype, table: ops.Ops, device: torch.device
-) -> None:
+def test_heads_that_the_product_normalises(name: str, dtype: torch.dtype, table: ops.Ops, device: torch.device) -> None:
     tower = family_tower(name, depth=2, **HEADS_OF_64[name]).to(device if table is ops.TRITON else "cpu")
     pixels, rounded = pixels_for(tower, GRID).to(dtype), copy_of(tower, dtype)
     encoder = Encoder(rounded, table)
