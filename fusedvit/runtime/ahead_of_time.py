@@ -56,6 +56,10 @@ GEMMA_4_E4B = replace(
     GEMMA_4_31B, depth=16, hidden_size=768, num_heads=12, head_dim=64, intermediate_size=3072, out_size=768,
     clipped=True, standardized=False,
 )  # fmt: skip
+EXAONE_45 = replace(
+    QWEN25_VL_7B, depth=28, hidden_size=2048, num_heads=32, head_dim=64, kv_heads=8, intermediate_size=5120,
+    out_size=5120, full_attention=(6, 13, 20, 27),
+)  # fmt: skip
 TOWERS = {
     "hd72": QWEN3_VL_8B,
     "hd64": QWEN3_VL_4B,
@@ -66,12 +70,21 @@ TOWERS = {
     "qk_norm": GLM_5,
     "sandwich": GEMMA_4_31B,
     "clipped": GEMMA_4_E4B,
+    "grouped": EXAONE_45,
+    # mergers alone differ from those above
+    "qwen35_2b": replace(QWEN3_VL_4B, out_size=2048, deepstack=()),
+    "qwen4_exp": replace(QWEN3_VL_8B, out_size=2560, deepstack=()),
+    "qwen3_omni": replace(QWEN3_VL_8B, out_size=2048),
+    "glm_41v": replace(GLM_45V, merger_size=13696),
+    "glm_ocr": replace(GLM_5, glu_limit=0.0, merger_size=4608),
+    "ernie": replace(QWEN2_VL_7B, out_size=1280, temporal_patch_size=1, tail="norm", rows_only=True),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGETS = tuple(ladder(64, 65536))  # patch tokens
 FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels are the others'
     **dict.fromkeys(("hd64", "hd80", "narrow"), (64, 256, 1024, 4096, 16384)),
-    **dict.fromkeys(("hd128", "windows", "qk_norm", "sandwich", "clipped"), (64, 1024, 4096)),
+    **dict.fromkeys(("hd128", "windows", "qk_norm", "sandwich", "clipped", "grouped"), (64, 1024, 4096)),
+    **dict.fromkeys(("qwen35_2b", "qwen4_exp", "qwen3_omni", "glm_41v", "glm_ocr", "ernie"), (64, 1024, 4096)),
 }
 DEAREST = 12  # kernels that `count` names
 ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedvit.bench import towers
 from fusedvit.kernels.codegen_checks import (
     MAX_SHARED,
     Launch,
@@ -95,6 +96,13 @@ def test_what_is_compiled_is_what_whole_towers_launch() -> None:
     found = json.loads(done.stdout)
     assert found["unlike"] == dict.fromkeys(("256", "896", "1408", "4096"), [0, 0])
     assert found["kernels"] == found["keys"] <= MOST_KERNELS
+
+
+@pytest.mark.parametrize("name", [name for name in towers.FAMILIES if name in towers.known()])
+def test_every_measured_geometry_is_compiled(name: str) -> None:
+    """Itself, or the same with deepstack mergers besides."""
+    wanted = replace(towers.spec_of(towers.GEOMETRIES[name]), deepstack=())
+    assert [key for key, spec in ahead_of_time.TOWERS.items() if replace(spec, deepstack=()) == wanted]
 
 
 @pytest.mark.parametrize("tower, gpu", [("hd72", "h100"), ("windows", "a100")])
