@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from fusedvit.bench.towers import GEOMETRIES
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES
 from fusedvit.families.unsupported import UNSUPPORTED
@@ -325,7 +326,8 @@ def family_table(gpu: dict[str, Row], cpu: dict[str, Row]) -> Table:
         if not names:
             raise ValueError(f"expected a measurement of {family.name}, which is registered; got none")
         for name, found in names.items():
-            also = f" (also {found['others']})" if found["others"] else ""
+            others = GEOMETRIES[name].others
+            also = f" (also {others})" if others else ""
             of = {"family": family.name, "classes": _classes(family), "name": name, "checkpoint": name + also}
             rows.append(of | {"tower": found["tower"], "gpu": gpu.get(name, {}), "cpu": cpu.get(name, {})})
     columns: dict[str, Column] = {

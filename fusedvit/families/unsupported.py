@@ -13,7 +13,8 @@ UNSUPPORTED = {
     "Inkling2VisionModel": "a class token per image, layer scale, rotary embedding of adjacent channels",
     "HunYuanVLVisionTransformer": "no rotary embedding, learned tokens in the merger",
     "HYV4VLVisionModel": "no rotary embedding, positions resampled by a scale of their own, a learned token in the "
-    "merger",
+    "merger: it would take attention without one, patches in raster order, taps for that scale, a merger of two "
+    "convolutions, and outputs with a token more behind each row of merged ones",
     "GlmImageVisionModel": "no rotary embedding",
     "Cosmos3EdgeVisionModel": "no rotary embedding, antialiased position resampling",
     "Dots3NoteVisionModel": "mixture of experts from block 25 on",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusedvit.bench import report, tables
+from fusedvit.bench import report, tables, towers
 from fusedvit.families.registry import FAMILIES
 from fusedvit.families.unsupported import UNSUPPORTED
 
@@ -29,6 +29,13 @@ def test_every_class_has_a_row(cpu: dict[str, Any]) -> None:
     text = json.dumps([tables.family_table(gpu, cpu), tables.unsupported_table()])
     names = [name for family in FAMILIES for name in (*family.class_names, *family.also_in)]
     assert [name for name in (*names, *UNSUPPORTED) if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", towers.FAMILIES)
+def test_every_geometry_has_a_row_that_names_its_checkpoints(name: str, cpu: dict[str, Any]) -> None:
+    gpu = {k: v for document in report.FAMILIES_GPU for k, v in report.load(document)["families"].items()}
+    said = row_of(name, gpu, cpu)["checkpoint"]
+    assert towers.GEOMETRIES[name].others in said
 
 
 def test_a_family_that_no_gpu_measured_says_so(cpu: dict[str, Any]) -> None:
