@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from fusedvit.kernels.epilogue import RowStats, Taps, activate, add_taps, clamp, store_moments
 from fusedvit.kernels.launch import launch
@@ -292,11 +293,13 @@ class NextNorm:
         weight: `[N]`.
         out: `[T, N]`, where its output goes; may be the tensor that was added.
         clip: `[2]` fp32, least and largest value of the output; None for no clamp.
+        pdl: the next launch may begin before this one has ended; it waits before it reads `out`.
     """
 
     weight: torch.Tensor
     out: torch.Tensor
     clip: torch.Tensor | None = None
+    pdl: bool = False
 
 
 @triton.jit
@@ -320,9 +323,12 @@ def _residual_norm_kernel(
     EPS: tl.constexpr,
     Y_PITCH: tl.constexpr,
     OUT_PITCH: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     num_rows = tl.load(num_rows_ptr)
     cols = tl.arange(0, BLOCK_N)
     mask_n = cols < N
@@ -377,7 +383,8 @@ def residual_norm(
     weights = weight, hidden, None if following is None else following.weight
     pointers = (y, *weights, out, clip, None if following is None else following.clip, num_rows)
     pitches = {"Y_PITCH": 0 if y is None else y.stride(0), "OUT_PITCH": 0 if out is None else out.stride(0)}
-    constants = {"N": n, "EPS": eps, **pitches}
+    pdl = following is not None and following.pdl and not triton.knobs.runtime.interpret
+    constants = {"N": n, "EPS": eps, **pitches, "PDL": pdl}
     warps = max(1, triton.next_power_of_2(n) // 1024)  # as many as a row needs: sums within a warp are the fastest
     _launch_rows(_residual_norm_kernel, rows, 1, 4 * max_programs, pointers, constants, warps)
     return hidden

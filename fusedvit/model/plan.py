@@ -19,6 +19,7 @@ from fusedvit.kernels.hopper.attention_configs import (
     WINDOWS,
     two_lists,
 )
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import UNIT, HopperSwapABConfig
 from fusedvit.kernels.metadata import SHORT_TILES, TILES, Layout, Metadata
 from fusedvit.kernels.tile_configs import Target, budget
@@ -26,6 +27,10 @@ from fusedvit.kernels.tuning_table import Table
 from fusedvit.model.merger_overlap import MergerOverlap, merger_overlap
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import pitch_of
+
+
+SANDWICH_PDL_ROWS = 3072  # up to which the products of blocks with sandwich norms use PDL
+IN_BLOCKS = ("qkv", "proj", "fc1", "fc2")
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,15 @@ def chosen_for(
 ) -> dict[str, tuple[Key, Any]]:
     """Key and configuration of each operation, for the arguments of `plan_for`."""
     table = tuning_table.table_for(target) if table is None else table
-    return {task.name: (task.key, choose(task, dtype, target, table)) for task in tasks(spec, tokens, dtype)}
+    chosen = {task.name: (task.key, choose(task, dtype, target, table)) for task in tasks(spec, tokens, dtype)}
+    early = spec.sandwich and budget(tokens) <= SANDWICH_PDL_ROWS
+    return {name: (key, _early(config) if early and name in IN_BLOCKS else config)
+            for name, (key, config) in chosen.items()}  # fmt: skip
+
+
+def _early(config: Any) -> Any:
+    """`config` with programmatic dependent launch, where the GPU has it."""
+    return replace(config, pdl=True) if isinstance(config, HopperGemmConfig | HopperSwapABConfig) else config
 
 
 def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
