@@ -21,7 +21,9 @@ TORCH := torch==2.13.0 triton==3.7.1
 # A hub client that all accept. Of the range's oldest release, and of one that serving engines pin, a part of tests/hf.
 TRANSFORMERS := "transformers==5.24.*" "huggingface-hub<2"
 OLDER_TRANSFORMERS := 5.16.1 5.20.2
-OLDER_TESTS := families family_models family_parents gemma4 generate own_code unsupported
+OLDER_TESTS := families family_models family_parents gemma4 generate own_code unsupported processors padded_processors
+TORCHVISION := 0.28.0
+TORCHVISION_TESTS := processors padded_processors fuse_processor pixel_stream byte_patches
 OLDEST_TRITON := 3.6.0
 MIDDLE_TRITON := 3.8.0
 NEWEST_TRITON := 3.9.0
@@ -30,10 +32,12 @@ OLDEST_VLLM := 0.26.0
 ifdef PY
 SETUP :=
 TEST_HF :=
+TEST_TORCHVISION :=
 else
 PY := $(VENV)/bin/python
 SETUP := $(VENV)/.ready
 TEST_HF := test-hf
+TEST_TORCHVISION := test-torchvision
 endif
 
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -51,8 +55,8 @@ QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)
 EVERY := $(if $(HAS_GPU),-m "not gpu")
 
 .DEFAULT_GOAL := help
-.PRECIOUS: $(VENV)/transformers-%/.ready $(ENGINES)/%/.ready
-.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-gpu test-serving test-vllm \
+.PRECIOUS: $(VENV)/transformers-%/.ready $(VENV)/torchvision-%/.ready $(ENGINES)/%/.ready
+.PHONY: help setup demo test test-all lint ruff mypy test-quick test-cpu test-hf test-torchvision test-gpu test-serving test-vllm \
     test-sglang test-dynamo test-ray aot aot-chips aot-matrix clean
 
 help:
@@ -71,9 +75,13 @@ $(VENV)/.ready: pyproject.toml
 	$(PIP) --no-build-isolation $(TRANSFORMERS) --editable ".[test,dev]"
 	@touch $@
 
-# Another transformers, to be put in front of the first through PYTHONPATH.
+# Another transformers, or torchvision, to be put in front of the first packages through PYTHONPATH.
 $(VENV)/transformers-%/.ready: $(SETUP)
 	$(PIP) --no-deps --upgrade --target $(@D) transformers==$*
+	@touch $@
+
+$(VENV)/torchvision-%/.ready: $(SETUP)
+	$(PIP) --no-deps --upgrade --target $(@D) torchvision==$*
 	@touch $@
 
 demo: $(SETUP)
@@ -82,7 +90,7 @@ demo: $(SETUP)
 
 test: lint test-quick $(if $(HAS_GPU),test-gpu)
 
-test-all: lint test-cpu $(TEST_HF) aot $(if $(HAS_GPU),test-gpu)
+test-all: lint test-cpu $(TEST_HF) $(if $(HAS_GPU),,$(TEST_TORCHVISION)) aot $(if $(HAS_GPU),test-gpu)
 
 lint: ruff mypy
 
@@ -108,6 +116,10 @@ test-hf: $(OLDER_TRANSFORMERS:%=test-hf-%)
 
 test-hf-%: $(VENV)/transformers-%/.ready
 	PYTHONPATH=$(abspath $(<D)) $(PYTEST) -n $(JOBS) $(EVERY) $(OLDER_TESTS:%=tests/hf/test_%.py)
+
+# Processors of torchvision's backend, and videos, which have no other. Operators that it asks for by name are made up.
+test-torchvision: $(VENV)/torchvision-$(TORCHVISION)/.ready
+	PYTHONPATH=$(CURDIR)/tests/serving/vllm/site:$(abspath $(<D)) $(PYTEST) -n $(JOBS) $(EVERY) $(TORCHVISION_TESTS:%=tests/hf/test_%.py)
 
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
