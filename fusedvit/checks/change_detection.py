@@ -30,6 +30,7 @@ _MARKS_FOR_GRADIENTS = Definition(
 _HOOKS = (attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks"))
 _dtype_of, _version_of, _wants_gradient = attrgetter("dtype"), attrgetter("_version"), attrgetter("requires_grad")
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
 _KEYS: Any = type({}.keys())
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -88,15 +89,21 @@ class _Tensors:
         )
 
     def in_place(self) -> bool:
-        return list(map(torch.Tensor.data_ptr, self.present)) == self.pointers
+        with _plainly():
+            return list(map(torch.Tensor.data_ptr, self.present)) == self.pointers
 
     def unchanged(self) -> bool:
         """Their addresses are left to `in_place`."""
-        return (
-            self.entries.unchanged()
-            and list(map(_dtype_of, self.present)) == self.dtypes
-            and list(map(_version_of, self.counted)) == self.versions
-        )
+        with _plainly():
+            return (
+                self.entries.unchanged()
+                and list(map(_dtype_of, self.present)) == self.dtypes
+                and list(map(_version_of, self.counted)) == self.versions
+            )
+
+    def wants_gradients(self) -> bool:
+        with _plainly():
+            return any(map(_wants_gradient, self.present))
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -233,11 +240,11 @@ class Snapshot:
 
     def trained(self) -> bool:
         """Whether a parameter wants a gradient."""
-        return any(map(_wants_gradient, self.parameters.present))
+        return self.parameters.wants_gradients()
 
     def readdressed(self) -> "Snapshot":
         """This snapshot, with the addresses that parameters have now."""
-        pointers = [p.data_ptr() for p in self.parameters.present]
+        pointers = list(map(torch.Tensor.data_ptr, self.parameters.present))
         return replace(self, parameters=replace(self.parameters, pointers=pointers))
 
     def unchanged(self) -> bool:

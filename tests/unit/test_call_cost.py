@@ -8,7 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
+from fusedvit.checks.checked_tower import CheckedTower
 from tests.support.graphs_on_cpu import GRID, Case, case, unpatched
 from tests.support.towers import Call
 
@@ -26,6 +28,27 @@ def test_few_function_calls_before_the_replay(case: Case) -> None:
     ours = [name for name in seen if name not in ("load_inputs", "replay")]  # those stand for launches
     assert "begin" in ours and len(ours) <= MOST, ours
     assert graphs.manager.stats.replays == {16: 4} and graphs.manager.stats.mispredictions == 0
+
+
+class Slow(nn.Parameter):
+    """As vLLM's: each fact that it tells runs a function of Python."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_parameters_are_compared_without_code_of_their_class(case: Case) -> None:
+    tower, handle, _ = case
+    snapshot = CheckedTower(tower, handle.family, handle.spec).snapshot()
+    for parameter in tower.parameters():
+        parameter.__class__ = Slow
+    assert parameter.dtype == torch.float32 and Slow.asked == 1
+    assert snapshot.in_place() and snapshot.unchanged() and not snapshot.trained()
+    assert Slow.asked == 1
 
 
 def counted(program: Any, graph: Any, call: Callable[[], object]) -> list[str]:
