@@ -119,6 +119,8 @@ def load(
         raise TypeError(f"limits must be Limits or None, got {type(limits).__name__}")
     if isinstance(sources, SOURCES):
         sources = [sources]
+    if not isinstance(sources, Iterable):
+        raise TypeError(f"sources must be paths, bytes or pixels, or several of them, got {type(sources).__name__}")
     found = []
     with ThreadPoolExecutor(threads or processors()) as pool:
         tasks = [pool.submit(load_one, source, frames, limits, i) for i, source in enumerate(sources)]

@@ -17,6 +17,10 @@ pytestmark = pytest.mark.gpu
 Image = pytest.importorskip("PIL.Image")
 
 BACKENDS = ["Qwen2VLImageProcessorPil"] + ["Qwen2VLImageProcessor"] * is_torchvision_available()
+VIDEOS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor", "Glm4vVideoProcessor"), {}),
+    "Ernie4_5_VLMoeVideoProcessor": {"draw_on_frames": False},
+}
 LARGE = {"shortest_edge": 56 * 56, "longest_edge": 1500 * 1500}
 
 
@@ -58,9 +62,9 @@ def test_many_sizes_in_one_call(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
-@pytest.mark.parametrize("name", ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor", "Glm4vVideoProcessor"))
+@pytest.mark.parametrize("name", VIDEOS)
 def test_videos(name: str, device: torch.device) -> None:
-    plain = video_processor(name)
+    plain = video_processor(name, **VIDEOS[name])
     ours = swap(copy.deepcopy(plain), device)
     for videos in ([noise(5, 180, 320), noise(8, 100, 50)], [torch.from_numpy(noise(4, 64, 90)).movedim(-1, 1)]):
         given = {"videos": videos, "do_sample_frames": False, "return_tensors": "pt"}

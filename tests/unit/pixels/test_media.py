@@ -215,6 +215,8 @@ def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFi
         load("none.png")
     with pytest.raises(TypeError, match="paths or bytes, got int"):
         load([3])
+    with pytest.raises(TypeError, match="bytes or pixels, or several of them, got NoneType"):
+        load(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="frames must be an int or callable, got float"):
         load([good], frames=2.5)
     with pytest.raises(TypeError, match="limits must be Limits or None, got int"):
