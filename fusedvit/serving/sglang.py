@@ -34,6 +34,7 @@ RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
 _BUILT, _SERVED = "_fusedvit_built", "_fusedvit_served"  # in a tower's __dict__
 _DATA_PARALLEL = "use_data_parallel"  # of a tower's constructor: whole weights
 _LOADED = "maybe_precompile_model_kernels_after_loading"  # called with weights in place and no KV pool yet
+_SHARDED = "its weights are sharded over {} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
 _WEIGHTS, _GRAPHS = "weights", "cuda_graph"  # kinds of memory that SGLang gives back and takes again
 
 logger = logging.getLogger("sglang.fusedvit")
@@ -224,8 +225,8 @@ def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
     from sglang.srt.runtime_context import get_exec, get_parallel
 
     ranks = _ranks(tower)
-    if ranks > 1 and (not may_gather() or noted.whole is None or get_parallel().tp_size != ranks):
-        return f"its weights are sharded over {ranks} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
+    if ranks > 1 and (noted.whole is None or get_parallel().tp_size != ranks):
+        return _SHARDED.format(ranks)
     deterministic = get_exec().deterministic
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
         return "deterministic inference is on: answers shall not depend on the batch, nor differ from a trainer's"
@@ -264,6 +265,8 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
 
     def make() -> tuple[Any, str]:
         assert noted.whole is not None, "asked before"
+        if not may_gather():  # asked here, where ranks agree: each has an environment of its own
+            return None, _SHARDED.format(_ranks(tower))
         parameter, default = next(tower.parameters()), torch.get_default_dtype()
         torch.set_default_dtype(parameter.dtype)
         try:

@@ -191,11 +191,11 @@ class Agreement:
 # towers
 
 
-def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module, str]]) -> tuple[nn.Module | None, str]:
+def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]]) -> tuple[nn.Module | None, str]:
     """A whole tower, or why every rank runs the engine's code.
 
     Args:
-        make: builds it on this rank, and says why it cannot run fused; "" for nothing.
+        make: builds it on this rank, and says why it cannot, or shall not, run fused; "" for nothing.
 
     Raises:
         RuntimeError: on every rank, where one cannot, or has failed, and others can.
@@ -295,7 +295,7 @@ class ShardedTower:
         shares = divided(shares)
         patience = LOADING if self.stale else self.patience  # one rank may compile more than another at first
         for _ in range(2):
-            if self.stale and not self.gather():
+            if self.stale and not self.gather(self.patience):  # every rank is at this call
                 return None
             found = self._encoded(pixels, shares)
             try:
@@ -355,16 +355,19 @@ class ShardedTower:
 
     # weights
 
-    def gather(self) -> bool:
+    def gather(self, seconds: float = LOADING) -> bool:
         """Makes the whole copy of all ranks' shards; False: on every rank something keeps it from running fused.
+
+        Args:
+            seconds: that the other ranks are waited for.
 
         Raises:
             RuntimeError: on every rank, what one of them met.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return self._gather()
+            return self._gather(seconds)
 
-    def _gather(self) -> bool:
+    def _gather(self, seconds: float) -> bool:
         why = self.stale
         layout: tuple[Shard, ...] = ()
         room = None
@@ -378,7 +381,7 @@ class ShardedTower:
             self._baseline = _Baseline.of(source, self._check_content)
         except Exception as error:  # noqa: BLE001 - as in `agreed_whole`
             detail = _told(error)
-        agreed = self._agreement.on(f"gather ({why})", OWN if detail else FUSED, detail, LOADING)
+        agreed = self._agreement.on(f"gather ({why})", OWN if detail else FUSED, detail, seconds)
         self.stale = why if agreed == OWN else ""
         if agreed == OWN:
             self._own(detail)

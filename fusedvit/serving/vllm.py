@@ -168,11 +168,6 @@ def _reason_of_engine(tower: nn.Module) -> str:
         return f"vLLM {vllm.__version__} is not known to this release of fusedvit, which knows {known}"
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return "VLLM_BATCH_INVARIANT is set: answers shall not depend on the batch"
-    if _ranks(tower) > 1 and not may_gather():
-        return (
-            f"its weights are sharded over {_ranks(tower)} GPUs, and {CONFIG} forbids to gather them; "
-            "with --mm-encoder-tp-mode data every GPU runs it fused"
-        )
     lora = getattr(config, "lora_config", None)
     if getattr(lora, "enable_tower_connector_lora", False):
         return "LoRA of the vision tower is on (enable_tower_connector_lora)"
@@ -199,7 +194,10 @@ def _ranks(tower: nn.Module) -> int:
 
 
 def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
-    """Such a tower with whole weights, which hold nothing yet, fused; and why it cannot be."""
+    """Such a tower with whole weights, which hold nothing yet, fused; and why it cannot, or shall not, be."""
+    if not may_gather():  # asked here, where ranks agree: each has an environment of its own
+        how = "with --mm-encoder-tp-mode data every GPU runs it fused"
+        return None, f"its weights are sharded over several GPUs, and {CONFIG} forbids to gather them; {how}"
     whole, mode = cls.__new__(cls), _vllm()[2].model_config.multimodal_config
     kept = mode.mm_encoder_tp_mode
     mode.mm_encoder_tp_mode = "data"

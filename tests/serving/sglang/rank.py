@@ -1,10 +1,12 @@
 """One rank of an SGLang that runs its tower on two: `python -m tests.serving.sglang.rank RANK MEETING FOLDER`.
 
-Writes what it found to FOLDER/RANK.pt: the answers of a tower that every rank holds whole, and of one that is sharded.
+Writes what it found to FOLDER/RANK.pt: the answers of a tower that every rank holds whole, and of one that is sharded;
+and what a sharded one does where ranks differ.
 """
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +15,7 @@ import torch
 from sglang.srt.multimodal.mm_utils import run_dp_sharded_mrope_vision_model
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, build, loaded, pixels_of, start, tower_of
+from tests.serving.sglang.support import GRIDS, QWEN3, QWEN25, build, embed, loaded, pixels_of, start, tower_of
 
 
 class _Lines(logging.Handler):
@@ -59,6 +61,46 @@ def sharded(architecture: str) -> dict[str, Any]:
     return found | {"fused": handle.stats()["fused"]}
 
 
+def raised(tower: Any) -> str:
+    """What a call raises; "" for nothing."""
+    try:
+        embed(tower, GRIDS["mixed"])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def differences(rank: int) -> dict[str, Any]:
+    """What one rank alone has met, and whether both go on afterwards; at last a rank that comes too late."""
+    tower, found = tower_of(loaded(build())), dict[str, Any]()
+    served = vars(tower)["_fusedvit_served"].sharded
+    encode, want = served.encode, embed(tower, GRIDS["mixed"])
+
+    def no_memory(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = tower.blocks[1].register_forward_hook(lambda *_: None) if rank else None
+    found["hook"] = raised(tower)
+    if hook is not None:
+        hook.remove()
+    served.encode = encode if rank else no_memory
+    found["memory"], served.encode = raised(tower), encode
+    tower.blocks[0].norm1.weight.data.mul_(1 + rank)
+    found["weights"] = raised(tower)
+    tower.blocks[0].norm1.weight.data.div_(1 + rank)
+    with patch.dict("os.environ", {"FUSEDVIT_CONFIG": '{"gather_sharded": false}'} if rank else {}):
+        try:
+            loaded(build())
+        except RuntimeError as error:
+            found["options"] = str(error)
+    found["after"] = torch.equal(embed(tower, GRIDS["mixed"]), want)
+    served.patience = 4
+    time.sleep(9 * rank)
+    found["late"] = raised(tower)
+    time.sleep(9 * (1 - rank))  # its process is there still
+    return found
+
+
 def main(rank: int, meeting: Path, folder: Path) -> None:
     handler = _Lines()
     logging.getLogger("sglang.fusedvit").addHandler(handler)
@@ -70,7 +112,8 @@ def main(rank: int, meeting: Path, folder: Path) -> None:
     handler.lines.clear()
     with patch.dict("os.environ", {"FUSEDVIT_CONFIG": '{"gather_sharded": false}'}):
         tower = tower_of(loaded(build(QWEN3)))
-    found["left alone"] = {"fused": "_fusedvit" in vars(tower), "lines": handler.lines}
+    found["left alone"] = {"fused": "_fusedvit" in vars(tower), "lines": [*handler.lines]}
+    found["differences"] = differences(rank)
     torch.save(found, folder / f"{rank}.pt")
 
 

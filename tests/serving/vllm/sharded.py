@@ -155,15 +155,16 @@ def differences(rank: int) -> None:
 
 
 def delay(rank: int) -> None:
-    """A rank that comes too late: both raise."""
+    """A rank that comes too late, to its first call or another: both raise."""
     from tests.serving.vllm.support import GRIDS, embed
 
     config, model = load(rank)
     sharded = vars(model.visual)[SERVED].sharded
     sharded.patience = PATIENCE
-    check(config, model)
-    time.sleep(1.0 * rank)
-    check(config, model)
+    if "FIRST_CALL" not in os.environ:
+        check(config, model)
+        time.sleep(1.0 * rank)
+        check(config, model)
     if rank == 1:
         time.sleep(LATE)
     error = raised(lambda: embed(config, model, GRIDS["mixed"]))
@@ -194,6 +195,14 @@ def forbidden(rank: int) -> None:
     config, model = load(rank)
     assert config.compilation_config.cudagraph_mm_encoder and SERVED not in vars(model.visual)
     assert torch.isfinite(support.embed(config, model, support.GRIDS["mixed"])).all()
+
+
+def forbidden_here(rank: int) -> None:
+    """One rank alone has other options: both raise."""
+    if rank == 1:
+        os.environ["FUSEDVIT_CONFIG"] = '{"gather_sharded": false}'
+    error = raised(lambda: load(rank))
+    assert "rank 1 cannot run fused its weights are sharded" in error and "rank 0 runs fused" in error, error
 
 
 def rank_of(rank: int, port: int, scenario: str) -> None:

@@ -86,6 +86,14 @@ def test_sharded_weights(scenario: str) -> None:
     assert output.count("holds") == 2 and "shards of 2 GPUs gathered" in output, output[-3000:]
 
 
+def test_a_rank_that_is_late_to_its_first_call() -> None:
+    assert run(str(HERE / "sharded.py"), "delay", FIRST_CALL="1").count("holds") == 2
+
+
+def test_a_rank_with_options_of_its_own() -> None:
+    assert run(str(HERE / "sharded.py"), "forbidden_here").count("holds") == 2
+
+
 def test_weights_that_are_whole_on_every_rank() -> None:
     assert run(str(HERE / "sharded.py"), "replicated").count("holds") == 2
 
