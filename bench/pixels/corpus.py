@@ -38,17 +38,20 @@ def measure(setting: Setting, work: Workload, count: int, seconds: float) -> dic
     runs = _contenders(setting, plain, work)
     found: dict[str, Any] = {"images": count, "side": work.side, "target": work.target, "threads": processors()}
     found["images_per_s"] = {
-        name: _rate(run, files, seconds if name != OURS else None, setting.device) for name, run in runs.items()
+        name: _rate(run, files, seconds if name != OURS else None, setting.device, count % work.images)
+        for name, run in runs.items()
     }
     if setting.device.type == "cuda":
         found["gpu_busy"] = _busy(lambda: list(runs[OURS](files[: min(count, 640)])))
     return found
 
 
-def _rate(run: Run, files: Sequence[bytes], seconds: float | None, device: torch.device) -> float:
-    """Images a second from the end of the first batch on: processes that start count for nobody."""
-    for _ in run(files[:32]):  # warms up
-        pass
+def _rate(run: Run, files: Sequence[bytes], seconds: float | None, device: torch.device, last: int) -> float:
+    """Images a second from the end of the first batch on: processes that start count for nobody. `last`: images of the
+    last batch, if it has fewer."""
+    for some in (files[:32], files[-last:] if last else ()):  # a last batch of its own size would compile kernels
+        for _ in run(some):
+            pass
     begin, done = None, 0
     for images in run(files):
         if begin is None:

@@ -5,7 +5,7 @@ Stills of equal size that follow one another share their launches.
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,7 +67,7 @@ def patches_of(
         if not all(run.on_host for run in runs):
             side.wait_stream(current)
         with torch.cuda.stream(side):
-            out = _computed(runs, _sent(runs, device), layout, resizing, device)
+            out = _computed(runs, (_sent(run, device) for run in runs), layout, resizing, device)
         current.wait_stream(side)
         out.record_stream(current)
     return out
@@ -114,20 +114,16 @@ def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps
     return Taps(tables[0], tables[1], weights.bits)
 
 
-def _sent(runs: Sequence[_Run], device: torch.device) -> Iterator[torch.Tensor]:
-    """The images of each run on the device: copied there where they are on the host."""
-    sizes = [sum(source.frames.numel() for source in run.sources) if run.on_host else 0 for run in runs]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
-    there = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    at = 0
-    for run, size in zip(runs, sizes, strict=True):
-        if not run.on_host:
-            yield torch.cat([source.frames for source in run.sources])
-            continue
-        start = at
-        for source in run.sources:
-            n = source.frames.numel()
-            host[at : at + n].view(source.frames.shape).copy_(source.frames)
-            there[at : at + n].copy_(host[at : at + n], non_blocking=True)  # while the next one is copied on the host
-            at += n
-        yield there[start : start + size].view(-1, *run.sources[0].frames.shape[1:])
+def _sent(run: _Run, device: torch.device) -> torch.Tensor:
+    """The images of a run on the device, `[n, H, W, C]`: copied there where they are on the host."""
+    frames = [source.frames for source in run.sources]
+    if not run.on_host:
+        return torch.cat(frames)
+    shape = (sum(map(len, frames)), *frames[0].shape[1:])
+    host = torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+    if len(frames) == 1:
+        return host.copy_(frames[0]).to(device, non_blocking=True)
+    there = torch.empty(shape, dtype=torch.uint8, device=device)
+    for mine, theirs, given in zip(host.split(1), there.split(1), frames, strict=True):
+        theirs.copy_(mine.copy_(given), non_blocking=True)  # while the next one is copied on the host
+    return there

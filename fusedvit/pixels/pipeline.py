@@ -6,9 +6,10 @@ functions that their code mentions. It is repeated where one of these has been r
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from fusedvit.checks.source_code import definition_of, names_in
@@ -29,16 +30,20 @@ class Pipeline:
 
     Attributes:
         foreign: names of what is not transformers' or torchvision's own.
-        slots: (lookup in a class or module, name) of everything that was followed.
-        values: what was found there.
+        of_classes: namespaces of classes that were followed, and the names that were looked up in them.
+        of_modules: the same of modules.
+        values: what was found there, of classes first.
     """
 
     foreign: tuple[str, ...]
-    slots: tuple[tuple[Callable[[str], object], str], ...]
+    of_classes: tuple[tuple[Any, ...], tuple[str, ...]]
+    of_modules: tuple[tuple[Any, ...], tuple[str, ...]]
     values: list[object]
 
     def unchanged(self) -> bool:
-        return [lookup(name) for lookup, name in self.slots] == self.values
+        """Asked three times in a call of a processor: the loop is C's, not Python's."""
+        found = *map(MappingProxyType.get, *self.of_classes), *map(dict.get, *self.of_modules)
+        return all(map(is_, found, self.values))
 
 
 _walked: dict[type, Pipeline] = {}
@@ -59,17 +64,15 @@ def is_plain(part: Any, cls: type) -> bool:
 
 def _walk(cls: type) -> Pipeline:
     foreign: set[str] = set()
-    slots: dict[tuple[int, str], tuple[Callable[[str], object], str]] = {}
-    values: list[object] = []
+    slots: dict[tuple[int, str], tuple[Any, str, object]] = {}
     classes = [each for each in cls.__mro__ if each is not object]
     pending: list[tuple[Any, str]] = [(each, name) for name in sorted(PIPELINE) for each in classes]
     while pending:
         owner, name = pending.pop()
         if (id(owner), name) in slots:
             continue
-        lookup = vars(owner).get
-        slots[id(owner), name] = lookup, name
-        values.append(value := lookup(name))
+        value = vars(owner).get(name)
+        slots[id(owner), name] = vars(owner), name, value
         if value is None or name == _SIZES:
             continue
         function = _held(value)
@@ -78,7 +81,9 @@ def _walk(cls: type) -> Pipeline:
             foreign.add(name)
         elif isinstance(owner, ModuleType) or name in _FOLLOWED:
             pending.extend(_mentioned(function))
-    return Pipeline(tuple(sorted(foreign)), tuple(slots.values()), values)
+    kinds = [[slot for slot in slots.values() if type(slot[0]) is kind] for kind in (MappingProxyType, dict)]
+    spaces = [(tuple(space for space, _, _ in of), tuple(name for _, name, _ in of)) for of in kinds]
+    return Pipeline(tuple(sorted(foreign)), spaces[0], spaces[1], [value for of in kinds for _, _, value in of])
 
 
 def _held(value: object) -> Any:
