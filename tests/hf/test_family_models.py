@@ -9,6 +9,8 @@ from torch import nn
 
 import fusedvit
 from fusedvit.cli.towers import random_weights_
+from fusedvit.pixels.byte_pixels import as_floats
+from tests.support.byte_patches import bytes_for
 from tests.support.families import TINY
 from tests.support.towers import (
     IMAGE,
@@ -152,6 +154,19 @@ def test_generate(name: str) -> None:
     assert error_of(generate(model, other)[1], logits) > 1e-2, "the logits do not hang on the pixels"
 
 
+@by_model
+def test_generate_of_bytes(name: str) -> None:
+    model = tiny_model(name)
+    tower, arguments = tower_of(model), arguments_for(model)
+    images, videos = (arguments[f"{kind}_grid_thw"].tolist() for kind in ("image", "video"))
+    marked = {"pixel_values": bytes_for(tower, images, True), "pixel_values_videos": bytes_for(tower, videos, False)}
+    expected, logits = generate(model, arguments | {name: pixels.pixels() for name, pixels in marked.items()})
+    handle = fusedvit.fuse(model, STRICT)
+    tokens, ours = generate(model, arguments | marked)
+    assert tokens.equal(expected) and error_of(ours, logits) < 1e-4
+    ran_fused(handle, calls=2)
+
+
 @pytest.mark.parametrize("name", ["Qwen2_5Omni", "Qwen3OmniMoe"])
 def test_whole_omni_models_are_fused_at_their_thinker(name: str) -> None:
     """Speech and all, without values: which tower is found is a matter of names."""
@@ -161,7 +176,8 @@ def test_whole_omni_models_are_fused_at_their_thinker(name: str) -> None:
     assert fusedvit.fuse(model).tower is tower_of(model.thinker)
 
 
-def test_colqwen2() -> None:
+@pytest.mark.parametrize("marked", [False, True], ids=["floats", "bytes"])
+def test_colqwen2(marked: bool) -> None:
     """It calls `vlm.visual` itself, with its pages padded to one length."""
     vision = TINY["Qwen2VisionTransformerPretrainedModel"][1] | {"hidden_size": HIDDEN}
     inner = {"model_type": "qwen2_vl", "text_config": TEXT, "vision_config": vision} | TOKENS
@@ -171,11 +187,12 @@ def test_colqwen2() -> None:
     arguments = {
         "input_ids": inputs["input_ids"],
         "attention_mask": inputs["attention_mask"],
-        "pixel_values": nn.functional.pad(inputs["pixel_values"], (0, 0, 0, 8))[None],
         "image_grid_thw": inputs["image_grid_thw"],
     }
+    pixels = bytes_for(model.vlm.visual, [(1, 4, 6)], still=True) if marked else inputs["pixel_values"]
+    arguments["pixel_values"] = padded = nn.functional.pad(pixels, (0, 0, 0, 8))[None]
     with torch.no_grad():
-        expected = model(**arguments).embeddings
+        expected = model(**arguments | {"pixel_values": as_floats(padded)}).embeddings
         handle = fusedvit.fuse(model, STRICT)
         torch.testing.assert_close(model(**arguments).embeddings, expected, rtol=1e-4, atol=1e-5)
     assert handle.tower is model.vlm.visual
