@@ -390,8 +390,8 @@ def test_whole_towers_are_timed_where_choices_differ() -> None:
 def test_whole_towers_of_every_kind_are_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = shallow(GEOMETRIES[name], 1)
     spec, grid = spec_of(geometry), geometry.rows([(1, 6, 6)])
-    qkv = next(q.task.key for q in tuning_tasks([spec], (64,), FP32) if q.task.name == "qkv")
-    entries = [tuning_table.entry_of(qkv, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
+    proj = next(q.task.key for q in tuning_tasks([spec], (64,), FP32) if q.task.name == "proj")
+    entries = [tuning_table.entry_of(proj, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
     monkeypatch.setattr(tune, "ROUND_S", 0.01)
     with torch.inference_mode():
         assert list(tune.tower_gains(spec, entries, {"one": grid}, FP32, CPU)) == ["one"]
