@@ -71,6 +71,17 @@ def test_videos(name: str, device: torch.device) -> None:
         assert_equal(ours(**given), plain(**given))
 
 
+def test_padded_images(device: torch.device) -> None:
+    """Of Gemma 4: resized on the CPU, normalised where the tower is."""
+    plain = image_processor("Gemma4ImageProcessorPil", size=None, max_soft_tokens=70)
+    ours = swap(copy.deepcopy(plain), device)
+    given = {"images": [noise(90, 130), noise(300, 80)], "return_tensors": "pt"}
+    got, wanted = ours(**given), plain(**given)
+    assert got["pixel_values"].is_cuda and torch.equal(got["pixel_values"].cpu().pixels(), wanted["pixel_values"])
+    torch.testing.assert_close(got["pixel_values"].pixels().cpu(), wanted["pixel_values"], rtol=0, atol=1e-6)
+    assert torch.equal(got["image_position_ids"].cpu(), wanted["image_position_ids"])
+
+
 @pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
 def test_tensors_that_are_on_the_gpu_already(device: torch.device) -> None:
     plain, ours = both("Qwen2VLImageProcessor", device)
