@@ -38,7 +38,8 @@ Encode = Callable[[Any, Any, list[Any]], Any]
 
 
 class Embedder:
-    """A callable `(batch: dict) -> dict`, as Ray Data's `map_batches`, `datasets.map(batched=True)` and Daft call it.
+    """A callable `(batch: dict) -> dict`, as Ray Data's `map_batches` and `datasets.map(batched=True)` call it; and
+    Daft's batch functions, whose columns are taken as they are: `embedder({"path": series})["embedding"]`.
 
     A batch is a dictionary of columns. Of `bytes`, `image`, `path`, `file` and `image_path` the first that is there is
     read: paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, Pillow images, or uint8 pixels
@@ -55,8 +56,8 @@ class Embedder:
         deepstack: tokens (or their mean) with the tower's deepstack features after them: width (1 + n) * out.
         encode: `encode(model, processor, images)` -> `[n, d]` or n tensors `[t, d]`, for models with an embedding of
             their own (Qwen3-VL-Embedding, ColQwen): it is given the whole model with its tower fused, its processor,
-            and at most 16 Pillow images. What it raises ValueError for alone is a row with an error. `output` and
-            `deepstack` are not asked then.
+            and at most 16 Pillow images. An image alone for which it raises ValueError is a row with an error, unless
+            it does for all of its first call. `output` and `deepstack` are not asked then.
         device, dtype: of a checkpoint; a GPU and bf16 if there is one, else the CPU and fp32.
         threads: that decode; as many as there are processors if left out.
         limits: on bytes, pixels and frames of each file.
@@ -238,8 +239,10 @@ class Embedder:
                 found = self._encode(self._model, self._processor, list(images.values()))
         except ValueError as error:  # what processors raise for an image that they refuse
             if len(images) > 1:
-                alone = [self._encode_all({index: image}) for index, image in images.items()]
-                return {index: each for part in alone for index, each in part.items()}
+                alone = {i: self._encode_all({i: image})[i] for i, image in images.items()}
+                if not self._encoded_width and all(each.error for each in alone.values()):
+                    raise  # it has made nothing of anything yet
+                return alone
             return dict.fromkeys(images, Embedded("", None, error=f"encode= refuses it: {first_line(error)}"))
         rows = _rows_of(found, len(images))
         self._vectors, self._encoded_width = rows[0].ndim > 1, rows[0].shape[-1]

@@ -142,6 +142,15 @@ def test_what_encode_refuses(checkpoint: Path, pictures: Path, expected: dict[st
         close(found["embedding"][i], expected[f"{i % 5:02d}.png"][:, : TINY["out_hidden_size"]].mean(0))
 
 
+def test_an_encode_that_works_for_nothing_is_named(checkpoint: Path, pictures: Path) -> None:
+    def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
+        raise ValueError("no such prompt")
+
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    with pytest.raises(ValueError, match="no such prompt"):
+        fusedvit.Embedder(model, tiny_processor(), encode=encode)({"path": columns_of(pictures)["path"]})
+
+
 @pytest.mark.parametrize(
     "returned, got",
     [
