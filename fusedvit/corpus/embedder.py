@@ -6,6 +6,7 @@
 Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stream`); images of many rows share a call.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -196,7 +197,7 @@ class Embedder:
 
     def _fetched(self, started: "_Started") -> dict[int, Embedded]:
         batch = started.batch
-        parts = started.rows.cpu().split(started.counts)  # waits for the tower
+        parts = _on_host(started.rows, started.end).split(started.counts)
         self._tower_seconds += _between(started.begin, started.end)
         self._patches += int(batch.grid_thw.prod(1).sum())
         grids = [(int(t), int(h), int(w)) for t, h, w in batch.grid_thw.tolist()]
@@ -279,6 +280,21 @@ def _mark(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _on_host(rows: torch.Tensor, end: Any) -> torch.Tensor:
+    """`rows`, which are there at `end`: copied on a stream of its own, as what was launched since would come first."""
+    if not rows.is_cuda:
+        return rows
+    stream = _copying_stream(rows.device)
+    stream.wait_event(end)
+    with torch.cuda.stream(stream):
+        return rows.cpu()
+
+
+@functools.cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _between(begin: Any, end: Any) -> float:
