@@ -274,6 +274,7 @@ class ShardedTower:
     _check_content: bool = field(init=False)
     _agreement: Agreement = field(init=False)
     _said: set[str] = field(default_factory=set, init=False)
+    _left: dict[str, int] = field(default_factory=dict, init=False)  # calls of the copy that were not fused
 
     def __post_init__(self) -> None:
         config = self.handle.config
@@ -327,7 +328,7 @@ class ShardedTower:
                 path = hooked(self.sharded)
                 return _Encoded(OWN, f"a hook on {path}") if path else self._changed()
             if rows is None:
-                return _Encoded(OWN, str(self.handle.reason() or "this call"))
+                return _Encoded(OWN, self._why_left())
             if len(shares) == 1:
                 return _Encoded(FUSED, mine=rows)
             mine = rows.new_empty(max(tokens), rows.shape[1])
@@ -340,6 +341,13 @@ class ShardedTower:
             )
         except Exception as error:  # noqa: BLE001 - out of memory, a wrong pixel: the other ranks must learn of it
             return _Encoded(FAILED, _told(error), error)
+
+    def _why_left(self) -> str:
+        """Why the copy has just taken its original code."""
+        found = self.handle.stats()
+        new = [kind for kind, count in found["original"].items() if count > self._left.get(kind, 0)]
+        self._left = found["original"]
+        return ", ".join(f"{kind}: {found['details'].get(kind, '')}".rstrip(": ") for kind in new)
 
     def _changed(self) -> _Encoded:
         """Other modules or code keep the tower from running fused; other content is gathered again."""

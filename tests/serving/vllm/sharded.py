@@ -121,6 +121,13 @@ def differences(rank: int) -> None:
         hook.remove()
     check(config, model)
 
+    everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: None) if rank == 1 else None
+    error = raised(lambda: embed(config, model, grid))
+    assert "rank 1 cannot run fused hooks" in error, error
+    if everywhere is not None:
+        everywhere.remove()
+    check(config, model)
+
     sharded: ShardedTower = vars(model.visual)[SERVED].sharded
     encode = sharded.encode
 
