@@ -26,7 +26,8 @@ PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-c
 TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
 PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
-TRUST_GPU = ("h100-soak.json", "h100-trust.json", "h100-memcheck.json", "h200-two-gpus.json", MUTANTS)  # checks by name, if measured
+# Checks by name, if measured.
+TRUST_GPU = ("h100-soak.json", "h100-trust.json", "h100-memcheck.json", "h200-two-gpus.json", MUTANTS)
 FAMILIES_GPU, FAMILIES_CPU = ("h200-families.json", "h100-gemma.json"), "cpu-families.json"
 CHART = "docs/speedup.svg"
 TOWER = "Qwen3-VL-8B"  # whose figures head the README
