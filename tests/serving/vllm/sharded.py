@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -177,6 +178,33 @@ def delay(rank: int) -> None:
     error = raised(lambda: embed(config, model, GRIDS["mixed"]))
     assert f"rank {rank} waited for the other 1" in error, error
     time.sleep(LATE * (1 - rank))  # its process is there still
+
+
+def sleep(rank: int) -> None:
+    """Shards are gathered as weights are loaded, woken and reloaded: by hooks that every rank passes, before a call."""
+    from fusedvit.serving import vllm as plugin
+
+    config, model = load(rank)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    served, shards = vars(model.visual)[SERVED], list(model.visual.parameters())
+    plugin._profile(lambda runner: None, worker.model_runner)
+    assert served.ready and not served.sharded.stale
+    check(config, model)
+    for level in (1, 2):
+        content = [p.detach().clone() for p in shards]
+        plugin._sleep(lambda self, level=1: None, worker, level=level)
+        assert not served.ready and not stats(model)["weights_mib"]
+        if level == 2:  # the content is lost
+            for parameter in shards:
+                parameter.data.zero_()
+        plugin._wake_up(lambda self, tags=None: None, worker, tags=["weights"])
+        assert served.ready is (level == 1)
+        if level == 2:
+            for parameter, value in zip(shards, content, strict=True):
+                parameter.data.copy_(value * 0.9)
+            plugin._reload(lambda self: None, worker)
+        assert served.ready and not served.sharded.stale
+        check(config, model)
 
 
 def replicated(rank: int) -> None:
