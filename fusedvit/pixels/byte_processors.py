@@ -17,7 +17,7 @@ from einops import rearrange
 from fusedvit.kernels.patches import PatchLayout
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.pixels.patches import Source, patches_of
-from fusedvit.pixels.pipeline import Pipeline, is_plain, pipeline_of
+from fusedvit.pixels.pipeline import Pipeline, as_checked, is_plain
 from fusedvit.pixels.processor_kinds import Backend, Kind, kind_of
 
 STATE = "_fusedvit"  # in a swapped processor's __dict__
@@ -308,7 +308,7 @@ def _decide(
     """
     if classes.kind.still:  # whose code reads no more than its arguments
         try:
-            return _decide_still(classes, pipeline_of(classes.original), shape, tuple(kwargs.items()))
+            return _decide_still(classes, as_checked(classes.original), shape, tuple(kwargs.items()))
         except TypeError:  # an argument that cannot be a key
             pass
     return _decided(classes, part.__dict__, shape, kwargs)

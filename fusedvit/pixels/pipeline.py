@@ -57,6 +57,11 @@ def pipeline_of(cls: type) -> Pipeline:
     return found
 
 
+def as_checked(cls: type) -> Pipeline:
+    """What processors of class `cls` ran when that was asked last."""
+    return _walked[cls]
+
+
 def is_plain(part: Any, cls: type) -> bool:
     """Whether nobody replaced a part of what `part`, made as a `cls`, runs between images and patches."""
     return PIPELINE.isdisjoint(part.__dict__) and not pipeline_of(cls).foreign
