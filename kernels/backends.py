@@ -104,7 +104,10 @@ def _valid_and_unspilled(
 
 
 def _with_whole_heads(key: Key, config: LinearConfig) -> LinearConfig:
-    return replace(config, block_n=max(config.block_n, HEAD_WIDTH)) if _parts_heads(key, config.block_n) else config
+    """`config` on tiles of as many sums that have whole heads: more would spill."""
+    if not _parts_heads(key, config.block_n):
+        return config
+    return replace(config, block_m=config.block_m * config.block_n // HEAD_WIDTH, block_n=HEAD_WIDTH)
 
 
 def _parts_heads(key: Key, block_n: int) -> str:
