@@ -25,6 +25,7 @@ from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
 from fusedvit.kernels.epilogue import Epilogue, HeadNorm, NormFold, Rope, RowStats, Scratch, Taps
 from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
+from fusedvit.kernels.hopper.gemm_configs import KINDS
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.positions import packed_width
 from fusedvit.kernels.reference import attention as attention_ref
@@ -61,17 +62,6 @@ SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a vide
     "1 x 16384": (16384,),
 }
 SEQUENCES_ON_CPU = {"2 x 40": (40, 40)}
-PARTS = (
-    "taps",
-    "stats",
-    "norm",
-    "rms",
-    "heads",
-    "rope",
-    "residual",
-    "bias",
-    *sorted(set(epilogues.ACTIVATIONS) - {"none"}),
-)
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,7 @@ def wrong_twice(config: Any, cases: Sequence[Case], again: Callable[[], Sequence
 
 def supported(task: Task) -> bool:
     """Whether there is a case for it: an epilogue of parts that are known here."""
-    return task.key.op == backends.ATTENTION or set(task.key.kind.split("+")) <= set(PARTS)
+    return task.key.op == backends.ATTENTION or set(task.key.kind.split("+")) <= KINDS
 
 
 def linear_case(

@@ -5,6 +5,7 @@
                 acc = acc / rms[t]                                               RMSNorm, likewise
     bias      : acc += bias[n]
     taps      : acc += sum_i tap_weight[t, i] table[tap_index[t, i], n]          learned positions, interpolated
+    heads     : acc = clamp(acc) / rms(its head) weight[n % 64]                  heads of 64 of q and k, perhaps of v
     rope      : (a, b) = acc[t, 2i:2i+2] -> (a cos - b sin, b cos + a sin)       q and k columns, pairs made neighbours
     act       : gelu_tanh | gelu | quick_gelu
                 (g, u) = acc[t, 2i:2i+2] -> silu(g) u                            swiglu, half as many columns
@@ -141,7 +142,7 @@ def _linear_kernel(
     tap_index_ptr,  # [T, TAPS] int32
     tap_weight_ptr,  # [T, TAPS] fp32
     stats_out_ptr,  # [T, ceil(N / BLOCK_N), 2] fp32 or None
-    clip_ptr,  # [3, 2] fp32 or None
+    clip_ptr,  # of gated activations [3, 2], of heads [HEAD_PARTS, 2] fp32; or None
     head_norm_ptr,  # [HEAD_PARTS, HEAD] or None
     sums_ptr,  # [tiles, SPLITS, BLOCK_M, BLOCK_N] fp32; None if SPLITS is 1, like the next
     counters_ptr,  # [tiles] int32

@@ -257,7 +257,7 @@ def head_norm_rope(
         rope: `[T, 2, head_dim / 2]` fp32, cos and sin of each pair's angle.
         num_rows: `[1]` int32 on the device, the true T.
         heads: of q, and of k.
-        max_programs: bound of a persistent grid of eight warps a program.
+        max_programs: an eighth of the bound of the persistent grid, whose programs are smaller than other kernels'.
         clip: `[2 or 3, 2]` fp32, contiguous: least and largest value of q, k and v before they are normalised.
     """
     parts, head_dim = weight.shape
@@ -265,7 +265,7 @@ def head_norm_rope(
     half, block = head_dim // 2, triton.next_power_of_2(heads)
     pairs = 1 << (half.bit_length() - 1)
     rows = max(1, 1024 // (block * pairs))
-    programs = min(8 * max_programs, triton.cdiv(qkv.shape[0], rows) * parts)  # small ones, so more at a time
+    programs = min(8 * max_programs, triton.cdiv(qkv.shape[0], rows) * parts)
     if programs:
         constants = {
             "PARTS": parts,
@@ -372,7 +372,7 @@ def residual_norm(
         weight: `[N]` of the norm of y; None with y.
         num_rows: `[1]` int32 on the device, the true T.
         eps: of both norms, added to the mean square.
-        max_programs: bound of a persistent grid of eight warps a program.
+        max_programs: a quarter of the bound of the persistent grid, whose programs are smaller than other kernels'.
         following: the norm that follows; None for none.
         clip: `[2]` fp32, least and largest value of y before its norm; None for no clamp.
     """

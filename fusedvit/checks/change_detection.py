@@ -82,15 +82,14 @@ class _Tensors:
         return _Tensors(
             entries,
             present,
-            [t.data_ptr() for t in present],
+            _addresses(present),
             [t.dtype for t in present],
             counted,
             [t._version for t in counted],
         )
 
     def in_place(self) -> bool:
-        with _plainly():
-            return list(map(torch.Tensor.data_ptr, self.present)) == self.pointers
+        return _addresses(self.present) == self.pointers
 
     def unchanged(self) -> bool:
         """Their addresses are left to `in_place`."""
@@ -104,6 +103,11 @@ class _Tensors:
     def wants_gradients(self) -> bool:
         with _plainly():
             return any(map(_wants_gradient, self.present))
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    with _plainly():
+        return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -244,8 +248,7 @@ class Snapshot:
 
     def readdressed(self) -> "Snapshot":
         """This snapshot, with the addresses that parameters have now."""
-        pointers = list(map(torch.Tensor.data_ptr, self.parameters.present))
-        return replace(self, parameters=replace(self.parameters, pointers=pointers))
+        return replace(self, parameters=replace(self.parameters, pointers=_addresses(self.parameters.present)))
 
     def unchanged(self) -> bool:
         """No module added, replaced or removed, none with a `forward` of its own, no hook that would fire, no attribute

@@ -8,9 +8,8 @@ Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stre
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors
+from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, started_ahead
 from fusedvit.pixels.streaming import Batch, stream
 
 OUTPUTS = ("mean", "tokens")
@@ -220,15 +219,11 @@ class Embedder:
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or what is wrong with it; decoded ahead in threads."""
-        tasks: deque[Future[Any]] = deque()
         pool = ThreadPoolExecutor(self._threads or processors(), "fusedvit-decode")
+        loads = (functools.partial(_image_of, source, self._limits, i) for i, source in enumerate(sources))
         try:
-            for index, source in enumerate(sources):
-                tasks.append(pool.submit(_image_of, source, self._limits, index))
-                if len(tasks) > DECODED:
-                    yield tasks.popleft().result()
-            while tasks:
-                yield tasks.popleft().result()
+            for task in started_ahead(pool, loads, DECODED):
+                yield task.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

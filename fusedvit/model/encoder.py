@@ -255,7 +255,8 @@ def _block(run: _Run, i: int, w: BlockWeights, at: _Stream) -> _Stream:
 def _sandwich_blocks(run: _Run) -> None:
     """Blocks with norms before and behind attention and MLP: `b.context` holds what the next of them reads.
 
-    A norm before the residual stream and the next one behind it are one launch, so a block has seven, or eight.
+    A norm before the residual stream and the next one behind it are one launch, so a block has seven, or eight
+    where the product does not normalise heads.
     """
     blocks = run.weights.blocks
     _add_and_norm(run, None, None, _input_norm(run, blocks[0]) if blocks else None)
@@ -263,7 +264,7 @@ def _sandwich_blocks(run: _Run) -> None:
         _sandwich_block(run, i, w, _input_norm(run, blocks[i + 1]) if i + 1 < len(blocks) else None)
 
 
-def _sandwich_block(run: _Run, i: int, w: BlockWeights, last: NextNorm | None) -> None:
+def _sandwich_block(run: _Run, i: int, w: BlockWeights, following: NextNorm | None) -> None:
     """hidden += post1(proj(attention(qkv(norm1(hidden))))); hidden += post2(fc2(act(fc1(norm2(hidden)))))."""
     b, spec, plan, ops, norms = run.buffers, run.spec, run.plan, run.ops, _sandwich_of(w)
     rows, c = b.hidden.shape
@@ -273,13 +274,13 @@ def _sandwich_block(run: _Run, i: int, w: BlockWeights, last: NextNorm | None) -
         ops.attention(qkv, segments, b.context, heads, spec.head_dim, config, norms.clip("context"))
     y = b.rows_of_wide(rows, c)
     run.linear(b.context, w.proj, y, plan.proj)
-    following = NextNorm(norms.norm2.weight, b.context, norms.clip("mlp_x"), plan.fc1.pdl)
-    _add_and_norm(run, y, norms.post1, following, norms.clip("proj"))
+    before_mlp = NextNorm(norms.norm2.weight, b.context, norms.clip("mlp_x"), plan.fc1.pdl)
+    _add_and_norm(run, y, norms.post1, before_mlp, norms.clip("proj"))
 
     inner = b.rows_of_wide(rows, w.fc2.weight.shape[1])
     run.linear(b.context, w.fc1, inner, plan.fc1, activation=spec.activation, clip=norms.clip("gate", "inner"))
     run.linear(inner, w.fc2, b.context, plan.fc2)
-    _add_and_norm(run, b.context, norms.post2, last, norms.clip("fc2"))
+    _add_and_norm(run, b.context, norms.post2, following, norms.clip("fc2"))
 
 
 def _add_and_norm(

@@ -158,6 +158,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
     Only in place of the backend's own methods, not of a model's.
     """
     original = classes.original
+    of_base = not classes.kind.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos
 
     def process_image(self: Any, image: Any, *args: Any, **kwargs: Any) -> Any:
         home = self.__dict__.get(STATE)
@@ -172,7 +173,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
         home, device = self.__dict__.get(STATE), kwargs.get("device")
         if home is None or args or not is_plain(self, original):
             return original._prepare_input_videos(self, videos, *args, **kwargs)
-        if not (ours and home.runs_ours(device)):
+        if not (of_base and home.runs_ours(device)):
             return _Videos(original._prepare_input_videos(self, videos, **kwargs), device)
         seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
         if any(video is None for video in seen):
@@ -184,7 +185,6 @@ def _intake(classes: Classes) -> dict[str, Any]:
     methods: dict[str, Any] = {}
     if original.process_image is classes.kind.backend.base.process_image:
         methods["process_image"] = process_image
-    ours = not classes.kind.still and original._prepare_input_videos is _base_of_videos()._prepare_input_videos
     if not classes.kind.still:
         methods["_prepare_input_videos"] = prepare_input_videos
     return methods

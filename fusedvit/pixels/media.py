@@ -9,12 +9,13 @@ import io
 import logging
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -85,6 +86,7 @@ class Media:
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | np.ndarray | Media | MediaError
 SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, MediaError)
+Result = TypeVar("Result")
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
 
 
@@ -138,6 +140,19 @@ def load(
 def processors() -> int:
     """How many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def started_ahead(
+    pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]], ahead: int
+) -> Iterator["Future[Result]"]:
+    """Each call in its order, begun in the pool when the one `ahead` places before it is asked for."""
+    tasks: deque[Future[Result]] = deque()
+    for call in calls:
+        tasks.append(pool.submit(call))
+        if len(tasks) > ahead:
+            yield tasks.popleft()
+    while tasks:
+        yield tasks.popleft()
 
 
 def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None, index: int = 0) -> Media:

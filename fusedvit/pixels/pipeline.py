@@ -41,7 +41,7 @@ class Pipeline:
     values: list[object]
 
     def unchanged(self) -> bool:
-        """Asked three times in a call of a processor: the loop is C's, not Python's."""
+        """Asked once an image, and once a call: the loop is C's, not Python's."""
         found = *map(MappingProxyType.get, *self.of_classes), *map(dict.get, *self.of_modules)
         return all(map(is_, found, self.values))
 

@@ -19,7 +19,17 @@ from typing import Any
 import torch
 
 from fusedvit.errors import UnsupportedModel, first_line
-from fusedvit.pixels.media import ERRORS, Limits, Media, MediaError, Source, VideoFacts, load_one, processors
+from fusedvit.pixels.media import (
+    ERRORS,
+    Limits,
+    Media,
+    MediaError,
+    Source,
+    VideoFacts,
+    load_one,
+    processors,
+    started_ahead,
+)
 from fusedvit.pixels.processors import gives_grids, swap
 
 logger = logging.getLogger("fusedvit")
@@ -154,12 +164,8 @@ def _batches(
 def _decoded(
     sources: Iterable[Source], parts: _Parts, pool: ThreadPoolExecutor, ahead: int, limits: Limits | None
 ) -> Iterator["Future[Media]"]:
-    tasks: deque[Future[Media]] = deque()
-    for index, source in enumerate(sources):
-        tasks.append(pool.submit(load_one, source, parts.sample, limits, index))
-        if len(tasks) > ahead:
-            yield tasks.popleft()
-    yield from tasks
+    loads = (functools.partial(load_one, source, parts.sample, limits, i) for i, source in enumerate(sources))
+    return started_ahead(pool, loads, ahead)
 
 
 def _good(
@@ -171,12 +177,12 @@ def _good(
             media = task.result()
             count = _patches_of(media, parts)
         except MediaError as error:
-            _refuse(error, errors)
+            _skip_or_raise(error, errors)
             continue
         yield media, count
 
 
-def _refuse(error: MediaError, errors: str | Callable[[MediaError], object]) -> None:
+def _skip_or_raise(error: MediaError, errors: str | Callable[[MediaError], object]) -> None:
     if errors == "raise":
         raise error
     if callable(errors):
@@ -239,7 +245,7 @@ def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], ob
     try:
         found = packed.result()
     except MediaError as error:
-        _refuse(error, errors)
+        _skip_or_raise(error, errors)
         return
     yield found.received()
 

@@ -35,7 +35,7 @@ class EpilogueArgs:
     tap_index_ptr: gl.tensor  # [T, TAPS] int32
     tap_weight_ptr: gl.tensor  # [T, TAPS] fp32
     stats_out_ptr: gl.tensor  # [T, OUT_PARTS, 2] fp32
-    clip_ptr: gl.tensor  # [2 or 3, 2] fp32
+    clip_ptr: gl.tensor  # of gated activations [3, 2], of heads [HEAD_PARTS, 2] fp32
     num_rows: gl.tensor
     N: gl.constexpr
     EPS: gl.constexpr
