@@ -9,6 +9,7 @@ folder is that of `fusedvit embed`, and each goes on with the other's. Every nod
 
 import functools
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from fusedvit.corpus import shards
 from fusedvit.corpus.embedder import Embedder, embedder_of, processors_of
 from fusedvit.corpus.inputs import sources
 from fusedvit.corpus.job import Job, remaining
-from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_one
 from fusedvit.pixels.streaming import frames_of
 
@@ -48,6 +49,7 @@ def embed(
         InputError: what `fusedvit embed` ends with. What was committed stays.
     """
     import ray.data
+    import ray.exceptions
 
     parts, todo = remaining(job)
     if not todo:
@@ -61,13 +63,24 @@ def embed(
         .map(_Tower, fn_constructor_args=(job,), **on_gpus)
     )
     found = []
-    for row in dataset.iter_rows():
-        failure = row.pop("failure")
-        if failure:
-            raise InputError(failure)
-        found.append(row)
-        done(row)
+    try:
+        for row in dataset.iter_rows():
+            found.append(row)
+            done(row)
+    except ray.exceptions.RayTaskError as error:
+        raise _ours_in(error) from error
     return found
+
+
+def _ours_in(error: Exception) -> Exception:
+    """The error that an actor raised, of whose type and cause Ray brings the traceback's text alone; or Ray's own.
+
+    An actor raises rather than return its error: threads of an iteration that was left early outlive it, and end the
+    process when they come upon `ray.shutdown`, with or without the error's last words.
+    """
+    ours = "|".join(rf"{kind.__module__}\.{kind.__qualname__}" for kind in (InputError, UnsupportedModel))
+    raised = re.findall(rf"^(?:{ours}): (.*)$", str(error), re.MULTILINE)
+    return InputError(raised[-1]) if raised else error
 
 
 class _Decoder:
@@ -77,12 +90,7 @@ class _Decoder:
         self._model = model
 
     def __call__(self, row: Row) -> Row:
-        pixels: list[Media | MediaError] = []
-        try:
-            pixels.extend(map(self._decoded, sources(pickle.loads(row["given"]))))
-        except InputError as error:  # a table that does not read
-            return row | {"pixels": b"", "failure": first_line(error)}
-        return row | {"pixels": pickle.dumps(pixels), "failure": ""}
+        return row | {"pixels": pickle.dumps([self._decoded(each) for each in sources(pickle.loads(row["given"]))])}
 
     def _decoded(self, source: Source) -> Media | MediaError:
         try:
@@ -103,16 +111,10 @@ class _Tower:
         self._job = replace(job, device=None)
 
     def __call__(self, row: Row) -> Row:
-        done = {"number": row["number"], "inputs": 0, "errors": 0, "failure": row["failure"]}
-        if row["failure"]:
-            return done
-        try:
-            rows = self._embedder.embed(pickle.loads(row["pixels"]))
-            found = [replace(each, id=given.id) for each, given in zip(rows, pickle.loads(row["given"]), strict=True)]
-            shards.commit(Path(self._job.out), row["number"], found, self._embedder.width, self._embedder.dtype)
-        except (InputError, UnsupportedModel) as error:
-            return done | {"failure": first_line(error)}
-        return done | {"inputs": len(found), "errors": sum(bool(each.error) for each in found)}
+        rows = self._embedder.embed(pickle.loads(row["pixels"]))
+        found = [replace(each, id=given.id) for each, given in zip(rows, pickle.loads(row["given"]), strict=True)]
+        shards.commit(Path(self._job.out), row["number"], found, self._embedder.width, self._embedder.dtype)
+        return {"number": row["number"], "inputs": len(found), "errors": sum(bool(each.error) for each in found)}
 
     @functools.cached_property
     def _embedder(self) -> Embedder:
