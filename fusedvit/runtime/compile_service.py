@@ -1,7 +1,7 @@
 """Compiling in another process (`compile_worker`), as seen from the one that needs the kernels.
 
-There is one for all towers of a process. It is started with the first kernel that is missing and ended when nobody
-waits for any.
+There is one for all towers of a process. It is started with the first kernel that is missing, or before anybody knows
+which are where Triton's cache is empty, and ended when nobody waits for any.
 """
 
 import atexit
@@ -80,6 +80,13 @@ class CompileService:
         self._users = 0
         self._owner = os.getpid()
         atexit.register(self.stop)
+
+    def start_early(self) -> None:
+        """Starts the program where Triton's cache is empty: its imports take about as long as finding out what is
+        missing. Whoever calls this is, or soon will be, within `used`."""
+        with self.changed:
+            if self._process is None and not self.broken and not self.ending.is_set() and _is_empty(_cache_folder()):
+                self._start()
 
     def compile(self, request: Request) -> None:
         """Has the kernels of `request` compiled, unless they have failed.
@@ -178,13 +185,12 @@ class CompileService:
 
     def _environment(self) -> dict[str, str]:
         folders = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-        cache = triton.knobs.cache.dir or ""
         return {
             **os.environ,
             **dict.fromkeys(THREADS, "1"),
             "PYTHONPATH": folders,
             "PYTHONSAFEPATH": "1",
-            "TRITON_CACHE_DIR": os.path.abspath(cache),
+            "TRITON_CACHE_DIR": _cache_folder(),
             "TMPDIR": self._scratch,
             "CUDA_VISIBLE_DEVICES": "",
         }
@@ -257,6 +263,19 @@ class CompileService:
         if self._process is not None:
             self._process = None
             self._outbox.put(None)
+
+
+def _cache_folder() -> str:
+    return os.path.abspath(triton.knobs.cache.dir or "")
+
+
+def _is_empty(folder: str) -> bool:
+    """Whether a folder holds nothing, or is not there."""
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+    except OSError:
+        return True
 
 
 @cache

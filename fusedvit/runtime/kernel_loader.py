@@ -129,6 +129,7 @@ class KernelLoader:
         if self.ready.issuperset(runs):
             self._load(runs)
             return
+        self._service.start_early()
         _collect_garbage()
         with self._service.changed:
             for run in runs:
@@ -322,8 +323,11 @@ class KernelLoader:
     def _wait_for(self, runs: Collection[Run]) -> None:
         """Has what `runs` launch compiled on all cores."""
         service = self._service
+        left = [run for run in runs if run not in self.ready]
+        if not left:
+            return
         with service.used(), self._hurry():
-            left = [run for run in runs if run not in self.ready]
+            service.start_early()
             while left and not service.broken:
                 for run in self._free(left):
                     self._try(run, 0.0, patient=False)

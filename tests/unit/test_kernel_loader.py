@@ -4,11 +4,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import triton
 
 from fusedvit.errors import WeightsReleased
 from fusedvit.kernels.launch import KernelFailed, from_cache
@@ -79,6 +81,25 @@ def test_a_run_is_ready_once_its_kernels_are_compiled(compiler: FakeCompiler) ->
     until(lambda: graph(256) in loader.ready)
     loader.need([graph(256)], wait=False)
     assert all(not request.urgent and request.arch == 90 for request in compiler.sent)
+
+
+@pytest.mark.parametrize(("held", "early"), [((), True), (("a kernel",), False)])
+def test_the_program_starts_before_anything_is_known_of_an_empty_cache(
+    compiler: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: tuple[str, ...], early: bool
+) -> None:
+    for name in held:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    known, weights = threading.Event(), Weights()
+    loader = KernelLoader(lambda run, _: (known.wait(5.0), compiler.launch(run, _)), weights.get, LADDER, compiler)
+    refused(loader, graph(256))
+    assert (compiler._process is not None) is early and not compiler.sent
+    known.set()
+    until(lambda: compiler._process is not None and "own 256 True" in compiler.names())
+    compiler.finish_all()
+    compiler.at_once = True
+    until(lambda: compiler.users == 0)
+    assert compiler._process is None, "nobody waits for it"
 
 
 def test_the_ladder_follows_by_likelihood_and_the_thread_ends_with_it(compiler: FakeCompiler) -> None:
