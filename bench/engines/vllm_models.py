@@ -39,10 +39,10 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Served:
-    """Two models on the same parameters: vLLM's own, and one that the plugin has fused.
+    """Two models of an engine's on the same weights: its own, and one that the plugin has fused.
 
     Attributes:
-        config: vLLM's.
+        config: the engine's.
         tower, wide: Hugging Face's tower with the same weights, and in fp32.
     """
 

@@ -1,5 +1,6 @@
 """Processes as SGLang starts them: ranks that share images or shards, and encoder ranks that load no plugins."""
 
+import json
 import os
 import subprocess
 import sys
@@ -32,6 +33,16 @@ def _run(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
 def test_an_encoder_rank_without_plugins() -> None:
     package = "fusedvit.serving.sglang_encoder"
     assert _run("-c", SPAWNED, SGLANG_EXTERNAL_MODEL_PACKAGE=package).wait(timeout=120) == 0
+
+
+def test_the_program_that_compares_both_towers(tmp_path: Path) -> None:
+    program, out = "fusedvit.bench.engines.sglang_bench", tmp_path / "found.json"
+    options = ["--json", str(out), "--tower", "tiny", "--seconds", "0.1"]
+    assert _run("-m", program, *options).wait(timeout=240) == 0
+    found = json.loads(out.read_text())
+    assert found["holds"] and len(found["checks"]) == 4 and all(found["checks"].values())
+    for row in found["workloads"].values():
+        assert {"SGLang eager", "ours"} == set(row["ms"]) and {"SGLang eager", "Hugging Face"} == set(row["parity"])
 
 
 def test_two_ranks(tmp_path: Path) -> None:
