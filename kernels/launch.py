@@ -225,7 +225,7 @@ def is_cached(digest: str, name: str) -> bool:
     """Whether Triton's cache holds the kernel of this key, all its files included."""
     try:
         return bool(get_cache_manager(digest).get_group(f"{name[:150]}.json"))  # as Triton cuts it
-    except OSError:  # a folder for it cannot be made: there is none
+    except (OSError, RuntimeError):  # a folder for it cannot be made, or none is named: there is none
         return False
 
 

@@ -17,6 +17,7 @@ from fusedvit.cli.console import Outcome, progress_bar
 from fusedvit.cli.towers import DTYPES
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.kernels.codegen_checks import AbsentGPU, Launch
+from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
 from fusedvit.runtime.compile_worker import most_children
@@ -39,6 +40,7 @@ def run(
         raise InputError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     specs = {name: _spec_of(name) for name in model}
     _make(out)
+    _refuse_another_gpu(out, target)
     compilations: dict[Launch, Callable[[], Any]] = {}
     for spec in specs.values():
         for takes_bytes in (False, True):
@@ -75,11 +77,23 @@ def _make(out: Path) -> None:
         raise InputError(f"--out: {out} cannot be written to")
 
 
+def _refuse_another_gpu(out: Path, target: Target) -> None:
+    """A folder has one manifest: kernels of another chip in it would be no more used."""
+    try:
+        found = json_text.loads((out / compiled_kernels.MANIFEST).read_text(encoding="utf-8"))["gpu"]
+        same = (found["capability"], found["sms"]) == (target.capability, target.num_sms)
+        name = found["name"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if not same:
+        raise InputError(f"--out: {out} holds kernels for {name}: a folder serves one GPU, expected another folder")
+
+
 def _show(found: dict[str, Any], problems: list[str], out: Path, seconds: float) -> None:
     console = Console()
     for problem in problems:
         console.print(f"[red]{escape(problem)}[/]", highlight=False, soft_wrap=True)
-    where = escape(str(out))
+    where = escape(str(out.absolute()))
     said = f"{found['kernels']} kernels for {found['gpu']['name']} in {where}, {seconds:.0f} s"
     console.print(said, highlight=False, soft_wrap=True)
     if not problems:

@@ -164,22 +164,26 @@ class CompileService:
         try:
             if not self._scratch:
                 self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
-            command = [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=self._scratch,  # not the user's, whose modules might have names of ours
-                env=self._environment(),
-                start_new_session=True,  # Ctrl-C is ours to handle
-            )
+            answers, theirs = os.pipe()  # not its standard output: what is imported there may print
+            with open(theirs, "wb"), contextlib.ExitStack() as undo:
+                undo.callback(os.close, answers)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", PROGRAM, str(os.getpid()), self._scratch, str(theirs)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs,),
+                    cwd=self._scratch,  # not the user's, whose modules might have names of ours
+                    env=self._environment(),
+                    start_new_session=True,  # Ctrl-C is ours to handle
+                )
+                undo.pop_all()
         except OSError as error:
             self.give_up(f"{type(error).__name__}: {error}")
             return
         self._outbox = SimpleQueue()
         self.thread(partial(self._write, self._process, self._outbox), "fusedvit-send")
-        self.thread(partial(self._listen, self._process), "fusedvit-compile")
+        self.thread(partial(self._listen, self._process, self._outbox, answers), "fusedvit-compile")
         for request in {id(request): request for request in self._waiting.values()}.values():
             self._send(request)
 
@@ -210,12 +214,14 @@ class CompileService:
                 if request is None:
                     return
 
-    def _listen(self, process: "subprocess.Popen[bytes]") -> None:
-        assert process.stdout is not None, "started with a pipe"
-        with contextlib.suppress(ValueError, OSError):
-            for line in process.stdout:
+    def _listen(
+        self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]", answers: int
+    ) -> None:
+        with contextlib.suppress(ValueError, OSError), open(answers, "rb") as lines:
+            for line in lines:
                 self._hear(json.loads(line))
         process.wait()
+        outbox.put(None)  # who sends ends too
         with self.changed:
             if self._process is not process:  # ended by us
                 return
@@ -266,7 +272,8 @@ class CompileService:
 
 
 def _cache_folder() -> str:
-    return os.path.abspath(triton.knobs.cache.dir or "")
+    folder = triton.knobs.cache.dir
+    return os.path.abspath(folder) if folder else ""
 
 
 def _is_empty(folder: str) -> bool:

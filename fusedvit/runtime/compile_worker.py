@@ -1,6 +1,6 @@
 """`python -m fusedvit.runtime.compile_worker`: a program that compiles kernels into Triton's cache for another process.
 
-It is told of kernels on its standard input and says on its standard output which are done, a line of JSON each. It
+It is told of kernels on its standard input and says on a pipe of its own which are done, a line of JSON each. It
 imports PyTorch and Triton once and forks a child for each kernel, so that a compiler that crashes takes one kernel with
 it. It touches no GPU: what to compile for is told. It ends with its input or with the process that started it, and its
 children end with it.
@@ -322,10 +322,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parent", type=int, help="process that started this one")
     parser.add_argument("scratch", type=Path, help="its folder for temporary files")
+    parser.add_argument("answers", type=int, help="descriptor of a pipe to that process")
     args = parser.parse_args()
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever compilers print is no answer
-    worker = Worker(args.parent, args.scratch, out)
+    os.set_inheritable(args.answers, False)  # compilers have no use for it
+    worker = Worker(args.parent, args.scratch, os.fdopen(args.answers, "w"))
     try:
         worker.serve()
     finally:

@@ -114,6 +114,7 @@ def _take(folder: Path, device: torch.device) -> None:
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         said, usable = mismatch(found, Target.of(device))
+        os.listdir(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         said, usable = f"{MANIFEST} is not readable: {type(error).__name__}: {error}", False
     if said:
@@ -121,12 +122,25 @@ def _take(folder: Path, device: torch.device) -> None:
     if not usable:
         return
     try:
-        enter(folder, Path(triton.knobs.cache.dir))
-    except OSError:  # Triton's cache takes no files
-        own = Path(tempfile.mkdtemp(prefix="fusedvit-kernels-"))
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
-        triton.knobs.cache.dir = str(own)
-        enter(folder, own)
+        _enter_somewhere(folder)
+    except OSError as error:
+        logger.warning("fusedvit: the compiled kernels in %s are not used: %s", folder, error)
+
+
+def _enter_somewhere(folder: Path) -> None:
+    """Into Triton's cache; where that takes no files, or none is named, into a temporary one in its place.
+
+    Raises:
+        OSError: that takes none either.
+    """
+    if triton.knobs.cache.dir:
+        with contextlib.suppress(OSError):
+            enter(folder, Path(triton.knobs.cache.dir))
+            return
+    own = Path(tempfile.mkdtemp(prefix="fusedvit-kernels-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    enter(folder, own)
+    triton.knobs.cache.dir = str(own)
 
 
 def mismatch(found: dict[str, Any], target: Target) -> tuple[str, bool]:
@@ -145,21 +159,44 @@ def mismatch(found: dict[str, Any], target: Target) -> tuple[str, bool]:
 
 def enter(folder: Path, into: Path) -> int:
     """Links every kernel of `folder` into `into`, a cache of Triton's; how many were not there. Files that are there
-    stay. Raises OSError where `into` takes no files."""
-    entered = 0
-    for source in sorted(path for path in folder.iterdir() if path.is_dir()):
-        names = sorted(os.listdir(source), key=lambda name: name.startswith(GROUP))  # the lists last
-        for name in names:
+    stay. A warning counts kernels that are damaged. Raises OSError where `into` takes no files."""
+    entered, damaged = 0, list[str]()
+    for source in (folder / name for name in sorted(os.listdir(folder)) if os.path.isdir(folder / name)):
+        try:
+            files = _to_enter(source)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            damaged.append(f"{source.name}: {type(error).__name__}: {error}")
+            continue
+        for name, content in files.items():
             target = into / source.name / name
-            if not name.startswith(GROUP):
-                if name.endswith(".so") and not target.exists():
-                    _write(target, (source / name).read_bytes())
-            elif not _is_whole(target):
-                children = json.loads((source / name).read_text(encoding="utf-8"))["child_paths"]
-                paths = {child: str(source / child) for child in children}
-                _write(target, json.dumps({"child_paths": paths}).encode())
-                entered += 1
+            if not (_is_whole(target) if name.startswith(GROUP) else target.exists()):
+                _write(target, content)
+                entered += name.startswith(GROUP)
+    if damaged:
+        logger.warning(
+            "fusedvit: %d of the compiled kernels in %s are damaged, and compiled here; the first is %s",
+            *(len(damaged), folder, damaged[0]),
+        )
     return entered
+
+
+def _to_enter(source: Path) -> dict[str, bytes]:
+    """What of one kernel's folder goes into a cache, by names: launchers, then lists of the files that are here.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError, AttributeError: it is not as `fill` has left it.
+    """
+    found: dict[str, bytes] = {}
+    for name in sorted(os.listdir(source), key=lambda name: name.startswith(GROUP)):
+        if name.startswith(GROUP):
+            children = json.loads((source / name).read_text(encoding="utf-8"))["child_paths"].keys()
+            for child in children:
+                with open(source / child, "rb"):
+                    pass
+            found[name] = json.dumps({"child_paths": {child: str(source / child) for child in children}}).encode()
+        elif name.endswith(".so"):
+            found[name] = (source / name).read_bytes()
+    return found
 
 
 def _prune(folder: Path) -> None:
@@ -212,7 +249,7 @@ def _is_whole(group: Path) -> bool:
     """Whether a kernel of Triton's cache is there with all its files."""
     try:
         children = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError):
         return False
     return bool(children) and all(os.path.exists(path) for path in children.values())
 
@@ -220,7 +257,12 @@ def _is_whole(group: Path) -> bool:
 def _write(path: Path, content: bytes) -> None:
     """Writes a file in one step: another process may do the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise

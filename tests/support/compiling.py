@@ -61,8 +61,10 @@ def main() -> None:
         "starts": service._starts,
         "scratch": service._scratch,
     }
+    begin = time.monotonic()
     service.stop()
-    print(json.dumps(found | {"kept": os.path.exists(found["scratch"])}))
+    stopped = time.monotonic() - begin
+    print(json.dumps(found | {"kept": os.path.exists(found["scratch"]), "stopped": stopped}))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,12 @@ if "fusedvit.runtime.compile_worker" in sys.orig_argv:
     sys.exit(3)
 """
 
+PRINTING = """
+import sys
+if "fusedvit.runtime.compile_worker" in sys.orig_argv:
+    print("an extension of PyTorch says hello", flush=True)
+"""
+
 
 def environment(cache: Path | str, site: Path | None = None) -> dict[str, str]:
     """Without the interpreter; `site` holds a module that every process runs as it starts."""
@@ -126,6 +132,18 @@ def test_a_program_that_cannot_run_is_said_once(tmp_path: Path) -> None:
     found = result(start(environment(tmp_path / "cache", site(tmp_path, BROKEN))))
     assert found["done"] == 0 and found["broken"] and found["starts"] == 3
     assert found["said"].count("kernels cannot be compiled") == 1
+    assert found["stopped"] < 2.0, "a thread was waited for"
+
+
+def test_what_its_imports_print_is_no_answer(tmp_path: Path) -> None:
+    found = result(start(environment(tmp_path / "cache", site(tmp_path, PRINTING))))
+    assert found["done"] == 4 and found["cached"] and found["broken"] == ""
+
+
+def test_a_cache_that_is_not_named(tmp_path: Path) -> None:
+    found = result(start(environment("")))
+    assert found["done"] == 4 and found["cached"] and not found["kept"]
+    assert found["said"].count("takes no files") == 1
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,59 @@ def test_it_is_taken_once_and_what_is_wrong_is_said_once(
     assert entered == [tmp_path] * 2 and [r.getMessage().startswith("fusedvit: ") for r in caplog.records] == [True]
 
 
+def test_a_kernel_that_is_damaged_is_left_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that was copied in part, say: Triton would take a list of files for the files."""
+    for kernel in ("whole", "in part", "cut", "of another kind"):
+        folder = tmp_path / "folder" / kernel
+        folder.mkdir(parents=True)
+        for name in ("k.json", "k.cubin"):
+            (folder / name).write_bytes(b"{}")
+        listed = {name: f"/built/{kernel}/{name}" for name in ("k.json", "k.cubin")}
+        (folder / "__grp__k.json").write_text(json.dumps({"child_paths": listed}))
+    (tmp_path / "folder" / "in part" / "k.cubin").unlink()
+    (tmp_path / "folder" / "cut" / "__grp__k.json").write_text('{"child_pa')
+    (tmp_path / "folder" / "of another kind" / "__grp__k.json").write_text("[1]")
+    with caplog.at_level(logging.WARNING, "fusedvit"):
+        assert compiled_kernels.enter(tmp_path / "folder", tmp_path / "cache") == 1
+    assert [path.parent.name for path in (tmp_path / "cache").rglob("*.json")] == ["whole"]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("fusedvit: 3 of the compiled kernels in") and "cut: JSONDecodeError" in said
+
+
+@pytest.mark.parametrize("cache", ["", "file/cache"])
+def test_where_nothing_takes_files_it_is_said(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*given: Any, **named: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "folder" / "kernel").mkdir(parents=True)
+    (tmp_path / "folder" / "kernel" / "launcher.so").write_bytes(b"code")
+    (tmp_path / "folder" / "manifest.json").write_text(json.dumps(found()))
+    monkeypatch.setattr(compiled_kernels.Target, "of", lambda device: H100)
+    monkeypatch.setenv(compiled_kernels.VARIABLE, str(tmp_path / "folder"))
+    monkeypatch.chdir(tmp_path)
+    with triton.knobs.cache.scope(), caplog.at_level(logging.WARNING, "fusedvit"):
+        triton.knobs.cache.dir = str(tmp_path / cache) if cache else ""
+        with monkeypatch.context() as here:
+            here.setattr(compiled_kernels.tempfile, "mkdtemp", full)
+            compiled_kernels.take(torch.device("cuda", 34))
+        assert "are not used: [Errno 28] No space left on device" in caplog.text
+        compiled_kernels.take(torch.device("cuda", 35))
+        assert (Path(triton.knobs.cache.dir) / "kernel" / "launcher.so").read_bytes() == b"code"
+    assert len(caplog.records) == 1 and not (tmp_path / "kernel").exists()
+
+
+def test_a_folder_serves_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest would name the last one only, and the kernels of the first be used no more."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    (tmp_path / "manifest.json").write_text(json.dumps(found()))
+    result = CliRunner().invoke(app, ["compile", "Qwen3-VL-8B", "--gpu", "a100", "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "holds kernels for h100" in result.output
+    assert json.loads((tmp_path / "manifest.json").read_text()) == found()
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
