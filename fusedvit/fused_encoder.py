@@ -244,7 +244,8 @@ class FusedEncoder:
                 any other by the first call that needs it.
 
         Raises:
-            RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone.
+            RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone; or kernels cannot be
+                compiled.
             TypeError, ValueError: one of `calls` is no grid.
         """
         self._live_tower()
@@ -266,8 +267,21 @@ class FusedEncoder:
                     self._capture(runtime, iter, sorted(budgets)[-1:])
                     self._capture(runtime, progress, budgets)
             except KernelMissing:
-                runtime.kernels.need(runs, wait=True)  # while it waits for compilers, others may call
-                self._capture(runtime, progress, budgets)
+                self._compile_and_capture(runtime, runtime.kernels, runs, progress)
+
+    def _compile_and_capture(
+        self,
+        runtime: Runtime,
+        kernels: KernelLoader,
+        runs: Collection[Run],
+        progress: Callable[[Iterable[int]], Iterable[int]] | None,
+    ) -> None:
+        try:
+            kernels.need(runs, wait=True)  # while it waits for compilers, others may call
+            with kernels.compiling():
+                self._capture(runtime, progress, [run.tokens for run in runs])
+        except KernelsNotReady as why:
+            self._raise_if(Reason(fallback.NOT_READY, str(why)))
 
     def _capture(
         self,

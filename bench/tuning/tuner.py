@@ -75,12 +75,13 @@ class Log:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0] if self.path.exists() else ""
-        records = [json.loads(line) for line in whole.splitlines()]  # a last line without an end was cut
-        if records and records[0] == self.stamp:
-            self.found = {record["of"]: record for record in records[1:] if record.get("problem") != ""}
+        stamp, *records = _lines(self.path) if self.path.exists() else [{}]
+        if stamp == self.stamp:
+            self.found = {record["of"]: record for record in records if "of" in record and record.get("problem") != ""}
         lines = [self.stamp, *self.found.values()]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        unfinished = self.path.with_name(self.path.name + ".new")  # a full disk shall not take what was found
+        unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        unfinished.replace(self.path)
 
     def add(self, of: str, **values: Any) -> None:
         record = self.found[of] = {"of": of, **values}
@@ -91,6 +92,18 @@ class Log:
     def decided(self, item: TuningTask) -> bool:
         """Whether nothing is left to be tried."""
         return not self.found.get(item.describe(), {"unchecked": 1})["unchecked"]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a log. A line that was cut, or is damaged, is an empty one: what it was of is tried again."""
+    found = []
+    for line in path.read_bytes().splitlines() or [b""]:
+        try:
+            record = json.loads(line)
+        except ValueError:  # no JSON, or no text
+            record = {}
+        found.append(record if isinstance(record, dict) else {})
+    return found
 
 
 def time_candidates(

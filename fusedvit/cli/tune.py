@@ -16,7 +16,7 @@ from fusedvit.bench.tuning import candidates as tune_candidates
 from fusedvit.bench.tuning import tuner as tune
 from fusedvit.bench.tuning.candidates import TuningTask
 from fusedvit.bench.workloads import WORKLOADS
-from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown
+from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown, refuse_unwritable
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
 from fusedvit.runtime.compile_worker import most_children
@@ -46,6 +46,8 @@ def run(
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
     waves, console = _waves(names, budget, operation, dtype), Console()
     path = out or tuning_table.user_folder() / tuning_table.file_name(gpu)
+    if not dry_run:
+        refuse_unwritable(path)
     passport = tuning_table.passport(gpu, __version__)
     log = tune.Log(path.with_suffix(".log.jsonl"), passport | {"thorough": thorough})
     on_gpu = device.type == "cuda"

@@ -108,6 +108,7 @@ class KernelLoader:
         self._digests: dict[object, str] = {}  # of kernels that were not in the cache, by the same
         self._found: dict[object, Any] = {}  # kernels
         self._unloaded: dict[Run, list[Any]] = {}  # kernels of ready runs
+        self._no_room = ""  # why launches here cannot compile
         self._worked = 0.0  # CPU time at which the thread's last rest ended
         self._asked = self._waiters = 0
         self._trying = threading.Lock()
@@ -121,10 +122,13 @@ class KernelLoader:
         Where it waits and nothing can be compiled elsewhere it returns, too: their launches compile.
 
         Raises:
-            KernelsNotReady: they are not, or not all are on the device yet, and `wait` is false.
+            KernelsNotReady: they are not, or not all are on the device yet, and `wait` is false; or launches cannot
+                compile either.
         """
         if wait:
             self._wait_for(runs)
+            if self._no_room and not self.ready.issuperset(runs):
+                raise KernelsNotReady(self._no_room)
             return
         if self.ready.issuperset(runs):
             self._load(runs)
@@ -170,6 +174,19 @@ class KernelLoader:
                 self._send(mode.missing, 0.0, urgent=False)
                 self._start()
             raise KernelsNotReady("") from None
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Within it launches compile what is missing where nothing could be compiled elsewhere.
+
+        Raises:
+            KernelsNotReady: a compiler has no room for its files; nobody tries again.
+        """
+        try:
+            yield
+        except OSError as error:
+            self._no_room = f"{type(error).__name__}: {error}"
+            raise KernelsNotReady(self._no_room) from error
 
     @contextlib.contextmanager
     def cached(self, runs: Collection[Run]) -> Iterator[None]:

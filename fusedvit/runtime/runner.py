@@ -171,7 +171,8 @@ def run(
         rows: patch rows that the caller gave, with padding.
 
     Raises:
-        KernelsNotReady: some are still being compiled, and the runtime does not wait; nothing has changed.
+        KernelsNotReady: some are still being compiled, and the runtime does not wait; or none can be compiled. Nothing
+            has changed.
     """
     pixels = pixels.detach()
     graphs = runtime.graphs
@@ -183,7 +184,8 @@ def run(
         return _run_steps(runtime, pixels, items, steps, eager, rows)
     runtime.kernels.need(runs, runtime.compile_now)
     if runtime.compile_now:
-        return _run_steps(runtime, pixels, items, steps, eager, rows)
+        with runtime.kernels.compiling():
+            return _run_steps(runtime, pixels, items, steps, eager, rows)
     with runtime.kernels.guard(runs):
         captures = [run.tokens for run in runs if run.graph]
         if graphs is not None and len(captures) > 1:  # a call has the time of one capture

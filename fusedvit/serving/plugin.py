@@ -2,7 +2,7 @@
 
 An environment variable switches plugins off, another holds options:
 
-    FUSEDVIT_DISABLE=1   leaves the engine as it is
+    FUSEDVIT_DISABLE=1   leaves the engine as it is; 0, false, no and off do not
     FUSEDVIT_CONFIG      options of `FuseConfig` as JSON: '{"token_budgets": [4096], "strict": true}', and
                          "gather_sharded": false, which leaves towers alone whose weights are sharded
 """
@@ -26,6 +26,7 @@ from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 
 DISABLE, CONFIG = "FUSEDVIT_DISABLE", "FUSEDVIT_CONFIG"
+_NOT_DISABLED = ("", "0", "false", "no", "off")
 _GATHER = "gather_sharded"
 _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
 
@@ -72,7 +73,7 @@ def install(patches: Patches) -> None:
     Raises:
         ValueError: as `options`.
     """
-    if os.environ.get(DISABLE, "0") not in ("", "0"):
+    if os.environ.get(DISABLE, "").strip().lower() not in _NOT_DISABLED:
         return
     options()
     for name in [*patches]:

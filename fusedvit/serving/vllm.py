@@ -29,6 +29,7 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.normalization import Normalization
 from fusedvit.outputs import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
+from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm_gemma
 from fusedvit.serving.plugin import CONFIG, install, may_gather, options, warm_up, wrap
 from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
@@ -143,8 +144,9 @@ def _construct_model(
 
 def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
     """Fuses a tower that has whole weights, or says why neither it nor one with shards can run fused."""
-    cls, why_not = type(tower), _reason_of_engine(tower)
+    cls = type(tower)
     try:
+        why_not = _reason_of_engine()
         if not why_not and _ranks(tower) == 1:
             why_not = _fuse(tower, family, config)
     except Exception as error:  # vLLM shall start, whatever it holds that we did not foresee
@@ -159,13 +161,15 @@ def _say(cls: type, tower: nn.Module, why_not: str) -> None:
         logger.info("fusedvit: %s runs vLLM's own code: %s", cls.__name__, why_not)
 
 
-def _reason_of_engine(tower: nn.Module) -> str:
+def _reason_of_engine() -> str:
     """What of vLLM's options and release keeps a tower from running fused, the same on every rank; "" for nothing."""
-    vllm, envs, config = _vllm()
+    import vllm
+
     release = tuple(map(int, re.findall(r"\d+", vllm.__version__)[:2]))
-    if not RELEASES[0] <= release <= RELEASES[1]:
+    if not RELEASES[0] <= release <= RELEASES[1]:  # before anything else is asked of it
         known = " to ".join(".".join(map(str, r)) for r in RELEASES)
         return f"vLLM {vllm.__version__} is not known to this release of fusedvit, which knows {known}"
+    envs, config = _vllm()
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return "VLLM_BATCH_INVARIANT is set: answers shall not depend on the batch"
     lora = getattr(config, "lora_config", None)
@@ -174,13 +178,12 @@ def _reason_of_engine(tower: nn.Module) -> str:
     return ""
 
 
-def _vllm() -> tuple[Any, Any, Any]:
-    """vLLM, its switches, and the configuration that the tower is being built under; None if there is none."""
-    import vllm
+def _vllm() -> tuple[Any, Any]:
+    """vLLM's switches, and the configuration that the tower is being built under; None if there is none."""
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
 
-    return vllm, envs, get_current_vllm_config_or_none()
+    return envs, get_current_vllm_config_or_none()
 
 
 def _rank_of(tower: nn.Module) -> int:
@@ -198,7 +201,7 @@ def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: An
     if not may_gather():  # asked here, where ranks agree: each has an environment of its own
         how = "with --mm-encoder-tp-mode data every GPU runs it fused"
         return None, f"its weights are sharded over several GPUs, and {CONFIG} forbids to gather them; {how}"
-    whole, mode = cls.__new__(cls), _vllm()[2].model_config.multimodal_config
+    whole, mode = cls.__new__(cls), _vllm()[1].model_config.multimodal_config
     kept = mode.mm_encoder_tp_mode
     mode.mm_encoder_tp_mode = "data"
     try:
@@ -250,7 +253,7 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
         spec = family.spec_from_config(vision_config)
     except (ValueError, TypeError, AttributeError) as error:
         return str(error)
-    _, _, config = _vllm()
+    _, config = _vllm()
     call = vllm_gemma.run if spec.padded else run
     handle = fuse_tower(tower, family, spec, _limited(options(), config), built=built, call=call)
     reason = handle.reason()
@@ -269,10 +272,10 @@ def _limited(given: FuseConfig, config: Any) -> FuseConfig:
     """Options with the limits of vLLM's scheduler and of its own encoder graphs, where the user gave none."""
     if config is None:
         return given
-    theirs, largest = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
+    theirs, most = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
     budgets = sorted(set(getattr(theirs, "encoder_cudagraph_token_budgets", None) or ()))
-    found: dict[str, Any] = {
-        "token_budgets": (budgets or (largest,)) if given.memory is None else None,
+    found: dict[str, Any] = {  # buffers grow with the largest budget, and a larger batch is cut
+        "token_budgets": (budgets or (min(most, LARGEST_BUDGET),)) if given.memory is None else None,
         "max_items": getattr(theirs, "encoder_cudagraph_max_vision_items_per_batch", None) or None,
         "max_frames": getattr(theirs, "encoder_cudagraph_max_frames_per_batch", None) or None,
     }
@@ -400,10 +403,15 @@ def _served_in(model: object) -> list[tuple[nn.Module, Served]]:
 
 
 def _patch_runner(module: ModuleType) -> None:
-    wrap(module.GPUModelRunner, "profile_run", _profile)
+    runner = vars(module).get("GPUModelRunner")
+    if runner is not None:  # as in each release whose towers run fused
+        wrap(runner, "profile_run", _profile)
 
 
 def _patch_worker(module: ModuleType) -> None:
+    worker = vars(module).get("Worker")
+    if worker is None:
+        return
     for name, around in (
         ("sleep", _sleep),
         ("wake_up", _wake_up),
@@ -411,8 +419,8 @@ def _patch_worker(module: ModuleType) -> None:
         ("finish_weight_update", _reload),
         ("shutdown", _shut_down),
     ):
-        wrap(module.Worker, name, around)
-    module.Worker.fusedvit_stats = stats
+        wrap(worker, name, around)
+    worker.fusedvit_stats = stats
 
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {

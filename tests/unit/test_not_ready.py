@@ -14,7 +14,7 @@ from fusedvit.api import fuse
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.kernels import launch
-from fusedvit.kernels.launch import KernelFailed
+from fusedvit.kernels.launch import KernelFailed, KernelMissing
 from fusedvit.runtime.captured_encoder import CapturedEncoder, TowerGraphs
 from fusedvit.runtime.kernel_loader import KernelLoader, Run
 from tests.support.fake_compiler import FakeCompiler
@@ -144,6 +144,29 @@ def test_why_nothing_can_be_compiled_is_in_the_report(compiler: FakeCompiler, fu
     compiler.give_up("OSError: No space left on device")
     answer(fused.tower, Call.of(fused.tower, GRID).pixels, GRID)
     assert fused.counts() == (0, 1) and "No space left on device" in fused.handle.report()
+
+
+@pytest.mark.parametrize("fused", [{"now": True}], indirect=True)
+def test_who_waits_where_no_compiler_has_room_runs_the_original_code(
+    compiler: FakeCompiler, fused: Fused, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a full disk the program is given up, and a launch that compiles here has no more room than it."""
+    compiler.give_up("no room")
+    launched = []
+
+    def full(encoder: CapturedEncoder, budget: int) -> None:
+        launched.append(budget)
+        raise KernelMissing if launch.from_cache() is not None else OSError(28, "No space left on device")
+
+    pixels = Call.of(fused.tower, GRID).pixels
+    with mock.patch.object(CapturedEncoder, "run", full), caplog.at_level(logging.WARNING, "fusedvit"):
+        for _ in range(3):
+            assert all(rows.isfinite().all() for rows in answer(fused.tower, pixels, GRID))
+        assert fused.counts() == (0, 3) and launched == [16], "it is tried once"
+        assert [NOT_READY in record.getMessage() for record in caplog.records].count(True) == 1
+        with pytest.raises(RuntimeError, match="No space left on device"):
+            fused.handle.warmup(progress=iter)
+    assert "No space left on device" in fused.handle.report()
 
 
 def test_a_kernel_that_no_backend_compiles_leaves_the_original_code(compiler: FakeCompiler, fused: Fused) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import fusedvit
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.errors import UnsupportedModel
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm as plugin
 from fusedvit.serving.plugin import CONFIG
 from tests.serving.vllm.support import (
@@ -313,6 +314,15 @@ def test_an_unknown_release(release: str, caplog: Any, monkeypatch: pytest.Monke
     assert release in left_alone(caplog, monkeypatch)
 
 
+def test_a_release_that_has_other_names(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the plugin asks for in a known one, an unknown one may have nothing."""
+    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    monkeypatch.delattr(plugin, "_vllm")
+    assert "0.40.0" in left_alone(caplog, monkeypatch)
+    for name in (plugin._WORKER, *plugin._RUNNERS):
+        plugin._PATCHES[name](ModuleType(name))
+
+
 def test_batch_invariant_mode(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
     assert "VLLM_BATCH_INVARIANT" in left_alone(caplog, monkeypatch)
@@ -371,6 +381,9 @@ def test_limits_are_vllms(served: Any) -> None:
     )
     found = fusedvit.fuse(load(config=asked)[1]).config
     assert (*found.token_budgets,) == (128, 512) and (found.max_items, found.max_frames) == (4, 32)
+    many = config_of("Qwen3VLForConditionalGeneration", max_num_batched_tokens=1 << 17)
+    found = fusedvit.fuse(load(config=many)[1]).config
+    assert (*found.token_budgets,) == (LARGEST_BUDGET,), "buffers take as much as by default, not the KV cache's room"
 
 
 def test_options_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

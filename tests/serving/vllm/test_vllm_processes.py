@@ -68,7 +68,12 @@ print("wrapped" if hasattr(tower.__init__, "__wrapped__") else "plain")
 
 @pytest.mark.parametrize(
     "switch, expected",
-    [({}, "wrapped"), ({"FUSEDVIT_DISABLE": "1"}, "plain"), ({"VLLM_PLUGINS": "another"}, "plain")],
+    [
+        ({}, "wrapped"),
+        ({"FUSEDVIT_DISABLE": "1"}, "plain"),
+        ({"FUSEDVIT_DISABLE": "False"}, "wrapped"),
+        ({"VLLM_PLUGINS": "another"}, "plain"),
+    ],
 )
 def test_switches(switch: dict[str, str], expected: str) -> None:
     assert run("-c", LOADED, **switch).split()[-1] == expected

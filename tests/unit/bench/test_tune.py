@@ -219,8 +219,8 @@ def test_a_run_that_was_cut_goes_on(
     path, stamp = tmp_path / "log.jsonl", {"gpu": "CPU"}
     first = tuner(tune.Log(path, stamp), step=clock.step, deadline=6.5).run(linears)
     assert len(first) == 1 and len(measured) == 3, "six compilations, and one item before time is up"
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"of": "cut in the mid')
+    with path.open("ab") as file:
+        file.write(b'\0\0\xff\n[]\n{}\n{"of": "cut in the mid')
     again = tuner(tune.Log(path, stamp)).run(linears)
     assert again[0] == first[0] and len(again) == 2 and len(measured) == 6
     tuner(tune.Log(path, {"gpu": "another"})).run(linears)
@@ -356,6 +356,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--dry-run --budget 1024 --op fc3", 2, ["--op: no 'fc3'; there are 'patch'"]),
         ("--dry-run --budget 1024 --tower all --op fc1", 0, ["fc1 norm+gelu_tanh", "fc1 rms+swiglu"]),
         ("--tower huge", 2, ["no 'huge'"]),
+        ("--tower tiny --out .", 2, ["cannot be written (a folder)"]),
         pytest.param("", 2, ["needs an NVIDIA GPU"], marks=pytest.mark.skipif(torch.cuda.is_available(), reason="one")),
     ],
 )
