@@ -6,6 +6,7 @@ which are where Triton's cache is empty, and ended when nobody waits for any.
 
 import atexit
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -164,7 +165,7 @@ class CompileService:
         try:
             if not self._scratch:
                 self._scratch = tempfile.mkdtemp(prefix="fusedvit-")
-            answers, theirs = os.pipe()  # not its standard output: what is imported there may print
+            answers, theirs = _pipe()  # not its standard output: what is imported there may print
             with open(theirs, "wb"), contextlib.ExitStack() as undo:
                 undo.callback(os.close, answers)
                 self._process = subprocess.Popen(
@@ -269,6 +270,16 @@ class CompileService:
         if self._process is not None:
             self._process = None
             self._outbox.put(None)
+
+
+def _pipe() -> tuple[int, int]:
+    """Its ends, neither of which has the number of a standard stream, though this process may have closed those."""
+    ends = os.pipe()
+    try:
+        return fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 3), fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def _cache_folder() -> str:

@@ -140,6 +140,13 @@ def test_what_its_imports_print_is_no_answer(tmp_path: Path) -> None:
     assert found["done"] == 4 and found["cached"] and found["broken"] == ""
 
 
+def test_standard_streams_that_are_closed(tmp_path: Path) -> None:
+    """As some daemons have them: what is opened then gets their numbers."""
+    command = ["sh", "-c", f"exec {sys.executable} -m tests.support.compiling <&- 2>&-"]
+    said = subprocess.run(command, env=environment(tmp_path), cwd=ROOT, capture_output=True, timeout=60).stdout
+    assert json.loads(said.splitlines()[-1])["done"] == 4
+
+
 def test_a_cache_that_is_not_named(tmp_path: Path) -> None:
     found = result(start(environment("")))
     assert found["done"] == 4 and found["cached"] and not found["kept"]
