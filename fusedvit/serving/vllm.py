@@ -338,7 +338,7 @@ def _prepare(tower: nn.Module, served: Served) -> None:
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """A model runner's profile run: what fused towers hold is taken before memory is measured."""
-    for tower, served in _served_in(getattr(runner, "model", None)):
+    for tower, served in _served_in(_model_of(runner)):
         _prepare(tower, served)
     return original(runner, *args, **kwargs)
 
@@ -375,7 +375,7 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
 
 
 def _prepare_awake(worker: Any) -> None:
-    for tower, served in _served_in(_model_of(worker)):
+    for tower, served in _served_in(_model_of(getattr(worker, "model_runner", None))):
         if not served.ready and not served.lost:
             _prepare(tower, served)
 
@@ -387,12 +387,15 @@ def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: 
     return original(worker, *args, **kwargs)
 
 
-def _model_of(worker: Any) -> nn.Module | None:
-    return getattr(getattr(worker, "model_runner", None), "model", None)
+def _model_of(runner: Any) -> Any:
+    """A model runner's model, out of what captures the language model: by default it is in a `CUDAGraphWrapper`, which
+    is no module."""
+    model = getattr(runner, "model", None)
+    return model.unwrap() if hasattr(type(model), "unwrap") else model
 
 
 def _served_by(worker: Any) -> Iterator[tuple[str, Served]]:
-    model = _model_of(worker)
+    model = _model_of(getattr(worker, "model_runner", None))
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     return ((path, vars(module)[SERVED]) for path, module in named if SERVED in vars(module))
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 import vllm
 from torch import nn
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models import qwen3_vl
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 from vllm.v1.worker.gpu_worker import Worker
 
 import fusedvit
@@ -184,6 +187,23 @@ def test_the_profile_run_prepares_first(
     assert seen and seen[0] > 0, "memory is taken before the run that is measured"
     line = the_line(caplog, "runs fused")
     assert f"({family})" in line and "MiB" in line
+
+
+@pytest.mark.parametrize("wrapper", [CUDAGraphWrapper, BreakableCUDAGraphWrapper, UBatchWrapper])
+def test_a_model_that_vllm_captures_is_found(served: Any, asleep: list[Any], wrapper: Any) -> None:
+    """With its defaults vLLM keeps the model in such a wrapper, whose constructors want a GPU."""
+    _, model, handle = served
+    worker = worker_of(model)
+    worker.model_runner.model = wrapper.__new__(wrapper)
+    worker.model_runner.model.runnable = model
+    assert worker.fusedvit_stats() == {"visual": handle.stats()}
+    handle.release()
+    plugin._profile(lambda runner: None, worker.model_runner)
+    assert handle.stats()["weights_mib"] > 0
+    worker.sleep(1)
+    assert handle.stats()["weights_mib"] == 0
+    worker.wake_up()
+    assert handle.stats()["weights_mib"] > 0
 
 
 @every_kind
