@@ -338,8 +338,14 @@ def _prepare(tower: nn.Module, served: Served) -> None:
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """A model runner's profile run: what fused towers hold is taken before memory is measured."""
-    for tower, served in _served_in(_model_of(runner)):
+    towers = _served_in(_model_of(runner))
+    for tower, served in towers:
         _prepare(tower, served)
+    if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
+        logger.info(
+            "fusedvit: the size of the KV cache is given, by --kv-cache-memory-bytes or a start-up plan: "
+            "it must leave room for what the tower holds"
+        )
     return original(runner, *args, **kwargs)
 
 
@@ -390,7 +396,7 @@ def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: 
 def _model_of(runner: Any) -> Any:
     """A model runner's model, out of what captures the language model: by default it is in a `CUDAGraphWrapper`, which
     is no module."""
-    model = getattr(runner, "model", None)
+    model: Any = getattr(runner, "model", None)
     return model.unwrap() if hasattr(type(model), "unwrap") else model
 
 

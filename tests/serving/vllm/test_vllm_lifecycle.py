@@ -176,6 +176,7 @@ def test_the_profile_run_prepares_first(
     runner: Any = GPUModelRunner.__new__(GPUModelRunner)
     runner.model = model
     runner.supports_mm_inputs = False
+    runner.cache_config = SimpleNamespace(kv_cache_memory_bytes=1 << 30)
 
     def stop(*args: Any, **kwargs: Any) -> None:
         seen.append(handle.stats()["weights_mib"])
@@ -187,6 +188,7 @@ def test_the_profile_run_prepares_first(
     assert seen and seen[0] > 0, "memory is taken before the run that is measured"
     line = the_line(caplog, "runs fused")
     assert f"({family})" in line and "MiB" in line
+    assert "must leave room" in the_line(caplog, "size of the KV cache is given"), "vLLM measures nothing then"
 
 
 @pytest.mark.parametrize("wrapper", [CUDAGraphWrapper, BreakableCUDAGraphWrapper, UBatchWrapper])
