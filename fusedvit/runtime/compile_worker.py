@@ -8,7 +8,6 @@ children end with it.
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import fcntl
 import glob
@@ -32,7 +31,7 @@ from triton.runtime.cache import get_cache_manager
 from fusedvit.kernels.codegen_checks import AbsentGPU
 from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache, private_cache
 from fusedvit.runtime.compile_service import HEADER, Request
-from fusedvit.runtime.compiled_kernels import build_launcher
+from fusedvit.runtime.compiled_kernels import build_launcher, end_with_parent
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 MOST_CHILDREN = 16
@@ -42,7 +41,6 @@ LONGEST = 300.0  # seconds that one kernel may take
 TICK = 0.25  # seconds between two looks at the process that started this one
 TRIES = 2  # of a kernel whose child was killed
 NO_ROOM = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOENT)
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -302,7 +300,7 @@ def _compile(job: KernelJob, writer: int, nice: bool, expected: bool) -> None:
     said: dict[str, Any] = {}
     try:
         os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         if nice:
             os.nice(NICENESS)
         if not expected:

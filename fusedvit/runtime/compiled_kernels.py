@@ -6,12 +6,14 @@ each of its kernels is entered into Triton's own cache as a link, so that the fo
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -33,6 +35,7 @@ logger = logging.getLogger("fusedvit")
 VARIABLE, MANIFEST = "FUSEDVIT_KERNELS", "manifest.json"
 POLL_SECONDS = 0.05
 KEPT = {".cubin", ".ptx", ".json"}  # of a kernel's files: Triton loads the first, we check the second
+PR_SET_PDEATHSIG = 1
 GROUP = "__grp__"  # how the name of Triton's list of a kernel's files begins
 
 
@@ -71,6 +74,7 @@ def fill(
     following, said = context.Value("i", 0), context.SimpleQueue()
 
     def work() -> None:
+        end_with_parent()
         triton.knobs.cache.dir = str(folder.absolute())
         while True:
             with following.get_lock():
@@ -97,6 +101,11 @@ def fill(
         worker.join()
     _prune(folder)
     return [problem for problem in problems if problem]
+
+
+def end_with_parent() -> None:
+    """This process is killed when the thread that forked it ends, however that happens."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def take(device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,21 @@ from fusedvit.cli.app import app
 from fusedvit.runtime import compiled_kernels
 from fusedvit.runtime.gpus import GPUS, target_named
 from tests.kernels.test_aot import run
+from tests.unit.test_compile_service import alive, environment
+from tests.unit.test_kernel_loader import until
 
 H100 = target_named("h100")
+FILLS = """
+import os, sys, time
+from pathlib import Path
+from fusedvit.runtime.compiled_kernels import fill
+
+def compiling():
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+fill(Path(sys.argv[1]), [compiling] * 2, 2, lambda *told: None)
+"""
 
 
 def found(**other: Any) -> dict[str, Any]:
@@ -112,6 +127,16 @@ def test_where_nothing_takes_files_it_is_said(
         compiled_kernels.take(torch.device("cuda", 35))
         assert (Path(triton.knobs.cache.dir) / "kernel" / "launcher.so").read_bytes() == b"code"
     assert len(caplog.records) == 1 and not (tmp_path / "kernel").exists()
+
+
+def test_compiling_ends_with_the_command(tmp_path: Path) -> None:
+    env = environment(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", FILLS, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    compiling = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.wait()
+    until(lambda: not any(map(alive, compiling)))
 
 
 def test_a_folder_serves_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
