@@ -107,7 +107,7 @@ FAULTS = {
     "F27": Fault("untrusted files", "kernels/tuning_table unit/pixels/media"),
     "F28": Fault("a guard that no test looks at", "unit/graphs/plan_rules", "mutants"),
     "F29": Fault("code that is not transformers' own", "hf/own_code"),
-    "F30": Fault("structure or numbers change", "hf/numbers"),
+    "F30": Fault("structure or numbers change", "hf/numbers hf/layouts"),
     "F31": Fault(
         "weights prepared without asking",
         "hf/numbers:every_way_to_prepared_weights hf/numbers:content_that_changed",

@@ -29,6 +29,12 @@ _MARKS_FOR_GRADIENTS = Definition(
 # Looked up at each call, as a registry may be replaced. Backward hooks never fire: a call with gradients falls back.
 _HOOKS = (attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks"))
 _dtype_of, _version_of, _wants_gradient = attrgetter("dtype"), attrgetter("_version"), attrgetter("requires_grad")
+_LAYOUT: tuple[Callable[[torch.Tensor], Any], ...] = (
+    type,
+    attrgetter("shape"),
+    torch.Tensor.stride,
+    torch.Tensor.is_neg,
+)
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
 _KEYS: Any = type({}.keys())
@@ -61,9 +67,10 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Parameters or buffers, and the address, dtype and version of each.
+    """Parameters or buffers, and the address, dtype, layout and version of each.
 
-    `versions` are of `counted`: those that were not made in inference mode, and keep their counter whatever `p.data`
+    Assigning `p.data` or `p.__class__` counts no version: `layouts` are classes, shapes, strides and whether the memory
+    holds negated values. `versions` are of `counted`: those that were not made in inference mode, and keep their counter whatever `p.data`
     becomes.
     """
 
@@ -71,6 +78,7 @@ class _Tensors:
     present: tuple[torch.Tensor, ...]
     pointers: list[int]
     dtypes: list[torch.dtype]
+    layouts: tuple[list[Any], ...]
     counted: list[torch.Tensor]
     versions: list[int]
 
@@ -84,6 +92,7 @@ class _Tensors:
             present,
             _addresses(present),
             [t.dtype for t in present],
+            _layouts(present),
             counted,
             [t._version for t in counted],
         )
@@ -97,6 +106,7 @@ class _Tensors:
             return (
                 self.entries.unchanged()
                 and list(map(_dtype_of, self.present)) == self.dtypes
+                and _layouts(self.present) == self.layouts
                 and list(map(_version_of, self.counted)) == self.versions
             )
 
@@ -108,6 +118,11 @@ class _Tensors:
 def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     with _plainly():
         return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _layouts(tensors: Iterable[torch.Tensor]) -> tuple[list[Any], ...]:
+    with _plainly():
+        return tuple(list(map(fact, tensors)) for fact in _LAYOUT)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -138,7 +138,10 @@ def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | No
     if dtype not in (FINGERPRINTED if device.type == "cpu" else FINGERPRINTED[:3]):
         return Reason(fallback.UNSUPPORTED_DTYPE, str(dtype))
     sparse = _first(parameters, lambda p: not _is_dense(p))
-    return Reason(fallback.MODIFIED, f"{sparse} is not contiguous") if sparse else None
+    if not sparse:
+        return None
+    what = "a negated view" if parameters[sparse].is_neg() else "not contiguous"
+    return Reason(fallback.MODIFIED, f"{sparse} is {what}")
 
 
 def _is_freed(p: torch.Tensor) -> bool:
@@ -158,4 +161,6 @@ def _device_runs(device: torch.device) -> bool:
 
 
 def _is_dense(p: torch.Tensor) -> bool:
+    if p.is_neg():
+        return False
     return p.is_contiguous() or (p.ndim == 5 and p.is_contiguous(memory_format=torch.channels_last_3d))

@@ -56,6 +56,7 @@ MUTANTS = (
     _clause("entries of instances", "list(map(len, self.instances[0])) == self.instances[1]", "hf/numbers:another"),
     _clause("hooks", "not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)", "hf/fallback:hooks"),
     _clause("classes", "list(map(type, self.inner)) == self.classes", "hf/numbers:another"),
+    _without("layouts", CHANGE, "                and _layouts(self.present) == self.layouts\n", "hf/layouts"),
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
     _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
     _clause("parameters", "self.parameters.unchanged()", "hf/weights:answer"),
