@@ -432,7 +432,7 @@ class FusedEncoder:
         """As a call, with the items that its outputs are of."""
         marked = type(pixel_values) is BytePixels
         pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
-        reason = transforms.active(pixels)
+        reason = transforms.active(pixels, grid_thw)
         if self._tower() is not tower:
             reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
         if reason is not None:

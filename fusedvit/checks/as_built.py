@@ -266,6 +266,8 @@ def wrong_buffers(tower: nn.Module, family: Family, spec: VisionSpec, names: Col
             got = tuple(buffers[path].shape) if path in buffers else "missing"
             return _differs(f"buffer {path}", got, shape)
     for path, buffer in buffers.items():
+        if buffer.requires_grad:
+            return f"buffer {path} wants a gradient"
         name = path.rpartition(".")[2]
         read = name in names and buffer.device.type != "meta" and not path.startswith(engine.outside)
         if path in given or not read:

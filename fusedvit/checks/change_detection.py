@@ -267,7 +267,8 @@ class Snapshot:
 
     def unchanged(self) -> bool:
         """No module added, replaced or removed, none with a `forward` of its own, no hook that would fire, no attribute
-        that a forward reads changed; every tensor the same object with the same dtype and version; the code the same.
+        that a forward reads changed; every tensor the same object with the same dtype, layout and version; no buffer wants a
+        gradient; the code the same.
         Addresses of parameters are what `in_place` compares."""
         return (
             self.children.unchanged()
@@ -281,6 +282,7 @@ class Snapshot:
             and self.parameters.unchanged()
             and self.buffers.unchanged()
             and self.buffers.in_place()
+            and not self.buffers.wants_gradients()
             and self.code.unchanged()
         )
 

@@ -1,7 +1,7 @@
 """Whether somebody looks at a call's operations themselves: they see Hugging Face's, not a launch.
 
 `torch.func` wraps values in tensors of plain type, forward-mode AD adds tangents to them, and a dispatch or function
-mode gets to see every operation. None of that reaches a kernel.
+mode gets to see every operation, and so does a class of tensors for those that an input of it reaches. None of that reaches a kernel.
 """
 
 import torch
@@ -12,10 +12,11 @@ from fusedvit.checks.fallback import COMPILING, TRANSFORM
 from fusedvit.errors import Reason
 
 _plain = torch.Tensor.__torch_dispatch__
+_no_function = torch.nn.Parameter.__torch_function__
 
 
-def active(pixels: object) -> Reason | None:
-    """The transform that a call with `pixels` runs under, or None; four questions of torch's own, 0.1 us."""
+def active(pixels: object, grid: object = None) -> Reason | None:
+    """The transform that a call with `pixels` and `grid` runs under, or None; questions of torch's own, 0.1 us."""
     if torch._C._are_functorch_transforms_active():
         return Reason(TRANSFORM, "torch.func (vmap, grad, jvp, …)")
     if forward_ad._current_level >= 0:
@@ -30,10 +31,11 @@ def active(pixels: object) -> Reason | None:
         found = next((mode for mode in modes if not isinstance(mode, DeviceContext)), None)
         if found is not None:
             return Reason(TRANSFORM, f"the function mode {type(found).__name__}")
-    if type(pixels) is not torch.Tensor and isinstance(pixels, torch.Tensor) and _dispatches(type(pixels)):
-        return Reason(TRANSFORM, f"pixel_values is a {type(pixels).__name__}, which has a dispatch of its own")
+    for name, given in ("pixel_values", pixels), ("grid_thw", grid):
+        if type(given) is not torch.Tensor and isinstance(given, torch.Tensor) and _sees_operations(type(given)):
+            return Reason(TRANSFORM, f"{name} is a {type(given).__name__}, which sees the operations on it")
     return None
 
 
-def _dispatches(cls: type[torch.Tensor]) -> bool:
-    return cls.__torch_dispatch__ is not _plain
+def _sees_operations(cls: type[torch.Tensor]) -> bool:
+    return cls.__torch_dispatch__ is not _plain or cls.__torch_function__ is not _no_function

@@ -188,6 +188,26 @@ def test_frequencies_that_were_cast(name: str) -> None:
     assert handle.stats()["fused"] == 1
 
 
+@each_of(INSTALLED)
+def test_a_buffer_that_wants_a_gradient(name: str) -> None:
+    """As somebody who learns the rotary frequencies: the original code gives it."""
+    tower = family_tower(name)
+    original = copy.deepcopy(tower)
+    handle, call = fusedvit.fuse(tower), Call.of(tower, [(1, 4, 6), (1, 6, 4)])
+    call.run(tower)
+    gradients = []
+    for asked in (tower, original):
+        buffer = next(b for b in asked.buffers() if b.is_floating_point()).requires_grad_()
+        call.record(asked).last_hidden_state.square().sum().backward()
+        gradients.append(buffer.grad)
+    torch.testing.assert_close(*gradients)
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}
+    for buffer in tower.buffers():
+        buffer.requires_grad_(False)
+    call.run(tower)
+    assert handle.stats()["fused"] == 2
+
+
 def bias(path: str) -> Callable[[Any], None]:
     def change(tower: Any) -> None:
         module = tower.get_submodule(path)

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedvit
 from fusedvit.checks import fallback, transforms
 from fusedvit.graphs.limits import check_limits
-from tests.support.families import INSTALLED, each_of, family_tower
-from tests.support.towers import Call, assert_same, copy_of, outputs_of, precomputed, tiny_tower
+from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
+from tests.support.towers import Call, assert_same, copy_of, outputs_of, precomputed, ran_original, tiny_tower
 from tests.unit.graphs.stand_in import graphs_on_cpu
 
 SMALL = [(1, 4, 4), (1, 8, 4)]
@@ -197,6 +197,40 @@ def test_a_reason_names_the_transform() -> None:
     ):
         with pytest.raises(RuntimeError, match=f"fusedvit: Qwen3VLVisionModel runs its original code: .*{name}"):
             transform(tower, call)
+
+
+class Marked(torch.Tensor):
+    """As many libraries' tensors: what is computed from them is of their class."""
+
+
+class Twofold(torch.Tensor):
+    """Sees the operations on it, and changes one."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(function, kinds, args, kwargs or {})
+        return 2 * out if function is torch.nn.functional.gelu else out
+
+
+@pytest.mark.parametrize("cls", [Marked, Twofold])
+@pytest.mark.parametrize("argument", ["pixel_values", "grid_thw"])
+@pytest.mark.parametrize("name", BY_GRID[:2])
+def test_inputs_of_a_class_that_sees_operations(name: str, argument: str, cls: type[torch.Tensor]) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, SMALL)
+    handle = fusedvit.fuse(tower)
+    pixels, grid = call.pixels, call.grid
+    if argument == "pixel_values":
+        pixels = pixels.as_subclass(cls)
+    else:
+        grid = grid.as_subclass(cls)
+    found, expected = (outputs_of(t(pixels, grid_thw=grid)) for t in (tower, original))
+    assert_same(found, expected)
+    assert list(map(type, found.values())) == list(map(type, expected.values()))
+    ran_original(handle, fallback.TRANSFORM)
+    assert f"{argument} is a {cls.__name__}" in handle.report()
+    tower(torch.nn.Parameter(call.pixels, requires_grad=False), grid_thw=call.grid)
+    assert handle.stats()["fused"] == 1
 
 
 def test_modes_that_change_no_operation_run_fused() -> None:

@@ -56,6 +56,7 @@ MUTANTS = (
     _clause("entries of instances", "list(map(len, self.instances[0])) == self.instances[1]", "hf/numbers:another"),
     _clause("hooks", "not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)", "hf/fallback:hooks"),
     _clause("classes", "list(map(type, self.inner)) == self.classes", "hf/numbers:another"),
+    _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
     _without("layouts", CHANGE, "                and _layouts(self.present) == self.layouts\n", "hf/layouts"),
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
     _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
@@ -215,7 +216,14 @@ MUTANTS = (
     _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/slow:autocast"),
     Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/slow:keywords"),
     _never("copies of a tower", ENCODER, "self._tower() is not tower", "hf/handles:a_copy hf/handles:rep"),
-    Mutant("transforms", ENCODER, "reason = transforms.active(pixels)", "reason = None", "hf/transforms:transforms"),
+    Mutant(
+        "classes of tensors",
+        "fusedvit/checks/transforms.py",
+        " or cls.__torch_function__ is not _no_function",
+        "",
+        "hf/transforms:inputs_of_a_class",
+    ),
+    Mutant("transforms", ENCODER, "reason = transforms.active(pixels, grid_thw)", "reason = None", "hf/transforms:transforms"),
     Mutant(
         "weights that changed meanwhile",
         ENCODER,

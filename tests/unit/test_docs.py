@@ -82,6 +82,12 @@ def test_memory_is_what_was_measured() -> None:
     assert f"up to {stats['graphs']['token_budgets'][-1]} output tokens" in part
 
 
+def test_every_place_is_in_the_table_of_rooms() -> None:
+    places = [p for p in (ROOT / "fusedvit").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    text = page("docs/architecture.md").partition("## Rooms")[2].partition("## Import")[0]
+    assert [p.name for p in places if not p.name.startswith("_") and p.name not in text] == []
+
+
 def test_every_example_compiles() -> None:
     for path in PAGES:
         for code in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
