@@ -128,6 +128,8 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
             return _differs(f"the shape of {name}", tuple(found[name].shape), shape)
         if type(found[name]) is not nn.Parameter and not _is_engines(type(found[name]), family.engine):
             return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
+        if found[name].layout is not torch.strided:
+            return _differs(f"the layout of {name}", found[name].layout, torch.strided)
     left = found.keys() - expected.keys()
     return f"parameter {min(left)} is not expected" if left else ""
 

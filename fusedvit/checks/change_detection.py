@@ -19,7 +19,7 @@ from torch import nn
 from fusedvit.checks import accelerate_hooks, adapters
 from fusedvit.checks.as_built import dropouts
 from fusedvit.checks.own_code import OwnCode, own_class
-from fusedvit.checks.source_code import Definition, definition_of
+from fusedvit.checks.source_code import Definition, cells_of, definition_of
 
 HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
 _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, idle unless hidden states are asked for
@@ -37,6 +37,7 @@ _LAYOUT: tuple[Callable[[torch.Tensor], Any], ...] = (
 )
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
+_held_by = attrgetter("cell_contents")
 _KEYS: Any = type({}.keys())
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -70,8 +71,8 @@ class _Tensors:
     """Parameters or buffers, and the address, dtype, layout and version of each.
 
     Assigning `p.data` or `p.__class__` counts no version: `layouts` are classes, shapes, strides and whether the memory
-    holds negated values. `versions` are of `counted`: those that were not made in inference mode, and keep their counter whatever `p.data`
-    becomes.
+    holds negated values. `versions` are of `counted`: those that were not made in inference mode, and keep their
+    counter whatever `p.data` becomes.
     """
 
     entries: _Entries
@@ -135,7 +136,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class _Code:
-    """Where the code is kept that would run, what is there, and the bodies of its functions.
+    """Where the code is kept that would run, what is there, the bodies of its functions, and what decorators wrap.
 
     `absent` are names that a class, a module or the tower does not have, by its live keys: giving it one would hide
     what the code finds now. Asking so takes a tenth of the time of looking each up in vain.
@@ -147,6 +148,7 @@ class _Code:
     registries: _Entries
     functions: tuple[FunctionType, ...]
     bodies: list[Any]
+    wrapped: tuple[tuple[Any, ...], tuple[Any, ...]]
     absent: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
 
     @staticmethod
@@ -169,7 +171,10 @@ class _Code:
         owners, names = zip(*own.slots, *there, strict=True)
         values = tuple(map(getattr, owners, names, repeat(None)))
         bodies = list(map(_body_of, own.functions))
-        return _Code(owners, names, values, _Entries.of(own.registries), own.functions, bodies, (views, hidden))
+        cells = tuple(cell for function in own.functions for cell in cells_of(function))
+        wrapped = cells, tuple(map(_held_by, cells))
+        registries = _Entries.of(own.registries)
+        return _Code(owners, names, values, registries, own.functions, bodies, wrapped, (views, hidden))
 
     def unchanged(self) -> bool:
         return (
@@ -177,6 +182,7 @@ class _Code:
             and all(map(_KEYS.isdisjoint, *self.absent))
             and self.registries.unchanged()
             and list(map(_body_of, self.functions)) == self.bodies
+            and all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))
         )
 
 
@@ -267,9 +273,8 @@ class Snapshot:
 
     def unchanged(self) -> bool:
         """No module added, replaced or removed, none with a `forward` of its own, no hook that would fire, no attribute
-        that a forward reads changed; every tensor the same object with the same dtype, layout and version; no buffer wants a
-        gradient; the code the same.
-        Addresses of parameters are what `in_place` compares."""
+        that a forward reads changed; every tensor the same object with the same dtype, layout and version; no buffer
+        wants a gradient; the code the same. Addresses of parameters are what `in_place` compares."""
         return (
             self.children.unchanged()
             and list(map(len, self.registries)) == self.lengths

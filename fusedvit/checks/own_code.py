@@ -39,7 +39,7 @@ _ATTENTION = {
 }
 _FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
 _CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
-_LOOKUP = ("__getattr__", "__iter__", "__getitem__", "__len__")  # by which a forward finds modules and parameters
+_LOOKUP = ("__getattribute__", "__getattr__", "__iter__", "__getitem__", "__len__")  # by these a forward finds modules
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
 # Operators by the instructions that apply them; of those with two operands the reflected and in-place ones as well.
@@ -247,9 +247,11 @@ class _Walk:
 
     def _follow_method(self, cls: type, name: str) -> None:
         home = next((c for c in cls.__mro__ if name in vars(c)), None)
-        if home is None or home is object or (id(cls), name) in self.slots:
+        if home is None or (home is object and name not in _LOOKUP) or (id(cls), name) in self.slots:
             return
         self.slots[id(cls), name] = cls, name
+        if home is object:
+            return
         value = _held_function(vars(home)[name])
         if isinstance(value, staticmethod | classmethod):
             value = _held_function(value.__func__)

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 _NEWLOCALS = 0x2  # `CO_NEWLOCALS`: set on functions, not on class bodies or modules
@@ -47,13 +47,18 @@ def names_in(code: CodeType) -> set[str]:
 def wrapped_by(function: FunctionType) -> FunctionType | None:
     """The function that a decorator's wrapper calls: what it says it wraps, if it holds that indeed."""
     inner = getattr(function, "__wrapped__", None)
-    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    return inner if isinstance(inner, FunctionType) and any(value is inner for value in held) else None
+    held = any(cell.cell_contents is inner for cell in cells_of(function))
+    return inner if isinstance(inner, FunctionType) and held else None
 
 
-def _is_filled(cell: Any) -> bool:
+def cells_of(function: FunctionType) -> list[CellType]:
+    """Where a closure keeps functions, as decorators' wrappers keep what they call."""
+    return [cell for cell in function.__closure__ or () if _holds_function(cell)]
+
+
+def _holds_function(cell: CellType) -> bool:
     try:
-        return cell.cell_contents is not None
+        return isinstance(cell.cell_contents, FunctionType)
     except ValueError:  # not assigned yet
         return False
 

@@ -1,7 +1,7 @@
 """Whether somebody looks at a call's operations themselves: they see Hugging Face's, not a launch.
 
 `torch.func` wraps values in tensors of plain type, forward-mode AD adds tangents to them, and a dispatch or function
-mode gets to see every operation, and so does a class of tensors for those that an input of it reaches. None of that reaches a kernel.
+mode gets to see every operation, as a class of tensors does where it comes in. None of that reaches a kernel.
 """
 
 import torch

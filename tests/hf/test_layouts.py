@@ -98,6 +98,24 @@ def answer(tower: Any, call: Call) -> Any:
             return str(error)
 
 
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_parameters(layout: torch.layout, used: bool) -> None:
+    """As sparse inference on a CPU has them: the original code multiplies by them."""
+    tower = family_tower("Gemma4VisionModel")
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["images"])
+    if used:
+        call.run(tower)
+    square(tower).data.mul_(square(tower).data > 0)
+    original = copy_of(tower)
+    for other in (tower, original):
+        layer = next(m for m in other.modules() if isinstance(m, nn.Linear) and m.weight is square(other))
+        layer.weight = nn.Parameter(layer.weight.data.to_sparse(layout=layout), requires_grad=False)
+    assert_same(call.run(tower), call.run(original))
+    ran_original(handle, fallback.MODIFIED)
+    assert "the layout of" in handle.report()
+
+
 def test_pruned_in_place() -> None:
     """Half of each MLP's channels cut off, as structured pruning does it: the original code computes the rest."""
     tower = family_tower("Qwen3VLVisionModel")

@@ -130,6 +130,18 @@ def other_code(function: types.FunctionType, code: types.CodeType) -> Iterator[N
         function.__code__ = kept
 
 
+@contextlib.contextmanager
+def other_cell(decorated: Any) -> Iterator[None]:
+    """Another function in the closure of a decorator's wrapper, which still says that it wraps the first."""
+    cell = next(cell for cell in decorated.__closure__ if cell.cell_contents is decorated.__wrapped__)
+    kept = cell.cell_contents
+    cell.cell_contents = lambda *arguments, **named: twisted(kept(*arguments, **named))
+    try:
+        yield
+    finally:
+        cell.cell_contents = kept
+
+
 def _skewed(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,6 +192,8 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
     "how modules find what is registered": lambda: mock.patch.object(
         nn.Module, "__getattr__", _doubled(nn.Module.__getattr__)
     ),
+    "what a decorator wraps": lambda: other_cell(modeling().Qwen3VLVisionModel.forward),
+    "how modules find anything": lambda: mock.patch.object(nn.Linear, "__getattribute__", _doubling_weights),
     "the order in which blocks run": lambda: mock.patch.object(
         nn.ModuleList, "__iter__", lambda self: iter([*self._modules.values()][::-1])
     ),
@@ -263,6 +277,10 @@ def _decorated(old: Any) -> Any:
 def _record() -> type:
     base = modeling().BaseModelOutputWithDeepstackFeatures
     return type("BaseModelOutputWithDeepstackFeatures", (base,), {})
+
+
+def _doubling_weights(self: nn.Module, name: str) -> Any:
+    return self._parameters[name] * 2 if name == "weight" else object.__getattribute__(self, name)
 
 
 def _calling(self: nn.Module, *arguments: Any, **named: Any) -> Any:

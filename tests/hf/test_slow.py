@@ -247,6 +247,22 @@ def test_a_compiled_tower_runs_fused_between_two_graphs() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "fail_on_recompile"])
+@pytest.mark.parametrize("name", ["Qwen3VLVisionModel", "Gemma4VisionModel"])
+def test_a_compiled_tower_under_every_stance(name: str, stance: str) -> None:
+    """Some let a function that is kept from the compiler run what was compiled of it."""
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, GRIDS["images"])
+    handle = fusedvit.fuse(tower, STRICT)
+    torch._dynamo.reset()
+    compiled = torch.compile(tower, backend="eager")
+    call.run(compiled)
+    with torch.compiler.set_stance(stance):
+        assert_same(call.run(compiled), call.run(original))
+    ran_fused(handle, calls=2)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("given", [{}, {"output_hidden_states": True}], ids=["plain", "hidden states"])
 def test_a_compiled_model(given: dict[str, Any]) -> None:
     model = tiny_model().requires_grad_(False)

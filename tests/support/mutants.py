@@ -57,6 +57,11 @@ MUTANTS = (
     _clause("hooks", "not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)", "hf/fallback:hooks"),
     _clause("classes", "list(map(type, self.inner)) == self.classes", "hf/numbers:another"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
+    _clause(
+        "what decorators wrap",
+        "all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))",
+        "hf/own_code:ways_to_replace",
+    ),
     _without("layouts", CHANGE, "                and _layouts(self.present) == self.layouts\n", "hf/layouts"),
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
     _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
@@ -223,7 +228,13 @@ MUTANTS = (
         "",
         "hf/transforms:inputs_of_a_class",
     ),
-    Mutant("transforms", ENCODER, "reason = transforms.active(pixels, grid_thw)", "reason = None", "hf/transforms:transforms"),
+    Mutant(
+        "transforms",
+        ENCODER,
+        "reason = transforms.active(pixels, grid_thw)",
+        "reason = None",
+        "hf/transforms:transforms",
+    ),
     Mutant(
         "weights that changed meanwhile",
         ENCODER,
