@@ -197,7 +197,10 @@ def _set_class(tower: nn.Module, cls: type) -> None:
 def _fused_class(original: Any) -> Any:
     """The fused subclass of a tower class. It bears its parent's names: accelerate and transformers go by them."""
 
-    def run(self: nn.Module, hidden_states: Any, grid_thw: Any, kwargs: dict[str, Any]) -> Any:
+    def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            chosen = uncompiled if may_break() else original.forward
+            return chosen(self, hidden_states, grid_thw, **kwargs)
         # No handle: made by this class's `from_pretrained`, or unfused since the call began.
         handle: FusedEncoder | None = self.__dict__.get(HANDLE)
         found = None if handle is None else handle.answer(self, hidden_states, grid_thw, kwargs)
@@ -206,16 +209,7 @@ def _fused_class(original: Any) -> Any:
             return original.forward(self, given, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found.outputs, (hidden_states, grid_thw, kwargs))
 
-    def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            return run(self, hidden_states, grid_thw, kwargs)
-        if may_break():
-            return uncompiled(self, hidden_states, grid_thw, kwargs)
-        return original.forward(self, hidden_states, grid_thw, **kwargs)
-
-    # The graph breaks: the tower runs fused between two graphs. Not `forward` itself, as some stances of torch.compile
-    # (`eager_on_recompile`) let a function that is disabled run what was compiled of it: it would call itself.
-    uncompiled = torch.compiler.disable(run)
+    uncompiled = torch.compiler.disable(_twin(forward))  # the graph breaks: the tower runs fused between two graphs
     may_break = torch.compiler.assume_constant_result(_graph_may_break)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -240,6 +234,15 @@ def _fused_class(original: Any) -> Any:
     }
     fused = type(original.__name__, (original,), body)
     return fused
+
+
+def _twin(function: types.FunctionType) -> types.FunctionType:
+    """A function that does the same by a code object of its own: some stances of `torch.compile`, as
+    `eager_on_recompile`, let a disabled function run what was compiled of its code, and this calls that function."""
+    code = function.__code__.replace()
+    return types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 def _with_its_names(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
