@@ -209,7 +209,7 @@ def _fused_class(original: Any) -> Any:
             return original.forward(self, given, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found.outputs, (hidden_states, grid_thw, kwargs))
 
-    uncompiled = torch.compiler.disable(_twin(forward))  # the graph breaks: the tower runs fused between two graphs
+    uncompiled = torch.compiler.disable(_of_own_code(forward))  # between two graphs, as the graph breaks there
     may_break = torch.compiler.assume_constant_result(_graph_may_break)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -236,7 +236,7 @@ def _fused_class(original: Any) -> Any:
     return fused
 
 
-def _twin(function: types.FunctionType) -> types.FunctionType:
+def _of_own_code(function: types.FunctionType) -> types.FunctionType:
     """A function that does the same by a code object of its own: some stances of `torch.compile`, as
     `eager_on_recompile`, let a disabled function run what was compiled of its code, and this calls that function."""
     code = function.__code__.replace()
