@@ -236,7 +236,7 @@ def _fused_class(original: Any) -> Any:
     return fused
 
 
-def _of_own_code(function: types.FunctionType) -> types.FunctionType:
+def _of_own_code(function: Any) -> Any:
     """A function that does the same by a code object of its own: some stances of `torch.compile`, as
     `eager_on_recompile`, let a disabled function run what was compiled of its code, and this calls that function."""
     code = function.__code__.replace()
