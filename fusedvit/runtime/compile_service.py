@@ -215,9 +215,7 @@ class CompileService:
                 if request is None:
                     return
 
-    def _listen(
-        self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]", answers: int
-    ) -> None:
+    def _listen(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]", answers: int) -> None:
         with contextlib.suppress(ValueError, OSError), open(answers, "rb") as lines:
             for line in lines:
                 self._hear(json.loads(line))

@@ -123,7 +123,7 @@ def _take(folder: Path, device: torch.device) -> None:
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         said, usable = mismatch(found, Target.of(device))
-        os.listdir(folder)
+        os.listdir(folder)  # if that fails, no cache is replaced for it
     except (OSError, ValueError, KeyError, TypeError) as error:
         said, usable = f"{MANIFEST} is not readable: {type(error).__name__}: {error}", False
     if said:

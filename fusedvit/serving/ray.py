@@ -68,19 +68,22 @@ def embed(
             found.append(row)
             done(row)
     except ray.exceptions.RayTaskError as error:
-        raise _ours_in(error) from error
+        message = _message_in(error)
+        if not message:
+            raise
+        raise InputError(message) from error
     return found
 
 
-def _ours_in(error: Exception) -> Exception:
-    """The error that an actor raised, of whose type and cause Ray brings the traceback's text alone; or Ray's own.
+def _message_in(error: Exception) -> str:
+    """That of our error which an actor raised, out of the traceback's text, which is all that Ray brings; "" if none.
 
     An actor raises rather than return its error: threads of an iteration that was left early outlive it, and end the
     process when they come upon `ray.shutdown`, with or without the error's last words.
     """
     ours = "|".join(rf"{kind.__module__}\.{kind.__qualname__}" for kind in (InputError, UnsupportedModel))
     raised = re.findall(rf"^(?:{ours}): (.*)$", str(error), re.MULTILINE)
-    return InputError(raised[-1]) if raised else error
+    return str(raised[-1]) if raised else ""
 
 
 class _Decoder:
