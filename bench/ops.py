@@ -197,10 +197,9 @@ def _inputs(
         packed_cos_sin(table, torch.tensor([rows]), packed)
         found["rope"] = Rope(table, 2 * n // 3, spec.head_dim, packed)
     if "taps" in parts:
-        positions = spec.position_side**2
-        index = torch.randint(positions, (rows, 4), device=device, dtype=torch.int32)
-        table = _random(positions, n, dtype=dtype, device=device)
-        found["taps"] = Taps(table, index, torch.rand(rows, 4, device=device))
+        index = torch.randint(spec.position_rows, (rows, spec.position_taps), device=device, dtype=torch.int32)
+        table = _random(spec.position_rows, n, dtype=dtype, device=device)
+        found["taps"] = Taps(table, index, torch.rand(rows, spec.position_taps, device=device))
     if "residual" in parts:
         drawn = _random(rows, n, dtype=dtype, device=device)
         found["residual"] = _in_buffer(rows, n, dtype, device).copy_(drawn)

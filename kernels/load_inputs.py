@@ -320,27 +320,27 @@ def _patch_grid_kernel(
 ):
     image = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    right = tl.max(lanes.to(tl.int64) * 0, 0) - 1
-    low = right
+    most_x = tl.zeros((BLOCK,), tl.int64) - 1
+    most_y = most_x
     for start in tl.range(0, num_patches, BLOCK):
         x, y = _positions(positions_ptr, image, start + lanes, num_patches, image_pitch, patch_pitch, axis_pitch)
-        right = tl.maximum(right, tl.max(x, 0))
-        low = tl.maximum(low, tl.max(y, 0))
+        most_x, most_y = tl.maximum(most_x, x), tl.maximum(most_y, y)
+    right, low = tl.max(most_x, 0), tl.max(most_y, 0)
     good = (right >= 0) & (low >= 0) & (right < SIDE) & (low < SIDE)
-    w = tl.where(good, right + 1, MERGE)
-    h = tl.where(good, low + 1, MERGE)
-    good = good & (w % MERGE == 0) & (h % MERGE == 0) & (w * h <= num_patches)
-    wrong = 0
+    w = tl.where(good, right + 1, MERGE).to(tl.int32)
+    h = tl.where(good, low + 1, MERGE).to(tl.int32)
+    good = good & (w % MERGE == 0) & (h % MERGE == 0) & (w.to(tl.int64) * h <= num_patches)
+    wrong = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, num_patches, BLOCK):
         i = start + lanes
         x, y = _positions(positions_ptr, image, i, num_patches, image_pitch, patch_pitch, axis_pitch)
         there = i < w * h
         same = (x == tl.where(there, i % w, -1)) & (y == tl.where(there, i // w, -1))
-        wrong += tl.sum((same == 0).to(tl.int32), 0)
-    good = good & (wrong == 0)
+        wrong += (same == 0).to(tl.int32)
+    good = good & (tl.sum(wrong, 0) == 0)
     tl.store(out_ptr + 3 * image, good.to(tl.int32))
-    tl.store(out_ptr + 3 * image + 1, tl.where(good, h, 0).to(tl.int32))
-    tl.store(out_ptr + 3 * image + 2, tl.where(good, w, 0).to(tl.int32))
+    tl.store(out_ptr + 3 * image + 1, tl.where(good, h, 0))
+    tl.store(out_ptr + 3 * image + 2, tl.where(good, w, 0))
 
 
 def patch_grid(positions: torch.Tensor, side: int, merge: int, out: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,9 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import pitch_of
 
 # Rows up to which the products of blocks with sandwich norms use programmatic dependent launch. On an H100 Gemma 4's
-# towers (31B, E4B) are 1.6 and 3.4 % faster by it at 1089 rows, 0.5 and 1.2 % slower at 2268.
-SANDWICH_PDL_ROWS = 1280
-IN_BLOCKS = ("qkv", "proj", "fc1", "fc2")
+# towers (31B, E4B) are 1.6 and 3.4 % faster by it at 1089 rows; at 2520 rows 1.5 and 1.7 % with proj and fc2 alone,
+# which follow attention and another product, and slower with fc1 as well; at 20160 rows 31B's is 1 % slower.
+SANDWICH_PDL_ROWS = {"qkv": 1280, "fc1": 1280, "proj": 3072, "fc2": 3072}
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,8 @@ def chosen_for(
     """Key and configuration of each operation, for the arguments of `plan_for`."""
     table = tuning_table.table_for(target) if table is None else table
     chosen = {task.name: (task.key, choose(task, dtype, target, table)) for task in tasks(spec, tokens, dtype)}
-    early = spec.sandwich and budget(tokens) <= SANDWICH_PDL_ROWS
-    return {name: (key, _early(config) if early and name in IN_BLOCKS else config)
+    most = SANDWICH_PDL_ROWS if spec.sandwich else {}
+    return {name: (key, _early(config) if budget(tokens) <= most.get(name, 0) else config)
             for name, (key, config) in chosen.items()}  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Sizes, grids and the order of a video's frames are decided by the processor's ow
 shape alone. What an argument changes beyond that leads to the backend's own code on the CPU, or to the original code.
 """
 
+import copy
 import functools
 import os
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from fusedvit.pixels.processor_kinds import Backend, Kind, kind_of
 STATE = "_fusedvit"  # in a swapped processor's __dict__
 ORIGINAL = "_fusedvit_original"  # of a swapped class
 _BICUBIC = 3  # of Pillow and transformers
+DECISIONS_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,25 @@ class Home:
 @functools.cache
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+class Decision(NamedTuple):
+    """What a processor makes of an image's shape: (t, h, w) in patches, and the size resized to; None where something
+    else than the backend's method has changed that."""
+
+    grid: tuple[int, int, int]
+    size: tuple[int, int] | None
+
+
+class _Known(NamedTuple):
+    """A decision, and what it was made by."""
+
+    pipeline: Pipeline
+    arguments: dict[str, Any]
+    found: Decision
+
+
+_decisions: dict[tuple[Any, tuple[int, ...]], _Known] = {}  # recent ones of stills, by class and shape
 
 
 class Classes(NamedTuple):
@@ -279,7 +300,7 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
 
     if not kwargs.get("do_resize") or kwargs.get("resample") not in _bicubic():
         return None
-    decided: dict[tuple[int, ...], tuple[tuple[int, int, int], tuple[int, int] | None]] = {}
+    decided: dict[tuple[int, ...], Decision] = {}
     sources = []
     for image in images:
         shape = tuple(image.shape)
@@ -299,31 +320,29 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
     return BatchFeature({pixels: rows, grid_name: torch.tensor([source.grid for source in sources])})
 
 
-def _decide(
-    classes: Classes, part: Any, shape: tuple[int, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
-    """(grid, size resized to), by the processor's own code on an image that has this shape and no pixels.
-
-    The size is None where something else than the backend's method has changed it.
-    """
-    if classes.kind.still:  # whose code reads no more than its arguments
-        try:
-            return _decide_still(classes, as_checked(classes.original), shape, tuple(kwargs.items()))
-        except TypeError:  # an argument that cannot be a key
-            pass
-    return _decided(classes, part.__dict__, shape, kwargs)
-
-
-@functools.lru_cache(maxsize=4096)
-def _decide_still(
-    classes: Classes, pipeline: Pipeline, shape: tuple[int, ...], arguments: tuple[tuple[str, Any], ...]
-) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
-    return _decided(classes, dict(arguments), shape, dict(arguments))
+def _decide(classes: Classes, part: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Decision:
+    """By the processor's own code, on an image that has this shape and no pixels."""
+    if not classes.kind.still:  # whose code reads the processor's attributes, too
+        return _decided(classes, part.__dict__, shape, kwargs)
+    pipeline, known = as_checked(classes.original), _decisions.get((classes.original, shape))
+    if known is not None and known.pipeline is pipeline and _equal(known.arguments, kwargs):
+        return known.found
+    found = _decided(classes, kwargs, shape, kwargs)
+    if len(_decisions) >= DECISIONS_KEPT:
+        _decisions.clear()
+    _decisions[classes.original, shape] = _Known(pipeline, copy.deepcopy(kwargs), found)  # some can be written to
+    return found
 
 
-def _decided(
-    classes: Classes, attributes: dict[str, Any], shape: tuple[int, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[int, int, int], tuple[int, int] | None]:
+def _equal(arguments: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Whether both are the same by value: hashing them would take ten times as long."""
+    try:
+        return arguments == others
+    except (ValueError, RuntimeError):  # of arrays and tensors with several values
+        return False
+
+
+def _decided(classes: Classes, attributes: dict[str, Any], shape: tuple[int, ...], kwargs: dict[str, Any]) -> Decision:
     sizes = object.__new__(classes.sizes)
     sizes.__dict__.update(attributes)
     sizes.resized = None
@@ -334,4 +353,4 @@ def _decided(
     room = h * kwargs["patch_size"], w * kwargs["patch_size"]
     size = sizes.resized or (shape[-2], shape[-1])
     fits = size == room if sizes.resized is None else all(n <= most for n, most in zip(size, room, strict=True))
-    return (t, h, w), size if fits else None
+    return Decision((t, h, w), size if fits else None)
