@@ -413,6 +413,7 @@ def pixel_table(rows: list[Row]) -> Table:
         return _ms(row["ms"].get(who))
 
     columns: dict[str, Column] = {"images": "workload", **{who: partial(ms, who=who) for who in rows[0]["ms"]}}
+    columns["ours, CPU caches cold"] = lambda row: _ms(row.get("first_ms", {}).get("ours"))
     columns["bar"] = lambda row: NONE if row["bar_ms"] is None else f"{row['bar_ms']:g}"
     return table(rows, columns | {"bytes copied, of fp32 patches'": lambda row: f"{row['bytes']['ratio']:.3f}"})
 

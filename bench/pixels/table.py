@@ -1,7 +1,8 @@
 """From decoded images in host memory to tokens that the caller owns: what `fusedvit bench pixels` runs first.
 
 Every contender begins with the same uint8 arrays. Its tokens pass the tolerance rule before it is timed; contenders run
-interleaved, wall clock, synchronised. Stages are timed one by one as well, which does not add up where they overlap.
+interleaved, 1 to 5 calls at a time, wall clock, synchronised; the first of these, with the CPU's caches cold, is a
+figure of its own ("first_ms"). Stages are timed one by one as well, which does not add up where they overlap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.bench import towers
-from fusedvit.bench.timing import Contender, gpu_ms, interleaved, latency, spread
+from fusedvit.bench.timing import Contender, first_ms, gpu_ms, interleaved_bursts, spread
 from fusedvit.bench.towers import outputs_of, verdict_of
 from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
 from fusedvit.pixels import BytePixels, swap
@@ -116,9 +117,10 @@ def measure(setting: Setting, name: str, work: Workload, seconds: float) -> dict
     theirs = outputs_of(run(HF_CPU_HF))
     verdicts = {c: verdict_of(outputs_of(run(c)), reference, theirs) for c in pixels if c != HF_CPU_HF}
     timed = [c for c in pixels if c == HF_CPU_HF or verdicts[c]["passed"]]
-    times = latency({c: partial(run, c) for c in timed}, setting.device, seconds)
+    calls = [Contender(c, partial(run, c)) for c in timed]
+    times = interleaved_bursts(calls, setting.device, seconds)
     prepared = {c: front() for c, front in pixels.items()}
-    stages = interleaved(
+    stages = interleaved_bursts(
         [Contender(f"{c}: pixels", front) for c, front in pixels.items()]
         + [Contender(f"{c}: tower", partial(setting.tokens, towers_of[c], *prepared[c])) for c in pixels],
         setting.device,
@@ -127,8 +129,10 @@ def measure(setting: Setting, name: str, work: Workload, seconds: float) -> dict
     return {
         "workload": name,
         "bar_ms": work.bar,
-        "ms": {c: asdict(times[c]) for c in times},
-        "stages_ms": {stage: spread(ms).median for stage, ms in stages.items()},
+        "ms": {c: asdict(spread(bursts.ms)) for c, bursts in times.items()},
+        "first_ms": first_ms(calls, times),
+        "calls_in_a_burst": next(iter(times.values())).calls,
+        "stages_ms": {stage: spread(bursts.ms).median for stage, bursts in stages.items()},
         "tokens": verdicts,
         "bytes": _bytes(images, rows, prepared[OURS][0]),
         "gpu": _on_gpu(setting, images, prepared, grid) if setting.device.type == "cuda" else None,

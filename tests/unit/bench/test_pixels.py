@@ -28,6 +28,7 @@ def test_document(document: dict[str, Any]) -> None:
     (row,) = document["rows"]
     assert set(row["ms"]) == {HF_CPU_HF, HF_CPU, OURS} and all(ms["median"] > 0 for ms in row["ms"].values())
     assert set(row["stages_ms"]) == {f"{name}: {stage}" for name in row["ms"] for stage in ("pixels", "tower")}
+    assert set(row["first_ms"]) == set(row["ms"]) and row["calls_in_a_burst"] == 5
     assert row["bytes"] == {
         "fp32_patches": 2 * 64 * 64 * 3 * 2 * 4,
         "images": 2 * 100 * 100 * 3,
