@@ -115,6 +115,7 @@ class FusedEncoder:
             functools.partial(_told, this, FusedEncoder._weights_moved),
             functools.partial(_told, this, FusedEncoder._release_graphs),
             functools.partial(_loaded_ops, this),
+            functools.partial(_told, this, FusedEncoder._expect_kernels),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -659,6 +660,12 @@ class FusedEncoder:
             )
             return self._runtime
 
+    def _expect_kernels(self, device: torch.device) -> None:
+        """Where the first weights are prepared kernels may be missing: what compiles them starts meanwhile."""
+        if device.type == "cuda" and self._runtime is None:
+            compiled_kernels.take(device)
+            service_of(os.getpid()).start_early()
+
     def _new_loader(self, device: torch.device, dtype: torch.dtype, limits: Limits | None) -> KernelLoader:
         runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device))
         ladder = limits.token_budgets if limits is not None else ()
@@ -708,11 +715,11 @@ def _loaded_ops(handle: weakref.ref[FusedEncoder], device: torch.device) -> Ops:
     return ops_for(device) if ready else TORCH
 
 
-def _told(handle: weakref.ref[FusedEncoder], what: Callable[[FusedEncoder], None]) -> None:
+def _told(handle: weakref.ref[FusedEncoder], what: Callable[..., None], *given: object) -> None:
     """Calls a method of a handle that something below it holds weakly."""
     alive = handle()
     if alive is not None:
-        what(alive)
+        what(alive, *given)
 
 
 def _end_of(

@@ -34,6 +34,7 @@ LONGEST_END = 5.0  # seconds that a thread may take to end
 PROGRAM = "fusedvit.runtime.compile_worker"
 STARTS = 3  # of the program, until it is given up
 TRIES = 3  # of a kernel that is done and cannot be found
+FIRST = 1.0  # order of what was asked for first; what is missing at a launch goes before it
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 

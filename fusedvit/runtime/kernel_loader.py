@@ -23,13 +23,13 @@ from triton.runtime import driver
 from fusedvit.errors import WeightsReleased
 from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading_from_cache
 from fusedvit.model.weights import EncoderWeights
-from fusedvit.runtime.compile_service import CompileService, Request
+from fusedvit.runtime.compile_service import FIRST, CompileService, Request
 
 META = torch.device("meta")
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
 LOADING = 0.02  # seconds of a call that may go into loading kernels
 WORK, LONGEST_REST = 0.001, 0.1  # seconds that the thread works before it rests, and that it rests at most
-REST = 2.0  # times as long as it has worked; twice that where no call has asked
+REST = 2.0  # times as long as it has worked; half of that for the run that was asked for first, twice where none was
 ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
 
 
@@ -267,7 +267,8 @@ class KernelLoader:
     def _try(self, run: Run, order: float, patient: bool) -> None:
         """Finds the kernels of `run` and sends for those that are missing; it is ready if none is."""
         weights, service, missing = self._weights(), self._service, set[str]()
-        pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
+        rest = REST / 2 if order <= FIRST else REST if order < ASKED_FOR else 2 * REST
+        pause: Callable[[], None] = partial(self._pause, rest)
         try:
             with (
                 self._trying,

@@ -87,6 +87,7 @@ class WeightCache:
         on_move: Callable[[], None],
         on_loss: Callable[[], None],
         ops: Callable[[torch.device], Ops] = ops_for,
+        on_prepare: Callable[[torch.device], None] = lambda device: None,
     ) -> None:
         """Nothing prepared yet.
 
@@ -95,6 +96,7 @@ class WeightCache:
             on_move: called when tensors that a captured graph points to are no longer the ones in use.
             on_loss: called when memory has lost its content, and static buffers may have too.
             ops: what fingerprints are taken with outside a call.
+            on_prepare: called before weights are prepared on a device.
         """
         self.version = self.prepared = self.moves = 0
         self.kinds: tuple[int, ...] = ()
@@ -102,6 +104,7 @@ class WeightCache:
         self._on_move = on_move
         self._on_loss = on_loss
         self._ops = ops
+        self._on_prepare = on_prepare
         self._forget()
 
     def _forget(self) -> None:
@@ -254,6 +257,7 @@ class WeightCache:
             self._on_loss()
         parameters = source.parameters()
         device = next(iter(parameters.values())).device
+        self._on_prepare(device)
         with torch.inference_mode(False), torch.no_grad():
             snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
             content = self._read(source)

@@ -10,13 +10,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import triton
 
+from fusedvit import fuse, fused_encoder
+from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.errors import WeightsReleased
+from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.kernels.launch import KernelFailed, from_cache
 from fusedvit.runtime import kernel_loader
 from fusedvit.runtime.kernel_loader import ASKED_FOR, KernelLoader, KernelsNotReady, Run
 from tests.support.fake_compiler import FakeCompiler
+from tests.support.towers import pixels_for, vision_tower
 
 KINDS = (0,)
 LADDER = (64, 128, 256, 512, 1024)
@@ -211,9 +216,9 @@ def test_what_a_run_launches_is_listed_once(compiler: FakeCompiler) -> None:
     assert sorted(listed) == [graph(budget) for budget in LADDER]
 
 
-def test_the_thread_rests_longer_than_it_works(compiler: FakeCompiler) -> None:
-    """Twice as long for what a call has asked for, four times for the ladder; 0.1 s at most. Not while somebody waits,
-    who may wait for the thread."""
+def test_the_thread_rests_as_long_as_it_works_or_longer(compiler: FakeCompiler) -> None:
+    """As long for what the first call has asked for, twice as long for others', four times for the ladder; 0.1 s at
+    most. Not while somebody waits, who may wait for the thread."""
     now, rests = [0.0], list[float]()
 
     def works(run: Run, weights: Any) -> None:
@@ -230,12 +235,13 @@ def test_the_thread_rests_longer_than_it_works(compiler: FakeCompiler) -> None:
         mock.patch.object(compiler, "ending", ending),
         mock.patch("fusedvit.runtime.kernel_loader.time.thread_time", lambda: now[0]),
     ):
-        loader._try(graph(64), 1.0, patient=True)
+        loader._try(graph(32), 1.0, patient=True)
+        loader._try(graph(64), 2.0, patient=True)
         loader._try(graph(128), ASKED_FOR, patient=True)
         loader._try(graph(256), 1.0, patient=False)
         with loader._hurry():
             loader._try(graph(512), 1.0, patient=True)
-    assert rests == pytest.approx([0.002, 0.008, 0.1, 0.004, 0.016, 0.1])
+    assert rests == pytest.approx([0.001, 0.004, 0.1, 0.002, 0.008, 0.1, 0.004, 0.016, 0.1])
 
 
 def test_garbage_is_collected_once_in_the_first_call_that_waits(compiler: FakeCompiler) -> None:
@@ -304,3 +310,27 @@ def test_the_end_of_the_process_ends_the_thread(compiler: FakeCompiler) -> None:
     with compiler.changed:
         compiler.changed.notify_all()
     until(lambda: compiler.users == 0)
+
+
+def test_compilers_start_before_the_first_weights_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where the tower cannot run fused, where a runtime knows what is missing, or on a CPU."""
+    done: list[str] = []
+    service = SimpleNamespace(start_early=lambda: done.append("start"))
+    monkeypatch.setattr(fused_encoder, "service_of", lambda process: service)
+    monkeypatch.setattr(fused_encoder.compiled_kernels, "take", lambda device: done.append("take"))
+    expect, prepare = FusedEncoder._expect_kernels, CheckedTower.prepare
+    monkeypatch.setattr(FusedEncoder, "_expect_kernels", lambda self, device: expect(self, torch.device("cuda")))
+    monkeypatch.setattr(CheckedTower, "prepare", lambda *given: done.append("prepare") or prepare(*given))
+    tower = vision_tower()
+    handle = fuse(tower)
+    hook = tower.blocks[0].register_forward_hook(lambda module, given, out: None)
+    with pytest.raises(RuntimeError, match="hook"):
+        handle.refresh()
+    assert done == []
+    hook.remove()
+    handle.refresh()
+    assert done == ["take", "start", "prepare"]
+    tower(pixels_for(tower, [(1, 4, 4)]), torch.tensor([(1, 4, 4)]))
+    handle.refresh()
+    expect(fuse(vision_tower()), torch.device("cpu"))
+    assert done.count("start") == 1 and done[-1] == "prepare"
