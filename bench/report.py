@@ -28,7 +28,8 @@ PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
 # Checks by name, if measured.
 TRUST_GPU = ("h100-soak.json", "h100-trust.json", "h100-memcheck.json", "h200-two-gpus.json", MUTANTS)
-FAMILIES_GPU, FAMILIES_CPU = ("h200-families.json", "h100-gemma.json"), "cpu-families.json"
+FAMILIES_GPU = "h200-families.json", "h100-families.json", "h100-gemma.json"
+FAMILIES_CPU = "cpu-families.json"
 CHART = "docs/speedup.svg"
 TOWER = "Qwen3-VL-8B"  # whose figures head the README
 MARK = re.compile(

@@ -84,6 +84,17 @@ class KernelFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
+class _Pointer:
+    """All that Triton asks of a tensor to compile for it; compilers have no PyTorch."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True)
 class Argument:
     """What decides the code of a pointer, or of a tensor descriptor.
 
@@ -110,10 +121,10 @@ class Argument:
         return Argument(given.base.dtype, True, type(given), tuple(given.block_shape), layout)
 
     def stand_in(self) -> Any:
-        """A tensor or descriptor without memory that Triton takes for the one this was made of."""
-        base = torch.empty(2, dtype=self.dtype, device="meta")
+        """What Triton takes for the tensor or descriptor that this was made of."""
+        base = _Pointer(self.dtype, 0 if self.aligned else 1)
         if self.descriptor is None:
-            return base if self.aligned else base[1:]
+            return base
         built: Any = object.__new__(self.descriptor)
         built.base, built.block_shape = base, list(self.block_shape)
         built.shape, built.strides = [1] * len(self.block_shape), [1] * len(self.block_shape)

@@ -31,7 +31,7 @@ logger = logging.getLogger("fusedvit")
 
 HEADER = struct.Struct("<Q")  # bytes of the request that follows; 0 for the last one
 LONGEST_END = 5.0  # seconds that a thread may take to end
-PROGRAM = "fusedvit.runtime.compile_worker"
+PROGRAM = "fusedvit.runtime.compile_program"
 STARTS = 3  # of the program, until it is given up
 TRIES = 3  # of a kernel that is done and cannot be found
 FIRST = 1.0  # order of what was asked for first; what is missing at a launch goes before it

@@ -1,9 +1,9 @@
 """`python -m fusedvit.runtime.compile_worker`: a program that compiles kernels into Triton's cache for another process.
 
 It is told of kernels on its standard input and says on a pipe of its own which are done, a line of JSON each. It
-imports PyTorch and Triton once and forks a child for each kernel, so that a compiler that crashes takes one kernel with
-it. It touches no GPU: what to compile for is told. It ends with its input or with the process that started it, and its
-children end with it.
+imports Triton once (PyTorch not at all, where `compile_program` has started it) and forks a child for each kernel, so
+that a compiler that crashes takes one kernel with it. It touches no GPU: what to compile for is told. It ends with its
+input or with the process that started it, and its children end with it.
 """
 
 import argparse

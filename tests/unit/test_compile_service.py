@@ -19,7 +19,7 @@ from fusedvit.runtime.compile_worker import Child, Waiting, Worker
 ROOT = Path(__file__).resolve().parents[2]
 FULL = """
 import errno, sys
-if "fusedvit.runtime.compile_worker" in sys.orig_argv:
+if "fusedvit.runtime.compile_program" in sys.orig_argv:
     from triton.runtime.cache import FileCacheManager
     put = FileCacheManager.put
     def full(self, *given, **named):
@@ -30,13 +30,22 @@ if "fusedvit.runtime.compile_worker" in sys.orig_argv:
 """
 BROKEN = """
 import sys
-if "fusedvit.runtime.compile_worker" in sys.orig_argv:
+if "fusedvit.runtime.compile_program" in sys.orig_argv:
     sys.exit(3)
 """
 
+MORE_THAN_NAMES = """
+import sys
+class Refuses:
+    def find_spec(self, name, *_):
+        if name == "fusedvit.runtime.compile_worker":
+            raise TypeError("a name of PyTorch will not do")
+if "fusedvit.runtime.compile_program" in sys.orig_argv:
+    sys.meta_path.insert(0, Refuses())
+"""
 PRINTING = """
 import sys
-if "fusedvit.runtime.compile_worker" in sys.orig_argv:
+if "fusedvit.runtime.compile_program" in sys.orig_argv:
     print("an extension of PyTorch says hello", flush=True)
 """
 
@@ -135,6 +144,25 @@ def test_a_program_that_cannot_run_is_said_once(tmp_path: Path) -> None:
     assert found["done"] == 0 and found["broken"] and found["starts"] == 3
     assert found["said"].count("kernels cannot be compiled") == 1
     assert found["stopped"] < 2.0, "a thread was waited for"
+
+
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    """Of PyTorch names alone, which are one object each; what else is asked of it is not there."""
+    program = """
+import sys
+from fusedvit.runtime.compile_program import Names, worker
+worker()
+import torch
+assert type(torch) is Names and not any(name.startswith("torch.") for name in sys.modules)
+assert torch.bfloat16 is torch.bfloat16 and repr(torch.bfloat16) == "torch.bfloat16"
+assert not hasattr(torch, "__path__") and not hasattr(torch.Tensor, "__len__")
+"""
+    subprocess.run([sys.executable, "-c", program], env=environment(tmp_path), cwd=ROOT, check=True, timeout=60)
+
+
+def test_where_names_will_not_do_it_imports_torch(tmp_path: Path) -> None:
+    found = result(start(environment(tmp_path / "cache", site(tmp_path, MORE_THAN_NAMES))))
+    assert found["done"] == 4 and found["failed"] == [] and found["cached"] and found["broken"] == ""
 
 
 def test_what_its_imports_print_is_no_answer(tmp_path: Path) -> None:
