@@ -93,7 +93,8 @@ class Normalization:
         scale = self.rescale_factor
         exact = self.backend == "pil"
         if self.mean is None:
-            return (x.double() * scale).float() if exact and scale is not None else x.float() * (scale or 1.0)
+            factor = 1.0 if scale is None else scale
+            return (x.double() * factor).float() if exact else x.float() * factor
         both = torch.tensor((self.mean, self.std), dtype=torch.float32, device=x.device)
         mean, std = both[..., None, None]
         if scale is None:

@@ -24,7 +24,8 @@ from fusedvit.pixels.processor_kinds import Backend, Kind, kind_of
 STATE = "_fusedvit"  # in a swapped processor's __dict__
 ORIGINAL = "_fusedvit_original"  # of a swapped class
 _BICUBIC = 3  # of Pillow and transformers
-DECISIONS_KEPT = 4096
+DECISIONS_KEPT = 4096  # shapes
+SETTINGS_KEPT = 4  # of a shape
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class _Known(NamedTuple):
     found: Decision
 
 
-_decisions: dict[tuple[Any, tuple[int, ...]], _Known] = {}  # recent ones of stills, by class and shape
+_decisions: dict[tuple[Any, tuple[int, ...]], tuple[_Known, ...]] = {}  # last ones of stills, by class and shape
 
 
 class Classes(NamedTuple):
@@ -131,7 +132,8 @@ def _host_class(original: Any, still: bool) -> Any:
     """`original`, but for stills cut into patches of one frame, whatever the dtype."""
 
     def patchify(self: Any, images: Any, patch_size: int, merge_size: int, **kwargs: Any) -> Any:
-        sides = {"mh": merge_size, "mw": merge_size, "ph": patch_size, "pw": patch_size}
+        merge, patch = int(merge_size), int(patch_size)  # einops keeps what it made of 1.0, and uses it for 1
+        sides = {"mh": merge, "mw": merge, "ph": patch, "pw": patch}
         h, w = (side // patch_size for side in images.shape[-2:])
         return rearrange(images, "... c (h mh ph) (w mw pw) -> ... (h w mh mw) (c ph pw)", **sides), h, w
 
@@ -314,7 +316,7 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
         frames = image.movedim(-3, -1)
         sources.append(Source(frames[None] if classes.kind.still else frames, grid, size))
     temporal = 1 if classes.kind.still else classes.kind.frames(kwargs)
-    layout = PatchLayout(kwargs["patch_size"], kwargs["merge_size"], temporal)
+    layout = PatchLayout(int(kwargs["patch_size"]), int(kwargs["merge_size"]), int(temporal))
     pixels, grid_name = classes.kind.outputs
     rows = patches_of(sources, layout, classes.kind.backend.resizing, device)
     return BatchFeature({pixels: rows, grid_name: torch.tensor([source.grid for source in sources])})
@@ -324,21 +326,28 @@ def _decide(classes: Classes, part: Any, shape: tuple[int, ...], kwargs: dict[st
     """By the processor's own code, on an image that has this shape and no pixels."""
     if not classes.kind.still:  # whose code reads the processor's attributes, too
         return _decided(classes, part.__dict__, shape, kwargs)
-    pipeline, known = as_checked(classes.original), _decisions.get((classes.original, shape))
-    if known is not None and known.pipeline is pipeline and _equal(known.arguments, kwargs):
-        return known.found
+    pipeline, key = as_checked(classes.original), (classes.original, shape)
+    kept = _decisions.get(key, ())
+    for known in kept:
+        if known.pipeline is pipeline and _equal(known.arguments, kwargs):
+            return known.found
     found = _decided(classes, kwargs, shape, kwargs)
+    try:
+        arguments = copy.deepcopy(kwargs)  # some can be written to
+    except Exception:  # a subclass may have arguments of its own, of whatever kind
+        return found
     if len(_decisions) >= DECISIONS_KEPT:
         _decisions.clear()
-    _decisions[classes.original, shape] = _Known(pipeline, copy.deepcopy(kwargs), found)  # some can be written to
+    _decisions[key] = _Known(pipeline, arguments, found), *kept[: SETTINGS_KEPT - 1]
     return found
 
 
 def _equal(arguments: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether both are the same by value: hashing them would take ten times as long."""
+    """Whether both are the same by value and type: hashing them would take ten times as long. A tensor equals the
+    number in it, and rounds what is computed with it."""
     try:
-        return arguments == others
-    except (ValueError, RuntimeError):  # of arrays and tensors with several values
+        return arguments == others and [*map(type, arguments.values())] == [*map(type, others.values())]
+    except Exception:  # of arrays and tensors with several values, and what a subclass's own arguments raise
         return False
 
 
@@ -351,6 +360,7 @@ def _decided(classes: Classes, attributes: dict[str, Any], shape: tuple[int, ...
     found = sizes._preprocess([image], **kwargs | {"return_tensors": None})
     t, h, w = (int(n) for n in found[classes.kind.outputs[1]][0])
     room = h * kwargs["patch_size"], w * kwargs["patch_size"]
-    size = sizes.resized or (shape[-2], shape[-1])
+    # ints, whatever the arguments were: equal arguments of another kind share this
+    size = (int(sizes.resized[0]), int(sizes.resized[1])) if sizes.resized else (shape[-2], shape[-1])
     fits = size == room if sizes.resized is None else all(n <= most for n, most in zip(size, room, strict=True))
     return Decision((t, h, w), size if fits else None)

@@ -75,7 +75,7 @@ def _on_gpu(runs: Sequence[_Run], layout: PatchLayout, resizing: Resizing, devic
     current, images = torch.cuda.current_stream(), (_sent(run, device) for run in runs)
     if not torch.cuda.is_current_stream_capturing() and current.query():
         return _computed(runs, images, layout, resizing, device)
-    side = _side_stream(device)
+    side = _stream(device, "patches")
     if not all(run.on_host for run in runs):
         side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -86,7 +86,8 @@ def _on_gpu(runs: Sequence[_Run], layout: PatchLayout, resizing: Resizing, devic
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, use: str) -> torch.cuda.Stream:
+    """One for each use."""
     return torch.cuda.Stream(device)
 
 
@@ -126,11 +127,13 @@ def _taps_for_use(resizing: Resizing, size: int, new: int, device: torch.device)
 
 @functools.lru_cache(maxsize=128)
 def _taps(resizing: Resizing, size: int, new: int, device: torch.device) -> Taps | None:
-    """On the device, written by now: any stream may read them."""
+    """On the device, written by now: any stream may read them. The host waits for these copies alone, not for what the
+    current stream has to do."""
     weights = resizing.weights(size, new)
     if weights is None:
         return None
-    first, rows = (torch.from_numpy(table).to(device) for table in (weights.first, weights.weights))
+    with torch.cuda.stream(_stream(device, "taps")) if device.type == "cuda" else contextlib.nullcontext():
+        first, rows = (torch.from_numpy(table).to(device) for table in (weights.first, weights.weights))
     return Taps(first, rows, weights.bits)
 
 

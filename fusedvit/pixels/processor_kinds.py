@@ -61,7 +61,7 @@ class Kind(NamedTuple):
         mean, std = (options["image_mean"], options["image_std"]) if normalizes else (None, None)
         given = options["rescale_factor"], mean, std, options["patch_size"], self.frames(options), self.backend.name
         try:
-            found = _normalization(*given) if _are_values(*given[:3]) else _normalization.__wrapped__(*given)
+            found = _normalization(*given) if _are_values(*given[:5]) else _normalization.__wrapped__(*given)
         except (ValueError, TypeError):  # the original code says what is wrong with them
             return None
         # padded rows have the channels last, and padding is 0 whatever the mean
@@ -69,10 +69,10 @@ class Kind(NamedTuple):
         return found if fits else None
 
 
-def _are_values(rescale: Any, mean: Any, std: Any) -> bool:
-    """Whether these are Python's floats, and tuples of them or nothing: what cannot be written to."""
+def _are_values(rescale: Any, mean: Any, std: Any, patch: Any, temporal: Any) -> bool:
+    """Whether these are Python's floats, tuples of them or nothing, and ints: equal ones are the same."""
     plain = mean is std is None or (type(mean) is type(std) is tuple and {*map(type, (*mean, *std))} == {float})
-    return plain and type(rescale) is float
+    return plain and type(rescale) is float and type(patch) is type(temporal) is int
 
 
 @functools.lru_cache(maxsize=64)

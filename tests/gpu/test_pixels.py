@@ -10,7 +10,10 @@ import pytest
 import torch
 from transformers.utils import is_torchvision_available
 
+from fusedvit.kernels.patches import PatchLayout
 from fusedvit.pixels import BytePixels, stream, swap
+from fusedvit.pixels.patches import Source, patches_of
+from fusedvit.pixels.resize import TORCH
 from tests.support.processors import image_processor, noise, video_processor
 
 pytestmark = pytest.mark.gpu
@@ -136,3 +139,17 @@ def test_a_stream_gives_batches_to_the_current_stream(device: torch.device) -> N
             batches = [(b.pixel_values.cpu(), b.grid_thw) for b in stream(files, plain, device, patches=500)]
         assert torch.equal(torch.cat([pixels.pixels() for pixels, _ in batches]), wanted["pixel_values"])
         assert torch.equal(torch.cat([grid for _, grid in batches]), wanted["image_grid_thw"])
+
+
+def test_a_new_size_waits_for_nothing(device: torch.device) -> None:
+    """The tables of a new size are copied while the current stream works, and the host goes on."""
+    frames = [torch.zeros(1, height, 300, 3, dtype=torch.uint8, device=device) for height in (301, 302, 303)]
+    for i, each in enumerate(frames):  # the first two compile and take memory
+        torch.cuda.synchronize(device)
+        if i:
+            torch.cuda._sleep(2 * 10**9)
+        working = torch.cuda.Event()
+        working.record()
+        patches_of([Source(each, (1, 20, 20), (280, 280))], PatchLayout(14, 2, 1), TORCH, device)
+    assert not working.query()
+    torch.cuda.synchronize(device)

@@ -18,7 +18,7 @@ from transformers import BatchFeature
 from transformers.utils import is_torchvision_available
 
 from fusedvit.errors import UnsupportedModel
-from fusedvit.pixels import BytePixels, restore, swap
+from fusedvit.pixels import BytePixels, byte_processors, restore, swap
 from fusedvit.pixels.byte_pixels import as_floats
 from fusedvit.pixels.byte_processors import STATE, Home
 from fusedvit.pixels.processor_kinds import backend_of
@@ -342,6 +342,74 @@ def test_settings_changed_later_count() -> None:
                 setattr(each, setting, value)
             got, wanted = (each(images=image, return_tensors="pt")["pixel_values"] for each in (ours, processor))
             assert torch.equal(got.pixels() if isinstance(got, BytePixels) else got, wanted)
+
+
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize(
+    "setting, other, value",
+    (
+        ("patch_size", 14.0, 14),
+        ("temporal_patch_size", 2.0, 2),
+        ("merge_size", True, 1),
+        ("merge_size", 2.0, 2),
+        ("merge_size", torch.tensor(2), 2),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Glm5NextImageProcessorPil", "Glm5NextImageProcessor"))
+def test_an_equal_setting_of_another_type_leaves_no_trace(
+    name: str, setting: str, other: Any, value: int, checking: bool
+) -> None:
+    """Whatever it led to; with a mean that no other test has."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor, given = named(name, **{setting: value}), {"images": [noise(30, 90)], "return_tensors": "pt"}
+    with swapped(processor, checking) as ours:
+        for each in (processor, ours):
+            each.image_mean = 0.11, 0.22, random.Random(f"{name} {setting} {other} {checking}").random()
+        setattr(ours, setting, other)
+        outcome(ours, **given)
+        setattr(ours, setting, value)
+        assert_equal(ours(**given), processor(**given))
+
+
+def test_settings_in_turn_are_decided_on_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processors of one class, or of a call's arguments."""
+    decided: list[Any] = []
+    original = byte_processors._decided
+    monkeypatch.setattr(byte_processors, "_decided", lambda *given: decided.append(given) or original(*given))
+    processor, sizes = named("Qwen2VLImageProcessor"), [PIXELS | {"longest_edge": most} for most in (3136, 6272)]
+    with swapped(processor) as ours:
+        for size in sizes * 3:
+            given = {"images": [noise(83, 71)], "return_tensors": "pt", "size": size}
+            assert_equal(ours(**given), processor(**given))
+    assert len(decided) == len(sizes)
+
+
+class Uncopied:
+    """What a subclass's own arguments may be: neither copied nor compared."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("not to be copied")
+
+    def __eq__(self, other: object) -> bool:
+        raise KeyError(other)
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("copied", (False, True))
+def test_arguments_that_are_not_remembered(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if copied:
+        monkeypatch.setattr(Uncopied, "__deepcopy__", lambda self, memo: Uncopied())
+    processor, given = named("Qwen2VLImageProcessor"), {"images": [noise(84, 71)], "return_tensors": "pt"}
+    with swapped(processor) as ours:
+        for each in (processor, ours):
+            each.data_format = Uncopied()
+        for _ in range(2):
+            assert_equal(ours(**given), processor(**given))
+        for each in (processor, ours):
+            each.data_format = None
 
 
 class Brighter(type(named("Qwen2VLImageProcessor"))):  # type: ignore[misc]

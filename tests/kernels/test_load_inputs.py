@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedvit.kernels import load_inputs as kernels
 from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, KINDS, PIXEL_DTYPES, can_load, load_inputs
+from fusedvit.kernels.reference import load_inputs as reference
 from fusedvit.kernels.reference.load_inputs import load_inputs as load_inputs_ref
 from fusedvit.runtime.inputs import check_items
 
@@ -174,3 +176,63 @@ def test_pixels_that_are_left_to_torch(device: torch.device) -> None:
     others = [pixels.T, pixels[::2], pixels.view(-1)[1:].narrow(0, 0, 96).view(2, 48), pixels.double(), pixels.int()]
     assert not any(can_load(other, device) for other in (*others, torch._neg_view(pixels)))
     assert not can_load(pixels, torch.device("meta"))
+
+
+def positions_of(grids: list[tuple[int, int]], patches: int) -> torch.Tensor:
+    """Of padded images of h x w patches: `[B, patches, 2]` int64."""
+    out = torch.full((len(grids), patches, 2), -1, device="cpu")
+    for image, (h, w) in zip(out, grids, strict=True):
+        raster = torch.arange(h * w, device="cpu")
+        image[: h * w] = torch.stack([raster % w, raster // w], 1)
+    return out
+
+
+def strided(positions: torch.Tensor) -> torch.Tensor:
+    images, patches, _ = positions.shape
+    room = torch.full((2 * images, 3 * patches, 5), 7, dtype=positions.dtype, device=positions.device)
+    return room[::2, 1::3, 1::3].copy_(positions)
+
+
+def assert_grids(positions: torch.Tensor, expected: list[list[int]], side: int = 64) -> None:
+    for patch_grid in (kernels.patch_grid, reference.patch_grid):
+        out = torch.full((len(positions), 3), 7, dtype=torch.int32, device=positions.device)
+        assert patch_grid(positions, side, 2, out).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", GRID_DTYPES, ids=str)
+def test_padded_images_that_are_grids(dtype: torch.dtype, device: torch.device) -> None:
+    """In less than a block and in several, without padding, up to the last position that there may be."""
+    for grids, patches in (([(2, 2), (4, 6), (6, 4)], 24), ([(2, 64), (32, 34), (64, 32)], 2100)):
+        positions = positions_of(grids, patches).to(device, dtype)
+        for layout in (positions, strided(positions), positions.transpose(0, 2).contiguous().transpose(0, 2)):
+            assert_grids(layout, [[1, h, w] for h, w in grids])
+    assert_grids(positions_of([(2, 64), (64, 2)], 128).to(device, dtype), [[0, 0, 0]] * 2, side=63)
+    assert_grids(positions[:, :0], [[0, 0, 0]] * 3)
+
+
+@pytest.mark.parametrize("patches", (24, 1100))
+@pytest.mark.parametrize("dtype", GRID_DTYPES, ids=str)
+def test_padded_images_that_are_none(dtype: torch.dtype, patches: int, device: torch.device) -> None:
+    """One position changed, anywhere, to anything: the image has no patches, and others keep theirs."""
+    values = [value for value in (0, 1, 3, 4, 63, 64, *HUGE) if dtype == torch.int64 or -(2**31) <= value < 2**31]
+    changes = [(at, axis, value) for at in (0, 5, 15, 16, patches - 1) for axis in (0, 1) for value in values]
+    good = positions_of([(4, 4)] * len(changes), patches).to(device, dtype)
+    bad = good.clone()
+    for image, (at, axis, value) in zip(bad, changes, strict=True):
+        image[at, axis] = value
+    assert_grids(bad, [[1, 4, 4] if same else [0, 0, 0] for same in (bad == good).flatten(1).all(1).tolist()])
+    for other in (good[:3].flip(1), good[:3, 1:], good[:3, :15], torch.full_like(good[:3], -1)):
+        assert_grids(other, [[0, 0, 0]] * 3)
+    assert_grids(positions_of([(24, 44)], 1056)[:, :1024].to(device, dtype), [[0, 0, 0]])  # cut off where a block ends
+
+
+@pytest.mark.parametrize("dtype", PIXEL_DTYPES, ids=str)
+def test_rows_of_padded_images(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter rounds to bfloat16 in another way")
+    grids = [[1, 4, 6], [0, 0, 0], [1, 2, 2]]
+    pixels = torch.rand(3, 26, 12, device=device).to(dtype)
+    rows = [torch.full((78, 12), 7, dtype=torch.float32, device=device) for _ in range(2)]
+    for load, out in zip((kernels.load_patches, reference.load_patches), rows, strict=True):
+        load(pixels, torch.tensor(grids, dtype=torch.int32, device=device), 2, out)
+    assert torch.equal(*rows) and (rows[0][28:] == 7).all() and not (rows[0][:28] == 7).any()
