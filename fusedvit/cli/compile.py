@@ -16,12 +16,11 @@ from fusedvit.checkpoint import tower_config
 from fusedvit.cli.console import Outcome, progress_bar
 from fusedvit.cli.towers import DTYPES
 from fusedvit.errors import InputError, UnsupportedModel
-from fusedvit.kernels.codegen_checks import AbsentGPU, Launch
+from fusedvit.kernels.codegen_checks import AbsentGPU, Launch, target_named
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
 from fusedvit.runtime.compile_worker import most_children
-from fusedvit.runtime.gpus import target_named
 from fusedvit.runtime.tower_launches import tower_launches
 
 

@@ -4,7 +4,6 @@ Sizes, grids and the order of a video's frames are decided by the processor's ow
 shape alone. What an argument changes beyond that leads to the backend's own code on the CPU, or to the original code.
 """
 
-import copy
 import functools
 import os
 from collections.abc import Sequence
@@ -24,8 +23,6 @@ from fusedvit.pixels.processor_kinds import Backend, Kind, kind_of
 STATE = "_fusedvit"  # in a swapped processor's __dict__
 ORIGINAL = "_fusedvit_original"  # of a swapped class
 _BICUBIC = 3  # of Pillow and transformers
-DECISIONS_KEPT = 4096  # shapes
-SETTINGS_KEPT = 4  # of a shape
 
 
 @dataclass(frozen=True)
@@ -67,17 +64,6 @@ class Decision(NamedTuple):
 
     grid: tuple[int, int, int]
     size: tuple[int, int] | None
-
-
-class _Known(NamedTuple):
-    """A decision, and what it was made by."""
-
-    pipeline: Pipeline
-    arguments: dict[str, Any]
-    found: Decision
-
-
-_decisions: dict[tuple[Any, tuple[int, ...]], tuple[_Known, ...]] = {}  # last ones of stills, by class and shape
 
 
 class Classes(NamedTuple):
@@ -324,31 +310,19 @@ def _on_device(classes: Classes, part: Any, images: Any, kwargs: dict[str, Any],
 
 def _decide(classes: Classes, part: Any, shape: tuple[int, ...], kwargs: dict[str, Any]) -> Decision:
     """By the processor's own code, on an image that has this shape and no pixels."""
-    if not classes.kind.still:  # whose code reads the processor's attributes, too
-        return _decided(classes, part.__dict__, shape, kwargs)
-    pipeline, key = as_checked(classes.original), (classes.original, shape)
-    kept = _decisions.get(key, ())
-    for known in kept:
-        if known.pipeline is pipeline and _equal(known.arguments, kwargs):
-            return known.found
-    found = _decided(classes, kwargs, shape, kwargs)
-    try:
-        arguments = copy.deepcopy(kwargs)  # some can be written to
-    except Exception:  # a subclass may have arguments of its own, of whatever kind
-        return found
-    if len(_decisions) >= DECISIONS_KEPT:
-        _decisions.clear()
-    _decisions[key] = _Known(pipeline, arguments, found), *kept[: SETTINGS_KEPT - 1]
-    return found
+    if classes.kind.still:  # whose code reads no more than its arguments
+        try:
+            return _decide_still(classes, as_checked(classes.original), shape, tuple(kwargs.items()))
+        except TypeError:  # an argument that cannot be a key
+            pass
+    return _decided(classes, part.__dict__, shape, kwargs)
 
 
-def _equal(arguments: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Whether both are the same by value and type: hashing them would take ten times as long. A tensor equals the
-    number in it, and rounds what is computed with it."""
-    try:
-        return arguments == others and [*map(type, arguments.values())] == [*map(type, others.values())]
-    except Exception:  # of arrays and tensors with several values, and what a subclass's own arguments raise
-        return False
+@functools.lru_cache(maxsize=4096)
+def _decide_still(
+    classes: Classes, pipeline: Pipeline, shape: tuple[int, ...], arguments: tuple[tuple[str, Any], ...]
+) -> Decision:
+    return _decided(classes, dict(arguments), shape, dict(arguments))
 
 
 def _decided(classes: Classes, attributes: dict[str, Any], shape: tuple[int, ...], kwargs: dict[str, Any]) -> Decision:

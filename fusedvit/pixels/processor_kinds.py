@@ -1,6 +1,5 @@
 """What a class of Hugging Face's image and video processors gives: its backend, its outputs, how it normalises."""
 
-import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -58,27 +57,20 @@ class Kind(NamedTuple):
             return None
         if self.backend.name == "torchvision" and torch.get_default_dtype() != torch.float32:
             return None  # which its mean and deviation would be rounded to
-        mean, std = (options["image_mean"], options["image_std"]) if normalizes else (None, None)
-        given = options["rescale_factor"], mean, std, options["patch_size"], self.frames(options), self.backend.name
         try:
-            found = _normalization(*given) if _are_values(*given[:5]) else _normalization.__wrapped__(*given)
+            found = Normalization(
+                rescale_factor=options["rescale_factor"],
+                mean=options["image_mean"] if normalizes else None,
+                std=options["image_std"] if normalizes else None,
+                patch=options["patch_size"],
+                temporal_patch=self.frames(options),
+                backend=self.backend.name,
+            )
         except (ValueError, TypeError):  # the original code says what is wrong with them
             return None
         # padded rows have the channels last, and padding is 0 whatever the mean
         fits = not self.padded or (not any(found.mean or ()) and len(set(found.std or ())) <= 1)
         return found if fits else None
-
-
-def _are_values(rescale: Any, mean: Any, std: Any, patch: Any, temporal: Any) -> bool:
-    """Whether these are Python's floats, tuples of them or nothing, and ints: equal ones are the same."""
-    plain = mean is std is None or (type(mean) is type(std) is tuple and {*map(type, (*mean, *std))} == {float})
-    return plain and type(rescale) is float and type(patch) is type(temporal) is int
-
-
-@functools.lru_cache(maxsize=64)
-def _normalization(rescale: Any, mean: Any, std: Any, patch: int, temporal: int, backend: str) -> Normalization:
-    """One object for equal ones, so that a tower need not compare them."""
-    return Normalization(rescale, mean, std, patch, temporal, backend=backend)
 
 
 def kind_of(original: Any) -> Kind | None:

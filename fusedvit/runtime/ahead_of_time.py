@@ -17,7 +17,16 @@ from pathlib import Path
 import torch
 import triton
 
-from fusedvit.kernels.codegen_checks import MAX_SHARED, Compiled, Launch, build, compile_launch, record
+from fusedvit.kernels.codegen_checks import (
+    GPUS,
+    MAX_SHARED,
+    Compiled,
+    Launch,
+    build,
+    compile_launch,
+    record,
+    target_named,
+)
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
 from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
@@ -27,7 +36,6 @@ from fusedvit.model.merger_overlap import BLOCKS
 from fusedvit.model.ops import TRITON
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.gpus import GPUS, target_named
 from fusedvit.runtime.tower_launches import by_family, meta_weights, run_on_meta, tower_launches
 
 QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))

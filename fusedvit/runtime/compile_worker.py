@@ -35,9 +35,7 @@ from fusedvit.runtime.compiled_kernels import build_launcher, end_with_parent
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 MOST_CHILDREN = 16
-CHILDREN_AT_FIRST = (
-    8  # while kernels are compiled that the first call waits for: on all of 16 cores each takes 1.3 times as long
-)
+CHILDREN_AT_FIRST = 8  # while the first call's kernels are compiled: beside 15 others each takes 1.3 times as long
 MEMORY_OF_A_CHILD = 600 << 20  # bytes
 NICENESS = 19  # of a child whose kernel nobody waits for
 LONGEST = 300.0  # seconds that one kernel may take

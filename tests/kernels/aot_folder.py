@@ -12,11 +12,10 @@ from unittest import mock
 import torch
 import triton
 
-from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.hopper.gluon_compat import AVAILABLE
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
-from fusedvit.runtime.gpus import target_named
 from fusedvit.runtime.tower_launches import tower_launches
 
 TINY = VisionSpec(2, 144, 2, 72, 288, 96, 16, position_side=4, deepstack=(0,))

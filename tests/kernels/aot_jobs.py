@@ -13,10 +13,9 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from fusedvit.kernels import launch
-from fusedvit.kernels.codegen_checks import AbsentGPU
+from fusedvit.kernels.codegen_checks import AbsentGPU, target_named
 from fusedvit.kernels.launch import FromCache, KernelJob, hash_sources, loading_from_cache
 from fusedvit.runtime.ahead_of_time import TOWERS
-from fusedvit.runtime.gpus import target_named
 from fusedvit.runtime.kernel_loader import Run
 from fusedvit.runtime.meta_runs import MetaRuns
 from fusedvit.runtime.tower_launches import default_limits, meta_weights

@@ -13,11 +13,10 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from fusedvit.kernels.codegen_checks import MAX_SHARED, AbsentGPU, Launch
+from fusedvit.kernels.codegen_checks import MAX_SHARED, AbsentGPU, Launch, target_named
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.plan import plan_for
 from fusedvit.runtime.ahead_of_time import TOWERS, launches_of, recorded
-from fusedvit.runtime.gpus import target_named
 from fusedvit.runtime.tower_launches import tower_launches
 
 HOPPER, BF16 = Target(90, 132, MAX_SHARED[90]), torch.bfloat16

@@ -14,8 +14,8 @@ import triton
 from typer.testing import CliRunner
 
 from fusedvit.cli.app import app
+from fusedvit.kernels.codegen_checks import GPUS, target_named
 from fusedvit.runtime import compiled_kernels
-from fusedvit.runtime.gpus import GPUS, target_named
 from tests.kernels.test_aot import run
 from tests.unit.test_compile_service import alive, environment
 from tests.unit.test_kernel_loader import until
