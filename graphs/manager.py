@@ -32,7 +32,8 @@ class Program(Protocol):
         """Launches everything for `budget` on the static buffers. Allocates nothing, reads nothing back."""
 
     def rehearse(self, budget: int) -> None:
-        """Fills the buffers with a small batch, and launches once what loads content and stores outputs."""
+        """Fills the buffers with a small batch, and launches every kernel of `run` and what loads content and stores
+        outputs: what must be compiled or fails does so here, outside a capture."""
 
     def held_bytes(self) -> int:
         """Bytes of the static buffers."""
@@ -200,7 +201,6 @@ class GraphManager:
         self._allocate()
         with self._buffers_in_use():
             self._program.rehearse(budget)
-            self._program.run(budget)  # compiles, and fails outside the capture if it must
         self._graphs[budget] = self._capture.capture(lambda: self._program.run(budget))
         self.stats.captures += 1
 

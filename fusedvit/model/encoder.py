@@ -5,6 +5,7 @@ Safe to capture: nothing here reads from the device, and no shape depends on con
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from fusedvit.model.weights import (
     NormWeights,
     PoolWeights,
     SandwichWeights,
+    layout_of,
 )
 
 
@@ -76,6 +78,7 @@ class _Run:
     buffers: EncoderBuffers
     ops: Ops
     plan: EncoderPlan
+    numbers: Sequence[int]  # of the blocks that are run
 
     def stream(self, width: int, block: int | None = None) -> "_Stream":
         """Where the residual stream goes, its statistics in parts of `width` channels.
@@ -150,6 +153,7 @@ def encode(
     ops: Ops,
     plan: EncoderPlan,
     side: SideStream = IN_LINE,
+    rehearsal: bool = False,
 ) -> EncoderOutputs:
     """Runs the tower on `buffers.pixels` and `buffers.grid`.
 
@@ -160,8 +164,10 @@ def encode(
         ops: what to run on.
         plan: launch configurations; statistics are written in their tile widths.
         side: where mergers of `plan.overlap` are launched, if `buffers` has room for them; else they run in line.
+        rehearsal: leave out the blocks that launch no kernel which another has not launched; the outputs mean nothing.
     """
-    run = _Run(spec, weights, buffers, ops, plan)
+    numbers = distinct_blocks(spec, weights, plan) if rehearsal else range(len(weights.blocks))
+    run = _Run(spec, weights, buffers, ops, plan, numbers)
     ops.vision_metadata(buffers.grid, weights.inv_freq, buffers.meta, plan.layout(spec))
     try:
         _blocks(run, side if buffers.overlap is not None else IN_LINE)
@@ -171,21 +177,42 @@ def encode(
     return EncoderOutputs(buffers.hidden, buffers.merged)
 
 
+def distinct_blocks(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan) -> list[int]:
+    """Numbers of blocks that launch every kernel which any block launches: of each kind the first.
+
+    A kind is what a block's launches follow from: its position, the layout of its weights, its segments, whether a merger
+    is overlapped with it, and the merger behind it.
+    """
+    of_kinds: dict[Any, int] = {}
+    for i, block in enumerate(weights.blocks):
+        mergers = [(m in plan.overlapped, layout_of(weights.deepstack[m]))
+                   for m, after in enumerate(spec.deepstack) if after == i]  # fmt: skip
+        position = i == 0, i + 1 == len(weights.blocks), i - 1 in spec.deepstack
+        kind = position, layout_of(block), spec.is_windowed(i), has_merger_overlapped(spec, plan, i), tuple(mergers)
+        of_kinds.setdefault(kind, i)
+    return list(of_kinds.values())
+
+
+def has_merger_overlapped(spec: VisionSpec, plan: EncoderPlan, block: int) -> bool:
+    """Whether a merger is overlapped with `block`: it follows one of at most `BLOCKS` blocks before."""
+    return any(0 < block - spec.deepstack[m] <= BLOCKS for m in plan.overlapped)
+
+
 def _blocks(run: _Run, side: SideStream) -> None:
     """Patch embedding, blocks and deepstack mergers; the blocks after an overlapped merger run with fewer programs."""
-    overlapped, until = replace(run, plan=run.plan.of_overlapped_block()), 0
+    overlapped = replace(run, plan=run.plan.of_overlapped_block())
     stream = _patch_embed(run)
     if run.spec.sandwich:
         _sandwich_blocks(run)
         return
-    for i, block in enumerate(run.weights.blocks):
-        stream = _block(overlapped if i < until else run, i, block, stream)
+    for i in run.numbers:
+        of_block = overlapped if has_merger_overlapped(run.spec, run.plan, i) else run
+        stream = _block(of_block, i, run.weights.blocks[i], stream)
         if i not in run.spec.deepstack:
             continue
         merger = functools.partial(_deepstack, run, i, stream)
         if run.spec.deepstack.index(i) in run.plan.overlapped:
             side.fork(merger)
-            until = i + 1 + BLOCKS
         else:
             merger()
 
@@ -260,8 +287,8 @@ def _sandwich_blocks(run: _Run) -> None:
     """
     blocks = run.weights.blocks
     _add_and_norm(run, None, None, _input_norm(run, blocks[0]) if blocks else None)
-    for i, w in enumerate(blocks):
-        _sandwich_block(run, i, w, _input_norm(run, blocks[i + 1]) if i + 1 < len(blocks) else None)
+    for i in run.numbers:
+        _sandwich_block(run, i, blocks[i], _input_norm(run, blocks[i + 1]) if i + 1 < len(blocks) else None)
 
 
 def _sandwich_block(run: _Run, i: int, w: BlockWeights, following: NextNorm | None) -> None:

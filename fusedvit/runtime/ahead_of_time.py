@@ -32,9 +32,8 @@ from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
 from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
 from fusedvit.kernels.store_outputs import PLANES
 from fusedvit.kernels.tile_configs import Target, ladder
-from fusedvit.model.merger_overlap import BLOCKS
 from fusedvit.model.ops import TRITON
-from fusedvit.model.plan import EncoderPlan, plan_for
+from fusedvit.model.plan import plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.tower_launches import by_family, meta_weights, run_on_meta, tower_launches
 
@@ -119,26 +118,10 @@ class Matrix:
     alike: bool = False
 
 
-def _shallow(spec: VisionSpec, plan: EncoderPlan) -> tuple[VisionSpec, EncoderPlan]:
-    """One block of each kind, and one deepstack merger of each, stand for all."""
-    if spec.window:
-        return replace(spec, depth=2, full_attention=(1,)), plan
-    overlap = None if plan.overlap is None else replace(plan.overlap, mergers=(0,))
-    depth = 2 if overlap is None else 3 + BLOCKS  # blocks read statistics of patches, of blocks and of overlapped ones
-    shallow = replace(spec, depth=depth, deepstack=(0,) if spec.deepstack else ())
-    return shallow, replace(plan, overlap=overlap)
-
-
 def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Target) -> list[Launch]:
     """What one call of `tokens` patch tokens launches, each distinct kernel once."""
-    spec, plan = _shallow(spec, plan_for(spec, tokens, dtype, target))
-    return recorded(spec, plan, dtype, tokens, len(plan.overlapped))
-
-
-def recorded(spec: VisionSpec, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0) -> list[Launch]:
-    """What `plan` launches on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
-    weights = meta_weights(spec, dtype, takes_bytes=True)
-    return record(lambda: run_on_meta(spec, weights, plan, dtype, tokens, overlapped))
+    plan, weights = plan_for(spec, tokens, dtype, target), meta_weights(spec, dtype, takes_bytes=True)
+    return record(lambda: run_on_meta(spec, weights, plan, dtype, tokens, len(plan.overlapped)))
 
 
 def _launches_around_encoder() -> list[Launch]:

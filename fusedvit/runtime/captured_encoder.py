@@ -109,11 +109,14 @@ class CapturedEncoder:
     # what is captured
 
     def run(self, budget: int) -> None:
+        self._encode(budget)
+
+    def _encode(self, budget: int, rehearsal: bool = False) -> None:
         with torch.no_grad():
             while True:
                 try:
                     plan, part = self._plans[budget], self._parts[budget]
-                    encode(self._spec, self._weights(), part, self._ops, plan, self._side)
+                    encode(self._spec, self._weights(), part, self._ops, plan, self._side, rehearsal)
                     return
                 except BackendFailed:  # at its first launch, in a rehearsal; the next plan does without that backend
                     self._plans |= self._plan((budget,))
@@ -121,7 +124,7 @@ class CapturedEncoder:
                         raise
 
     def rehearse(self, budget: int) -> None:
-        """Loads one image of one merged token, and launches every kernel that moves content in and out once.
+        """Loads one image of one merged token, and launches every kernel of a run, and what moves content in and out.
 
         No random numbers: a failed capture may upset their generator.
         """
@@ -130,6 +133,7 @@ class CapturedEncoder:
         self._rehearse_loads(budget, [[1, side, side]], unit)
         if self._spec.padded:
             rehearse_padded(self._spec, self._ops, self._dtype, self._device)
+        self._encode(budget, rehearsal=True)
         rows = unit if self._spec.returns_hidden else 0
         hidden, *merged = [t.new_empty(t.shape) for t in (part.hidden[:rows], *(plane[:1] for plane in part.merged))]
         self.store(budget, EncoderOutputs(hidden, tuple(merged)))

@@ -237,9 +237,9 @@ class Worker:
 
 
 def most_children(urgent: bool) -> int:
-    """How many kernels are compiled at a time: by cores and free memory; unless urgent, one core of many stays free."""
+    """How many kernels are compiled at a time: by cores and free memory; unless urgent, one core stays free."""
     cores = available_cores()
-    wanted = cores if urgent or cores <= 2 else cores - 1
+    wanted = cores if urgent else cores - 1
     return max(1, min(MOST_CHILDREN, wanted, available_memory() // MEMORY_OF_A_CHILD))
 
 

@@ -47,7 +47,6 @@ class MetaRuns:
             self._weights = weights
             encoder = self._captured()
             encoder.rehearse(run.tokens)
-            encoder.run(run.tokens)
             self._weights = None
         else:
             if self._spec.padded:
@@ -79,16 +78,26 @@ class MetaRuns:
 
 
 def run_on_meta(
-    spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan, dtype: torch.dtype, tokens: int, overlapped: int = 0
+    spec: VisionSpec,
+    weights: EncoderWeights,
+    plan: EncoderPlan,
+    dtype: torch.dtype,
+    tokens: int,
+    overlapped: int = 0,
+    rehearsal: bool = True,
 ) -> None:
-    """Runs `plan` eagerly on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line."""
+    """Runs `plan` eagerly on `tokens` patch tokens, with room for `overlapped` mergers; the rest run in line.
+
+    Args:
+        rehearsal: leave out what launches no other kernels (see `encode`).
+    """
     side = spec.merge_size
     wide = tokens // side**2 * side - side
     items = [Item(1, side, wide), Item(1, side, side)]  # a frame of each list of tiles
     capacity = Capacity.of(items, plan.layout(spec))
     buffers = allocate(spec, capacity, dtype, META, overlap=(overlapped, tokens))
     with torch.no_grad():
-        encode(spec, weights, buffers, TRITON, plan)
+        encode(spec, weights, buffers, TRITON, plan, rehearsal=rehearsal)
 
 
 def fingerprints_on_meta() -> None:

@@ -53,7 +53,6 @@ def tower_launches(
         captured.allocate(limits)
         for budget in limits.token_budgets:
             captured.rehearse(budget)
-            captured.run(budget)
         for tokens in _beyond(limits.token_budgets[-1] * spec.merge_unit):
             run_on_meta(spec, weights, plan_for(spec, tokens, dtype, target), dtype, tokens)
 

@@ -7,6 +7,7 @@ last one; in ping-pong all ends but the last are hidden under the other consumer
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,21 +197,31 @@ def cells_of(rows: int, cols: int) -> float:
 
 
 def mean_us(config: Any, rows: int, n: int, k: int, target: Target, kind: str) -> float:
-    """Time of a `[rows, k] x [n, k]` product by the cost model, in us: the mean over what a budget of `rows` may hold.
+    """Time of a `[rows, k] x [n, k]` product by the cost model, in us; arguments as of `cost_model`."""
+    return cost_model(config, n, k, target, kind)(rows)
+
+
+def cost_model(config: Any, n: int, k: int, target: Target, kind: str) -> Callable[[int], float]:
+    """Time in us of a `[rows, k] x [n, k]` product by rows: the mean over what a budget of so many may hold.
 
     `config`: of either Hopper GEMM.
     """
     cost, epilogue, cells = config.tile_cost(), kind.split("+"), cells_of(config.block_m, config.cols)
-    end, steps = cost.end + cells * _CELL_ERF_US * ("gelu" in epilogue), -(-k // CHUNK)
-    step, total = max(cost.step, _LANDING_US / (config.stages - 1)), 0.0
-    for share in CONTENTS:
-        tiles = config.tiles(max(1, int(share * rows)), n)
-        rounds = -(-tiles // target.num_sms)
-        main = max(rounds * steps * step, 2 * n * k / _MEMORY)
-        traffic = tiles * steps * (config.block_m + config.cols) * 2 * CHUNK * 1e-6
-        ends = end * (1 if cost.hidden else rounds) + _CELL_TAPS_US * cells * rounds * ("taps" in epilogue)
-        total += _LAUNCH_US + main + _TRAFFIC_MB_US * traffic + ends
-    return total / len(CONTENTS)
+    steps, sms, height, width = -(-k // CHUNK), target.num_sms, config.block_m, -(-n // config.cols)
+    main, memory = steps * max(cost.step, _LANDING_US / (config.stages - 1)), 2 * n * k / _MEMORY
+    end, taps = cost.end + cells * _CELL_ERF_US * ("gelu" in epilogue), cells * _CELL_TAPS_US * ("taps" in epilogue)
+    once, each = (end, taps) if cost.hidden else (0.0, end + taps)
+    traffic = _TRAFFIC_MB_US * steps * (height + config.cols) * 2 * CHUNK * 1e-6
+
+    def us(rows: int) -> float:
+        total = 0.0
+        for share in CONTENTS:
+            tiles = -(-max(1, int(share * rows)) // height) * width
+            rounds = -(-tiles // sms)
+            total += max(rounds * main, memory) + tiles * traffic + rounds * each
+        return _LAUNCH_US + once + total / len(CONTENTS)
+
+    return us
 
 
 def supports(n: int, k: int, kind: str) -> bool:

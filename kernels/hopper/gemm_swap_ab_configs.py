@@ -1,7 +1,8 @@
 """Tiles of the swap-AB Hopper GEMM, and the heuristic that chooses between them and those of `gemm_configs`: the few
 which a layer has for all row budgets, and of them the fastest for one."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from fusedvit.kernels.hopper.gemm_configs import (
     HopperGemmConfig,
     TileCost,
     cells_of,
-    mean_us,
+    cost_model,
     uses_pdl,
 )
 from fusedvit.kernels.tile_configs import Target, ladder
@@ -237,7 +238,7 @@ def hopper_swap_ab_config(
 
     Arguments as of `hopper_gemm_config`.
     """
-    best = _fastest(tiles_of(n, k, dtype, target.whole(), kind), rows, n, k, target, kind)
+    best = _scheduled(rows, n, k, dtype, target, kind)
     return best if isinstance(best, HopperSwapABConfig) else None
 
 
@@ -246,8 +247,7 @@ def hopper_gemm_config(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str
 ) -> HopperGemmConfig | None:
     """`gemm_configs.hopper_gemm_config` among the tiles of `tiles_of`."""
-    every = tiles_of(n, k, dtype, target.whole(), kind)
-    best = _fastest([tile for tile in every if isinstance(tile, HopperGemmConfig)], rows, n, k, target, kind)
+    best = _scheduled(rows, n, k, dtype, target, kind, without_swap_ab=True)
     assert best is None or isinstance(best, HopperGemmConfig), f"expected a tile of the GEMM, got {best}"
     return best
 
@@ -255,18 +255,34 @@ def hopper_gemm_config(
 Tile = HopperGemmConfig | HopperSwapABConfig
 
 
-def _fastest(tiles: Iterable[Tile], rows: int, n: int, k: int, target: Target, kind: str) -> Tile | None:
-    """The fastest of `tiles` that run at `rows` rows, scheduled."""
-    found = [tile for tile in tiles if _in_one_wave(tile, rows, n, target, kind)]
-    best = min(found, key=lambda tile: mean_us(tile, rows, n, k, target, kind), default=None)
+def _scheduled(
+    rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str, without_swap_ab: bool = False
+) -> Tile | None:
+    """The fastest of `tiles_of` that run at `rows` rows, scheduled."""
+    models = _models(n, k, dtype, target, kind).items()
+    times = {tile: us(rows) for tile, us in models if isinstance(tile, HopperGemmConfig) or not without_swap_ab}
+    best = min(times, key=times.__getitem__, default=None)
+    if best is None or times[best] == math.inf:
+        return None
     if isinstance(best, HopperGemmConfig):
         return replace(best, max_programs=target.num_sms, pdl=uses_pdl(rows, kind))
-    return None if best is None else replace(best, pdl=_uses_pdl(best, rows, k, kind))
+    return replace(best, pdl=_uses_pdl(best, rows, k, kind))
 
 
-def _in_one_wave(tile: Tile, rows: int, n: int, target: Target, kind: str) -> bool:
-    """Whether a tile is for so many rows: swap-AB has nothing that hides the end of a tile, and is for few."""
-    return isinstance(tile, HopperGemmConfig) or (rows <= _most(kind) and tile.tiles(rows, n) <= target.num_sms)
+@lru_cache(maxsize=512)
+def _models(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> dict[Tile, Callable[[int], float]]:
+    """`_model` of each of `tiles_of`, which are those of the whole GPU."""
+    return {tile: _model(tile, n, k, target, kind) for tile in tiles_of(n, k, dtype, target.whole(), kind)}
+
+
+def _model(tile: Tile, n: int, k: int, target: Target, kind: str) -> Callable[[int], float]:
+    """`cost_model`; infinite where a tile is not for so many rows: swap-AB has nothing that hides the end of a tile, so
+    all of its tiles run at once."""
+    us = cost_model(tile, n, k, target, kind)
+    if isinstance(tile, HopperGemmConfig):
+        return us
+    most = min(_most(kind), target.num_sms // -(-n // tile.cols) * tile.rows)
+    return lambda rows: us(rows) if rows <= most else math.inf
 
 
 def _most(kind: str) -> int:
@@ -280,32 +296,33 @@ def tiles_of(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> t
     """The fewest tiles (by a greedy cover) of both Hopper GEMMs of which, at every row budget, one is within the
     tolerance of the fastest tile there is. Without schedules; none where both GEMMs leave the product to plain Triton.
     """
+    if not gemm_configs.is_proven(n, k, dtype, target, kind):
+        return ()
     sizes = [max(1, rows // 4) if kind in OF_MERGED else rows for rows in ladder(64, 65536)]
-    offered = {rows: _offered(rows, n, k, dtype, target, kind) for rows in sizes}
-    every = list(dict.fromkeys(tile for found in offered.values() for tile in found))
-    covered: dict[Tile, dict[int, float]] = {tile: {} for tile in every}  # rows -> how much slower than the fastest
-    for rows in sizes if every else ():
-        runs = [tile for tile in every if _in_one_wave(tile, rows, n, target, kind)]
-        us = {tile: mean_us(tile, rows, n, k, target, kind) for tile in runs}
+    candidates = [replace(tile, pdl=False) for tile in gemm_configs.hopper_gemm_candidates(1, n, k, target, kind)]
+    tiles: list[Tile] = [tile for tile in candidates if not gemm_configs.wrong_hopper_gemm(tile, target, dtype)]
+    offered = {rows: [*tiles, *_offered(rows, n, k, dtype, target, kind)] for rows in sizes}
+    every = dict.fromkeys(tile for found in offered.values() for tile in found)
+    models = {tile: _model(tile, n, k, target, kind) for tile in every}
+    covered: dict[Tile, dict[int, float]] = {tile: {} for tile in models}  # rows -> how much slower than the fastest
+    few, many = RARE.get(kind, (TOLERANCE,) * 2)
+    for rows in sizes if models else ():
+        us = {tile: model(rows) for tile, model in models.items()}
         least = min(us[tile] for tile in offered[rows])
-        for tile, time in us.items():
-            if time <= least * (1 + RARE.get(kind, (TOLERANCE,) * 2)[rows > MOST_BUDGET // 4]):
-                covered[tile][rows] = time / least
-    chosen, left = list[Tile](), set(sizes if every else ())
+        most = least * (1 + (many if rows > MOST_BUDGET // 4 else few))
+        for tile in [tile for tile, time in us.items() if time <= most]:
+            covered[tile][rows] = us[tile] / least
+    chosen, left = list[Tile](), set(sizes if models else ())
     while left:
         found = {tile: [slower for rows, slower in at.items() if rows in left] for tile, at in covered.items()}
-        best = max(every, key=lambda tile: (len(found[tile]), -sum(found[tile])))
+        best = max(models, key=lambda tile: (len(found[tile]), -sum(found[tile])))
         chosen.append(best)
         left -= covered[best].keys()
     return tuple(chosen)
 
 
-def _offered(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> list[Tile]:
-    """The tiles that are tried at `rows` rows, without schedules."""
-    if not gemm_configs.is_proven(n, k, dtype, target, kind):
-        return []
-    tiles = gemm_configs.hopper_gemm_candidates(rows, n, k, target, kind)
-    found: list[Tile] = [replace(t, pdl=False) for t in tiles if not gemm_configs.wrong_hopper_gemm(t, target, dtype)]
-    if kind in PROVEN[dtype] and rows <= _most(kind) and "linear/swap_ab" not in dict(target.without):
-        found += _unscheduled(rows, n, k, target, kind)
-    return found
+def _offered(rows: int, n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> Sequence[HopperSwapABConfig]:
+    """The tiles of swap-AB that are tried at `rows` rows, without schedules."""
+    if kind not in PROVEN[dtype] or rows > _most(kind) or "linear/swap_ab" in dict(target.without):
+        return ()
+    return _unscheduled(rows, n, k, target, kind)

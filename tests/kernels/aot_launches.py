@@ -1,10 +1,11 @@
 """Run by test_aot.py without the interpreter: what whole towers launch, and what is compiled for them, as JSON.
 
-`unlike` has for each budget of patch tokens how many kernels the tower launches that `fusedvit.runtime.ahead_of_time`
-does not compile, and how many it compiles that are not launched. `kernels` are those of the default ladder on an H100
-as `tower_launches` tells them apart, `keys` as Triton does, by what it would compile.
+`unlike` lists the towers, GPUs and budgets of patch tokens where a tower, in its whole depth, launches other kernels
+than `fusedvit.runtime.ahead_of_time` compiles, which are those of a rehearsal. `kernels` are those of the default
+ladder on an H100 as `tower_launches` tells them apart, `keys` as Triton does, by what it would compile.
 """
 
+import itertools
 import json
 from typing import Any
 from unittest import mock
@@ -13,25 +14,31 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from fusedvit.kernels.codegen_checks import MAX_SHARED, AbsentGPU, Launch, target_named
+from fusedvit.kernels.codegen_checks import AbsentGPU, Launch, record, target_named
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.plan import plan_for
-from fusedvit.runtime.ahead_of_time import TOWERS, launches_of, recorded
-from fusedvit.runtime.tower_launches import tower_launches
+from fusedvit.runtime.ahead_of_time import TOWERS, launches_of
+from fusedvit.runtime.meta_runs import run_on_meta
+from fusedvit.runtime.tower_launches import meta_weights, tower_launches
 
-HOPPER, BF16 = Target(90, 132, MAX_SHARED[90]), torch.bfloat16
-BUDGETS = (256, 896, 1408, 4096)  # with deepstack mergers overlapped with blocks; in line
-
-
-def launched(tower: str, rows: int) -> list[Launch]:
-    """By the tower in its whole depth, with room for overlapped mergers."""
-    plan = plan_for(TOWERS[tower], rows, BF16, HOPPER)
-    return recorded(TOWERS[tower], plan, BF16, rows, len(plan.overlapped))
+BF16 = torch.bfloat16
+BUDGETS = (64, 256, 896, 1408, 4096, 65536)  # with deepstack mergers overlapped with blocks; in line
+GPUS = ("h100", "a100")
 
 
-def unlike(tower: str, rows: int) -> tuple[int, int]:
-    ours, compiled = set(launched(tower, rows)), set(launches_of(TOWERS[tower], BF16, rows, HOPPER))
-    return len(ours - compiled), len(compiled - ours)
+def launched(tower: str, rows: int, target: Target) -> list[Launch]:
+    """With room for overlapped mergers."""
+    spec = TOWERS[tower]
+    plan, weights = plan_for(spec, rows, BF16, target), meta_weights(spec, BF16, takes_bytes=True)
+    return record(lambda: run_on_meta(spec, weights, plan, BF16, rows, len(plan.overlapped), rehearsal=False))
+
+
+def unlike() -> list[tuple[str, str, int]]:
+    def differ(tower: str, gpu: str, rows: int) -> bool:
+        target = target_named(gpu)
+        return set(launched(tower, rows, target)) != set(launches_of(TOWERS[tower], BF16, rows, target))
+
+    return [each for each in itertools.product(TOWERS, GPUS, BUDGETS) if differ(*each)]
 
 
 def ladder(tower: str) -> dict[str, int]:
@@ -48,4 +55,4 @@ def ladder(tower: str) -> dict[str, int]:
     return {"kernels": len(found), "keys": len(keys)}
 
 
-print(json.dumps({"unlike": {rows: unlike("hd72", rows) for rows in BUDGETS}} | ladder("hd72")))
+print(json.dumps({"unlike": unlike()} | ladder("hd72")))

@@ -90,11 +90,12 @@ MOST_KERNELS = 90  # of the default ladder of Qwen3-VL-8B
 
 
 def test_what_is_compiled_is_what_whole_towers_launch() -> None:
-    """Wherever their deepstack mergers run; the default ladder has few kernels, and Triton counts as many."""
+    """A rehearsal, which leaves blocks out, launches every kernel of a whole tower, of any family and wherever mergers
+    run; the default ladder has few kernels, and Triton counts as many."""
     done = run(str(Path(__file__).with_name("aot_launches.py")))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["unlike"] == dict.fromkeys(("256", "896", "1408", "4096"), [0, 0])
+    assert found["unlike"] == []
     assert found["kernels"] == found["keys"] <= MOST_KERNELS
 
 

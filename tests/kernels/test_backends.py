@@ -116,7 +116,7 @@ def test_device_errors_are_not_a_reason_to_fall_back(registered: list[Any], monk
 def test_an_encoder_goes_on_without_a_failed_backend(registered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def encode(spec: Any, weights: Any, buffers: Any, ops: Any, plan: Any, branch: Any) -> None:
+    def encode(spec: Any, weights: Any, buffers: Any, ops: Any, plan: Any, *rest: Any) -> None:
         seen.append(plan.choices()["proj"])
         if seen[-1] == "other":
             tile_configs.note_failure("linear/other", "does not compile")

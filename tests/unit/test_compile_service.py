@@ -188,7 +188,8 @@ def test_a_cache_that_is_not_named(tmp_path: Path) -> None:
     [
         (16, 64, True, 16),
         (16, 64, False, 15),
-        (2, 64, False, 2),
+        (2, 64, False, 1),
+        (1, 64, False, 1),
         (128, 64, True, 16),
         (16, 3, True, 5),
         (16, 0, True, 1),

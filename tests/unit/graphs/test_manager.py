@@ -142,8 +142,8 @@ def test_a_budget_is_captured_once_and_lazily() -> None:
     assert not any(e == "run 64" for e in log.events)
 
 
-# allocate, rehearse, run, capture, run: every step of the first capture
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+# allocate, rehearse, capture, run: every step of the first capture
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
 @pytest.mark.parametrize("error", [RuntimeError, torch.cuda.OutOfMemoryError])
 def test_a_failed_first_capture_leaves_nothing_behind(
     step: int, error: type[RuntimeError], caplog: pytest.LogCaptureFixture
