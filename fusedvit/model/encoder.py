@@ -180,8 +180,8 @@ def encode(
 def distinct_blocks(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan) -> list[int]:
     """Numbers of blocks that launch every kernel which any block launches: of each kind the first.
 
-    A kind is what a block's launches follow from: its position, the layout of its weights, its segments, whether a merger
-    is overlapped with it, and the merger behind it.
+    A kind is what a block's launches follow from: its position, its weights' layout, its segments, whether a merger is
+    overlapped with it, and the merger behind it.
     """
     of_kinds: dict[Any, int] = {}
     for i, block in enumerate(weights.blocks):

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -234,3 +235,23 @@ def test_warmup_compiles_everything(plain: nn.Module) -> None:
             graph_stress.call(plain, pixels_for(plain, grid, torch.bfloat16, DEVICE, i), grid)
         assert handle.stats()["compiles"] == before > 0
     unfuse(plain)
+
+
+def test_a_capture_launches_nothing_for_the_first_time(plain: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rehearsal leaves out would be loaded onto the GPU within the capture, which CUDA may refuse."""
+    first: list[bool] = []
+    really = launch._first_launch
+
+    def note(*given: Any) -> Any:
+        first.append(torch.cuda.is_current_stream_capturing())
+        return really(*given)
+
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_first_launch", note)
+    handle = fuse(plain, CONFIG)
+    try:
+        handle.warmup()
+        assert handle.stats()["graphs"]["captures"] == 3
+    finally:
+        unfuse(plain)
+    assert first and not any(first)
