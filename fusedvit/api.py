@@ -93,6 +93,7 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
     handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig())
     _replace_base(tower, original, _fused_class(original))
     take(next(tower.parameters()).device)
+    handle.check_early()
     return handle
 
 

@@ -3,6 +3,7 @@
 A tuning table answers first, then the heuristics of the forms that the device has, the fastest backend first.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -186,6 +187,9 @@ def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int)
     """That of frames of `length` tokens in a budget for `rows`."""
     found = {task.name: task for task in tasks(spec, rows, dtype)}
     return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
+
+
+Planner = Callable[[VisionSpec, int, torch.dtype, Target], EncoderPlan]  # `plan_for`, or one that keeps plans
 
 
 def plan_for(

@@ -24,7 +24,7 @@ from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
 from fusedvit.model.merger_overlap import IN_LINE, SideStream
 from fusedvit.model.ops import Ops, ops_for
-from fusedvit.model.plan import EncoderPlan, plan_for
+from fusedvit.model.plan import EncoderPlan, Planner, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 
@@ -39,6 +39,18 @@ MAX_GRID_ROWS = 2**16  # of all kept grids: 768 KiB
 SMALLEST_TILE = 64  # queries of an attention tile in 16 bits
 
 
+class _Parts(dict[int, EncoderBuffers]):
+    """The static buffers as each budget sees them, made when that is first asked for."""
+
+    def __init__(self, of: Callable[[int], EncoderBuffers]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, budget: int) -> EncoderBuffers:
+        part = self[budget] = self._of(budget)
+        return part
+
+
 class CapturedEncoder:
     """Implements `graphs.manager.Program`: the static buffers, what is captured, and how content gets in and out."""
 
@@ -50,7 +62,7 @@ class CapturedEncoder:
         device: torch.device,
         weights: Callable[[], EncoderWeights],
         side: SideStream | None = None,
-        planner: Callable[[VisionSpec, int, torch.dtype, Target], EncoderPlan] = plan_for,
+        planner: Planner = plan_for,
     ) -> None:
         self._spec = spec
         self._ops = ops
@@ -82,7 +94,8 @@ class CapturedEncoder:
             self._grid_slots = torch.zeros(slots, limits.max_items, 3, dtype=torch.int32, device=self._device)
         self._plans = plans
         self._max_frames = limits.max_frames
-        self._parts = {b: self._whole.part(c, unit, bool(plans[b].overlapped)) for b, c in capacities.items()}
+        whole = self._whole
+        self._parts = _Parts(lambda b: whole.part(capacities[b], unit, bool(plans[b].overlapped)))
 
     def _plan(self, budgets: Iterable[int]) -> dict[int, EncoderPlan]:
         target, unit = Target.of(self._device), self._spec.merge_unit
@@ -238,10 +251,15 @@ class TowerGraphs:
 
 
 def new_graphs(
-    spec: VisionSpec, limits: Limits, weights: Callable[[], EncoderWeights], device: torch.device, dtype: torch.dtype
+    spec: VisionSpec,
+    limits: Limits,
+    weights: Callable[[], EncoderWeights],
+    device: torch.device,
+    dtype: torch.dtype,
+    planner: Planner,
 ) -> TowerGraphs:
     """Nothing captured yet, nothing allocated."""
-    encoder = CapturedEncoder(spec, ops_for(device), dtype, device, weights)
+    encoder = CapturedEncoder(spec, ops_for(device), dtype, device, weights, planner=planner)
     return TowerGraphs(GraphManager(limits, encoder, CudaCapture(device)), encoder)
 
 

@@ -27,9 +27,10 @@ from fusedvit.runtime.compile_service import FIRST, CompileService, Request
 
 META = torch.device("meta")
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
-LOADING = 0.02  # seconds of a call that may go into loading kernels
+LOADING = 0.01  # seconds of a call that may go into loading kernels
 WORK, LONGEST_REST = 0.001, 0.1  # seconds that the thread works before it rests, and that it rests at most
-REST = 2.0  # times as long as it has worked; half of that for the run that was asked for first, twice where none was
+REST = 2.0  # times as long as it has worked; half of that until it knows what the first call's run launches, twice for
+# runs that nobody asked for
 ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
 
 
@@ -61,9 +62,9 @@ def _go_on() -> None:
 
 
 @cache
-def _collect_garbage() -> None:
-    """Once, in the first call that waits for kernels. What was imported until then makes a full collection due, which
-    takes 0.4 s beside torch and transformers: it would fall into one of the calls that follow."""
+def collect_garbage() -> None:
+    """Once, before kernels are waited for. What was imported until then makes a full collection due, which takes 0.2 to
+    0.4 s with torch and transformers: it would fall into one of the calls that follow."""
     if gc.isenabled():
         gc.collect()
 
@@ -134,7 +135,7 @@ class KernelLoader:
             self._load(runs)
             return
         self._service.start_early()
-        _collect_garbage()
+        collect_garbage()
         with self._service.changed:
             for run in runs:
                 self._ask_for(run)
@@ -267,7 +268,8 @@ class KernelLoader:
     def _try(self, run: Run, order: float, patient: bool) -> None:
         """Finds the kernels of `run` and sends for those that are missing; it is ready if none is."""
         weights, service, missing = self._weights(), self._service, set[str]()
-        rest = REST / 2 if order <= FIRST else REST if order < ASKED_FOR else 2 * REST
+        hurried = order <= FIRST and run not in self._jobs
+        rest = REST / 2 if hurried else REST if order < ASKED_FOR else 2 * REST
         pause: Callable[[], None] = partial(self._pause, rest)
         try:
             with (

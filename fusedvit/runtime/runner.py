@@ -20,7 +20,7 @@ from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
-from fusedvit.model.plan import plan_for
+from fusedvit.model.plan import Planner, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import ALIGNMENT
 from fusedvit.runtime.captured_encoder import TowerGraphs
@@ -54,6 +54,7 @@ class Runtime:
         compile_now: wait for kernels that are missing.
         limits: the token budgets that eager runs take their configurations by, for the same bits as a replay's; None
             where there never were graphs.
+        planner: what makes plans, or has them.
     """
 
     spec: VisionSpec
@@ -65,6 +66,7 @@ class Runtime:
     limits: Limits | None = None
     kernels: KernelLoader | None = None
     compile_now: bool = False
+    planner: Planner = plan_for
 
     def plan_tokens(self, tokens: int) -> int:
         """The patch-token budget that an eager run of `tokens` patch tokens takes its configurations by.
@@ -288,7 +290,7 @@ def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], row
 
 def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int) -> EncoderOutputs:
     spec, device, dtype = runtime.spec, runtime.device, runtime.dtype
-    plan = plan_for(spec, runtime.plan_tokens(max(_tokens(items), rows)), dtype, Target.of(device))
+    plan = runtime.planner(spec, runtime.plan_tokens(max(_tokens(items), rows)), dtype, Target.of(device))
     kind, capacity = kind_of(pixels, spec.patch_width), Capacity.of(items, plan.layout(spec))
     floats = _aligned(pixels.to(device, dtype)) if kind == FLOATS else None
     buffers = allocate(spec, capacity, dtype, device, floats)

@@ -251,7 +251,8 @@ def test_a_capture_launches_nothing_for_the_first_time(plain: nn.Module, monkeyp
     handle = fuse(plain, CONFIG)
     try:
         handle.warmup()
-        assert handle.stats()["graphs"]["captures"] == 3
+        graphs = handle.stats()["graphs"]
+        assert graphs["captures"] == len(graphs["token_budgets"])
     finally:
         unfuse(plain)
     assert first and not any(first)

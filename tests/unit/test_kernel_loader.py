@@ -186,7 +186,7 @@ def test_calls_load_kernels_for_a_short_time_each(compiler: FakeCompiler) -> Non
     class Kernel:
         @property
         def run(self) -> None:
-            loaded.append(0.015)
+            loaded.append(0.75 * kernel_loader.LOADING)
 
     with mock.patch("tests.support.fake_compiler.KERNEL", Kernel()):
         refused(loader, graph(64))
@@ -245,7 +245,7 @@ def test_the_thread_rests_as_long_as_it_works_or_longer(compiler: FakeCompiler) 
 
 
 def test_garbage_is_collected_once_in_the_first_call_that_waits(compiler: FakeCompiler) -> None:
-    kernel_loader._collect_garbage.cache_clear()
+    kernel_loader.collect_garbage.cache_clear()
     loader, _weights = loader_on(compiler)
     with mock.patch("gc.collect") as collect:
         refused(loader, graph(64))

@@ -4,6 +4,7 @@ that stand in and a compiler that is told when it is done."""
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -177,3 +178,19 @@ def test_a_kernel_that_no_backend_compiles_leaves_the_original_code(compiler: Fa
     with mock.patch("fusedvit.runtime.runner._run_steps", side_effect=KernelFailed("ptxas: no")):
         answer(fused.tower, pixels, GRID)
     assert fused.counts() == (0, 2) and "ptxas: no" in fused.handle.report()
+
+
+@pytest.mark.parametrize(
+    "device, options, expected", [("cuda", {}, 1), ("cuda", {"compile": "now"}, 0), ("cpu", {}, 0)]
+)
+def test_on_a_gpu_the_code_is_read_when_a_tower_is_fused(device: str, options: Any, expected: int) -> None:
+    """The first call need not, nor collect what the imports left."""
+    tower = tiny_tower()
+    handle, parameter = fuse(tower, FuseConfig(**options)), SimpleNamespace(device=torch.device(device))
+    with (
+        mock.patch.object(handle.weights, "first_parameter", lambda: parameter),
+        mock.patch("fusedvit.fused_encoder.collect_garbage") as collect,
+        mock.patch("fusedvit.checks.checked_tower.CheckedTower.reason") as reason,
+    ):
+        handle.check_early()
+    assert (reason.call_count, collect.call_count) == (expected, expected)
