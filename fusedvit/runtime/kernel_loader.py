@@ -23,14 +23,13 @@ from triton.runtime import driver
 from fusedvit.errors import WeightsReleased
 from fusedvit.kernels.launch import FromCache, KernelJob, KernelMissing, loading_from_cache
 from fusedvit.model.weights import EncoderWeights
-from fusedvit.runtime.compile_service import FIRST, CompileService, Request
+from fusedvit.runtime.compile_service import CompileService, Request
 
 META = torch.device("meta")
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
 LOADING = 0.01  # seconds of a call that may go into loading kernels
 WORK, LONGEST_REST = 0.001, 0.1  # seconds that the thread works before it rests, and that it rests at most
-REST = 2.0  # times as long as it has worked; half of that until it knows what the first call's run launches, twice for
-# runs that nobody asked for
+REST = 2.0  # times as long as it has worked; twice that for runs that nobody asked for
 ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
 
 
@@ -268,9 +267,7 @@ class KernelLoader:
     def _try(self, run: Run, order: float, patient: bool) -> None:
         """Finds the kernels of `run` and sends for those that are missing; it is ready if none is."""
         weights, service, missing = self._weights(), self._service, set[str]()
-        hurried = order <= FIRST and run not in self._jobs
-        rest = REST / 2 if hurried else REST if order < ASKED_FOR else 2 * REST
-        pause: Callable[[], None] = partial(self._pause, rest)
+        pause: Callable[[], None] = partial(self._pause, REST if order < ASKED_FOR else 2 * REST)
         try:
             with (
                 self._trying,

@@ -30,29 +30,31 @@ def sampled_groups(groups: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _samples(groups: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The groups that are read, and what is added to each."""
+    """The groups that are read, on the device, and what is added to each, on the CPU."""
     group = sampled_groups(groups)
-    salt = ((torch.arange(len(group), device="cpu") + 1) * _GOLDEN).to(torch.int32)
-    return group.to(device), salt.to(device)
+    return group.to(device), ((torch.arange(len(group), device="cpu") + 1) * _GOLDEN).to(torch.int32)
 
 
 def _sums(parts: list[torch.Tensor], hashed: torch.Tensor) -> torch.Tensor:
     """`[P]` int64: of each part of `hashed`, which lie one after another, the sum."""
-    ends = torch.tensor([len(part) for part in parts], device=hashed.device).cumsum(0)
+    ends = torch.tensor([len(part) for part in parts], device="cpu").cumsum(0)
     return torch.nn.functional.pad(hashed.cumsum(0), (1, 0))[ends].diff(prepend=ends.new_zeros(1))
 
 
 def _hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[P]` int64, of all tensors at once: most are small, and a call of torch costs more than its work."""
+    """`[P]` int64 on the CPU, of all tensors at once: most are small, and a call of torch costs more than its work.
+
+    Words are hashed on the CPU, wherever they are: on a GPU each of these operations is loaded when it is first used.
+    """
     words = [t.as_strided((t.numel(),), (1,)).view(torch.int16) for t in tensors]
     counts = [len(w) // GROUP for w in words]
     samples = [_samples(n, w.device) for n, w in zip(counts, words, strict=True)]
     read = [w[: GROUP * n].view(-1, GROUP)[group] for w, n, (group, _) in zip(words, counts, samples, strict=True)]
-    low, high = torch.cat(read).view(torch.int32).unbind(1)
+    low, high = torch.cat(read).cpu().view(torch.int32).unbind(1)
     last = [w[GROUP * n :] for w, n in zip(words, counts, strict=True)]
-    left = torch.cat([torch.arange(len(w), device=w.device) for w in last]) - GROUP
+    left = torch.cat([torch.arange(len(w), device="cpu") for w in last]) - GROUP
     hashed = _mix(_mix(low + torch.cat([salt for _, salt in samples])) ^ high)
-    more = _mix(torch.cat(last).to(torch.int32) + (left * _GOLDEN).to(torch.int32))
+    more = _mix(torch.cat(last).cpu().to(torch.int32) + (left * _GOLDEN).to(torch.int32))
     return _sums(read, hashed) + _sums(last, more)
 
 

@@ -241,7 +241,7 @@ def test_the_thread_rests_as_long_as_it_works_or_longer(compiler: FakeCompiler) 
         loader._try(graph(256), 1.0, patient=False)
         with loader._hurry():
             loader._try(graph(512), 1.0, patient=True)
-    assert rests == pytest.approx([0.001, 0.004, 0.1, 0.002, 0.008, 0.1, 0.004, 0.016, 0.1])
+    assert rests == pytest.approx([0.002, 0.008, 0.1, 0.002, 0.008, 0.1, 0.004, 0.016, 0.1])
 
 
 def test_garbage_is_collected_once_in_the_first_call_that_waits(compiler: FakeCompiler) -> None:
