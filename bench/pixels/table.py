@@ -185,7 +185,7 @@ def _on_gpu(
     for call in calls.values():
         call()
     rounds = []
-    for forth in (True, False) * 8:  # in turns: what follows a long call finds a warmer, slower GPU
+    for forth in (True, False) * 8:  # what follows a long call finds a warmer, slower GPU
         order = list(calls) if forth else list(reversed(calls))
         rounds.append({name: gpu_ms(calls[name], setting.device) for name in order})
     return {name: spread([times[name] for times in rounds]).median for name in calls}

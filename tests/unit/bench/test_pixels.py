@@ -28,7 +28,8 @@ def test_document(document: dict[str, Any]) -> None:
     (row,) = document["rows"]
     assert set(row["ms"]) == {HF_CPU_HF, HF_CPU, OURS} and all(ms["median"] > 0 for ms in row["ms"].values())
     assert set(row["stages_ms"]) == {f"{name}: {stage}" for name in row["ms"] for stage in ("pixels", "tower")}
-    assert set(row["first_ms"]) == set(row["ms"]) and row["calls_in_a_burst"] == 5
+    assert row["calls_in_a_burst"] in (5, 3, 1)  # by how fast the machine is
+    assert set(row["first_ms"]) == (set(row["ms"]) if row["calls_in_a_burst"] > 1 else set())
     assert row["bytes"] == {
         "fp32_patches": 2 * 64 * 64 * 3 * 2 * 4,
         "images": 2 * 100 * 100 * 3,
