@@ -181,14 +181,15 @@ def distinct_blocks(spec: VisionSpec, weights: EncoderWeights, plan: EncoderPlan
     """Numbers of blocks that launch every kernel which any block launches: of each kind the first.
 
     A kind is what a block's launches follow from: its position, its weights' layout, its segments, whether a merger is
-    overlapped with it, and the merger behind it.
+    overlapped with it or with the block before, whose statistics it reads, and the merger behind it.
     """
     of_kinds: dict[Any, int] = {}
     for i, block in enumerate(weights.blocks):
         mergers = [(m in plan.overlapped, layout_of(weights.deepstack[m]))
                    for m, after in enumerate(spec.deepstack) if after == i]  # fmt: skip
         position = i == 0, i + 1 == len(weights.blocks), i - 1 in spec.deepstack
-        kind = position, layout_of(block), spec.is_windowed(i), has_merger_overlapped(spec, plan, i), tuple(mergers)
+        overlapped = [has_merger_overlapped(spec, plan, at) for at in (i - 1, i)]
+        kind = position, layout_of(block), spec.is_windowed(i), *overlapped, tuple(mergers)
         of_kinds.setdefault(kind, i)
     return list(of_kinds.values())
 
@@ -206,7 +207,9 @@ def _blocks(run: _Run, side: SideStream) -> None:
         _sandwich_blocks(run)
         return
     for i in run.numbers:
-        of_block = overlapped if has_merger_overlapped(run.spec, run.plan, i) else run
+        before, of_block = (overlapped if has_merger_overlapped(run.spec, run.plan, at) else run for at in (i - 1, i))
+        if i:  # where the block before would write, which a rehearsal may leave out
+            stream = before.stream(before.plan.fc2.block_n, i - 1)
         stream = _block(of_block, i, run.weights.blocks[i], stream)
         if i not in run.spec.deepstack:
             continue

@@ -14,8 +14,9 @@ from fusedvit.graphs.packing import Batch
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.model.buffers import EncoderBuffers
+from fusedvit.model.encoder import encode
 from fusedvit.model.merger_overlap import IN_LINE, MERGER_SHARE
-from fusedvit.model.ops import TORCH
+from fusedvit.model.ops import TORCH, Ops
 from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import UNFOLDED
@@ -64,6 +65,33 @@ def test_when_a_merger_runs_changes_no_bit(encoder: Encoder, name: str, grid: Gr
     assert all(bool(answer["merged"].isfinite().all()) for answer in answers)
     for answer in answers[1:]:
         assert_bitwise(answer, answers[0])
+
+
+@pytest.mark.parametrize("deepstack", [[2], [2, 8], [0, 1, 8], [5, 3]], ids=str)
+def test_a_rehearsal_launches_what_all_blocks_do(deepstack: list[int]) -> None:
+    """A block behind overlapped ones reads statistics in parts of their width, for which there are other kernels."""
+    tower = vision_tower(depth=10, deepstack_visual_indexes=deepstack)
+    cast_parameters_(tower, torch.bfloat16)
+    encoder, grid = Encoder(tower, TORCH), GRIDS["one row"]
+    plan = encoder.plan(patches_of(grid))
+    plan = overlapping(replace(plan, fc2=replace(plan.fc2, block_n=64)), tuple(range(len(deepstack))))
+    assert plan.overlap is not None
+    blocks = (*plan.overlap.blocks, ("qkv", replace(plan.qkv, max_programs=1)))
+    plan = replace(plan, overlap=replace(plan.overlap, blocks=blocks))
+
+    def launched(rehearsal: bool) -> set[Any]:
+        found = set()
+
+        def note(*given: Any) -> None:
+            e, config = given[-2:]
+            found.add((config, e.norm and e.norm.stats.width, e.stats and e.stats.width))
+
+        noted = Ops(**dict.fromkeys(vars(TORCH), lambda *_: None) | {"linear": note})
+        buffers = buffers_for(encoder, grid, len(deepstack))
+        encode(encoder.spec, encoder.weights, buffers, noted, plan, rehearsal=rehearsal)
+        return found
+
+    assert launched(rehearsal=True) == launched(rehearsal=False)
 
 
 # memory
