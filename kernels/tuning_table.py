@@ -80,7 +80,7 @@ def file_name(gpu: str) -> str:
 
 def user_folder() -> Path:
     """Where the user's own tables lie: `$XDG_CACHE_HOME/fusedvit/tuned`, under ~/.cache without it."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "fusedvit" / "tuned"
 
 

@@ -184,10 +184,8 @@ def _on_gpu(
     }
     for call in calls.values():
         call()
-    rounds = []
-    for forth in (True, False) * 8:  # what follows a long call finds a warmer, slower GPU
-        order = list(calls) if forth else list(reversed(calls))
-        rounds.append({name: gpu_ms(calls[name], setting.device) for name in order})
+    orders = (list(calls), list(reversed(calls))) * 8  # what follows a long call finds a warmer, slower GPU
+    rounds = [{name: gpu_ms(calls[name], setting.device) for name in order} for order in orders]
     return {name: spread([times[name] for times in rounds]).median for name in calls}
 
 

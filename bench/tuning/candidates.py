@@ -28,7 +28,7 @@ from fusedvit.kernels.backends import Key
 from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
 from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
-from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, mean_us
+from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, cost_model
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.tile_configs import SMALLEST_BUDGET, Target, ladder
 from fusedvit.model.plan import Task, heuristic, tasks
@@ -121,7 +121,7 @@ def predicted_us(key: Key, config: Any, target: Target) -> float:
     """The heuristics' own cost model, over the contents that they judge a budget by; 0, so that it is timed, for what
     the model does not know."""
     if isinstance(config, HopperSwapABConfig | HopperGemmConfig):
-        return mean_us(config, key.rows, key.n, key.k, target, key.kind)
+        return cost_model(config, key.n, key.k, target, key.kind)(key.rows)
     if not isinstance(config, HopperAttentionConfig):
         return 0.0
     if key.k not in attention_configs.COSTS.get(config.consumers, {}):

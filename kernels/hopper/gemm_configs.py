@@ -122,7 +122,7 @@ class HopperGemmConfig:
         }
 
     def tile_cost(self) -> TileCost:
-        """For `mean_us`; a tile that was not timed takes forever."""
+        """For `cost_model`; a tile that was not timed takes forever."""
         step = _STEP_US.get((self.rows, self.cols, self.consumers), math.inf)
         if self.consumers == 1:
             return TileCost(step, _PING_PONG_END_US, hidden=True)
@@ -196,28 +196,23 @@ def cells_of(rows: int, cols: int) -> float:
     return rows * cols / CHUNK**2
 
 
-def mean_us(config: Any, rows: int, n: int, k: int, target: Target, kind: str) -> float:
-    """Time of a `[rows, k] x [n, k]` product by the cost model, in us; arguments as of `cost_model`."""
-    return cost_model(config, n, k, target, kind)(rows)
-
-
 def cost_model(config: Any, n: int, k: int, target: Target, kind: str) -> Callable[[int], float]:
     """Time in us of a `[rows, k] x [n, k]` product by rows: the mean over what a budget of so many may hold.
 
     `config`: of either Hopper GEMM.
     """
     cost, epilogue, cells = config.tile_cost(), kind.split("+"), cells_of(config.block_m, config.cols)
-    steps, sms, height, width = -(-k // CHUNK), target.num_sms, config.block_m, -(-n // config.cols)
-    main, memory = steps * max(cost.step, _LANDING_US / (config.stages - 1)), 2 * n * k / _MEMORY
+    steps, memory = -(-k // CHUNK), 2 * n * k / _MEMORY
+    main = steps * max(cost.step, _LANDING_US / (config.stages - 1))
     end, taps = cost.end + cells * _CELL_ERF_US * ("gelu" in epilogue), cells * _CELL_TAPS_US * ("taps" in epilogue)
     once, each = (end, taps) if cost.hidden else (0.0, end + taps)
-    traffic = _TRAFFIC_MB_US * steps * (height + config.cols) * 2 * CHUNK * 1e-6
+    traffic = _TRAFFIC_MB_US * steps * (config.block_m + config.cols) * 2 * CHUNK * 1e-6
 
     def us(rows: int) -> float:
         total = 0.0
         for share in CONTENTS:
-            tiles = -(-max(1, int(share * rows)) // height) * width
-            rounds = -(-tiles // sms)
+            tiles = config.tiles(max(1, int(share * rows)), n)
+            rounds = -(-tiles // target.num_sms)
             total += max(rounds * main, memory) + tiles * traffic + rounds * each
         return _LAUNCH_US + once + total / len(CONTENTS)
 

@@ -281,8 +281,7 @@ def _model(tile: Tile, n: int, k: int, target: Target, kind: str) -> Callable[[i
     us = cost_model(tile, n, k, target, kind)
     if isinstance(tile, HopperGemmConfig):
         return us
-    most = min(_most(kind), target.num_sms // -(-n // tile.cols) * tile.rows)
-    return lambda rows: us(rows) if rows <= most else math.inf
+    return lambda rows: us(rows) if rows <= _most(kind) and tile.tiles(rows, n) <= target.num_sms else math.inf
 
 
 def _most(kind: str) -> int:
@@ -310,8 +309,9 @@ def tiles_of(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> t
         us = {tile: model(rows) for tile, model in models.items()}
         least = min(us[tile] for tile in offered[rows])
         most = least * (1 + (many if rows > MOST_BUDGET // 4 else few))
-        for tile in [tile for tile, time in us.items() if time <= most]:
-            covered[tile][rows] = us[tile] / least
+        for tile, time in us.items():
+            if time <= most:
+                covered[tile][rows] = time / least
     chosen, left = list[Tile](), set(sizes if models else ())
     while left:
         found = {tile: [slower for rows, slower in at.items() if rows in left] for tile, at in covered.items()}

@@ -216,9 +216,9 @@ def test_what_a_run_launches_is_listed_once(compiler: FakeCompiler) -> None:
     assert sorted(listed) == [graph(budget) for budget in LADDER]
 
 
-def test_the_thread_rests_as_long_as_it_works_or_longer(compiler: FakeCompiler) -> None:
-    """As long for what the first call has asked for, twice as long for others', four times for the ladder; 0.1 s at
-    most. Not while somebody waits, who may wait for the thread."""
+def test_the_thread_rests_longer_than_it_works(compiler: FakeCompiler) -> None:
+    """Twice as long for what calls have asked for, four times for the ladder; 0.1 s at most. Not while somebody waits,
+    who may wait for the thread."""
     now, rests = [0.0], list[float]()
 
     def works(run: Run, weights: Any) -> None:
