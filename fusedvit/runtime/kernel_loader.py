@@ -28,6 +28,7 @@ from fusedvit.runtime.compile_service import CompileService, Request
 META = torch.device("meta")
 LIKELY = 256  # merged tokens: an image of 512 x 512 pixels
 LOADING = 0.01  # seconds of a call that may go into loading kernels
+SOME_LOADING = 0.002  # seconds of it behind which the capture is left to the next call
 WORK, LONGEST_REST = 0.001, 0.1  # seconds that the thread works before it rests, and that it rests at most
 REST = 2.0  # times as long as it has worked; twice that for runs that nobody asked for
 ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
@@ -200,15 +201,18 @@ class KernelLoader:
         self.ready.update(runs)
 
     def _load(self, runs: Collection[Run]) -> None:
-        """Loads kernels of ready runs onto the current device, for as long as a call has time for it."""
-        end = time.perf_counter() + LOADING
+        """Loads kernels of ready runs onto the current device, for as long as a call has time for it; a call that
+        loaded for a while captures nothing besides."""
+        begun = time.perf_counter()
         for run in runs:
             kernels = self._unloaded.get(run, [])
             while kernels:
-                if time.perf_counter() > end:
+                if time.perf_counter() - begun > LOADING:
                     raise KernelsNotReady("")
                 with contextlib.suppress(TritonError, RuntimeError, IndexError):  # its launch says so, and to whom
                     _ = kernels.pop().run
+        if time.perf_counter() - begun > SOME_LOADING:
+            raise KernelsNotReady("")
 
     def _ask_for(self, run: Run) -> None:
         """Puts a run before those that nobody asked for, and behind those that somebody did."""
