@@ -1,13 +1,11 @@
 """What must hold inside vLLM beside speed: no NaN in random batches, and the same answers after whatever a server does.
 
-    python -m fusedvit.bench.engines.vllm_stress FOLDER [--tower NAME] [--batches N] [--calls N] [--json PATH]
+    python -m fusedvit.bench.engines.vllm_stress FOLDER --json PATH [--tower NAME] [--batches N] [--calls N]
 
 FOLDER as in `fusedvit bench --vllm`. Sleep runs through vLLM's `Worker.sleep` and `wake_up`, with its own allocator if
-FOLDER brings the library, else simulated: level 2 then overwrites the weights. The last line is the document.
+FOLDER brings the library, else simulated: level 2 then overwrites the weights. The document is written after each part.
 """
 
-import argparse
-import json
 import random
 import sys
 import types
@@ -22,6 +20,7 @@ from torch import nn
 from fusedvit.api import fuse
 from fusedvit.bench.engines import vllm_models
 from fusedvit.bench.engines.vllm_models import Served, batches_of, build_model, load_plugin
+from fusedvit.bench.records import arguments, passport, write
 from fusedvit.bench.towers import GEOMETRIES, pixels_for
 from fusedvit.bench.workloads import Grid, tokens
 
@@ -34,12 +33,11 @@ _FAR = 0.05  # relative error in the 2-norm between two towers in bf16 that comp
 
 def main(argv: list[str] | None = None) -> int:
     """Runs every part, each by itself; 1 if one does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=[*GEOMETRIES])
     parser.add_argument("--batches", type=int, default=5000)
     parser.add_argument("--calls", type=int, default=10_000)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -48,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
     served = vllm_models.serve(args.tower, device, dtype, _PORT)
     found: dict[str, Any] = {}
+    given = {"--tower": args.tower, "--batches": args.batches, "--calls": args.calls, "--json": args.json}
+    of = passport(f"python -m fusedvit.bench.engines.vllm_stress {args.folder.name}", given, args.commit)
     with set_current_vllm_config(served.config), torch.inference_mode():
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "random batches": lambda: random_batches(served, args.batches),
@@ -60,9 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             except Exception as error:  # the other parts are worth having, whatever vLLM raises here
                 found[name] = {"holds": False, "error": f"{type(error).__name__}: {error}"[:800]}
             print(name, found[name], flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(found))
-    print(json.dumps(found))
+            write(args.json, {"passport": of, "parts": found})
     return 0 if all(part["holds"] for part in found.values()) else 1
 
 
