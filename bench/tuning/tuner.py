@@ -19,8 +19,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,11 @@ from fusedvit.bench.tuning.candidates import (
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.tile_configs import Target
-from fusedvit.kernels.tuning_table import Entry, Table
-from fusedvit.model.buffers import Capacity, allocate
-from fusedvit.model.encoder import encode
-from fusedvit.model.items import Item
-from fusedvit.model.ops import ops_for
-from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
-from fusedvit.model.plan import plan_for
-from fusedvit.model.prepare_weights import prepare
-from fusedvit.model.spec import VisionSpec
+from fusedvit.kernels.tuning_table import Entry
 
 CHECKING = 0.6  # of the time, at most
 MARGIN = 0.02  # that another configuration must be faster by
 KEEP_S = 10.0  # between two writings of the table
-WORTH = 0.01  # of a whole tower's time, that its entries must gain in every round
-ROUNDS, ROUND_S = 2, 1.5
 
 
 @dataclass
@@ -276,59 +266,3 @@ def _entry(
     entry = tuning_table.entry_of(item.task.key, won[0].config, us=round(won[1][0], 2))
     beaten = dict(measured).get(own)
     return entry if beaten is None else entry | {"heuristic_us": round(beaten[0], 2)}
-
-
-# ── whole towers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def table_of(entries: Sequence[Entry]) -> Table:
-    """What `entries` say, whatever tables there are."""
-    found = {}
-    for entry in entries:
-        key = Key(**{f.name: entry[f.name] for f in fields(Key)})
-        backend = backends.backend_named(key.op, entry["backend"])
-        assert backend is not None, f"an entry of {entry['backend']}, which is no backend of {key.op}"
-        found[key] = tuning_table.config_of(backend, entry["config"], "new entry")
-    return Table(found)
-
-
-def tower_gains(
-    spec: VisionSpec, entries: Sequence[Entry], grids: Mapping[str, Sequence[Sequence[int]]], dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, list[float]]:  # fmt: skip
-    """By workload, how many times as long the whole tower takes by the heuristics alone as with `entries`, interleaved
-    graph replays, a number a round. Workloads for which both choose the same are left out."""
-    target, names, found = Target.of(device), plain_names(spec), dict[str, list[float]]()
-    shapes = dict(parameter_shapes(names, spec)) | dict(buffer_shapes(names, spec))
-
-    def source(name: str) -> torch.Tensor:
-        bound = {"_min": -1e4, "_max": 1e4}.get(name[-4:])
-        random = torch.randn(shapes[name], dtype=dtype, device=device).mul_(0.02)
-        return random if bound is None else random.fill_(bound)
-
-    weights = prepare(spec, names, source)
-    for name, grid in grids.items():
-        items = [Item(*row) for row in grid]
-        rows = sum(item.tokens for item in items)
-        plans = {"heuristics": plan_for(spec, rows, dtype, target, Table())}
-        plans["tuned"] = plan_for(spec, rows, dtype, target, table_of(entries))
-        if plans["heuristics"] == plans["tuned"]:
-            continue
-        contenders = []
-        for which, plan in plans.items():
-            buffers = allocate(spec, Capacity.of(items, plan.layout(spec)), dtype, device)
-            buffers.pixels.normal_()
-            buffers.grid.copy_(torch.tensor([list(row) for row in grid], dtype=torch.int32))
-            run = functools.partial(encode, spec, weights, buffers, ops_for(device), plan)
-            contenders.append(Contender(which, captured(lambda i, run=run: run(), 1, device), "gpu"))  # type: ignore[misc]
-        for _ in range(ROUNDS):
-            ms = {who: statistics.median(times) for who, times in interleaved(contenders, device, ROUND_S).items()}
-            found.setdefault(name, []).append(ms["heuristics"] / ms["tuned"])
-    return found
-
-
-def worth_it(gains: Mapping[str, Sequence[float]]) -> bool:
-    """Whether a tower is faster by more than `WORTH`, in geometric mean over workloads, in every round."""
-    return bool(gains) and all(
-        statistics.geometric_mean(ratios) > 1 + WORTH for ratios in zip(*gains.values(), strict=True)
-    )

@@ -13,12 +13,14 @@ from rich.table import Table
 from fusedvit import __version__
 from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.bench.tuning import candidates as tune_candidates
+from fusedvit.bench.tuning import in_tower
 from fusedvit.bench.tuning import tuner as tune
 from fusedvit.bench.tuning.candidates import TuningTask
 from fusedvit.bench.workloads import WORKLOADS
 from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown, refuse_unwritable
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
+from fusedvit.kernels.tuning_table import Entry
 from fusedvit.runtime.compile_worker import most_children
 
 CPU_NAME = "CPU"
@@ -71,45 +73,44 @@ def _prove(
     tuner: tune.Tuner, items: list[TuningTask], names: tuple[str, ...], path: Path, passport: dict[str, Any],
     console: Console,
 ) -> dict[str, Any]:  # fmt: skip
-    """Times whole towers, and writes the entries of those that gain; `names`: of the towers that are timed."""
-    gains = {name: _gains(name, tuner, items) for name in names}
-    refused = [name for name in gains if not tune.worth_it(gains[name])]
-    kept = [item for item in items if not names or _name_of(item, names) not in refused]
+    """Times whole towers, and writes the entries that make one faster; `names`: of the towers that are timed."""
+    entries, gains = tuner.entries(items), dict[str, dict[str, list[float]]]()
+    if names:
+        found = {name: _of_tower(name, tuner, items) for name in names}
+        gains = {name: of for name, (_, of) in found.items()}
+        entries = [entry for kept, of in found.values() if in_tower.worth_it(of) for entry in kept]
+    refused = [name for name, of in gains.items() if not in_tower.worth_it(of)]
     _show_gains(gains, console)
-    _write(path, passport, tuner, items, kept, console)
-    return {"entries": tuner.entries(kept), "gains": gains, "refused": refused}
+    _write(path, passport, tuner, items, entries, console)
+    return {"entries": entries, "gains": gains, "refused": refused}
 
 
-def _name_of(item: TuningTask, names: tuple[str, ...]) -> str:
-    """The first tower that has this operation."""
-    return next(name for name in names if spec_of(GEOMETRIES[name]) == item.spec)
-
-
-def _gains(name: str, tuner: tune.Tuner, items: list[TuningTask]) -> dict[str, list[float]]:
-    """Of a whole tower, by what was found for it."""
+def _of_tower(name: str, tuner: tune.Tuner, items: list[TuningTask]) -> tuple[list[Entry], dict[str, list[float]]]:
+    """Entries that make a tower faster at their budgets, and what they give on the workloads."""
     spec = spec_of(GEOMETRIES[name])
     entries = tuner.entries([item for item in items if item.spec == spec])
     if not entries:
-        return {}
-    with torch.inference_mode():
+        return [], {}
+    with torch.inference_mode(), progress_bar() as step:
+        tower = in_tower.WholeTower(spec, tuner.dtype, tuner.device)
+        kept = in_tower.proven(tower, entries, step)
         grids = {workload: GEOMETRIES[name].rows(list(grid)) for workload, grid in WORKLOADS.items()}
-        return tune.tower_gains(spec, entries, grids, tuner.dtype, tuner.device)
+        return kept, in_tower.tower_gains(tower, kept, grids)
 
 
 def _show_gains(gains: dict[str, dict[str, list[float]]], console: Console) -> None:
     for name, of in gains.items():
         rounds = [statistics.geometric_mean(ratios) for ratios in zip(*of.values(), strict=True)]
         mean = ", ".join(f"{ratio:.3f}" for ratio in rounds) or "no other choice at any workload"
-        verdict = "kept" if tune.worth_it(of) else f"refused: less than {tune.WORTH:.0%} in every round"
+        verdict = "kept" if in_tower.worth_it(of) else f"refused: less than {in_tower.WORTH:.0%} in every round"
         console.print(f"{name}, whole tower, heuristics over tuned, round by round: {mean}: {verdict}", highlight=False)
 
 
 def _write(
-    path: Path, passport: dict[str, Any], tuner: tune.Tuner, items: list[TuningTask], kept: list[TuningTask],
+    path: Path, passport: dict[str, Any], tuner: tune.Tuner, items: list[TuningTask], entries: list[Entry],
     console: Console,
 ) -> None:  # fmt: skip
-    """Writes the table of what is kept, over one that is there."""
-    entries = tuner.entries(kept)
+    """Writes the table of `entries`, over one that is there."""
     if entries or path.exists():
         tuning_table.write(path, passport, entries, [item.task.key for item in items if tuner.log.decided(item)])
     decided = [tuner.log.decided(item) for item in items]

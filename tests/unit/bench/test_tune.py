@@ -18,6 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 from fusedvit.bench import ops  # noqa: E402
 from fusedvit.bench.towers import GEOMETRIES, shallow, spec_of  # noqa: E402
 from fusedvit.bench.tuning import candidates as tune_candidates  # noqa: E402
+from fusedvit.bench.tuning import in_tower  # noqa: E402
 from fusedvit.bench.tuning import tuner as tune  # noqa: E402
 from fusedvit.bench.tuning.candidates import Candidate, TuningTask, in_waves, tuning_tasks  # noqa: E402
 from fusedvit.cli import tune as cli_tune  # noqa: E402
@@ -375,16 +376,17 @@ def test_the_commands_dry_run_and_refusals(words: str, code: int, said: list[str
     ],
 )
 def test_a_table_is_worth_it_if_whole_towers_are_faster_in_every_round(gains: Any, worth: bool) -> None:
-    assert tune.worth_it(gains) == worth
+    assert in_tower.worth_it(gains) == worth
 
 
 def test_whole_towers_are_timed_where_choices_differ() -> None:
     spec = spec_of(GEOMETRIES["tiny"])
     qkv = next(q.task.key for q in tuning_tasks([spec], (64,), FP32) if q.task.name == "qkv")
     entries = [tuning_table.entry_of(qkv, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
-    found = tune.tower_gains(spec, entries, {"one": [(1, 8, 8)], "other": [(1, 32, 32)]}, FP32, CPU)
-    assert list(found) == ["one"] and len(found["one"]) == tune.ROUNDS and all(0.1 < r < 10 for r in found["one"])
-    assert tune.table_of(entries).entries == {qkv: LinearConfig(32, 32, 32, 4, 2)}
+    tower = in_tower.WholeTower(spec, FP32, CPU)
+    found = in_tower.tower_gains(tower, entries, {"one": [(1, 8, 8)], "other": [(1, 32, 32)]})
+    assert list(found) == ["one"] and len(found["one"]) == in_tower.ROUNDS and all(0.1 < r < 10 for r in found["one"])
+    assert in_tower.table_of(entries).entries == {qkv: LinearConfig(32, 32, 32, 4, 2)}
 
 
 @pytest.mark.parametrize("name", ["Gemma-4-E4B", "GLM-5.3-Flash", "Qwen2.5-VL-7B"])
@@ -393,18 +395,18 @@ def test_whole_towers_of_every_kind_are_timed(name: str, monkeypatch: pytest.Mon
     spec, grid = spec_of(geometry), geometry.rows([(1, 6, 6)])
     proj = next(q.task.key for q in tuning_tasks([spec], (64,), FP32) if q.task.name == "proj")
     entries = [tuning_table.entry_of(proj, LinearConfig(32, 32, 32, 4, 2), us=1.0)]
-    monkeypatch.setattr(tune, "ROUND_S", 0.01)
+    monkeypatch.setattr(in_tower, "ROUND_S", 0.01)
     with torch.inference_mode():
-        assert list(tune.tower_gains(spec, entries, {"one": grid}, FP32, CPU)) == ["one"]
+        tower = in_tower.WholeTower(spec, FP32, CPU)
+        assert list(in_tower.tower_gains(tower, entries, {"one": grid})) == ["one"]
 
 
-def test_what_gains_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gains_nothing_is_refused(tmp_path: Path) -> None:
     tuner = tune.Tuner(CPU, FP32, tune.Log(None, {}), lambda pairs: iter(()))
     items, console = tuning_tasks([QWEN3_VL_8B], (256,), FP32), cli_tune.Console(quiet=True)
     entry = tuning_table.entry_of(items[0].task.key, LinearConfig(32, 32, 32, 4, 2))
-    monkeypatch.setattr(tuner, "entries", lambda kept: [entry] if kept else [])
     passport = tuning_table.passport("CPU", "0")
     cli_tune._write(tmp_path / "t.json", passport, tuner, items, [], console)
     assert not (tmp_path / "t.json").exists()
-    cli_tune._write(tmp_path / "t.json", passport, tuner, items, items, console)
+    cli_tune._write(tmp_path / "t.json", passport, tuner, items, [entry], console)
     assert len(tuning_table.read(tmp_path / "t.json", "CPU").entries) == 1

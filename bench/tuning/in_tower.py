@@ -1,0 +1,163 @@
+"""Whether tuned choices make whole towers faster: each of them at its budget, and together on the nine workloads.
+
+What is faster alone may be slower between its neighbours, as a launch finds caches and SMs the way the one before left
+them. So a budget's entries are timed in graph replays of the whole tower: none of them, all of them, and all but one.
+"""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+
+import torch
+
+from fusedvit.bench.timing import Contender, captured, interleaved
+from fusedvit.kernels import backends, tuning_table
+from fusedvit.kernels.backends import Key
+from fusedvit.kernels.tile_configs import Target, budget
+from fusedvit.kernels.tuning_table import Entry, Table
+from fusedvit.model.buffers import Capacity, allocate
+from fusedvit.model.encoder import encode
+from fusedvit.model.items import Item
+from fusedvit.model.ops import ops_for
+from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
+from fusedvit.model.plan import EncoderPlan, plan_for, tasks
+from fusedvit.model.prepare_weights import prepare
+from fusedvit.model.spec import VisionSpec
+
+LEAST = 0.003  # of a tower's time at a budget, that an entry must save: it is a kernel to compile
+WORTH = 0.01  # of its time on the workloads, that its entries must gain in every round
+ROUNDS, ROUND_S, BUDGET_S = 2, 1.5, 0.4
+LARGEST_IMAGE, FRAME = 16384, 784  # patches: of what fills a budget; larger ones are filled by frames
+HEURISTICS, TUNED = "heuristics", "tuned"
+
+
+class WholeTower:
+    """A tower with random weights, and times of its graph replays by plan."""
+
+    def __init__(self, spec: VisionSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, device
+        names = plain_names(spec)
+        shapes = dict(parameter_shapes(names, spec)) | dict(buffer_shapes(names, spec))
+
+        def source(name: str) -> torch.Tensor:
+            bound = {"_min": -1e4, "_max": 1e4}.get(name[-4:])
+            random = torch.randn(shapes[name], dtype=dtype, device=device).mul_(0.02)
+            return random if bound is None else random.fill_(bound)
+
+        self._weights = prepare(spec, names, source)
+
+    def plan(self, rows: int, entries: Sequence[Entry]) -> EncoderPlan:
+        """The plan of `rows` patch tokens by `entries`, and by the heuristics where these say nothing."""
+        return plan_for(self.spec, rows, self.dtype, Target.of(self.device), table_of(entries))
+
+    def ms(self, items: Sequence[Item], plans: Mapping[str, EncoderPlan], seconds: float) -> dict[str, list[float]]:
+        """Milliseconds of a replay for `items` by each plan, interleaved, a median a round; a round takes `seconds`."""
+        contenders = [Contender(name, self._replay(items, plan), "gpu") for name, plan in plans.items()]
+        rounds = [interleaved(contenders, self.device, seconds) for _ in range(ROUNDS)]
+        return {name: [statistics.median(times[name]) for times in rounds] for name in plans}
+
+    def _replay(self, items: Sequence[Item], plan: EncoderPlan) -> Callable[[], object]:
+        buffers = allocate(self.spec, Capacity.of(items, plan.layout(self.spec)), self.dtype, self.device)
+        buffers.pixels.normal_()
+        buffers.grid.copy_(torch.tensor([list(item) for item in items], dtype=torch.int32))
+        run = functools.partial(encode, self.spec, self._weights, buffers, ops_for(self.device), plan)
+        return captured(lambda _: run(), 1, self.device)
+
+
+def proven(
+    tower: WholeTower, entries: Sequence[Entry], step: Callable[[str, int, int], None] = lambda text, done, total: None
+) -> list[Entry]:
+    """Of `entries` those without which the tower takes more than `LEAST` longer at their budget, in every round.
+
+    Args:
+        step: is told (what, how many budgets are done, of how many).
+    """
+    budgets, kept = _by_budget(tower, entries), list[Entry]()
+    for done, (rows, of) in enumerate(sorted(budgets.items())):
+        step(f"whole tower, {rows} patches", done, len(budgets))
+        kept += _proven_at(tower, rows, of)
+    return kept
+
+
+def _by_budget(tower: WholeTower, entries: Sequence[Entry]) -> dict[int, dict[str, Entry]]:
+    """Entries by the budget's patch tokens, and by operation."""
+    found: dict[int, dict[str, Entry]] = {}
+    by_key = {key_of(entry): entry for entry in entries}
+    per = tower.spec.merge_unit
+    for rows in sorted({budget(at) for key in by_key for at in (key.rows, key.rows * per)}):
+        of = {task.name: by_key[task.key] for task in tasks(tower.spec, rows, tower.dtype) if task.key in by_key}
+        if of:
+            found[rows] = of
+    return found
+
+
+def _proven_at(tower: WholeTower, rows: int, of: Mapping[str, Entry]) -> list[Entry]:
+    items = [content_of(tower.spec, rows)]
+    sets: dict[str, list[Entry]] = {HEURISTICS: [], TUNED: [*of.values()]}
+    if len(of) > 1:
+        sets |= {name: [entry for other, entry in of.items() if other != name] for name in of}
+    ms = _timed(tower, rows, items, sets)
+    needed = [entry for name, entry in of.items() if _saves(ms.get(name, ms[HEURISTICS]), ms[TUNED])]
+    if 0 < len(needed) < len(of):
+        ms = _timed(tower, rows, items, {HEURISTICS: [], TUNED: needed})
+    return needed if _saves(ms[HEURISTICS], ms[TUNED]) else []
+
+
+def _timed(
+    tower: WholeTower, rows: int, items: Sequence[Item], sets: Mapping[str, Sequence[Entry]]
+) -> dict[str, list[float]]:
+    return tower.ms(items, {name: tower.plan(rows, entries) for name, entries in sets.items()}, BUDGET_S)
+
+
+def _saves(without: Sequence[float], using: Sequence[float]) -> bool:
+    return all(a > (1 + LEAST) * b for a, b in zip(without, using, strict=True))
+
+
+def content_of(spec: VisionSpec, rows: int) -> Item:
+    """An image that nearly fills a budget of `rows` patch tokens; of a large budget frames of a video."""
+    frames = 1 if rows <= LARGEST_IMAGE else rows // FRAME
+    h = max(math.isqrt(rows // frames) // spec.merge_size, 1) * spec.merge_size
+    w = max(rows // frames // h // spec.merge_size, 1) * spec.merge_size
+    return Item(frames, h, w)
+
+
+def key_of(entry: Entry) -> Key:
+    """What an entry was tuned for."""
+    return Key(**{f.name: entry[f.name] for f in fields(Key)})
+
+
+def table_of(entries: Sequence[Entry]) -> Table:
+    """What `entries` say, whatever tables there are."""
+    found = {}
+    for entry in entries:
+        key = key_of(entry)
+        backend = backends.backend_named(key.op, entry["backend"])
+        assert backend is not None, f"an entry of {entry['backend']}, which is no backend of {key.op}"
+        found[key] = tuning_table.config_of(backend, entry["config"], "new entry")
+    return Table(found)
+
+
+def tower_gains(
+    tower: WholeTower, entries: Sequence[Entry], grids: Mapping[str, Sequence[Sequence[int]]]
+) -> dict[str, list[float]]:
+    """By workload, how many times as long the whole tower takes by the heuristics alone as with `entries`, interleaved
+    graph replays, a number a round. Workloads for which both choose the same are left out."""
+    found = dict[str, list[float]]()
+    for name, grid in grids.items():
+        items = [Item(*row) for row in grid]
+        rows = sum(item.tokens for item in items)
+        plans = {HEURISTICS: tower.plan(rows, []), TUNED: tower.plan(rows, entries)}
+        if plans[HEURISTICS] == plans[TUNED]:
+            continue
+        ms = tower.ms(items, plans, ROUND_S)
+        found[name] = [a / b for a, b in zip(ms[HEURISTICS], ms[TUNED], strict=True)]
+    return found
+
+
+def worth_it(gains: Mapping[str, Sequence[float]]) -> bool:
+    """Whether a tower is faster by more than `WORTH`, in geometric mean over workloads, in every round."""
+    return bool(gains) and all(
+        statistics.geometric_mean(ratios) > 1 + WORTH for ratios in zip(*gains.values(), strict=True)
+    )
