@@ -21,6 +21,7 @@ from fusedvit.bench.records import ROOT
 from fusedvit.bench.tables import HEADLINE, Table
 
 RESULTS = ROOT / "bench" / "results"
+BENCH_H100 = "h100-bench.json"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
 PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
 TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
@@ -84,6 +85,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
         ),
     ),
     "towers": (((BENCH,), lambda found: _towers(found, swept=False)),),
+    "towers-h100": (((BENCH_H100,), lambda found: _towers(found, swept=False)),),
     "sweep": (((SWEEP,), lambda found: _towers(found, swept=True)),),
     "operations": (
         ((KERNELS,), lambda found: tables.gemm_table(found["rows"])),

@@ -13,6 +13,7 @@ from dataclasses import fields
 import torch
 
 from fusedvit.bench.timing import Contender, captured, interleaved
+from fusedvit.graphs.side_stream import CapturedSideStream
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.tile_configs import Target, budget
@@ -20,6 +21,7 @@ from fusedvit.kernels.tuning_table import Entry, Table
 from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
+from fusedvit.model.merger_overlap import IN_LINE, SideStream
 from fusedvit.model.ops import ops_for
 from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
 from fusedvit.model.plan import EncoderPlan, plan_for, tasks
@@ -47,6 +49,7 @@ class WholeTower:
             return random if bound is None else random.fill_(bound)
 
         self._weights = prepare(spec, names, source)
+        self._side: SideStream = CapturedSideStream(device) if device.type == "cuda" else IN_LINE
 
     def plan(self, rows: int, entries: Sequence[Entry]) -> EncoderPlan:
         """The plan of `rows` patch tokens by `entries`, and by the heuristics where these say nothing."""
@@ -62,7 +65,7 @@ class WholeTower:
         buffers = allocate(self.spec, Capacity.of(items, plan.layout(self.spec)), self.dtype, self.device)
         buffers.pixels.normal_()
         buffers.grid.copy_(torch.tensor([list(item) for item in items], dtype=torch.int32))
-        run = functools.partial(encode, self.spec, self._weights, buffers, ops_for(self.device), plan)
+        run = functools.partial(encode, self.spec, self._weights, buffers, ops_for(self.device), plan, self._side)
         return captured(lambda _: run(), 1, self.device)
 
 

@@ -19,7 +19,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,8 @@ class Tuner:
         keep: is given entries and the keys that were decided, every `KEEP_S` and at the end, however the run ends.
         deadline: on `time.monotonic`'s clock.
         thorough: time all candidates, not the shortlist.
+        only: names of compilations, outside which nothing is tried but the heuristic's choice and the table's entry;
+            None for any.
     """
 
     device: torch.device
@@ -142,6 +144,7 @@ class Tuner:
     keep: Callable[[list[Entry], list[Key]], None] = lambda entries, decided: None
     deadline: float = float("inf")
     thorough: bool = False
+    only: Collection[str] | None = None
 
     def run(self, *waves: Sequence[TuningTask]) -> list[Entry]:
         """The table's entries for the tasks that there was time for, wave after wave."""
@@ -159,7 +162,8 @@ class Tuner:
     def proposed(self, item: TuningTask) -> list[Candidate]:
         """What is tried: the heuristic's choice first; the table's entry is always among them."""
         target = Target.of(self.device)
-        every = candidates(item, self.dtype, target)
+        own, *others = candidates(item, self.dtype, target)
+        every = [own, *(c for c in others if self.only is None or compilation(item, c) in self.only)]
         promising = every if self.thorough else shortlist(item, every, self.dtype, target)
         now = self.in_use(item)
         return promising if now is None else list(dict.fromkeys([*promising, now]))

@@ -171,13 +171,18 @@ def tune(
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Every candidate, not only those that the cost model thinks best.")
     ] = False,
+    new_kernels: Annotated[
+        bool, typer.Option(help="Also kernels that the tower would not compile without the table.")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="PATH", help="The table; else your own in the cache.")] = None,
     json: Json = None,
 ) -> None:
     """Find the fastest backend and tile of every operation on this GPU; the table is used from the next process on."""
-    options = {"tower": tower, "budget": budget, "operation": operation, "budget_minutes": budget_minutes}
-    run("tune", json, **options, jobs=jobs, thorough=thorough, dry_run=dry_run, out=out)
+    options: dict[str, Any] = {"tower": tower, "budget": budget, "operation": operation}
+    options |= {"budget_minutes": budget_minutes}
+    options |= {"jobs": jobs, "thorough": thorough, "new_kernels": new_kernels}
+    run("tune", json, **options, dry_run=dry_run, out=out)
 
 
 @app.command()

@@ -15,12 +15,14 @@ from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.bench.tuning import candidates as tune_candidates
 from fusedvit.bench.tuning import in_tower
 from fusedvit.bench.tuning import tuner as tune
-from fusedvit.bench.tuning.candidates import TuningTask
+from fusedvit.bench.tuning.candidates import Candidate, TuningTask
 from fusedvit.bench.workloads import WORKLOADS
 from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown, refuse_unwritable
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
+from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Entry
+from fusedvit.model.plan import heuristic
 from fusedvit.runtime.compile_worker import most_children
 
 CPU_NAME = "CPU"
@@ -34,6 +36,7 @@ def run(
     budget_minutes: float = 12.0,
     jobs: int | None = None,
     thorough: bool = False,
+    new_kernels: bool = True,
     dry_run: bool = False,
     out: Path | None = None,
     json: Any = None,
@@ -50,11 +53,11 @@ def run(
     path = out or tuning_table.user_folder() / tuning_table.file_name(gpu)
     if not dry_run:
         refuse_unwritable(path)
-    passport = tuning_table.passport(gpu, __version__)
-    log = tune.Log(path.with_suffix(".log.jsonl"), passport | {"thorough": thorough})
-    on_gpu = device.type == "cuda"
+    passport, on_gpu = tuning_table.passport(gpu, __version__), device.type == "cuda"
+    log = tune.Log(path.with_suffix(".log.jsonl"), passport | {"thorough": thorough, "new_kernels": new_kernels})
     check = tune_candidates.in_processes(jobs, dtype, device) if on_gpu else tune_candidates.here(dtype, device)
-    tuner = tune.Tuner(device, dtype, log, check, deadline=deadline, thorough=thorough)
+    only = None if new_kernels else _usual(names, dtype, Target.of(device))
+    tuner = tune.Tuner(device, dtype, log, check, deadline=deadline, thorough=thorough, only=only)
     items = [item for wave in waves for item in wave]
     compilations = {tune_candidates.compilation(item, c) for item in items for c in tuner.proposed(item)}
     console.print(f"{len(items)} operations, {len(compilations)} compilations", highlight=False)
@@ -127,6 +130,13 @@ def _waves(
     refuse_unknown(operations or [], dict.fromkeys(item.task.name for item in every), "--op")
     chosen = [item for item in every if not operations or item.task.name in operations]
     return tune_candidates.in_waves(chosen, most_used)
+
+
+def _usual(names: tuple[str, ...], dtype: torch.dtype, target: Target) -> set[str]:
+    """What the heuristics' choices compile, of whole towers at every budget."""
+    specs = [spec_of(GEOMETRIES[name]) for name in names]
+    every = tune_candidates.tuning_tasks(specs, tune_candidates.BUDGETS, dtype)
+    return {tune_candidates.compilation(item, Candidate.of(heuristic(item.task, dtype, target))) for item in every}
 
 
 def _names(asked: list[str]) -> tuple[str, ...]:

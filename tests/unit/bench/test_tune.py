@@ -1,11 +1,14 @@
 """The tuner on a CPU, where all candidates run as the reference: what is tried, checked, kept, resumed and written."""
 
+import gc
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from fusedvit.bench import ops  # noqa: E402
+from fusedvit.bench import ops, timing  # noqa: E402
 from fusedvit.bench.towers import GEOMETRIES, shallow, spec_of  # noqa: E402
 from fusedvit.bench.tuning import candidates as tune_candidates  # noqa: E402
 from fusedvit.bench.tuning import in_tower  # noqa: E402
@@ -387,6 +390,90 @@ def test_whole_towers_are_timed_where_choices_differ() -> None:
     found = in_tower.tower_gains(tower, entries, {"one": [(1, 8, 8)], "other": [(1, 32, 32)]})
     assert list(found) == ["one"] and len(found["one"]) == in_tower.ROUNDS and all(0.1 < r < 10 for r in found["one"])
     assert in_tower.table_of(entries).entries == {qkv: LinearConfig(32, 32, 32, 4, 2)}
+
+
+def entries_of(*names: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Entries of these operations of the tiny tower at 64 patches, and the operation of each configuration."""
+    every = [q for q in tuning_tasks([spec_of(GEOMETRIES["tiny"])], (64,), FP32) if q.task.name in names]
+    configs = {q.task.name: LinearConfig(32, 32, 32, 4, 2 + i) for i, q in enumerate(every)}
+    entries = [tuning_table.entry_of(q.task.key, configs[q.task.name]) for q in every]
+    return entries, {name: repr(config) for name, config in configs.items()}
+
+
+def kept_where(monkeypatch: pytest.MonkeyPatch, saved: dict[str, float]) -> list[str]:
+    """Operations whose entries are kept, where each saves so many of a tower's 100 ms."""
+    entries, names = entries_of(*saved)
+    asked: list[str] = []
+
+    def ms(tower: Any, items: Any, plans: dict[str, Any], seconds: float) -> dict[str, list[float]]:
+        asked.extend(plans)
+        return {who: [100.0 - sum(saved[name] for name, of in names.items() if of in repr(plan))] * 2
+                for who, plan in plans.items()}  # fmt: skip
+
+    monkeypatch.setattr(in_tower.WholeTower, "ms", ms)
+    tower = in_tower.WholeTower(spec_of(GEOMETRIES["tiny"]), FP32, CPU)
+    kept = in_tower.proven(tower, entries)
+    assert asked[:2] == [in_tower.HEURISTICS, in_tower.TUNED] or not asked
+    by_key = {in_tower.key_of(entry): entry for entry in kept}
+    return [name for name, of in names.items() if any(repr(c) == of for c in in_tower.table_of(kept).entries.values())
+            and len(by_key) == len(kept)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "saved, kept",
+    [
+        ({"qkv": 5.0, "proj": 1.0}, ["qkv", "proj"]),
+        ({"qkv": 5.0, "proj": 0.1}, ["qkv"]),  # too little for a kernel to compile
+        ({"qkv": 5.0, "proj": -2.0}, ["qkv"]),  # faster alone, and slower between its neighbours
+        ({"qkv": 0.2, "proj": 0.2}, []),
+        ({"qkv": 2.0}, ["qkv"]),
+        ({"qkv": -1.0}, []),
+        ({"merger_fc1": 3.0, "qkv": -1.0}, ["merger_fc1"]),  # whose rows are merged tokens
+    ],
+)
+def test_entries_are_proven_in_the_whole_tower(
+    monkeypatch: pytest.MonkeyPatch, saved: dict[str, float], kept: list[str]
+) -> None:
+    assert sorted(kept_where(monkeypatch, saved)) == sorted(kept)
+
+
+def test_what_fills_a_budget() -> None:
+    spec = spec_of(GEOMETRIES["Qwen3-VL-8B"])
+    for rows in tune_candidates.BUDGETS:
+        item = in_tower.content_of(spec, rows)
+        assert 0.9 * rows < item.tokens <= rows and not item.h % 2 and not item.w % 2, rows
+
+
+def test_a_captured_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator would give a graph's buffers to the next one, as nothing else holds them."""
+    monkeypatch.setattr(timing.torch, "cuda", mock.MagicMock())
+
+    class Buffers:
+        def run(self, index: int) -> None:
+            pass
+
+    buffers = Buffers()
+    alive = weakref.ref(buffers)
+    replay = timing.captured(buffers.run, 1, torch.device("cuda"))
+    del buffers
+    gc.collect()
+    assert alive() is not None
+    replay()
+    del replay
+    gc.collect()
+    timing.torch.cuda.reset_mock()
+    assert alive() is None
+
+
+def test_without_new_kernels_only_what_the_tower_compiles_is_tried() -> None:
+    spec = spec_of(GEOMETRIES["Qwen3-VL-8B"])
+    item = next(q for q in tuning_tasks([spec], (832,), BF16) if q.task.name == "fc2")
+    free = tuner()
+    free.dtype = BF16
+    bound = tuner(only=cli_tune._usual(("Qwen3-VL-8B",), BF16, Target.of(CPU)))
+    bound.dtype = BF16
+    some, every = ([tune_candidates.compilation(item, c) for c in t.proposed(item)] for t in (bound, free))
+    assert some[0] == every[0] and set(some) <= bound.only | {some[0]} and not set(every) <= bound.only
 
 
 @pytest.mark.parametrize("name", ["Gemma-4-E4B", "GLM-5.3-Flash", "Qwen2.5-VL-7B"])
