@@ -62,7 +62,9 @@ class WholeTower:
         return {name: [statistics.median(times[name]) for times in rounds] for name in plans}
 
     def _replay(self, items: Sequence[Item], plan: EncoderPlan) -> Callable[[], object]:
-        buffers = allocate(self.spec, Capacity.of(items, plan.layout(self.spec)), self.dtype, self.device)
+        capacity = Capacity.of(items, plan.layout(self.spec))
+        room = len(plan.overlapped), capacity.tokens  # without it mergers run in line, on few SMs
+        buffers = allocate(self.spec, capacity, self.dtype, self.device, overlap=room)
         buffers.pixels.normal_()
         buffers.grid.copy_(torch.tensor([list(item) for item in items], dtype=torch.int32))
         run = functools.partial(encode, self.spec, self._weights, buffers, ops_for(self.device), plan, self._side)

@@ -30,7 +30,7 @@ from fusedvit.kernels import tuning_table  # noqa: E402
 from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates  # noqa: E402
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
-from fusedvit.model.plan import choose  # noqa: E402
+from fusedvit.model.plan import choose, plan_for  # noqa: E402
 from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -435,6 +435,21 @@ def test_entries_are_proven_in_the_whole_tower(
     monkeypatch: pytest.MonkeyPatch, saved: dict[str, float], kept: list[str]
 ) -> None:
     assert sorted(kept_where(monkeypatch, saved)) == sorted(kept)
+
+
+def test_overlapped_mergers_are_timed_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = in_tower.WholeTower.__new__(in_tower.WholeTower)
+    tower.spec, tower.dtype, tower.device = spec_of(GEOMETRIES["Qwen3-VL-8B"]), BF16, CPU
+    tower._weights, tower._side = mock.Mock(), mock.Mock()
+    made, ran = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(in_tower, "allocate", made)
+    monkeypatch.setattr(in_tower, "encode", ran)
+    layout = plan_for(tower.spec, 196, BF16, Target(), tuning_table.Table()).layout
+    for mergers in ((0, 1, 2), ()):
+        plan = mock.Mock(overlapped=mergers, layout=layout)
+        tower._replay([in_tower.content_of(tower.spec, 196)], plan)()
+        assert made.call_args.kwargs["overlap"] == (len(mergers), 196)
+        assert ran.call_args.args[-2:] == (plan, tower._side)
 
 
 def test_what_fills_a_budget() -> None:
