@@ -31,7 +31,7 @@ from fusedvit.model.spec import VisionSpec
 LEAST = 0.003  # of a tower's time at a budget, that an entry must save: it is a kernel to compile
 WORTH = 0.01  # of its time on the workloads, that its entries must gain in every round
 ROUNDS, ROUND_S, BUDGET_S = 2, 1.5, 0.4
-LARGEST_IMAGE, FRAME = 16384, 784  # patches: of what fills a budget; larger ones are filled by frames
+LARGEST_IMAGE, FRAME = 8192, 784  # patches: of what fills a budget; larger ones have both, for both lists of frames
 HEURISTICS, TUNED = "heuristics", "tuned"
 
 
@@ -79,27 +79,31 @@ def proven(
     Args:
         step: is told (what, how many budgets are done, of how many).
     """
-    budgets, kept = _by_budget(tower, entries), list[Entry]()
+    budgets, kept = _by_budget(tower.spec, tower.dtype, entries), list[Entry]()
     for done, (rows, of) in enumerate(sorted(budgets.items())):
         step(f"whole tower, {rows} patches", done, len(budgets))
         kept += _proven_at(tower, rows, of)
     return kept
 
 
-def _by_budget(tower: WholeTower, entries: Sequence[Entry]) -> dict[int, dict[str, Entry]]:
+def entries_of(spec: VisionSpec, dtype: torch.dtype, entries: Sequence[Entry]) -> list[Entry]:
+    """Those of `entries` that are of a tower's operations."""
+    return [entry for of in _by_budget(spec, dtype, entries).values() for entry in of.values()]
+
+
+def _by_budget(spec: VisionSpec, dtype: torch.dtype, entries: Sequence[Entry]) -> dict[int, dict[str, Entry]]:
     """Entries by the budget's patch tokens, and by operation."""
     found: dict[int, dict[str, Entry]] = {}
     by_key = {key_of(entry): entry for entry in entries}
-    per = tower.spec.merge_unit
-    for rows in sorted({budget(at) for key in by_key for at in (key.rows, key.rows * per)}):
-        of = {task.name: by_key[task.key] for task in tasks(tower.spec, rows, tower.dtype) if task.key in by_key}
+    for rows in sorted({budget(at) for key in by_key for at in (key.rows, key.rows * spec.merge_unit)}):
+        of = {task.name: by_key[task.key] for task in tasks(spec, rows, dtype) if task.key in by_key}
         if of:
             found[rows] = of
     return found
 
 
 def _proven_at(tower: WholeTower, rows: int, of: Mapping[str, Entry]) -> list[Entry]:
-    items = [content_of(tower.spec, rows)]
+    items = content_of(tower.spec, rows)
     sets: dict[str, list[Entry]] = {HEURISTICS: [], TUNED: [*of.values()]}
     if len(of) > 1:
         sets |= {name: [entry for other, entry in of.items() if other != name] for name in of}
@@ -120,12 +124,21 @@ def _saves(without: Sequence[float], using: Sequence[float]) -> bool:
     return all(a > (1 + LEAST) * b for a, b in zip(without, using, strict=True))
 
 
-def content_of(spec: VisionSpec, rows: int) -> Item:
-    """An image that nearly fills a budget of `rows` patch tokens; of a large budget frames of a video."""
-    frames = 1 if rows <= LARGEST_IMAGE else rows // FRAME
-    h = max(math.isqrt(rows // frames) // spec.merge_size, 1) * spec.merge_size
-    w = max(rows // frames // h // spec.merge_size, 1) * spec.merge_size
-    return Item(frames, h, w)
+def content_of(spec: VisionSpec, rows: int) -> list[Item]:
+    """What nearly fills a budget of `rows` patch tokens, and falls into no smaller one: an image; in a large budget an
+    image of half of it, and frames of a video."""
+    frames = rows // 2 // FRAME if rows > LARGEST_IMAGE else 0
+    video = [_largest(spec, frames, FRAME, lambda item: True)] if frames else []
+    left = rows - sum(item.tokens for item in video)
+    return [_largest(spec, 1, left, lambda item: budget(rows - left + item.tokens) == rows), *video]
+
+
+def _largest(spec: VisionSpec, frames: int, patches: int, fits: Callable[[Item], bool]) -> Item:
+    """The item of `frames` frames of at most `patches` each that fits, as square as can be; else the largest."""
+    unit = spec.merge_size
+    heights = range(max(math.isqrt(patches) // unit, 1), max(math.isqrt(patches) // unit // 3, 0), -1)
+    found = [Item(frames, unit * h, unit * max(patches // (unit * unit * h), 1)) for h in heights]
+    return next(filter(fits, found), max(found, key=lambda item: item.tokens))
 
 
 def key_of(entry: Entry) -> Key:
@@ -162,7 +175,6 @@ def tower_gains(
 
 
 def worth_it(gains: Mapping[str, Sequence[float]]) -> bool:
-    """Whether a tower is faster by more than `WORTH`, in geometric mean over workloads, in every round."""
-    return bool(gains) and all(
-        statistics.geometric_mean(ratios) > 1 + WORTH for ratios in zip(*gains.values(), strict=True)
-    )
+    """Whether a tower is faster by more than `WORTH`, in geometric mean over workloads, in every round. Where none of
+    them runs at a budget that has entries, what was proven at its budget is."""
+    return all(statistics.geometric_mean(ratios) > 1 + WORTH for ratios in zip(*gains.values(), strict=True))

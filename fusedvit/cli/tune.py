@@ -22,7 +22,7 @@ from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Entry
-from fusedvit.model.plan import heuristic
+from fusedvit.model.plan import chosen_for, tasks
 from fusedvit.runtime.compile_worker import most_children
 
 CPU_NAME = "CPU"
@@ -76,37 +76,39 @@ def _prove(
     tuner: tune.Tuner, items: list[TuningTask], names: tuple[str, ...], path: Path, passport: dict[str, Any],
     console: Console,
 ) -> dict[str, Any]:  # fmt: skip
-    """Times whole towers, and writes the entries that make one faster; `names`: of the towers that are timed."""
-    entries, gains = tuner.entries(items), dict[str, dict[str, list[float]]]()
-    if names:
-        found = {name: _of_tower(name, tuner, items) for name in names}
-        gains = {name: of for name, (_, of) in found.items()}
-        entries = [entry for kept, of in found.values() if in_tower.worth_it(of) for entry in kept]
-    refused = [name for name, of in gains.items() if not in_tower.worth_it(of)]
-    _show_gains(gains, console)
+    """Times whole towers, and writes the entries that make them faster: each in every tower that has its operation.
+
+    Args:
+        names: of the towers that are timed.
+    """
+    entries, gains, refused = tuner.entries(items), dict[str, dict[str, list[float]]](), list[str]()
+    for name in names:
+        own = in_tower.entries_of(spec_of(GEOMETRIES[name]), tuner.dtype, entries)
+        kept, gains[name] = _of_tower(name, tuner, own)
+        if not in_tower.worth_it(gains[name]):
+            kept = []
+        entries = [entry for entry in entries if entry in kept or entry not in own]
+        refused += [name] if own and not kept else []
+        _show_gain(name, gains[name], f"{len(kept)} of {len(own)} entries kept", console)
     _write(path, passport, tuner, items, entries, console)
     return {"entries": entries, "gains": gains, "refused": refused}
 
 
-def _of_tower(name: str, tuner: tune.Tuner, items: list[TuningTask]) -> tuple[list[Entry], dict[str, list[float]]]:
-    """Entries that make a tower faster at their budgets, and what they give on the workloads."""
-    spec = spec_of(GEOMETRIES[name])
-    entries = tuner.entries([item for item in items if item.spec == spec])
+def _of_tower(name: str, tuner: tune.Tuner, entries: list[Entry]) -> tuple[list[Entry], dict[str, list[float]]]:
+    """Those of a tower's `entries` that make it faster at their budgets, and what they give on the workloads."""
     if not entries:
         return [], {}
     with torch.inference_mode(), progress_bar() as step:
-        tower = in_tower.WholeTower(spec, tuner.dtype, tuner.device)
+        tower = in_tower.WholeTower(spec_of(GEOMETRIES[name]), tuner.dtype, tuner.device)
         kept = in_tower.proven(tower, entries, step)
         grids = {workload: GEOMETRIES[name].rows(list(grid)) for workload, grid in WORKLOADS.items()}
         return kept, in_tower.tower_gains(tower, kept, grids)
 
 
-def _show_gains(gains: dict[str, dict[str, list[float]]], console: Console) -> None:
-    for name, of in gains.items():
-        rounds = [statistics.geometric_mean(ratios) for ratios in zip(*of.values(), strict=True)]
-        mean = ", ".join(f"{ratio:.3f}" for ratio in rounds) or "no other choice at any workload"
-        verdict = "kept" if in_tower.worth_it(of) else f"refused: less than {in_tower.WORTH:.0%} in every round"
-        console.print(f"{name}, whole tower, heuristics over tuned, round by round: {mean}: {verdict}", highlight=False)
+def _show_gain(name: str, gains: dict[str, list[float]], verdict: str, console: Console) -> None:
+    rounds = [statistics.geometric_mean(ratios) for ratios in zip(*gains.values(), strict=True)]
+    mean = ", ".join(f"{ratio:.3f}" for ratio in rounds) or "no other choice at any workload"
+    console.print(f"{name}, whole tower, heuristics over tuned, round by round: {mean}: {verdict}", highlight=False)
 
 
 def _write(
@@ -133,10 +135,14 @@ def _waves(
 
 
 def _usual(names: tuple[str, ...], dtype: torch.dtype, target: Target) -> set[str]:
-    """What the heuristics' choices compile, of whole towers at every budget."""
-    specs = [spec_of(GEOMETRIES[name]) for name in names]
-    every = tune_candidates.tuning_tasks(specs, tune_candidates.BUDGETS, dtype)
-    return {tune_candidates.compilation(item, Candidate.of(heuristic(item.task, dtype, target))) for item in every}
+    """What whole towers compile by the heuristics alone, at every budget."""
+    found = set[str]()
+    for spec in [spec_of(GEOMETRIES[name]) for name in names]:
+        for rows in tune_candidates.BUDGETS:
+            launched = chosen_for(spec, rows, dtype, target, tuning_table.Table())
+            items = [TuningTask(task, spec) for task in tasks(spec, rows, dtype)]
+            found |= {tune_candidates.compilation(item, Candidate.of(launched[item.task.name][1])) for item in items}
+    return found
 
 
 def _names(asked: list[str]) -> tuple[str, ...]:

@@ -215,9 +215,12 @@ def chosen_for(
     """Key and configuration of each operation, for the arguments of `plan_for`."""
     table = tuning_table.table_for(target) if table is None else table
     chosen = {task.name: (task.key, choose(task, dtype, target, table)) for task in tasks(spec, tokens, dtype)}
-    most = SANDWICH_PDL_ROWS if spec.sandwich else {}
-    return {name: (key, _early(config) if budget(tokens) <= most.get(name, 0) else config)
-            for name, (key, config) in chosen.items()}  # fmt: skip
+    return {name: (key, as_launched(spec, name, budget(tokens), config)) for name, (key, config) in chosen.items()}
+
+
+def as_launched(spec: VisionSpec, name: str, rows: int, config: Any) -> Any:
+    """What a plan of `rows` patch tokens makes of a configuration that was chosen for the operation `name`."""
+    return _early(config) if spec.sandwich and rows <= SANDWICH_PDL_ROWS.get(name, 0) else config
 
 
 def _early(config: Any) -> Any:

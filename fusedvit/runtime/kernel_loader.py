@@ -202,16 +202,17 @@ class KernelLoader:
 
     def _load(self, runs: Collection[Run]) -> None:
         """Loads kernels of ready runs onto the current device, for as long as a call has time for it; a call that
-        loaded for a while captures nothing besides."""
-        begun = time.perf_counter()
+        loaded a graph's for a while captures nothing besides."""
+        begun, loads = time.perf_counter(), False
         for run in runs:
             kernels = self._unloaded.get(run, [])
+            loads |= bool(kernels) and run.graph
             while kernels:
                 if time.perf_counter() - begun > LOADING:
                     raise KernelsNotReady("")
                 with contextlib.suppress(TritonError, RuntimeError, IndexError):  # its launch says so, and to whom
                     _ = kernels.pop().run
-        if time.perf_counter() - begun > SOME_LOADING:
+        if loads and time.perf_counter() - begun > SOME_LOADING:
             raise KernelsNotReady("")
 
     def _ask_for(self, run: Run) -> None:

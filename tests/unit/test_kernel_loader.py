@@ -1,5 +1,6 @@
 """Which runs have their kernels: asked for by calls, compiled elsewhere, ready from then on."""
 
+import itertools
 import os
 import threading
 import time
@@ -196,6 +197,8 @@ def test_calls_load_kernels_for_a_short_time_each(compiler: FakeCompiler) -> Non
         assert refused(loader, graph(64)) == "" and len(loaded) == 3  # and what follows is left to the next call
         loader.need([graph(64)], wait=False)
     assert len(loaded) == 3
+    with mock.patch("fusedvit.runtime.kernel_loader.time.perf_counter", itertools.count().__next__):  # a slow thread
+        loader.need([graph(64)], wait=False)  # has nothing left to load
 
 
 def test_what_a_run_launches_is_listed_once(compiler: FakeCompiler) -> None:

@@ -30,7 +30,7 @@ from fusedvit.kernels import tuning_table  # noqa: E402
 from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates  # noqa: E402
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_gemm_config  # noqa: E402
 from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
-from fusedvit.model.plan import choose, plan_for  # noqa: E402
+from fusedvit.model.plan import as_launched, choose, plan_for  # noqa: E402
 from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -372,7 +372,7 @@ def test_the_commands_dry_run_and_refusals(words: str, code: int, said: list[str
 @pytest.mark.parametrize(
     "gains, worth",
     [
-        ({}, False),
+        ({}, True),  # no workload runs at a budget that has entries
         ({"a": [1.02, 1.02], "b": [1.01, 1.03]}, True),
         ({"a": [1.05, 1.0], "b": [1.05, 1.0]}, False),
         ({"a": [1.005, 1.005]}, False),
@@ -447,16 +447,20 @@ def test_overlapped_mergers_are_timed_on_a_stream_of_their_own(monkeypatch: pyte
     layout = plan_for(tower.spec, 196, BF16, Target(), tuning_table.Table()).layout
     for mergers in ((0, 1, 2), ()):
         plan = mock.Mock(overlapped=mergers, layout=layout)
-        tower._replay([in_tower.content_of(tower.spec, 196)], plan)()
+        tower._replay(in_tower.content_of(tower.spec, 196), plan)()
         assert made.call_args.kwargs["overlap"] == (len(mergers), 196)
         assert ran.call_args.args[-2:] == (plan, tower._side)
 
 
-def test_what_fills_a_budget() -> None:
-    spec = spec_of(GEOMETRIES["Qwen3-VL-8B"])
+@pytest.mark.parametrize("name", ["Qwen3-VL-8B", "Qwen2.5-VL-7B", "GLM-4.1V-9B", "Gemma-4-31B"])
+def test_what_fills_a_budget_falls_into_no_smaller_one(name: str) -> None:
+    spec = spec_of(GEOMETRIES[name])
     for rows in tune_candidates.BUDGETS:
-        item = in_tower.content_of(spec, rows)
-        assert 0.9 * rows < item.tokens <= rows and not item.h % 2 and not item.w % 2, rows
+        items = in_tower.content_of(spec, rows)
+        tokens = sum(item.tokens for item in items)
+        assert tokens <= rows and not any(item.h % spec.merge_size or item.w % spec.merge_size for item in items)
+        assert budget(tokens) == rows or rows % spec.merge_unit, (rows, items)
+        assert len(items) == 1 + (rows > in_tower.LARGEST_IMAGE)
 
 
 def test_a_captured_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,15 +484,60 @@ def test_a_captured_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -
     assert alive() is None
 
 
-def test_without_new_kernels_only_what_the_tower_compiles_is_tried() -> None:
-    spec = spec_of(GEOMETRIES["Qwen3-VL-8B"])
-    item = next(q for q in tuning_tasks([spec], (832,), BF16) if q.task.name == "fc2")
-    free = tuner()
-    free.dtype = BF16
-    bound = tuner(only=cli_tune._usual(("Qwen3-VL-8B",), BF16, Target.of(CPU)))
-    bound.dtype = BF16
-    some, every = ([tune_candidates.compilation(item, c) for c in t.proposed(item)] for t in (bound, free))
-    assert some[0] == every[0] and set(some) <= bound.only | {some[0]} and not set(every) <= bound.only
+@pytest.mark.parametrize("name", ["Qwen3-VL-8B", "Gemma-4-31B"])
+def test_without_new_kernels_only_what_the_tower_compiles_is_tried(on_hopper: None, name: str) -> None:
+    spec, target = spec_of(GEOMETRIES[name]), Target()
+    usual = cli_tune._usual((name,), BF16, target)
+    free, bound = tuner(), tuner(only=usual)
+    free.dtype = bound.dtype = BF16
+    items, new = tuning_tasks([spec], (256, 832, 4096), BF16), 0
+    for item in items:
+        for candidate in bound.proposed(item):
+            launched = as_launched(spec, item.task.name, item.task.key.rows, candidate.config)
+            assert tune_candidates.compilation(item, Candidate.of(launched)) in usual
+        new += len(free.proposed(item)) - len(bound.proposed(item))
+    assert new > 20
+
+
+KEPT = {"one": ["qkv", "proj"], "other": ["qkv"]}  # by tower, of the operations that they share
+
+
+@pytest.mark.parametrize(
+    "gains, left, refused",
+    [
+        ({"one": {"a": [1.1, 1.1]}, "other": {"a": [1.1, 1.1]}}, ["fc2", "qkv"], []),
+        ({"one": {"a": [1.1, 1.1]}, "other": {"a": [1.0, 1.1]}}, ["fc2"], ["other"]),
+        ({"one": {}, "other": {}}, ["fc2", "qkv"], []),  # at budgets of no workload
+    ],
+)
+def test_an_entry_is_kept_if_every_tower_that_has_it_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gains: Any, left: list[str], refused: list[str]
+) -> None:
+    entries, _ = entries_of("qkv", "proj", "fc2")
+    names = ["qkv", "proj", "fc2"]
+    named = dict(zip(names, sorted(entries, key=lambda e: names.index(operation_of(e))), strict=True))
+    monkeypatch.setattr(cli_tune, "GEOMETRIES", {name: GEOMETRIES["tiny"] for name in KEPT})
+    monkeypatch.setattr(in_tower, "entries_of", lambda spec, dtype, of: [e for e in of if e is not named["fc2"]])
+    asked: list[list[str]] = []
+
+    def of_tower(name: str, tuner: Any, own: list[Any]) -> Any:
+        asked.append([operation_of(entry) for entry in own])
+        return [entry for entry in own if operation_of(entry) in KEPT[name]], gains[name]
+
+    monkeypatch.setattr(cli_tune, "_of_tower", of_tower)
+    run = tuner()
+    monkeypatch.setattr(run, "entries", lambda items: entries)
+    passport = tuning_table.passport("CPU", "0")
+    found = cli_tune._prove(run, [], tuple(KEPT), tmp_path / "t.json", passport, cli_tune.Console(quiet=True))
+    assert sorted(map(operation_of, found["entries"])) == left and found["refused"] == refused
+    assert len(tuning_table.read(tmp_path / "t.json", "CPU").entries) == len(left)
+    assert sorted(asked[0]) == ["proj", "qkv"] and sorted(asked[1]) == ["proj", "qkv"]
+
+
+def operation_of(entry: dict[str, Any]) -> str:
+    """The tiny tower's operation at 64 patches that an entry is of."""
+    every = tuning_tasks([spec_of(GEOMETRIES["tiny"])], (64,), FP32)
+    return next(q.task.name for q in every if q.task.key == in_tower.key_of(entry))
 
 
 @pytest.mark.parametrize("name", ["Gemma-4-E4B", "GLM-5.3-Flash", "Qwen2.5-VL-7B"])
