@@ -136,7 +136,7 @@ def read(path: Path, gpu: str) -> Table:
     versions, entries, changed = document["passport"]["backends"], dict[Key, Any](), dict[str, str]()
     for i, entry in enumerate(document["entries"]):
         where = f"{path}: entry {i}"
-        key, backend = _key(entry, where), _backend(entry, where)
+        key, backend = key_of(entry, where), _backend(entry, where)
         if backend is None:
             continue
         if versions.get(backend.id) != backend.version:
@@ -159,7 +159,12 @@ def _document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _key(entry: Any, where: str) -> Key:
+def key_of(entry: Any, where: str) -> Key:
+    """What an entry was tuned for.
+
+    Raises:
+        TableError: a field that is missing or of another type; `where` the entry stands.
+    """
     key = Key(**{f.name: _member(entry, f.name, _TYPES[f.type], where) for f in fields(Key)})
     if key.dtype not in DTYPES:
         raise TableError(f"{where}: dtype must be one of {sorted(DTYPES)}, got {key.dtype!r}")
@@ -225,10 +230,10 @@ def write(path: Path, document_passport: dict[str, Any], entries: Sequence[Entry
     Entries of a table that is there already are kept if their backend still has the version that they were measured
     with, and their key is neither in `entries` nor in `decided` (a key whose heuristic choice is as fast now).
     """
-    kept = {_key(entry, str(path)): entry for entry in _valid_entries(path)}
+    kept = {key_of(entry, str(path)): entry for entry in _valid_entries(path)}
     for key in decided:
         kept.pop(key, None)
-    kept |= {_key(entry, "new entry"): entry for entry in entries}
+    kept |= {key_of(entry, "new entry"): entry for entry in entries}
     lines = ",\n".join("  " + json.dumps(entry) for entry in kept.values())
     text = f'{{\n "passport": {json.dumps(document_passport)},\n "entries": [\n{lines}\n ]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)

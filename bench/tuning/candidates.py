@@ -31,7 +31,7 @@ from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, cost_model
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
 from fusedvit.kernels.tile_configs import SMALLEST_BUDGET, Target, ladder
-from fusedvit.model.plan import Task, heuristic, tasks
+from fusedvit.model.plan import Task, as_launched, heuristic, tasks
 from fusedvit.model.spec import VisionSpec
 
 BUDGETS = tuple(ladder(256, 65536))  # patch tokens: the graphs' budgets from 256 on
@@ -136,6 +136,11 @@ def compilation(item: TuningTask, candidate: Candidate) -> str:
     kind = "" if key.op == backends.ATTENTION else f" {key.kind}"
     compiled = {name: value for name, value in asdict(candidate.config).items() if name not in AT_LAUNCH}
     return f"{key.op}{kind} {key.n} x {key.k} {key.dtype} {candidate.backend} {compiled}"
+
+
+def kernel_of(item: TuningTask, config: Any) -> str:
+    """`compilation` of what a plan makes of a configuration that is chosen for `item`."""
+    return compilation(item, Candidate.of(as_launched(item.spec, item.task.name, item.task.key.rows, config)))
 
 
 def contents_of(rows: int) -> tuple[int, int]:

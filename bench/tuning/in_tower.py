@@ -8,14 +8,12 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 
 import torch
 
 from fusedvit.bench.timing import Contender, captured, interleaved
 from fusedvit.graphs.side_stream import CapturedSideStream
 from fusedvit.kernels import backends, tuning_table
-from fusedvit.kernels.backends import Key
 from fusedvit.kernels.tile_configs import Target, budget
 from fusedvit.kernels.tuning_table import Entry, Table
 from fusedvit.model.buffers import Capacity, allocate
@@ -94,7 +92,7 @@ def entries_of(spec: VisionSpec, dtype: torch.dtype, entries: Sequence[Entry]) -
 def _by_budget(spec: VisionSpec, dtype: torch.dtype, entries: Sequence[Entry]) -> dict[int, dict[str, Entry]]:
     """Entries by the budget's patch tokens, and by operation."""
     found: dict[int, dict[str, Entry]] = {}
-    by_key = {key_of(entry): entry for entry in entries}
+    by_key = {tuning_table.key_of(entry, "new entry"): entry for entry in entries}
     for rows in sorted({budget(at) for key in by_key for at in (key.rows, key.rows * spec.merge_unit)}):
         of = {task.name: by_key[task.key] for task in tasks(spec, rows, dtype) if task.key in by_key}
         if of:
@@ -141,16 +139,11 @@ def _largest(spec: VisionSpec, frames: int, patches: int, fits: Callable[[Item],
     return next(filter(fits, found), max(found, key=lambda item: item.tokens))
 
 
-def key_of(entry: Entry) -> Key:
-    """What an entry was tuned for."""
-    return Key(**{f.name: entry[f.name] for f in fields(Key)})
-
-
 def table_of(entries: Sequence[Entry]) -> Table:
     """What `entries` say, whatever tables there are."""
     found = {}
     for entry in entries:
-        key = key_of(entry)
+        key = tuning_table.key_of(entry, "new entry")
         backend = backends.backend_named(key.op, entry["backend"])
         assert backend is not None, f"an entry of {entry['backend']}, which is no backend of {key.op}"
         found[key] = tuning_table.config_of(backend, entry["config"], "new entry")

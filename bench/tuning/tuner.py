@@ -36,13 +36,13 @@ from fusedvit.bench.tuning.candidates import (
     cases_of,
     compilation,
     contents_of,
+    kernel_of,
     shortlist,
 )
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Entry
-from fusedvit.model.plan import as_launched
 
 CHECKING = 0.6  # of the time, at most
 MARGIN = 0.02  # that another configuration must be faster by
@@ -163,18 +163,15 @@ class Tuner:
     def proposed(self, item: TuningTask) -> list[Candidate]:
         """What is tried: the heuristic's choice first; the table's entry is always among them."""
         target = Target.of(self.device)
-        every = candidates(item, self.dtype, target)
-        every = [every[0], *filter(functools.partial(self._may_be_tried, item), every[1:])]
-        promising = every if self.thorough else shortlist(item, every, self.dtype, target)
-        promising = [
-            c for c in promising if c == every[0] or self._may_be_tried(item, c)
-        ]  # plain Triton's is new there
+        every = self._allowed(item, candidates(item, self.dtype, target))
+        promising = every if self.thorough else self._allowed(item, shortlist(item, every, self.dtype, target))
         now = self.in_use(item)
         return promising if now is None else list(dict.fromkeys([*promising, now]))
 
-    def _may_be_tried(self, item: TuningTask, candidate: Candidate) -> bool:
-        launched = as_launched(item.spec, item.task.name, item.task.key.rows, candidate.config)
-        return self.only is None or compilation(item, Candidate.of(launched)) in self.only
+    def _allowed(self, item: TuningTask, proposed: list[Candidate]) -> list[Candidate]:
+        """The heuristic's choice, which is the first, and those of the others that may be tried."""
+        own, *others = proposed
+        return [own, *(c for c in others if self.only is None or kernel_of(item, c.config) in self.only)]
 
     def in_use(self, item: TuningTask) -> Candidate | None:
         """The entry of the table in use."""

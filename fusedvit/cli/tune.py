@@ -15,14 +15,14 @@ from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.bench.tuning import candidates as tune_candidates
 from fusedvit.bench.tuning import in_tower
 from fusedvit.bench.tuning import tuner as tune
-from fusedvit.bench.tuning.candidates import Candidate, TuningTask
+from fusedvit.bench.tuning.candidates import TuningTask
 from fusedvit.bench.workloads import WORKLOADS
 from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown, refuse_unwritable
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.kernels.tuning_table import Entry
-from fusedvit.model.plan import chosen_for, tasks
+from fusedvit.model.plan import heuristic
 from fusedvit.runtime.compile_worker import most_children
 
 CPU_NAME = "CPU"
@@ -136,13 +136,9 @@ def _waves(
 
 def _usual(names: tuple[str, ...], dtype: torch.dtype, target: Target) -> set[str]:
     """What whole towers compile by the heuristics alone, at every budget."""
-    found = set[str]()
-    for spec in [spec_of(GEOMETRIES[name]) for name in names]:
-        for rows in tune_candidates.BUDGETS:
-            launched = chosen_for(spec, rows, dtype, target, tuning_table.Table())
-            items = [TuningTask(task, spec) for task in tasks(spec, rows, dtype)]
-            found |= {tune_candidates.compilation(item, Candidate.of(launched[item.task.name][1])) for item in items}
-    return found
+    specs = [spec_of(GEOMETRIES[name]) for name in names]
+    every = tune_candidates.tuning_tasks(specs, tune_candidates.BUDGETS, dtype)
+    return {tune_candidates.kernel_of(item, heuristic(item.task, dtype, target)) for item in every}
 
 
 def _names(asked: list[str]) -> tuple[str, ...]:

@@ -414,7 +414,7 @@ def kept_where(monkeypatch: pytest.MonkeyPatch, saved: dict[str, float]) -> list
     tower = in_tower.WholeTower(spec_of(GEOMETRIES["tiny"]), FP32, CPU)
     kept = in_tower.proven(tower, entries)
     assert asked[:2] == [in_tower.HEURISTICS, in_tower.TUNED] or not asked
-    by_key = {in_tower.key_of(entry): entry for entry in kept}
+    by_key = {tuning_table.key_of(entry, "entry"): entry for entry in kept}
     return [name for name, of in names.items() if any(repr(c) == of for c in in_tower.table_of(kept).entries.values())
             and len(by_key) == len(kept)]  # fmt: skip
 
@@ -537,7 +537,7 @@ def test_an_entry_is_kept_if_every_tower_that_has_it_keeps_it(
 def operation_of(entry: dict[str, Any]) -> str:
     """The tiny tower's operation at 64 patches that an entry is of."""
     every = tuning_tasks([spec_of(GEOMETRIES["tiny"])], (64,), FP32)
-    return next(q.task.name for q in every if q.task.key == in_tower.key_of(entry))
+    return next(q.task.name for q in every if q.task.key == tuning_table.key_of(entry, "entry"))
 
 
 @pytest.mark.parametrize("name", ["Gemma-4-E4B", "GLM-5.3-Flash", "Qwen2.5-VL-7B"])
