@@ -7,6 +7,7 @@ never on the exact count, so that two calls of one budget run the same code and 
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -182,6 +183,18 @@ def ladder(smallest: int, largest: int) -> Iterator[int]:
     while smallest <= largest:
         yield smallest
         smallest = budget(smallest + 1)
+
+
+@lru_cache(maxsize=1024)
+def contents_of(rows: int, merge_unit: int = 1) -> tuple[int, int]:
+    """Rows that choices for a budget of `rows` are judged by: full, and halfway to the budget below. How many waves of
+    tiles a launch takes depends on it.
+
+    Args:
+        merge_unit: patches of a row.
+    """
+    below = max(ladder(SMALLEST_BUDGET, merge_unit * rows - 1), default=0) // merge_unit
+    return rows, (below + rows + 1) // 2
 
 
 # Tiles and their share of the tensor cores' peak in the main loop, as measured on an H200 (bf16, K = 1152). Two narrow

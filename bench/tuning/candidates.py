@@ -30,7 +30,7 @@ from fusedvit.kernels.hopper import attention_configs
 from fusedvit.kernels.hopper.attention_configs import HopperAttentionConfig
 from fusedvit.kernels.hopper.gemm_configs import HopperGemmConfig, cost_model
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import HopperSwapABConfig
-from fusedvit.kernels.tile_configs import SMALLEST_BUDGET, Target, ladder
+from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.plan import Task, as_launched, heuristic, tasks
 from fusedvit.model.spec import VisionSpec
 
@@ -141,13 +141,6 @@ def compilation(item: TuningTask, candidate: Candidate) -> str:
 def kernel_of(item: TuningTask, config: Any) -> str:
     """`compilation` of what a plan makes of a configuration that is chosen for `item`."""
     return compilation(item, Candidate.of(as_launched(item.spec, item.task.name, item.task.key.rows, config)))
-
-
-def contents_of(rows: int) -> tuple[int, int]:
-    """Rows of content that a budget of `rows` is timed with: full, and halfway to the budget below. How many waves of
-    tiles a launch takes depends on it."""
-    below = max(ladder(SMALLEST_BUDGET, rows - 1), default=0)
-    return rows, (below + rows + 1) // 2
 
 
 def cases_of(item: TuningTask, dtype: torch.dtype, device: torch.device) -> list[Case]:

@@ -35,13 +35,12 @@ from fusedvit.bench.tuning.candidates import (
     candidates,
     cases_of,
     compilation,
-    contents_of,
     kernel_of,
     shortlist,
 )
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.backends import Key
-from fusedvit.kernels.tile_configs import Target
+from fusedvit.kernels.tile_configs import Target, contents_of
 from fusedvit.kernels.tuning_table import Entry
 
 CHECKING = 0.6  # of the time, at most

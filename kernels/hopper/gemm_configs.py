@@ -15,7 +15,7 @@ import torch
 
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.hopper.gluon_compat import USE_PDL
-from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target
+from fusedvit.kernels.tile_configs import PDL_MAX_ROWS, Target, contents_of
 
 CHUNK = 64  # columns of a step of the epilogue; K of a step of the main loop
 ROWS, COLS, CONSUMERS = (64, 128), (64, 128, 192, 256), (1, 2, 3)
@@ -32,7 +32,8 @@ PROVEN = (
 # Rows up to which a launch uses PDL, by the first of these that its epilogue has. A tower's first layer never does: the
 # launch before it writes the row count. Of long launches only those with a residual gain (docs/kernels.md).
 PDL_ROWS = {"residual": math.inf, "rope": PDL_MAX_ROWS, "norm": 3072, "rms": 3072}
-CONTENTS = (0.88, 1.0)  # shares of a row budget that a choice is judged by
+OF_MERGED = {"norm+gelu", "gelu", "bias"}  # epilogues of layers over merged tokens, a quarter of the patches
+MERGE_UNIT = 4
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,11 @@ def wrong_hopper_gemm(config: HopperGemmConfig, target: Target, dtype: torch.dty
     return ""
 
 
-# Tiles, and what a step of K of each takes in us on an H200 (bf16).
+# Tiles, and what a step of K of each takes in us on an H200 (bf16). 64 x 192 in ping-pong reads most for what it
+# computes: a step takes 0.291 on an H200, and 0.38 in qkv and fc1 on an H100.
 _TILES: tuple[tuple[HopperGemmConfig, float], ...] = (
     (HopperGemmConfig(128, 128, 1, 4), 0.363),
-    (HopperGemmConfig(64, 192, 1, 5), 0.291),
+    (HopperGemmConfig(64, 192, 1, 5), 0.300),
     (HopperGemmConfig(64, 128, 1, 6), 0.199),
     (HopperGemmConfig(64, 64, 1, 8), 0.141),
     (HopperGemmConfig(64, 256, 2, 3), 0.662),
@@ -209,12 +211,12 @@ def cost_model(config: Any, n: int, k: int, target: Target, kind: str) -> Callab
     traffic = _TRAFFIC_MB_US * steps * (config.block_m + config.cols) * 2 * CHUNK * 1e-6
 
     def us(rows: int) -> float:
-        total = 0.0
-        for share in CONTENTS:
-            tiles = config.tiles(max(1, int(share * rows)), n)
+        total, contents = 0.0, contents_of(rows, MERGE_UNIT if kind in OF_MERGED else 1)
+        for content in contents:
+            tiles = config.tiles(content, n)
             rounds = -(-tiles // target.num_sms)
             total += max(rounds * main, memory) + tiles * traffic + rounds * each
-        return _LAUNCH_US + once + total / len(CONTENTS)
+        return _LAUNCH_US + once + total / len(contents)
 
     return us
 

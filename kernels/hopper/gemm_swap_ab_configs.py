@@ -11,6 +11,8 @@ import torch
 from fusedvit.kernels.hopper import gemm_configs, gluon_compat
 from fusedvit.kernels.hopper.gemm_configs import (
     CELL_END_US,
+    MERGE_UNIT,
+    OF_MERGED,
     HopperGemmConfig,
     TileCost,
     cells_of,
@@ -225,9 +227,8 @@ def _unscheduled(rows: int, n: int, k: int, target: Target, kind: str) -> list[H
 # How much slower than the fastest tile one may be, by the cost model, so that it stands for that one too: a tile is a
 # kernel to compile. Layers that a tower has once, or once per merger, may lose more, in small batches most.
 TOLERANCE = 0.02
-RARE = {"norm+gelu": (0.12, 0.04), "bias": (0.12, 0.04), "gelu": (0.2, 0.05), "taps+stats": (0.3, 0.3),
+RARE = {"norm+gelu": (0.12, 0.04), "bias": (0.12, 0.04), "gelu": (0.25, 0.05), "taps+stats": (0.3, 0.3),
         "stats": (0.3, 0.3)}  # fmt: skip
-OF_MERGED = {"norm+gelu", "gelu", "bias"}  # epilogues of layers over merged tokens, a quarter of the patches
 
 
 @lru_cache(maxsize=4096)
@@ -297,7 +298,7 @@ def tiles_of(n: int, k: int, dtype: torch.dtype, target: Target, kind: str) -> t
     """
     if not gemm_configs.is_proven(n, k, dtype, target, kind):
         return ()
-    sizes = [max(1, rows // 4) if kind in OF_MERGED else rows for rows in ladder(64, 65536)]
+    sizes = [max(1, rows // MERGE_UNIT) if kind in OF_MERGED else rows for rows in ladder(64, 65536)]
     candidates = [replace(tile, pdl=False) for tile in gemm_configs.hopper_gemm_candidates(1, n, k, target, kind)]
     tiles: list[Tile] = [tile for tile in candidates if not gemm_configs.wrong_hopper_gemm(tile, target, dtype)]
     offered = {rows: [*tiles, *_offered(rows, n, k, dtype, target, kind)] for rows in sizes}
