@@ -29,7 +29,7 @@ from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.kernels import tuning_table  # noqa: E402
 from fusedvit.kernels.hopper.gemm_configs import hopper_gemm_candidates  # noqa: E402
 from fusedvit.kernels.hopper.gemm_swap_ab_configs import hopper_gemm_config  # noqa: E402
-from fusedvit.kernels.tile_configs import LinearConfig, Target, budget  # noqa: E402
+from fusedvit.kernels.tile_configs import LinearConfig, Target, budget, contents_of, ladder  # noqa: E402
 from fusedvit.model.plan import as_launched, choose, plan_for  # noqa: E402
 from fusedvit.runtime.ahead_of_time import QWEN2_VL_7B, QWEN3_VL_4B, QWEN3_VL_8B  # noqa: E402
 
@@ -106,11 +106,14 @@ def test_the_heuristic_is_the_first_candidate() -> None:
         assert found[0].config == first and len(set(found)) == len(found) > 1
 
 
-def test_a_budget_is_judged_by_contents_of_its_own() -> None:
-    for rows in (64, 80, 448, 784, 1344, 2304, 6656, 7168, 20480):
-        full, content = tune_candidates.contents_of(rows)
-        assert full == rows == budget(content), "another budget's"
-        assert budget(2 * content - rows) < rows or rows == 64, "halfway to the budget below"
+@pytest.mark.parametrize("merge_unit", [1, 4])
+def test_a_budget_is_judged_by_contents_of_its_own(merge_unit: int) -> None:
+    for patches in ladder(64, 65536):
+        full, content = contents_of(patches // merge_unit, merge_unit)
+        assert merge_unit * full == patches == budget(merge_unit * content), "another budget's"
+        below = 2 * content - full
+        assert budget(merge_unit * below) < patches or patches == 64, "halfway to the budget below"
+        assert budget(merge_unit * (below + 2)) == patches, "no further than that"
 
 
 def test_the_entry_in_use_is_always_tried(linears: list[TuningTask], monkeypatch: pytest.MonkeyPatch) -> None:
