@@ -44,6 +44,7 @@ BARS = {  # name in the result: (at most, what it is)
     "new_size_of_hf": (3.0, "slowest first call of a size but the very first / Hugging Face's own first of it"),
     "warm_slowest_of_hf": (3.0, "the same with a warm cache, new process"),
     "first_of_hf": (1.5, "first call / Hugging Face's first"),
+    "warm_first_of_hf": (1.5, "the same with a warm cache, new process; it runs fused"),
     "first_fused_s": (6.0, "s from the end of the first call to the end of the first fused one"),
     "all_fused_s": (20.0, "s from the first call until a call of each size ran fused"),
     "warmup_cold_s": (25.0, "s of warmup() of the default ladder, empty cache"),
@@ -200,7 +201,9 @@ def judged(found: dict[str, Any]) -> dict[str, float]:
     if "hugging_face" in ok and "loop" in ok:
         figures |= _of_loop(ok["loop"]["calls"], ok["hugging_face"])
     if "hugging_face" in ok and "loop_warm" in ok:
-        figures["warm_slowest_of_hf"] = _slowest(ok["loop_warm"]["calls"], ok["hugging_face"])
+        calls = ok["loop_warm"]["calls"]
+        figures["warm_first_of_hf"] = calls[0]["s"] / ok["hugging_face"]["first_s"]
+        figures["warm_slowest_of_hf"] = _slowest(calls, ok["hugging_face"])
     if "hugging_face_two_cores" in ok and "two_cores" in ok:
         calls = ok["two_cores"]["calls"]
         figures["two_cores_of_hf"] = _slowest(calls, ok["hugging_face_two_cores"])

@@ -90,6 +90,10 @@ class CompileService:
             if self._process is None and not self.broken and not self.ending.is_set() and _is_empty(_cache_folder()):
                 self._start()
 
+    def at_rest(self) -> bool:
+        """Whether nothing is being compiled, and Triton's cache holds something."""
+        return self._process is None and not _is_empty(_cache_folder())
+
     def compile(self, request: Request) -> None:
         """Has the kernels of `request` compiled, unless they have failed.
 

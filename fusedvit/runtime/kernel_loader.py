@@ -2,7 +2,8 @@
 
 A run is tried out on the meta device, without memory and without a GPU: each launch takes its kernel from Triton's
 cache, or has it compiled by another process. Once all are there the run is ready, and what a call launches compiles
-nothing. Nothing here calls CUDA, so that the thread disturbs nobody's capture.
+nothing. The thread calls no CUDA, so that it disturbs nobody's capture. While nothing is compiled, as in a process that
+finds the cache filled, the first call of a run launches at once, by what the cache holds.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from triton.errors import TritonError
@@ -46,6 +47,9 @@ class Run(NamedTuple):
     tokens: int
     graph: bool
     kinds: tuple[int, ...]
+
+
+AROUND = Run(0, False, ())  # what calls launch whatever they run
 
 
 class KernelsNotReady(Exception):
@@ -91,7 +95,7 @@ class KernelLoader:
         """Nothing is compiled yet.
 
         Args:
-            launch: makes the launches of a run (see `MetaRuns`).
+            launch: makes the launches of a run, `AROUND` or another (see `MetaRuns`).
             weights: a bound method; its object is not kept.
             ladder: merged tokens of the budgets that calls may need.
             device: the GPU that will run this; Triton keeps what it loads by GPU.
@@ -103,6 +107,7 @@ class KernelLoader:
         self._service = service
         self._device = device
         self._process = os.getpid()
+        self._refused: set[Run] = set()  # calls of these have taken the original code
         self._pending: dict[Run, float] = {}  # and their order
         self._missing: dict[Run, frozenset[str]] = {}
         self._jobs: dict[Run, Mapping[object, KernelJob]] = {}  # what each run launches, by what decides the code
@@ -118,7 +123,8 @@ class KernelLoader:
     # for calls
 
     def need(self, runs: Collection[Run], wait: bool) -> None:
-        """Returns where `runs` are ready; else has their kernels compiled, and waits for them or raises.
+        """Returns where `runs` are ready, or may be: what launches them goes on within `guard`. Else has their kernels
+        compiled, and waits for them or raises.
 
         Where it waits and nothing can be compiled elsewhere it returns, too: their launches compile.
 
@@ -133,9 +139,32 @@ class KernelLoader:
             return
         if self.ready.issuperset(runs):
             self._load(runs)
-            return
+        elif not self._may_be_cached(runs):
+            self._refuse(runs)
+
+    def _may_be_cached(self, runs: Collection[Run]) -> bool:
+        """Whether a call that finds the kernels of `runs` in Triton's cache needs no other: what it launches around
+        them is there. Not asked for runs that were refused, as the thread knows what they lack."""
+        weights = self._weights()
+        if weights is None or not (self._refused.isdisjoint(runs) and self._service.at_rest()):
+            return False
+        if AROUND not in self.ready:
+            with _current(self._device), loading_from_cache(FromCache(collect=True)) as mode:
+                self._launch(AROUND, weights())
+                if any(mode.find(job) is None for job in mode.jobs.values()):
+                    return False
+            self.ready.add(AROUND)
+        return True
+
+    def _refuse(self, runs: Collection[Run]) -> NoReturn:
+        """Has the kernels of `runs` compiled, and those of the ladder behind them.
+
+        Raises:
+            KernelsNotReady: always.
+        """
         self._service.start_early()
         collect_garbage()
+        self._refused.update(runs)
         with self._service.changed:
             for run in runs:
                 self._ask_for(run)
@@ -156,17 +185,20 @@ class KernelLoader:
 
     @contextlib.contextmanager
     def guard(self, runs: Collection[Run]) -> Iterator[None]:
-        """Within it, launches of `runs` compile nothing.
+        """Within it, launches of `runs` compile nothing. At its end they are ready.
 
         Raises:
             KernelsNotReady: one would have; it is sent for.
         """
-        mode = FromCache(collect=False, failed=self._service.failed)
+        mode, tried_out = FromCache(collect=False, failed=self._service.failed), self.ready.issuperset(runs)
         try:
             with loading_from_cache(mode):
                 yield
-        except KernelMissing:  # they launch something else than on the meta device
-            with self._service.changed:
+            self.ready.update(runs)
+        except KernelMissing:
+            if not tried_out:
+                self._refuse(runs)
+            with self._service.changed:  # they launch something else than on the meta device
                 self.ready.difference_update(runs)
                 for run in runs:
                     self._jobs.pop(run, None)
@@ -202,7 +234,10 @@ class KernelLoader:
 
     def _load(self, runs: Collection[Run]) -> None:
         """Loads kernels of ready runs onto the current device, for as long as a call has time for it; a call that
-        loaded a graph's for a while captures nothing besides."""
+        loaded a graph's for a while captures nothing besides. Where no call of them was refused the original code has
+        yet to load its own for them, and takes longer."""
+        if self._refused.isdisjoint(runs):
+            return  # to their launches, which load what they need
         begun, loads = time.perf_counter(), False
         for run in runs:
             kernels = self._unloaded.get(run, [])

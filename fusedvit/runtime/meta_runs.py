@@ -17,7 +17,7 @@ from fusedvit.model.plan import EncoderPlan, Planner, heuristic, plan_for, tasks
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.captured_encoder import CapturedEncoder, rehearse_padded
-from fusedvit.runtime.kernel_loader import META, Run
+from fusedvit.runtime.kernel_loader import AROUND, META, Run
 
 
 class MetaRuns:
@@ -44,16 +44,18 @@ class MetaRuns:
         self._weights: EncoderWeights | None = None
 
     def launch(self, run: Run, weights: EncoderWeights) -> None:
-        """Launches what `run` does, and what every call does around it."""
+        """Launches what `run` does, and what every call does around it: for `AROUND` that alone."""
         fingerprints_on_meta()
+        if self._spec.padded:
+            rehearse_padded(self._spec, TRITON, self._dtype, META)
+        if run == AROUND:
+            return
         if run.graph:
             self._weights = weights
             encoder = self._captured()
             encoder.rehearse(run.tokens)
             self._weights = None
         else:
-            if self._spec.padded:
-                rehearse_padded(self._spec, TRITON, self._dtype, META)
             plan = self._planner(self._spec, run.tokens, self._dtype, self._target())
             run_on_meta(self._spec, weights, plan, self._dtype, run.tokens)
 

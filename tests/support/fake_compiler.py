@@ -34,6 +34,7 @@ class FakeCompiler(CompileService):
         launches: names of the kernels that each run launches.
         sent: requests, in order.
         at_once: whatever is sent is compiled.
+        cached: names of the kernels that are compiled.
     """
 
     def __init__(self, launches: Callable[[Run], list[str]]) -> None:
@@ -56,6 +57,9 @@ class FakeCompiler(CompileService):
     def is_cached(self, digest: str, name: str) -> bool:
         """Stands for `kernels.launch.is_cached`."""
         return name in self.cached
+
+    def at_rest(self) -> bool:
+        return self._process is None and bool(self.cached)
 
     def _start(self) -> None:
         self._process: Any = self

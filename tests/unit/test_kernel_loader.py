@@ -20,7 +20,7 @@ from fusedvit.errors import WeightsReleased
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.kernels.launch import KernelFailed, from_cache
 from fusedvit.runtime import kernel_loader
-from fusedvit.runtime.kernel_loader import ASKED_FOR, KernelLoader, KernelsNotReady, Run
+from fusedvit.runtime.kernel_loader import AROUND, ASKED_FOR, KernelLoader, KernelsNotReady, Run
 from tests.support.fake_compiler import FakeCompiler
 from tests.support.towers import pixels_for, vision_tower
 
@@ -43,7 +43,11 @@ def graph(budget: int) -> Run:
 
 def kernels_of(run: Run) -> list[str]:
     """One that every run shares, one that two neighbours share, one of its own."""
-    return ["around", f"pair {run.tokens.bit_length() // 2}", f"own {run.tokens} {run.graph}"]
+    return (
+        ["around"]
+        if run == AROUND
+        else ["around", f"pair {run.tokens.bit_length() // 2}", f"own {run.tokens} {run.graph}"]
+    )
 
 
 @pytest.fixture
@@ -77,6 +81,13 @@ def refused(loader: KernelLoader, *runs: Run) -> str:
     return str(raised.value)
 
 
+def call(loader: KernelLoader, compiler: FakeCompiler, run: Run) -> None:
+    """What a call does."""
+    loader.need([run], wait=False)
+    with loader.guard([run]):
+        compiler.launch(run, None)
+
+
 def test_a_run_is_ready_once_its_kernels_are_compiled(compiler: FakeCompiler) -> None:
     loader, _weights = loader_on(compiler)
     assert refused(loader, graph(256)) == ""
@@ -87,6 +98,37 @@ def test_a_run_is_ready_once_its_kernels_are_compiled(compiler: FakeCompiler) ->
     until(lambda: graph(256) in loader.ready)
     loader.need([graph(256)], wait=False)
     assert all(not request.urgent and request.arch == 90 for request in compiler.sent)
+
+
+def test_a_run_whose_kernels_are_in_the_cache_is_refused_to_nobody(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    compiler.cached.update(kernels_of(graph(256)))
+    call(loader, compiler, graph(256))
+    loader.need([graph(256)], wait=False)
+    assert loader.ready == {AROUND, graph(256)} and not compiler.sent and loader._thread is None
+
+
+@pytest.mark.parametrize("missing", ["around", "pair 4", "own 256 True"])
+def test_a_call_that_misses_a_kernel_in_the_cache_is_refused(compiler: FakeCompiler, missing: str) -> None:
+    """Whichever it is, all that the run lacks is sent at once, and the ladder behind it."""
+    loader, _weights = loader_on(compiler)
+    compiler.cached.update({"of another tower", *kernels_of(graph(256))} - {missing, "own 256 True"})
+    with pytest.raises(KernelsNotReady):
+        call(loader, compiler, graph(256))
+    until(lambda: "own 1024 True" in compiler.names())
+    assert set(compiler.names()[:2]) >= {missing, "own 256 True"} and not compiler.sent[0].urgent
+    refused(loader, graph(256))  # which is not tried again before the thread says so
+    compiler.finish_all()
+    until(lambda: graph(256) in loader.ready)
+
+
+def test_while_anything_is_compiled_calls_do_not_try(compiler: FakeCompiler) -> None:
+    loader, _weights = loader_on(compiler)
+    refused(loader, graph(256))
+    until(lambda: len(compiler.sent) == 1 + 3 + len(LADDER))
+    compiler.finish(kernels_of(graph(64)))
+    other, _ = loader_on(compiler)
+    refused(other, graph(64))
 
 
 @pytest.mark.parametrize(("held", "early"), [((), True), (("a kernel",), False)])
@@ -136,9 +178,11 @@ def test_eager_runs_and_other_kinds_of_pixels_are_runs_of_their_own(compiler: Fa
     loader, _weights = loader_on(compiler)
     compiler.at_once = True
     loader.need([graph(256)], wait=True)
-    refused(loader, Run(256, False, KINDS))
-    refused(loader, Run(256, True, (0, 1)))
-    until(lambda: {Run(256, False, KINDS), Run(256, True, (0, 1))} <= loader.ready)
+    others = {Run(256, False, KINDS), Run(512, True, (0, 1))}
+    for run in others:
+        with pytest.raises(KernelsNotReady):
+            call(loader, compiler, run)
+    until(lambda: others <= loader.ready)
 
 
 def test_who_waits_gets_every_kernel_at_once(compiler: FakeCompiler) -> None:
@@ -199,6 +243,17 @@ def test_calls_load_kernels_for_a_short_time_each(compiler: FakeCompiler) -> Non
     assert len(loaded) == 3
     with mock.patch("fusedvit.runtime.kernel_loader.time.perf_counter", itertools.count().__next__):  # a slow thread
         loader.need([graph(64)], wait=False)  # has nothing left to load
+
+
+def test_a_run_that_nobody_was_refused_loads_all_at_once(compiler: FakeCompiler) -> None:
+    """The original code has yet to load its own kernels for this size, too."""
+    loader, _weights = loader_on(compiler)
+    compiler.at_once = True
+    refused(loader, graph(64))
+    until(lambda: loader.ready == {graph(budget) for budget in LADDER})
+    with mock.patch("fusedvit.runtime.kernel_loader.time.perf_counter", itertools.count().__next__):
+        refused(loader, graph(64))
+        loader.need([graph(128)], wait=False)
 
 
 def test_what_a_run_launches_is_listed_once(compiler: FakeCompiler) -> None:

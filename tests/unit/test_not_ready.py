@@ -1,6 +1,7 @@
 """Calls while kernels are compiled: the original code, then fused, never anything in between. On the CPU, with graphs
 that stand in and a compiler that is told when it is done."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,6 +52,20 @@ class Fused:
         return {run.tokens for run in self.loader.ready if run.graph}
 
 
+@contextlib.contextmanager
+def launching(compiler: FakeCompiler) -> Iterator[None]:
+    """Within it a capture launches the kernels that its run has."""
+    run = CapturedEncoder.run
+
+    def launched(encoder: CapturedEncoder, budget: int) -> None:
+        if launch.from_cache() is not None:
+            compiler.launch(Run(budget, True, (0,)), None)
+        run(encoder, budget)
+
+    with mock.patch.object(CapturedEncoder, "run", launched):
+        yield
+
+
 @pytest.fixture
 def fused(compiler: FakeCompiler, request: pytest.FixtureRequest) -> Iterator[Fused]:
     options: dict[str, Any] = dict(getattr(request, "param", {}))
@@ -79,6 +94,19 @@ def test_original_until_it_is_ready_then_fused_and_the_same_bits(
     assert fused.counts() == (3, 3)
     assert all(same(after[0], outputs) for outputs in after)
     assert all(close(after[0], outputs) for outputs in before)
+
+
+def test_the_first_call_is_fused_where_the_cache_has_its_kernels(compiler: FakeCompiler, fused: Fused) -> None:
+    compiler.cached.update(kernels_of(Run(16, True, (0,))))
+    pixels = Call.of(fused.tower, GRID).pixels
+    with launching(compiler):
+        answers = [answer(fused.tower, pixels, GRID) for _ in range(2)]
+        assert fused.counts() == (2, 0) and not compiler.sent and same(*answers)
+        other = [(1, 16, 16)]
+        answer(fused.tower, Call.of(fused.tower, other).pixels, other)
+    assert fused.counts() == (2, 1)
+    until(lambda: "own 64 True" in compiler.names())
+    assert not set(compiler.names()) & compiler.cached
 
 
 def test_a_call_of_two_budgets_captures_one_at_a_time(compiler: FakeCompiler, fused: Fused) -> None:
@@ -122,18 +150,13 @@ def test_warmup_waits_for_kernels_that_are_missing(compiler: FakeCompiler, fused
     compiler.at_once, budgets = True, sorted(LIMITS.token_budgets)
     there = {name for budget in budgets[len(budgets) - cached :] for name in kernels_of(Run(budget, True, (0,)))}
     compiler.cached.update(there)
-    run, listed = CapturedEncoder.run, []
-
-    def launched(encoder: CapturedEncoder, budget: int) -> None:
-        if launch.from_cache() is not None:
-            compiler.launch(Run(budget, True, (0,)), None)
-        run(encoder, budget)
+    listed = []
 
     def lists(of: Run, weights: Any) -> None:
         listed.append(of)
         compiler.launch(of, weights)
 
-    with mock.patch.object(CapturedEncoder, "run", launched), mock.patch.object(fused.loader, "_launch", lists):
+    with launching(compiler), mock.patch.object(fused.loader, "_launch", lists):
         fused.handle.warmup(progress=iter)
     assert fused.ready() == set(budgets)
     assert fused.graphs is not None and fused.graphs.manager.stats.captures == len(budgets)
