@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from triton.runtime.cache import triton_key
 
 from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built
@@ -189,9 +190,10 @@ class FusedEncoder:
         return CheckedTower(self.tower, self.family, self.spec, self.built)
 
     def check_early(self) -> None:
-        """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.5 s: reads the
-        code that the tower runs, and collects garbage."""
+        """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.6 to 0.8 s: reads the
+        code that the tower runs, hashes Triton's, and collects garbage."""
         if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
+            triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.3 s, in a thread beside calls 2 s
             self._source().reason()  # whose answers about code are kept for the first call
             collect_garbage()
 
