@@ -190,10 +190,11 @@ class FusedEncoder:
         return CheckedTower(self.tower, self.family, self.spec, self.built)
 
     def check_early(self) -> None:
-        """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.6 to 0.8 s: reads the
-        code that the tower runs, hashes Triton's, and collects garbage."""
+        """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
+        code that the tower runs, hashes Triton's where its cache has kernels, and collects garbage."""
         if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
-            triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.3 s, in a thread beside calls 2 s
+            if service_of(os.getpid()).at_rest():  # else the first call runs the original code, and waits for no key
+                triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.4 s, 1 s from a cold disk
             self._source().reason()  # whose answers about code are kept for the first call
             collect_garbage()
 

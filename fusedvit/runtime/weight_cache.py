@@ -122,6 +122,11 @@ class WeightCache:
         self.moves = 0
         self._forget()
 
+    def outdate(self) -> None:
+        """The next use prepares weights again, in the memory of these, whatever fingerprints say."""
+        self.version += 1  # a run under way is not accepted
+        self._snapshot = None
+
     def get(self) -> EncoderWeights:
         """The prepared weights; `prepare` comes first.
 

@@ -12,7 +12,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -20,12 +19,10 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from fusedvit.config import FuseConfig
-from fusedvit.fused_encoder import FusedEncoder
 
-DISABLE, CONFIG = "FUSEDVIT_DISABLE", "FUSEDVIT_CONFIG"
+PREFIX = "FUSEDVIT_"
+DISABLE, CONFIG = f"{PREFIX}DISABLE", f"{PREFIX}CONFIG"
 _NOT_DISABLED = ("", "0", "false", "no", "off")
 _GATHER = "gather_sharded"
 _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
@@ -104,24 +101,6 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:
 def unwrapped(function: Any) -> Any:
     """What `wrap` has replaced by `function`; else `function` itself."""
     return function.__wrapped__ if hasattr(function, _WRAPPED) else function
-
-
-def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger) -> None:
-    """Prepares weights, captures graphs and says what they hold; what fails is left to the calls."""
-    try:
-        with torch.inference_mode(False):
-            handle.warmup(progress=iter)
-    except RuntimeError as error:
-        logger.warning("fusedvit: %s prepares at its first call: %s", name, error)
-        return
-    found = handle.stats()
-    graphs = found.get("graphs", {})
-    budgets = graphs.get("token_budgets", ())
-    how = f"{len(budgets)} token budgets up to {max(budgets)}" if budgets else "no graphs"
-    logger.info(
-        "fusedvit: %s (%s) runs fused: %s, %.0f MiB of prepared weights, %.0f MiB of graphs and buffers",
-        *(name, handle.family.name, how, found["weights_mib"], graphs.get("held_mib", 0.0)),
-    )
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -26,7 +26,8 @@ from fusedvit.checks.as_built import Built
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import side_by_side
-from fusedvit.serving.plugin import install, may_gather, options, warm_up, wrap
+from fusedvit.serving.plugin import install, may_gather, options, wrap
+from fusedvit.serving.served import Served, writing
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
 from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
 
@@ -56,35 +57,6 @@ class Noted:
     config: Any
     graphs: Mapping[str, Any]
     whole: Callable[[], Any] | None
-
-
-@dataclass
-class Served:
-    """A fused tower of this process.
-
-    Attributes:
-        ready: weights are prepared and graphs captured.
-        lost: its weights were given back, and hold nothing until they are updated.
-        sharded: this rank's part of it, where SGLang shards its weights.
-    """
-
-    handle: FusedEncoder
-    ready: bool = True
-    lost: bool = False
-    sharded: ShardedTower | None = None
-
-    def changed(self, why: str) -> None:
-        """Shards hold something else on every rank."""
-        if self.sharded is not None:
-            self.sharded.stale, self.ready = why, False
-
-    def prepare(self, name: str) -> None:
-        """Prepares weights and captures graphs; shards are gathered before."""
-        self.ready, warm = True, functools.partial(warm_up, self.handle, name, logger)
-        if self.sharded is None:
-            warm()
-        elif self.sharded.gather():
-            self.sharded.after(warm)
 
 
 def register() -> None:
@@ -208,7 +180,7 @@ def fuse_towers(model: nn.Module) -> None:
         why_not = noted.wrong or _reason_of_engine(tower, noted) or fuse(tower, family, noted)
         if not why_not:
             _turn_off_graphs()
-            vars(tower)[_SERVED].prepare(name)
+            vars(tower)[_SERVED].prepare(name, logger)
             continue
         vars(tower).update(noted.graphs)
         if _rank() == 0:
@@ -256,10 +228,11 @@ def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
 
 
 def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
-    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot.
+    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot, on
+    every rank alike.
 
     Raises:
-        RuntimeError: on every rank, where one has failed, or cannot and others can.
+        RuntimeError: another rank did not come.
     """
     from sglang.srt.distributed.parallel_state import get_tp_group
 
@@ -355,10 +328,11 @@ def _resume(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: An
 
 
 def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Other content in the same parameters: the next call notices; what was lost is there again."""
-    found = original(manager, *args, **kwargs)
-    for _, served in _served_of(manager) if found.success else ():
-        served.changed("updated")
+    """Other content in the same parameters, prepared at once; what was lost is there again."""
+    towers = [served for _, served in _served_of(manager)]
+    with writing(towers, "updated"):
+        found = original(manager, *args, **kwargs)
+    for served in towers if found.success else ():
         served.lost = False
     _prepare_awake(manager)
     return found
@@ -369,7 +343,7 @@ def _prepare_awake(manager: Any) -> None:
         return
     for path, served in _served_of(manager):
         if not served.ready and not served.lost:
-            served.prepare(path)
+            served.prepare(path, logger)
 
 
 def _served_of(manager: Any) -> list[tuple[str, Served]]:

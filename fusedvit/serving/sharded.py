@@ -5,10 +5,11 @@ fused; the shards stay as they are. A call's items are divided over the ranks, a
 divided, one image, every rank encodes by itself.
 
 Ranks agree before they wait for each other: each says how it fared, over the engine's own group on the CPU. They all
-run fused, or all run the engine's code, or all gather again; where they differ, or one has failed, all raise. A rank
-that does not come is waited for `PATIENCE` seconds.
+run fused; or all run the engine's code, if one cannot run fused; or all gather again, if one has other weights. Where
+one has failed, or is at another step, all raise. A rank that does not come is waited for `PATIENCE` seconds.
 """
 
+import contextlib
 import datetime
 import logging
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from fusedvit.runtime.item_shares import Share, in_order, shares_of
 from fusedvit.runtime.readback import ContentCheck
 
 PATIENCE = 50.0  # seconds that a call waits for the other ranks
+BUILDING = 180.0  # the same while towers are built, which hold nothing yet
 LOADING = 900.0  # the same while weights are loaded, and kernels compiled
 MIB = 2**20
 _TEXT = 400  # bytes of what a rank says
@@ -157,6 +159,17 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+class OutOfStep(RuntimeError):
+    """Ranks are not at the same step; every one of them is told."""
+
+
+class Agreed(NamedTuple):
+    """The state that all ranks are in, and why, if it is not that of each."""
+
+    state: str
+    detail: str = ""
+
+
 @dataclass
 class Agreement:
     """Rounds in which every rank says what it does and how it fared, and learns whether they all go on."""
@@ -164,11 +177,12 @@ class Agreement:
     group: Group
     rounds: int = 0
 
-    def on(self, what: str, state: str, detail: str = "", seconds: float = PATIENCE) -> str:
-        """The state that all ranks are in.
+    def on(self, what: str, state: str, detail: str = "", seconds: float = PATIENCE) -> Agreed:
+        """The state that all ranks are in: `OWN` if one is, else `STALE` if one is, else `FUSED`.
 
         Raises:
-            RuntimeError: one has failed, they differ, or one did not come within `seconds`.
+            OutOfStep: they are at different steps.
+            RuntimeError: one has failed, or did not come within `seconds`.
         """
         self.rounds += 1
         here = f"{what} {self.rounds}"
@@ -179,13 +193,17 @@ class Agreement:
                 f"fusedvit: rank {self.group.rank} waited for the other {self.group.size - 1} at {here}, at most "
                 f"{seconds:g} s: {first_line(error)}"
             ) from error
-        states = {state for _, state, *_ in said}
-        if len({step for step, *_ in said}) == len(states) == 1 and FAILED not in states:
-            return state
+        in_step = len({step for step, *_ in said}) == 1
+        for wanted in (OWN, STALE, FUSED) if in_step and FAILED not in {of for _, of, *_ in said} else ():
+            ranks = [rank for rank, (_, of, *_) in enumerate(said) if of == wanted]
+            if ranks:
+                whose = "" if len(ranks) == self.group.size else f"rank {ranks[0]}: "
+                return Agreed(wanted, f"{whose}{' '.join(said[ranks[0]][2:])}".rstrip(": "))
         each = "; ".join(
             f"rank {rank} {' '.join(filter(None, text[1:]))} ({text[0]})" for rank, text in enumerate(said)
         )
-        raise RuntimeError(f"fusedvit: the ranks of a sharded tower differ, and none goes on alone: {each}")
+        kind = RuntimeError if in_step else OutOfStep
+        raise kind(f"fusedvit: the ranks of a sharded tower differ, and none goes on alone: {each}")
 
 
 # towers
@@ -198,15 +216,15 @@ def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]])
         make: builds it on this rank, and says why it cannot, or shall not, run fused; "" for nothing.
 
     Raises:
-        RuntimeError: on every rank, where one cannot, or has failed, and others can.
+        RuntimeError: on this rank, another did not come.
     """
     whole = None
     try:
         whole, why_not = make()
-    except Exception as error:  # noqa: BLE001 - on one rank it ends all; on all, the engine shall start without us
+    except Exception as error:  # noqa: BLE001 - the engine shall start without us
         why_not = _told(error)
-    Agreement(group).on("build", OWN if why_not else FUSED, why_not, LOADING)
-    return whole, why_not
+    agreed = Agreement(group).on("build", OWN if why_not else FUSED, why_not, BUILDING)
+    return (whole, "") if agreed.state == FUSED else (None, agreed.detail)
 
 
 def divided(shares: list[Share]) -> list[Share]:
@@ -291,22 +309,22 @@ class ShardedTower:
         """
         grid = check_grid(grid_thw).cpu()
         shares = shares_of(self.handle.spec, len(pixels), grid, self.group.size)
-        if shares is None:  # which the tower says best, and every rank alike
-            return self.encode(self.handle, self.whole, pixels, grid)
-        shares = divided(shares)
         patience = LOADING if self.stale else self.patience  # one rank may compile more than another at first
         for _ in range(2):
             if self.stale and not self.gather(self.patience):  # every rank is at this call
                 return None
-            found = self._encoded(pixels, shares)
+            if shares is None:  # which the tower says best, and every rank alike
+                return self.encode(self.handle, self.whole, pixels, grid)
+            found = self._encoded(pixels, divided(shares))
             try:
-                state = self._agreement.on("call", found.state, found.detail, patience)
+                agreed = self._agreement.on("call", found.state, found.detail, patience)
             except RuntimeError as error:
+                self.stale = self.stale or ("out of step" if isinstance(error, OutOfStep) else "")
                 raise (found.error or error) from error
-            if state == FUSED:
-                return found.mine if len(shares) == 1 else self._gathered(found, shares)
-            if state == OWN:
-                self._own(found.detail)
+            if agreed.state == FUSED:
+                return found.mine if found.all is None else self._gathered(found, divided(shares))
+            if agreed.state == OWN:
+                self._own(agreed.detail)
                 return None
             self.stale = "written to"
         raise RuntimeError("fusedvit: the shards of a tower change while they are gathered")
@@ -389,17 +407,24 @@ class ShardedTower:
             self._baseline = _Baseline.of(source, self._check_content)
         except Exception as error:  # noqa: BLE001 - as in `agreed_whole`
             detail = _told(error)
-        agreed = self._agreement.on(f"gather ({why})", OWN if detail else FUSED, detail, seconds)
-        self.stale = why if agreed == OWN else ""
-        if agreed == OWN:
-            self._own(detail)
+        agreed = self._agreement.on("gather", OWN if detail else FUSED, detail or why, seconds)
+        if agreed.state == OWN:
+            self.stale = why
+            self._own(agreed.detail)
             return False
         self._join(layout, room)  # allocates nothing: no rank fails here alone
+        self.stale = ""
         held = sum(p.numel() * p.element_size() for p in self.whole.parameters()) / MIB
         self._say(
             f"{type(self.whole).__name__} ({why}): shards of {self.group.size} GPUs gathered, {held:.0f} MiB on each"
         )
         return True
+
+    def failed(self, error: Exception) -> None:
+        """Tells the others, which gather next, that this rank has failed before it came to that."""
+        self.stale = "gathering failed"
+        with contextlib.suppress(RuntimeError):  # `error` is what its caller learns of
+            self._agreement.on("gather", FAILED, _told(error), LOADING)
 
     def _own(self, why: str) -> None:
         """Every rank runs the engine's code: said once for each reason."""

@@ -29,9 +29,10 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.normalization import Normalization
 from fusedvit.outputs import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
+from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
 from fusedvit.serving import vllm_gemma
-from fusedvit.serving.plugin import CONFIG, install, may_gather, options, warm_up, wrap
+from fusedvit.serving.plugin import CONFIG, PREFIX, install, may_gather, options, wrap
+from fusedvit.serving.served import Served, writing
 from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 
@@ -39,6 +40,8 @@ RELEASES = ((0, 26), (0, 33))  # first and last that are known
 SERVED = "_fusedvit_served"  # in a tower's __dict__
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _WORKER = "vllm.v1.worker.gpu_worker"
+_RAY = "vllm.ray.ray_env"
+_ADAPTERS = "vllm.model_executor.models.adapters"  # makes pooling models of others, whose towers they leave alone
 _REPLICATED = "ReplicatedLinear"  # whole on every rank, whatever its tp_size
 _NORM = "FusedMMInputNorm"  # vLLM's, of bytes on the device
 _LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
@@ -47,28 +50,16 @@ logger = logging.getLogger("vllm.fusedvit")  # below vLLM's own: its handlers pr
 
 
 @dataclass
-class Served:
-    """A fused tower of this process.
+class ServedTower(Served):
+    """A fused tower of this process; `lost`: asleep on level 2, or woken from it and not loaded yet.
 
     Attributes:
         normalization: what vLLM would make of bytes on the device; None where pixels come normalised.
         versions: of the buffers that say so.
-        ready: weights are prepared and graphs captured.
-        lost: asleep on level 2, or woken from it and not loaded yet.
-        sharded: this rank's part of it, where vLLM shards its weights.
     """
 
-    handle: FusedEncoder
     normalization: Normalization | None = None
     versions: tuple[int, ...] = ()
-    ready: bool = False
-    lost: bool = False
-    sharded: ShardedTower | None = None
-
-    def changed(self, why: str) -> None:
-        """Shards hold something else on every rank."""
-        if self.sharded is not None:
-            self.sharded.stale, self.ready = why, False
 
 
 # what vLLM calls
@@ -106,6 +97,7 @@ def _patch_towers(module: ModuleType) -> None:
             vllm_gemma.replace_methods(cls)
         else:
             wrap(cls, "__init__", functools.partial(_construct, cls, family))
+        if not wrong:
             wrap(cls, "load_weights", _load)
 
 
@@ -123,13 +115,15 @@ def _wrong_signature(cls: Any) -> str:
 def _construct(cls: Any, family: Family, original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
     """A tower's constructor, and the tower fused as it returns: nobody else has had it in hands."""
     original(tower, *args, **kwargs)
-    if type(tower) is not cls:  # somebody's subclass, which may compute something else
+    if type(tower) is not cls:
+        _say(type(tower), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
         return
     config = inspect.signature(original).bind(tower, *args, **kwargs).arguments["vision_config"]
+    _check_options(family, config)
     why_not = _try_to_fuse(tower, family, config)
     if not why_not and _ranks(tower) > 1:
         why_not = _fuse_sharded(tower, functools.partial(_whole, cls, family, original, config, args, kwargs))
-    _say(cls, tower, why_not)
+    _settle(cls, tower, why_not)
 
 
 def _construct_model(
@@ -138,15 +132,34 @@ def _construct_model(
     """As `_construct`, of a model that holds Hugging Face's tower."""
     original(model, *args, **kwargs)
     tower: Any = getattr(model, vllm_gemma.TOWER, None)
-    if type(model) is cls and type(tower).__name__ in family.class_names:
-        _say(cls, tower, _try_to_fuse(tower, family, tower.config))
+    if type(tower).__name__ not in family.class_names:
+        return
+    mro = type(model).__mro__
+    if any(sub.__module__ != _ADAPTERS for sub in mro[: mro.index(cls)]):
+        _say(type(model), tower, f"it is a subclass of {cls.__name__}, and may compute something else")
+        return
+    _check_options(family, tower.config)
+    _settle(cls, tower, _try_to_fuse(tower, family, tower.config))
+
+
+def _check_options(family: Family, vision_config: Any) -> None:
+    """Raises ValueError where `FUSEDVIT_CONFIG` has options that the tower cannot meet, however much memory is free."""
+    given = options()
+    try:
+        spec = family.spec_from_config(vision_config)
+    except (ValueError, TypeError, AttributeError):
+        return  # it runs vLLM's own code, and a line says why
+    try:
+        limits_for(spec, torch.float32, 0, given.token_budgets, given.max_items, given.max_frames)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"fusedvit: {CONFIG}: {error}") from error
 
 
 def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
     """Fuses a tower that has whole weights, or says why neither it nor one with shards can run fused."""
     cls = type(tower)
     try:
-        why_not = _reason_of_engine()
+        why_not = _reason_of_engine(tower)
         if not why_not and _ranks(tower) == 1:
             why_not = _fuse(tower, family, config)
     except Exception as error:  # vLLM shall start, whatever it holds that we did not foresee
@@ -156,12 +169,21 @@ def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
     return why_not
 
 
+def _settle(cls: type, tower: nn.Module, why_not: str) -> None:
+    """Turns vLLM's encoder graphs off where the tower runs fused: their manager would capture what we replace."""
+    _say(cls, tower, why_not)
+    if not why_not:
+        config = _vllm()[1]
+        if config is not None:
+            config.compilation_config.cudagraph_mm_encoder = False
+
+
 def _say(cls: type, tower: nn.Module, why_not: str) -> None:
     if why_not and _rank_of(tower) == 0:
         logger.info("fusedvit: %s runs vLLM's own code: %s", cls.__name__, why_not)
 
 
-def _reason_of_engine() -> str:
+def _reason_of_engine(tower: nn.Module) -> str:
     """What of vLLM's options and release keeps a tower from running fused, the same on every rank; "" for nothing."""
     import vllm
 
@@ -175,7 +197,34 @@ def _reason_of_engine() -> str:
     lora = getattr(config, "lora_config", None)
     if getattr(lora, "enable_tower_connector_lora", False):
         return "LoRA of the vision tower is on (enable_tower_connector_lora)"
-    return ""
+    if not _encodes():
+        return "this pipeline stage encodes nothing"
+    return "its weights are offloaded to the CPU" if _offloaded(tower, config) else ""
+
+
+def _encodes() -> bool:
+    """Whether this rank is of the pipeline stage that runs encoders."""
+    from vllm.distributed import get_pp_group
+
+    return bool(get_pp_group().is_first_rank)
+
+
+def _offloaded(tower: nn.Module, config: Any) -> bool:
+    """Whether vLLM moves weights of the tower to the CPU, which it does once the model is built."""
+    given: Any = getattr(config, "offload_config", None)
+    uva, prefetch = getattr(given, "uva", None), getattr(given, "prefetch", None)
+    if uva is None or not uva.cpu_offload_gb:
+        return False
+    backend, group = given.offload_backend, getattr(prefetch, "offload_group_size", 0)
+    if backend == "prefetch" or (backend == "auto" and group):  # of the language model's layers alone
+        return False
+    from vllm.model_executor.offloader.uva import UVAOffloader
+
+    if not getattr(UVAOffloader, "supports_tower_offload", False):  # releases that offload language models alone
+        return False
+    names = [f".visual.{vllm_gemma.TOWER}.{name}." for name, _ in tower.named_parameters()]
+    parts = uva.cpu_offload_params  # of names; none for all
+    return not parts or any(f".{part}." in name for part in parts for name in names)
 
 
 def _vllm() -> tuple[Any, Any]:
@@ -212,10 +261,11 @@ def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: An
 
 
 def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
-    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot.
+    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot, on
+    every rank alike.
 
     Raises:
-        RuntimeError: on every rank, where one has failed, or cannot and others can.
+        RuntimeError: another rank did not come.
     """
     from vllm.distributed import get_tp_group
 
@@ -223,7 +273,7 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
     whole, why_not = agreed_whole(group, make)
     if whole is None or why_not:
         return why_not
-    served: Served = vars(whole)[SERVED]
+    served: ServedTower = vars(whole)[SERVED]
     served.sharded = ShardedTower(tower, whole, served.handle, Built.of(tower, VLLM), group, run, logger)
     vars(tower)[SERVED] = served
     fuse_sharded(tower, served.handle, _run_sharded)
@@ -238,12 +288,12 @@ def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_t
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A tower's `load_weights`, which every rank passes: shards are gathered again."""
-    found = original(tower, *args, **kwargs)
-    served = vars(tower).get(SERVED)
-    if served is not None:
-        served.changed("loaded")
-    return found
+    """`load_weights` of a tower, or of a model that holds one: what it has written to is prepared again."""
+    try:
+        return original(tower, *args, **kwargs)
+    finally:
+        for _, served in _served_in(tower):
+            served.changed("loaded")
 
 
 def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
@@ -260,11 +310,9 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     if reason is not None:
         unfuse(tower)
         return str(reason)
-    served = vars(tower)[SERVED] = Served(handle)
+    served = vars(tower)[SERVED] = ServedTower(handle)
     if type(tower._modules.get("input_norm")).__name__ == _NORM:
         _read_normalization(tower, served)
-    if config is not None:
-        config.compilation_config.cudagraph_mm_encoder = False  # its manager would capture what we replace
     return ""
 
 
@@ -272,14 +320,21 @@ def _limited(given: FuseConfig, config: Any) -> FuseConfig:
     """Options with the limits of vLLM's scheduler and of its own encoder graphs, where the user gave none."""
     if config is None:
         return given
-    theirs, most = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
-    budgets = sorted(set(getattr(theirs, "encoder_cudagraph_token_budgets", None) or ()))
+    graphs, most = config.compilation_config, config.scheduler_config.max_num_encoder_input_tokens
+    budgets = sorted(set(getattr(graphs, "encoder_cudagraph_token_budgets", None) or ()))
     found: dict[str, Any] = {  # buffers grow with the largest budget, and a larger batch is cut
         "token_budgets": (budgets or (min(most, LARGEST_BUDGET),)) if given.memory is None else None,
-        "max_items": getattr(theirs, "encoder_cudagraph_max_vision_items_per_batch", None) or None,
-        "max_frames": getattr(theirs, "encoder_cudagraph_max_frames_per_batch", None) or None,
+        "max_items": getattr(graphs, "encoder_cudagraph_max_vision_items_per_batch", None) or None,
+        "max_frames": getattr(graphs, "encoder_cudagraph_max_frames_per_batch", None) or None,
     }
-    return replace(given, **{n: v for n, v in found.items() if v is not None and getattr(given, n) is None})
+    theirs = {name: value for name, value in found.items() if value is not None and getattr(given, name) is None}
+    sizes = theirs.get("token_budgets", given.token_budgets)  # from here what vLLM takes and we would refuse
+    if "max_items" in theirs and sizes:
+        theirs["max_items"] = min(theirs["max_items"], sizes[-1])
+    items = theirs.get("max_items", given.max_items)
+    if "max_frames" in theirs and items:
+        theirs["max_frames"] = max(theirs["max_frames"], items)
+    return replace(given, **theirs)
 
 
 def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> torch.Tensor | None:
@@ -309,7 +364,7 @@ def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
     return pixels
 
 
-def _read_normalization(tower: Any, served: Served) -> None:
+def _read_normalization(tower: Any, served: ServedTower) -> None:
     """vLLM computes `byte * weight + bias` per channel, in fp32."""
     norm, spec = tower._modules["input_norm"], served.handle.spec
     weight, bias = norm.weight.double().cpu(), norm.bias.double().cpu()
@@ -327,20 +382,11 @@ def _versions(norm: Any) -> tuple[int, ...]:
 # memory
 
 
-def _prepare(tower: nn.Module, served: Served) -> None:
-    """Prepares weights and captures graphs; what fails is left to the calls, each of which finds its own way."""
-    served.ready = True
-    if served.sharded is None:
-        warm_up(served.handle, type(tower).__name__, logger)
-    elif served.sharded.gather():
-        served.sharded.after(functools.partial(warm_up, served.handle, type(tower).__name__, logger))
-
-
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """A model runner's profile run: what fused towers hold is taken before memory is measured."""
     towers = _served_in(_model_of(runner))
     for tower, served in towers:
-        _prepare(tower, served)
+        served.prepare(type(tower).__name__, logger)
     if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
         logger.info(
             "fusedvit: the size of the KV cache is given, by --kv-cache-memory-bytes or a start-up plan: "
@@ -363,27 +409,34 @@ def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
 
 def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares again where the weights are there, with their content."""
-    found = original(worker, *args, **kwargs)
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags")
-    if tags is None or "weights" in tags:
-        _prepare_awake(worker)
+    woken = _awake(worker) if tags is None or "weights" in tags else []
+    with writing([served for _, served in woken], "woken"):
+        found = original(worker, *args, **kwargs)
+    _prepare_all(woken)
     return found
 
 
 def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Other content in the same parameters: the next call notices; what was lost is there again."""
-    found = original(worker, *args, **kwargs)
-    for _, served in _served_by(worker):
-        served.changed("reloaded")
+    """Other content in the same parameters, prepared at once; what was lost is there again."""
+    towers = [served for _, served in _served_by(worker)]
+    with writing(towers, "reloaded"):
+        found = original(worker, *args, **kwargs)
+    for served in towers:
         served.lost = False
-    _prepare_awake(worker)
+    _prepare_all(_awake(worker))
     return found
 
 
-def _prepare_awake(worker: Any) -> None:
-    for tower, served in _served_in(_model_of(getattr(worker, "model_runner", None))):
-        if not served.ready and not served.lost:
-            _prepare(tower, served)
+def _awake(worker: Any) -> list[tuple[nn.Module, ServedTower]]:
+    """Towers that are not prepared though their weights are there."""
+    towers = _served_in(_model_of(getattr(worker, "model_runner", None)))
+    return [(tower, served) for tower, served in towers if not served.ready and not served.lost]
+
+
+def _prepare_all(towers: list[tuple[nn.Module, ServedTower]]) -> None:
+    for tower, served in towers:
+        served.prepare(type(tower).__name__, logger)
 
 
 def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -400,15 +453,21 @@ def _model_of(runner: Any) -> Any:
     return model.unwrap() if hasattr(type(model), "unwrap") else model
 
 
-def _served_by(worker: Any) -> Iterator[tuple[str, Served]]:
+def _served_by(worker: Any) -> Iterator[tuple[str, ServedTower]]:
     model = _model_of(getattr(worker, "model_runner", None))
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     return ((path, vars(module)[SERVED]) for path, module in named if SERVED in vars(module))
 
 
-def _served_in(model: object) -> list[tuple[nn.Module, Served]]:
+def _served_in(model: object) -> list[tuple[nn.Module, ServedTower]]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [(module, vars(module)[SERVED]) for module in modules if SERVED in vars(module)]
+
+
+def _patch_ray(module: ModuleType) -> None:
+    prefixes = vars(module).get("DEFAULT_ENV_VAR_PREFIXES")  # of variables that actors on other nodes get, too
+    if isinstance(prefixes, set):
+        prefixes.add(PREFIX)
 
 
 def _patch_runner(module: ModuleType) -> None:
@@ -436,4 +495,5 @@ _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     **{module: _patch_towers for module, _ in (*TOWERS, *MODELS)},
     **{module: _patch_runner for module in _RUNNERS},
     _WORKER: _patch_worker,
+    _RAY: _patch_ray,
 }

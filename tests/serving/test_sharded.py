@@ -14,7 +14,19 @@ from fusedvit.api import fuse
 from fusedvit.checks.as_built import Built
 from fusedvit.cli.towers import TINY, random_weights_
 from fusedvit.outputs import side_by_side
-from fusedvit.serving.sharded import FAILED, FUSED, OWN, Agreement, Shard, ShardedTower, agreed_whole, layout_of
+from fusedvit.serving.served import Served, writing
+from fusedvit.serving.sharded import (
+    FAILED,
+    FUSED,
+    OWN,
+    STALE,
+    Agreement,
+    OutOfStep,
+    Shard,
+    ShardedTower,
+    agreed_whole,
+    layout_of,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -128,17 +140,35 @@ def test_layouts(shard: Any, whole: Any, attributes: Any, expected: Any) -> None
 # agreement
 
 
-@pytest.mark.parametrize("state", [FUSED, OWN])
-def test_all_alike(state: str) -> None:
-    assert on_ranks(lambda group: Agreement(group).on("call", state)) == [state] * RANKS
+@pytest.mark.parametrize(("state", "detail"), [(FUSED, ""), (STALE, ""), (OWN, "a hook on blocks.1")])
+def test_all_alike(state: str, detail: str) -> None:
+    assert on_ranks(lambda group: Agreement(group).on("call", state, detail)) == [(state, detail)] * RANKS
 
 
 @pytest.mark.parametrize(
-    "differs", [("call", OWN, "a hook on blocks.1"), ("call", FAILED, "out of memory"), ("gather", FUSED, "")]
+    ("states", "agreed"),
+    [
+        ({2: OWN}, (OWN, "rank 2: why 2")),
+        ({1: STALE}, (STALE, "rank 1: why 1")),
+        ({0: STALE, 3: OWN}, (OWN, "rank 3: why 3")),
+    ],
 )
-def test_one_that_differs_raises_on_all(differs: tuple[str, str, str]) -> None:
+def test_what_one_cannot_no_rank_does(states: dict[int, str], agreed: tuple[str, str]) -> None:
+    """The engine's code is whole on every rank, and what one rank has lost all gather again."""
+
+    def one(group: Threads) -> Any:
+        state = states.get(group.rank, FUSED)
+        return Agreement(group).on("call", state, f"why {group.rank}")
+
+    assert on_ranks(one) == [agreed] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("differs", "kind"), [(("call", FAILED, "no memory"), RuntimeError), (("gather", FUSED, ""), OutOfStep)]
+)
+def test_one_that_fails_or_is_elsewhere_raises_on_all(differs: tuple[str, str, str], kind: type) -> None:
     found = on_ranks(lambda group: Agreement(group).on(*differs if group.rank == 2 else ("call", FUSED, "")))
-    assert all(isinstance(error, RuntimeError) and f"rank 2 {differs[1]}" in str(error) for error in found)
+    assert all(type(error) is kind and f"rank 2 {differs[1]}" in str(error) for error in found)
     assert all(differs[2] in str(error) and differs[0] in str(error) for error in found)
 
 
@@ -149,7 +179,7 @@ def test_all_that_fail_raise() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_cannot_be_built(alone: bool) -> None:
-    """On one rank it ends all; on all ranks, the engine starts with its own code."""
+    """The engine starts with its own code, on every rank."""
 
     def make(rank: int) -> tuple[nn.Module, str]:
         if rank == 1 or not alone:
@@ -158,10 +188,7 @@ def test_what_cannot_be_built(alone: bool) -> None:
 
     found = on_ranks(lambda group: agreed_whole(group, lambda: make(group.rank)))
     what = "OutOfMemoryError: CUDA out of memory"
-    if alone:
-        assert all(f"rank 1 cannot run fused {what}" in str(error) for error in found), found
-    else:
-        assert found == [(None, what)] * RANKS
+    assert found == [(None, f"rank 1: {what}" if alone else what)] * RANKS
 
 
 # calls
@@ -217,3 +244,66 @@ def test_rows_come_in_order_on_every_rank(towers: Any) -> None:
         torch.testing.assert_close(first, want[: len(first)], rtol=1e-4, atol=1e-4)
     assert len(lines) == 1, lines
     assert all(handle.stats()["items"] for handle in handles), "every rank has a share"
+
+
+def test_a_gather_that_fails_is_not_taken_for_one(towers: Any) -> None:
+    """The copy holds what it held, or part of it: the next call gathers."""
+    alone, wholes, handles, want, pixels = towers
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    def run(group: Threads) -> Any:
+        for parameter in wholes[group.rank].parameters():
+            parameter.data.zero_()
+        logger: Any = SimpleNamespace(info=lambda *text: None)
+        served: Any = ShardedTower(
+            alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger
+        )
+        served._join = fails
+        with pytest.raises(RuntimeError, match="NCCL error"):
+            served.gather()
+        del served._join
+        with torch.inference_mode():
+            return served(pixels, GRID)
+
+    for found in on_ranks(run):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_that_are_out_of_step_gather_at_the_next_call(towers: Any) -> None:
+    alone, wholes, handles, want, pixels = towers
+
+    def run(group: Threads) -> Any:
+        logger: Any = SimpleNamespace(info=lambda *text: None)
+        served = ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
+        with torch.inference_mode():
+            served(pixels, GRID)
+            if group.rank == 1:
+                served.stale = "loaded on one rank alone"
+            with pytest.raises(OutOfStep, match="loaded on one rank alone"):
+                served(pixels, GRID)
+            return served(pixels, GRID)
+
+    for found in on_ranks(run):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_that_fails_before_it_gathers_tells_the_others(towers: Any) -> None:
+    alone, wholes, handles, want, pixels = towers
+
+    def run(group: Threads) -> Any:
+        logger: Any = SimpleNamespace(info=lambda *text: None)
+        sharded = ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
+        served = Served(handles[group.rank], sharded=sharded)
+        with pytest.raises(RuntimeError, match="no such file" if group.rank == 1 else "rank 1 failed .*no such file"):
+            with writing([served], "reloaded"):
+                if group.rank == 1:
+                    raise RuntimeError("no such file")
+            served.prepare("tower", logger)
+        assert sharded.stale and not served.ready
+        with torch.inference_mode():
+            return sharded(pixels, GRID)
+
+    for found in on_ranks(run):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)

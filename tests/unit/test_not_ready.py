@@ -203,18 +203,22 @@ def test_a_kernel_that_no_backend_compiles_leaves_the_original_code(compiler: Fa
     assert fused.counts() == (0, 2) and "ptxas: no" in fused.handle.report()
 
 
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(
     "device, options, expected", [("cuda", {}, 1), ("cuda", {"compile": "now"}, 0), ("cpu", {}, 0)]
 )
-def test_on_a_gpu_the_code_is_read_when_a_tower_is_fused(device: str, options: Any, expected: int) -> None:
-    """The first call need not, nor collect what the imports left, nor hash Triton's files."""
+def test_on_a_gpu_the_code_is_read_when_a_tower_is_fused(
+    device: str, options: Any, expected: int, cached: bool
+) -> None:
+    """The first call need not, nor collect what the imports left, nor hash Triton's files to look into its cache."""
     tower = tiny_tower()
     handle, parameter = fuse(tower, FuseConfig(**options)), SimpleNamespace(device=torch.device(device))
     with (
         mock.patch.object(handle.weights, "first_parameter", lambda: parameter),
         mock.patch("fusedvit.fused_encoder.collect_garbage") as collect,
         mock.patch("fusedvit.fused_encoder.triton_key") as key,
+        mock.patch("fusedvit.runtime.compile_service.CompileService.at_rest", lambda self: cached),
         mock.patch("fusedvit.checks.checked_tower.CheckedTower.reason") as reason,
     ):
         handle.check_early()
-    assert (reason.call_count, collect.call_count, key.call_count) == (expected,) * 3
+    assert (reason.call_count, collect.call_count) == (expected, expected) and key.call_count == expected * cached

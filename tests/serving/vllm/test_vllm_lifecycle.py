@@ -117,6 +117,37 @@ def test_reload(served: Any, own: Any) -> None:
     assert torch.equal(embed(config, model, GRID), before) and not original(handle)
 
 
+@pytest.mark.parametrize("architecture", [QWEN, GEMMA])
+@pytest.mark.parametrize("how", ["load_weights", "reload_weights", "fails"])
+def test_what_vllm_writes_is_prepared_again_whatever_fingerprints_say(
+    architecture: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the hook, as a few elements may change between the fingerprint's, and `watch_data` may be off."""
+    monkeypatch.setenv(CONFIG, '{"watch_data": false}')
+    config, model = load(architecture)
+    handle, tower, worker = fusedvit.fuse(model), tower_of(model), worker_of(model)
+    before = embed(config, model, GRID)
+
+    def write(*_: Any) -> None:
+        for parameter in tower.parameters():
+            parameter.data.mul_(0.9)
+        if how == "fails":
+            raise InterruptedError
+
+    if how == "load_weights":
+        prefix, loader = ("", tower) if hasattr(tower, "load_weights") else ("model.vision_tower.", model)
+        assert loader.load_weights([(prefix + name, value * 0.9) for name, value in tower.named_parameters()])
+    elif how == "fails":
+        with pytest.raises(InterruptedError):
+            plugin._reload(write, worker)
+    else:
+        plugin._reload(write, worker)
+    got, prepared = embed(config, model, GRID), handle.stats()["refreshes"]
+    handle.refresh()
+    assert torch.equal(got, embed(config, model, GRID)) and not close(got, before)
+    assert prepared == 2 and not original(handle)
+
+
 def worker_of(model: Any) -> Any:
     """vLLM's worker with nothing but this model and a sleep that leaves memory where it is."""
     worker: Any = Worker.__new__(Worker)
@@ -364,6 +395,37 @@ def test_lora_of_the_tower(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert "LoRA" in left_alone(caplog, monkeypatch, config)
 
 
+@pytest.mark.parametrize("parts, alone", [((), True), (("attn",), True), (("experts",), False)])
+def test_offloaded_weights(parts: Any, alone: bool, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(QWEN, cpu_offload_gb=1, cpu_offload_params=set(parts))
+    if alone:
+        assert "offloaded" in left_alone(caplog, monkeypatch, config)
+    else:
+        assert fusedvit.fuse(load(config=config)[1]).reason() is None
+
+
+def test_a_stage_that_encodes_nothing(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(is_first_rank=False))
+    assert "pipeline stage" in left_alone(caplog, monkeypatch)
+
+
+def test_a_subclass(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(qwen3_vl.Qwen3_VisionTransformer):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setattr(qwen3_vl, "Qwen3_VisionTransformer", Mine)
+    line = left_alone(caplog, monkeypatch)
+    assert "Mine" in line and "subclass of Qwen3_VisionTransformer" in line
+
+
+@pytest.mark.parametrize("architecture", [QWEN, GEMMA])
+@pytest.mark.parametrize("convert", ["embed", "classify"])
+def test_pooling_models(architecture: str, convert: str) -> None:
+    """vLLM makes them of the others, by subclasses that leave the tower alone."""
+    _, model = load(architecture, config_of(architecture, runner="pooling", convert=convert))
+    assert fusedvit.fuse(model).reason() is None
+
+
 def test_lora_of_the_language_model_alone() -> None:
     config = config_of("Qwen3VLForConditionalGeneration", enable_lora=True, max_lora_rank=8)
     assert fusedvit.fuse(load(config=config)[1]).reason() is None
@@ -406,6 +468,33 @@ def test_limits_are_vllms(served: Any) -> None:
     many = config_of("Qwen3VLForConditionalGeneration", max_num_batched_tokens=1 << 17)
     found = fusedvit.fuse(load(config=many)[1]).config
     assert (*found.token_budgets,) == (LARGEST_BUDGET,), "buffers take as much as by default, not the KV cache's room"
+
+
+@pytest.mark.parametrize(
+    "theirs, limits",
+    [
+        (dict(encoder_cudagraph_max_vision_items_per_batch=8, encoder_cudagraph_max_frames_per_batch=1), (8, 8)),
+        (dict(encoder_cudagraph_max_vision_items_per_batch=1 << 16), (None, None)),
+    ],
+)
+def test_limits_that_vllm_takes_and_we_would_refuse(theirs: Any, limits: Any) -> None:
+    compilation = {"cudagraph_mm_encoder": True, **theirs}
+    found = fusedvit.fuse(load(config=config_of(QWEN, compilation_config=compilation))[1]).config
+    items, frames = limits
+    assert found.max_items == (items or found.token_budgets[-1]) and found.max_frames == frames
+
+
+@pytest.mark.parametrize("text", ['{"max_items": 100000}', '{"token_budgets": [999999999]}'])
+def test_options_that_the_tower_cannot_meet(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG, text)
+    with pytest.raises(ValueError, match=f"^fusedvit: {CONFIG}: .*at most"):
+        load()
+
+
+def test_variables_reach_actors_on_other_nodes() -> None:
+    from vllm.ray import ray_env
+
+    assert "FUSEDVIT_" in ray_env.DEFAULT_ENV_VAR_PREFIXES
 
 
 def test_options_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,88 @@
+"""A fused tower inside a serving engine: prepared as the engine starts or wakes, and when it has written to weights."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.serving.sharded import ShardedTower
+
+
+@dataclass
+class Served:
+    """A fused tower of this process.
+
+    Attributes:
+        ready: weights are prepared and graphs captured.
+        lost: its weights were given back, and hold nothing until they are loaded.
+        sharded: this rank's part of it, where the engine shards its weights.
+    """
+
+    handle: FusedEncoder
+    ready: bool = False
+    lost: bool = False
+    sharded: ShardedTower | None = None
+
+    def changed(self, why: str) -> None:
+        """Somebody has written to its weights, on every rank: they are prepared again, whatever fingerprints say, and
+        shards gathered before."""
+        self.ready = False
+        self.handle.weights.outdate()
+        if self.sharded is not None:
+            self.sharded.stale = why
+
+    def prepare(self, name: str, logger: logging.Logger) -> None:
+        """Prepares weights and captures graphs; what fails is left to the calls, each of which finds its own way.
+
+        Raises:
+            RuntimeError: shards could not be gathered.
+        """
+        warm = functools.partial(warm_up, self.handle, name, logger)
+        if self.sharded is None:
+            warm()
+        elif self.sharded.gather():
+            self.sharded.after(warm)
+        self.ready = True
+
+
+@contextlib.contextmanager
+def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
+    """Around what writes to the weights of `towers` on every rank, and may fail half way. The ranks where it does not
+    gather next, and are told."""
+    try:
+        yield
+    except Exception as error:
+        for served in towers:
+            served.changed(why)
+            if served.sharded is not None:
+                served.sharded.failed(error)
+        raise
+    for served in towers:
+        served.changed(why)
+
+
+def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger) -> None:
+    """Prepares weights, captures graphs and says what they hold; what fails is left to the calls.
+
+    It is said where weights are prepared for the first time, and later to who debugs.
+    """
+    level = logging.DEBUG if handle.weights.prepared else logging.INFO
+    try:
+        with torch.inference_mode(False):
+            handle.warmup(progress=iter)
+    except RuntimeError as error:
+        logger.warning("fusedvit: %s prepares at its first call: %s", name, error)
+        return
+    found = handle.stats()
+    graphs = found.get("graphs", {})
+    budgets = graphs.get("token_budgets", ())
+    how = f"{len(budgets)} token budgets up to {max(budgets)}" if budgets else "no graphs"
+    logger.log(
+        level,
+        "fusedvit: %s (%s) runs fused: %s, %.0f MiB of prepared weights, %.0f MiB of graphs and buffers",
+        *(name, handle.family.name, how, found["weights_mib"], graphs.get("held_mib", 0.0)),
+    )
