@@ -124,7 +124,7 @@ def _run_towers(asked: Asked) -> Outcome:
 
 
 def _options(asked: Asked, device: torch.device) -> Options:
-    swept = not (asked.short or asked.vllm) if asked.sweep is None else asked.sweep
+    swept = not (asked.short or asked.vllm or asked.workload) if asked.sweep is None else asked.sweep
     grids = _grids(asked.workload, swept)
     refuse_unknown(asked.compile_on or [], grids, "--compile")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -166,8 +166,7 @@ def _device(names: tuple[str, ...]) -> torch.device:
 
 
 def _grids(chosen: list[str] | None, sweep: bool) -> dict[str, workloads.Grid]:
-    none = chosen == ["none"]
-    if chosen and not none:
-        refuse_unknown(chosen, workloads.WORKLOADS | workloads.sweep(), "--workload")
-        return {name: (workloads.WORKLOADS | workloads.sweep())[name] for name in chosen}
-    return ({} if none else dict(workloads.WORKLOADS)) | (workloads.sweep() if sweep else {})
+    there = workloads.WORKLOADS | workloads.sweep()
+    names = [] if chosen == ["none"] else chosen or list(workloads.WORKLOADS)
+    refuse_unknown(names, there, "--workload")
+    return {name: there[name] for name in names} | (workloads.sweep() if sweep else {})

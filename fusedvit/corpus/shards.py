@@ -86,6 +86,9 @@ def check(out: Path, job: dict[str, Any]) -> None:
     job = json.loads(json.dumps(job))
     for name in sorted(known.keys() | job.keys()):
         if known.get(name) != job.get(name):
+            if name == "inputs_digest":
+                expected = "the inputs that it was begun with expected, got others (names or order)"
+                raise InputError(f"{out}: holds another job: {expected}; choose another output folder")
             was, now = (str(document.get(name, "nothing"))[:80] for document in (known, job))
             raise InputError(f"{out}: holds another job: {name} was {was} and is {now}; choose another output folder")
 

@@ -215,9 +215,10 @@ def _opened(source: Source, index: int) -> _Given:
     except OSError as error:  # too long a name, a folder that may not be read
         raise MediaError(f"{name}: {error.strerror}") from None
     if is_folder:
-        raise MediaError(f"{name}: a folder; give images and videos")
+        raise MediaError(f"{_printable(str(path))}: a folder; give images and videos")
     if size is None:
-        raise MediaError(f"{name}: no such file")
+        what = "not a regular file" if path.exists() else "no such file"
+        raise MediaError(f"{_printable(str(path))}: {what}")
     if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
         known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
         raise MediaError(f"{name}: the suffix must be one of {known}")
