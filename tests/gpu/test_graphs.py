@@ -1,4 +1,4 @@
-"""Captured graphs on a GPU, on four blocks of Qwen3-VL-8B's width. bench/graphs.py runs the same checks at length."""
+"""Captured graphs on a GPU, on four blocks of Qwen3-VL-8B's width. bench/graph_stress.py checks at length."""
 
 import copy
 import logging
