@@ -30,8 +30,11 @@ from fusedvit.bench.towers import (
     Geometry,
     build,
     build_one,
+    call_tower,
+    cast_parameters_,
     class_of,
     depth_name,
+    inputs_of,
     outputs_of,
     pixels_for,
     shallow,
@@ -41,7 +44,6 @@ from fusedvit.bench.towers import (
     wider,
 )
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.cli.towers import call_tower, cast_parameters_, inputs_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
 from fusedvit.fused_encoder import FusedEncoder

@@ -18,8 +18,7 @@ from fusedvit.bench.pixels.corpus import jpegs
 from fusedvit.bench.pixels.table import processor_for
 from fusedvit.bench.records import arguments, passport, write
 from fusedvit.bench.timing import latency
-from fusedvit.bench.towers import GEOMETRIES, build_one, pixels_for
-from fusedvit.cli.towers import random_weights_
+from fusedvit.bench.towers import GEOMETRIES, build_one, pixels_for, random_weights_
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.job import Job, ShardDone

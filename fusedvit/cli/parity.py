@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.bench.towers import call_tower as call_rows
+from fusedvit.bench.towers import cast_parameters_
 from fusedvit.cli.media import VisionInput, prepare
-from fusedvit.cli.towers import call_tower as call_rows
-from fusedvit.cli.towers import cast_parameters_, layout_of, takes_single_frames
+from fusedvit.cli.towers import layout_of, takes_single_frames
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import Comparison, compare
 

@@ -24,10 +24,11 @@ from typer.testing import CliRunner  # noqa: E402
 import fusedvit  # noqa: E402
 from fusedvit import checkpoint  # noqa: E402
 from fusedvit.bench import workloads  # noqa: E402
+from fusedvit.bench.towers import random_weights_  # noqa: E402
 from fusedvit.cli import bench, console, env, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
-from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+from fusedvit.cli.towers import TINY  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = CliRunner(env={"COLUMNS": "200"})
