@@ -66,9 +66,9 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
                 yield shlex.quote(one.name if isinstance(one, Path) else str(one))
 
 
-def git_commit(checkout: Path = ROOT) -> str:
-    """A checkout's commit, or "unknown"."""
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+def git_commit() -> str:
+    """This checkout's commit, or "unknown"."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 

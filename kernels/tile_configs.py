@@ -289,7 +289,7 @@ def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[
     shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
     more = {"copy_engine": target.has_copy_engine, "pdl": _uses_pdl(rows, target)}
     found = [AttentionConfig(*s[:4], s[4] * target.num_sms, **more) for s in shapes]
-    return [config for config in found if not wrong_attention(config, target, dtype)]
+    return [config for config in found if not wrong_attention(config, target)]
 
 
 def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearConfig:
@@ -317,7 +317,7 @@ def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> st
     return ""
 
 
-def wrong_attention(config: AttentionConfig, target: Target, dtype: torch.dtype) -> str:
+def wrong_attention(config: AttentionConfig, target: Target) -> str:
     """Why `kernels.attention` cannot run `config` on `target`, or ""."""
     sides = (config.block_m, config.block_n)
     if any(side < 16 or side & (side - 1) for side in sides):

@@ -355,7 +355,7 @@ def _source_of(value: Any) -> Source:
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
         try:
             return np.asarray(value.convert("RGB"))
-        except Exception as error:  # noqa: BLE001 - a file that is read only now, and damaged
+        except Exception as error:  # a file that is read only now, and damaged
             return MediaError(f"an image that does not decode ({type(error).__name__})")
     if isinstance(value, SOURCES):
         return value

@@ -179,7 +179,7 @@ def check_committed(out: Path, number: int, inputs: int) -> None:
         wrong = "" if index.num_rows == inputs else f"{inputs} inputs expected, got {index.num_rows}"
         ends = index["offset"][-1].as_py() + index["rows"][-1].as_py() if index.num_rows else 0
         wrong = wrong or ("" if rows == ends else f"{ends} rows expected, got {rows}")
-    except Exception as error:  # noqa: BLE001 - as in `read`
+    except Exception as error:  # as in `read`
         wrong = f"does not read: {first_line(error)}"
     if wrong:
         raise InputError(f"{folder}: {wrong}; remove it, and it is made again")

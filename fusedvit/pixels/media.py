@@ -248,7 +248,7 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         raise MediaTooLarge(f"{given.name}: more pixels than Pillow accepts, {limit}") from None
     except MediaError:
         raise
-    except Exception as error:  # noqa: BLE001 - Pillow raises struct.error, TypeError and others where a file is damaged
+    except Exception as error:  # Pillow raises struct.error, TypeError and others where a file is damaged
         raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
 
 
@@ -310,7 +310,7 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
             yield container, stream
     except MediaError:
         raise
-    except Exception as error:  # noqa: BLE001 - FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
+    except Exception as error:  # FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
         raise MediaError(f"{given.name}: does not decode as {given.video} ({type(error).__name__})") from None
 
 
