@@ -12,6 +12,7 @@ import argparse
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +23,10 @@ import torch
 
 from fusedvit.api import fuse
 from fusedvit.bench.ops import Case, attention_case, linear_case, supported
-from fusedvit.bench.records import passport, today, write
+from fusedvit.bench.records import need_gpus, passport, run_program, today, write
 from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
+from fusedvit.errors import InputError
 from fusedvit.kernels import backends, load_inputs, tuning_table
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
@@ -125,6 +127,8 @@ def sanitized(args: argparse.Namespace) -> int:
     options = ["--tower", *args.tower, *(["--candidates"] if args.candidates else [])]
     inner = [sys.executable, "-m", "fusedvit.bench.sanitize", *options]
     command = ["compute-sanitizer", "--tool", args.tool, "--error-exitcode", "7", *inner]
+    if shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]} expected on the path, got none: it comes with the CUDA toolkit")
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None, "its standard output is ours"
@@ -153,6 +157,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where the counts go, with --tool")
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     args = parser.parse_args(argv)
+    if args.tool and args.json is None:
+        parser.error("--json PATH expected with --tool, got none")
+    need_gpus()
     if args.tool:
         return sanitized(args)
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
@@ -169,4 +176,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)
