@@ -24,6 +24,7 @@ import torch
 from fusedvit.api import fuse
 from fusedvit.bench.ops import Case, attention_case, linear_case, supported
 from fusedvit.bench.records import need_gpus, passport, run_program, today, write
+from fusedvit.bench.timing import wait
 from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import InputError
@@ -50,7 +51,7 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
         handle = fuse(tower, FuseConfig(strict=True, graphs=False))
         with torch.inference_mode():
             tower(pixels, grid_thw=torch.tensor(GRID, device=device))
-        _wait(device)
+        wait(device)
         handle.release()
         yield f"{name}'s tower"
 
@@ -92,7 +93,7 @@ def operations(
             if case.fill:
                 case.fill(rows)
             case.run(config, 0)
-            _wait(device)
+            wait(device)
         yield f"{task.name} {task.key.kind} {task.key.n} x {task.key.k}: {config}"
 
 
@@ -114,12 +115,6 @@ def _case(spec: VisionSpec, task: Task, dtype: torch.dtype, device: torch.device
     if key.op == backends.ATTENTION:
         return attention_case(key.n, key.k, LENGTHS, dtype, device, fa3=False)
     return linear_case(task, spec, dtype, device, min(ROWS, key.rows), sets=1)
-
-
-def _wait(device: torch.device) -> None:
-    """Lets an error show at the launch that caused it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def sanitized(args: argparse.Namespace) -> int:

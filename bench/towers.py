@@ -142,6 +142,7 @@ GEOMETRIES = {
     ),
 }
 FAMILIES = [name for name in GEOMETRIES if name not in ("Qwen3-VL-2B", "tiny")]  # different towers of every family
+MOST_USED = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 
 
 def class_of(geometry: Geometry) -> Any:

@@ -60,7 +60,7 @@ def sweep() -> dict[str, Grid]:
 
 PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # measured on an H200: an 8192^3 bf16 product, an elementwise copy
 ITEM = 2  # bytes of a value in bf16
-MERGED = ("merger", "deepstack", "downsample")  # operations whose rows are merged tokens
+MERGED = ("merger", "deepstack", "downsample")  # prefixes of operations whose rows are merged tokens
 ONCE = ("patch", "downsample", "merger_proj")
 
 

@@ -13,13 +13,12 @@ from fusedvit.bench.engines import vllm_bench
 from fusedvit.bench.pixels import report as pixels
 from fusedvit.bench.pixels import table
 from fusedvit.bench.tower_bench import Options, measure
-from fusedvit.bench.towers import known
+from fusedvit.bench.towers import MOST_USED, known
 from fusedvit.cli.console import Outcome, progress, refuse_unknown, write
 from fusedvit.errors import InputError
 from fusedvit.kernels import backends
 from fusedvit.kernels.tile_configs import note_failure
 
-DEFAULT_TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 SHORT_SECONDS, SECONDS = 0.3, 2.0
 OPERATIONS = "operations alone (ratio: a peer's time over ours)"
 
@@ -48,7 +47,7 @@ class Asked:
     @property
     def towers(self) -> tuple[str, ...]:
         one = self.short or self.kernels or self.pixels or self.vllm is not None
-        return tuple(self.tower or (DEFAULT_TOWERS[:1] if one else DEFAULT_TOWERS))
+        return tuple(self.tower or (MOST_USED[:1] if one else MOST_USED))
 
     def passport(self) -> dict[str, Any]:
         """Where a result comes from, and how to measure it again."""
