@@ -3,7 +3,11 @@
 # make test-all   every test, older transformers too, kernels compiled ahead of time
 # make aot-matrix kernels compiled ahead of time on the other Triton versions, some of them emulated
 # make test-serving  tests inside serving engines, each in an environment of its own (a GB and a few minutes each)
+# make test-vllm, test-sglang, test-dynamo, test-ray   one of them
+# make test-gpu   the tests that need a GPU
+# make aot, aot-chips  kernels compiled ahead of time on this Triton: for Hopper and a sample, or for every other chip
 # make lint       ruff and mypy
+# make setup      the environment alone
 # make clean      removes the environment and every cache
 #
 # Everything is installed into VENV at the first call. Overrides:
@@ -97,7 +101,7 @@ lint: ruff mypy
 ruff: $(SETUP)
 	$(PY) -m ruff check .
 
-# mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package, 
+# mypy knows no __path__: it reads a folder of links in which kernels/, graphs/ and bench/ lie inside the package.
 # No cache: read back from one, packages without an __init__.py lose their modules.
 mypy: $(SETUP)
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedvit/kernels

@@ -5,7 +5,6 @@ and contenders run interleaved.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from fusedvit.bench import baselines
 from fusedvit.bench.ops import SEQUENCES, SEQUENCES_ON_CPU, attention_case, times_us
-from fusedvit.bench.records import arguments, passport, write
+from fusedvit.bench.records import arguments, passport, run_program, write
 from fusedvit.kernels.hopper.attention_configs import (
     ALL_FRAMES,
     LONG_FRAMES,
@@ -108,4 +107,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

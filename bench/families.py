@@ -22,7 +22,7 @@ from torch import nn
 
 from fusedvit.api import fuse
 from fusedvit.bench import baselines
-from fusedvit.bench.records import arguments, passport, write
+from fusedvit.bench.records import arguments, need_gpus, passport, run_program, write
 from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import (
     FAMILIES,
@@ -30,8 +30,11 @@ from fusedvit.bench.towers import (
     Geometry,
     build,
     build_one,
+    call_tower,
+    cast_parameters_,
     class_of,
     depth_name,
+    inputs_of,
     outputs_of,
     pixels_for,
     shallow,
@@ -41,7 +44,6 @@ from fusedvit.bench.towers import (
     wider,
 )
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.cli.towers import call_tower, cast_parameters_, inputs_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
 from fusedvit.fused_encoder import FusedEncoder
@@ -165,6 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workload", nargs="*", default=[], help="those to run; all if left out")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing for each workload")
     args = parser.parse_args(argv)
+    if not args.cpu:
+        need_gpus()
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     path = args.json
     here = passport("python -m fusedvit.bench.families", {"--cpu": args.cpu, "--json": path}, args.commit)
@@ -198,4 +202,4 @@ def _found(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -11,7 +11,6 @@ import functools
 import json
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse
-from fusedvit.bench.records import arguments, passport, today, write
+from fusedvit.bench.records import arguments, need_gpus, passport, run_program, today, write
 from fusedvit.bench.towers import GEOMETRIES, build, pixels_for
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
@@ -566,6 +565,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", metavar="CHECK", help="these checks alone")
     parser.add_argument("--two-gpus", action="store_true", help="the checks that need two GPUs")
     args = parser.parse_args(argv)
+    need_gpus(2 if args.two_gpus else 1)
     given = {"--scale": args.scale, "--two-gpus": args.two_gpus, "--json": args.json}
     found: dict[str, dict[str, Any]] = {}
     document = {
@@ -582,4 +582,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

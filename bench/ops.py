@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fusedvit.bench import baselines
 from fusedvit.bench.timing import Contender, captured, interleaved
 from fusedvit.bench.towers import GEOMETRIES, spec_of
-from fusedvit.bench.workloads import Cost, attention_cost, linear_cost
+from fusedvit.bench.workloads import MERGED, Cost, attention_cost, linear_cost
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
@@ -50,7 +50,6 @@ STATS_WIDTH = 128  # channels of a partial statistic that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
 ROWS = (256, 784, 1296, 4096, 16384)
 ROWS_ON_CPU = (64,)
-OVER_MERGED = ("merger", "deepstack", "downsample")  # prefixes of operations whose rows are merged tokens
 STATS_FROM = {"qkv": "fc2", "fc1": "proj", "deepstack_fc1": "fc2"}  # which operation wrote the statistics that it reads
 SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a video's frame
     "64 x 256": (256,) * 64,
@@ -380,7 +379,7 @@ def linear_jobs(name: str, rows: int, dtype: torch.dtype, device: torch.device) 
     plan = plan_for(spec, rows, dtype, Target.of(device))
     for task in tasks(spec, rows, dtype):
         if task.key.op == backends.LINEAR and supported(task):
-            own = rows // spec.merge_unit if task.name.startswith(OVER_MERGED) else rows
+            own = rows // spec.merge_unit if task.name.startswith(MERGED) else rows
             width = getattr(plan, STATS_FROM[task.name]).block_n if task.name in STATS_FROM else STATS_WIDTH
             make = functools.partial(linear_case, task, spec, dtype, device, own, width)
             yield Job(name, task, f"{own} x {task.key.n} x {task.key.k}", make)

@@ -7,7 +7,6 @@ call, Hugging Face and fused.
 
 import functools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 from fusedvit.api import fuse, unfuse
 from fusedvit.bench import towers
-from fusedvit.bench.records import arguments, passport, write
+from fusedvit.bench.records import arguments, need_gpus, passport, run_program, write
 from fusedvit.bench.timing import gpu_launches, latency, peak_mib, synchronisations
 from fusedvit.bench.towers import outputs_of, pixels_for
 from fusedvit.bench.workloads import WORKLOADS, tokens
@@ -106,6 +105,7 @@ def cost() -> dict[str, dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Prints a summary, writes everything as JSON; the exit code is 1 where an output is out of tolerance."""
     args = arguments(__doc__).parse_args(argv)
+    need_gpus()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     rows: list[dict[str, Any]] = []
     here = passport("python -m fusedvit.bench.parity", {"--json": args.json}, args.commit)
@@ -128,4 +128,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -5,14 +5,16 @@ import datetime
 import json
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import triton
 
 from fusedvit import __version__
+from fusedvit.errors import InputError, UnsupportedModel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,9 +26,34 @@ def arguments(about: str) -> argparse.ArgumentParser:
         about: the program's docstring, whose first line its help shows.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="where the document goes")
+    parser.add_argument("--json", type=_document, required=True, help="where the document goes")
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     return parser
+
+
+def _document(given: str) -> Path:
+    """Refused before the work, so that nothing is lost after it."""
+    path = Path(given)
+    if not given or path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"a file in a folder that is there expected, got {given!r}")
+    return path
+
+
+def need_gpus(count: int = 1) -> None:
+    """Raises InputError where torch sees fewer GPUs."""
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if here < count:
+        raise InputError(f"{count} NVIDIA GPU{'s' * (count > 1)} expected, got {here}")
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Runs a program's `main` and exits with its code; with 2 and a line for input that cannot be used."""
+    try:
+        code = main()
+    except (InputError, UnsupportedModel) as error:
+        print(error, file=sys.stderr)
+        code = 2
+    sys.exit(code)
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
@@ -66,9 +93,9 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
                 yield shlex.quote(one.name if isinstance(one, Path) else str(one))
 
 
-def git_commit(checkout: Path = ROOT) -> str:
-    """A checkout's commit, or "unknown"."""
-    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+def git_commit() -> str:
+    """This checkout's commit, or "unknown"."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,9 +23,11 @@ import torch
 
 from fusedvit.api import fuse
 from fusedvit.bench.ops import Case, attention_case, linear_case, supported
-from fusedvit.bench.records import passport, today, write
+from fusedvit.bench.records import need_gpus, passport, run_program, today, write
+from fusedvit.bench.timing import wait
 from fusedvit.bench.towers import GEOMETRIES, Geometry, build_one, class_of, patch_width, shallow, spec_of
 from fusedvit.config import FuseConfig
+from fusedvit.errors import InputError
 from fusedvit.kernels import backends, load_inputs, tuning_table
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.tile_configs import Target
@@ -48,7 +51,7 @@ def towers(geometries: Mapping[str, Geometry], dtype: torch.dtype, device: torch
         handle = fuse(tower, FuseConfig(strict=True, graphs=False))
         with torch.inference_mode():
             tower(pixels, grid_thw=torch.tensor(GRID, device=device))
-        _wait(device)
+        wait(device)
         handle.release()
         yield f"{name}'s tower"
 
@@ -90,7 +93,7 @@ def operations(
             if case.fill:
                 case.fill(rows)
             case.run(config, 0)
-            _wait(device)
+            wait(device)
         yield f"{task.name} {task.key.kind} {task.key.n} x {task.key.k}: {config}"
 
 
@@ -114,17 +117,13 @@ def _case(spec: VisionSpec, task: Task, dtype: torch.dtype, device: torch.device
     return linear_case(task, spec, dtype, device, min(ROWS, key.rows), sets=1)
 
 
-def _wait(device: torch.device) -> None:
-    """Lets an error show at the launch that caused it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def sanitized(args: argparse.Namespace) -> int:
     """Runs this program under compute-sanitizer, which must be on the path, and writes what it counted."""
     options = ["--tower", *args.tower, *(["--candidates"] if args.candidates else [])]
     inner = [sys.executable, "-m", "fusedvit.bench.sanitize", *options]
     command = ["compute-sanitizer", "--tool", args.tool, "--error-exitcode", "7", *inner]
+    if shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]} expected on the path, got none: it comes with the CUDA toolkit")
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None, "its standard output is ours"
@@ -153,6 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where the counts go, with --tool")
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     args = parser.parse_args(argv)
+    if args.tool and args.json is None:
+        parser.error("--json PATH expected with --tool, got none")
+    need_gpus()
     if args.tool:
         return sanitized(args)
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at the first allocation
@@ -169,4 +171,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -140,6 +140,12 @@ def _wall_ms(run: Call, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
+def wait(device: torch.device) -> None:
+    """Until what was launched has run; an error shows at the launch that caused it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def gpu_ms(run: Call, device: torch.device) -> float:
     """Milliseconds of one call between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

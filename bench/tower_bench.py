@@ -20,7 +20,7 @@ from torch import nn
 from fusedvit.api import fuse
 from fusedvit.bench import baselines, towers, workloads
 from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, peak_mib, ratios, spread
-from fusedvit.bench.towers import outputs_of, verdict_of
+from fusedvit.bench.towers import MOST_USED, outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
@@ -44,7 +44,7 @@ class Options:
             fastest, ours with graphs; captures graphs for these workloads alone.
     """
 
-    towers: tuple[str, ...] = ("Qwen3-VL-8B", "Qwen3-VL-2B")
+    towers: tuple[str, ...] = MOST_USED
     workloads: Mapping[str, Grid] = field(default_factory=lambda: dict(WORKLOADS))
     compile_on: tuple[str, ...] = ()
     fa3: Path | None = None

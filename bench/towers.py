@@ -2,14 +2,16 @@
 
 import copy
 import importlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import nn
 
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.cli.towers import cast_parameters_, random_weights_
 from fusedvit.families.registry import family_of
 from fusedvit.model.spec import VisionSpec
 from fusedvit.tolerance import compare
@@ -140,6 +142,7 @@ GEOMETRIES = {
     ),
 }
 FAMILIES = [name for name in GEOMETRIES if name not in ("Qwen3-VL-2B", "tiny")]  # different towers of every family
+MOST_USED = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 
 
 def class_of(geometry: Geometry) -> Any:
@@ -242,3 +245,97 @@ def outputs_of(outputs: Any) -> list[torch.Tensor]:
         *(outputs[name] for name in ("last_hidden_state", "pooler_output") if outputs.get(name) is not None),
         *(outputs.get("deepstack_features") or []),
     ]
+
+
+# ── random weights, and calls of towers of any family ─────────────────────────────────────────────────────────────────
+
+
+def call_tower(tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor, **arguments: Any) -> Any:
+    """Calls a tower of any family on rows of patches; towers that take padded images get them, every frame as one.
+
+    Args:
+        pixels: `[tokens, patch_width]`, patches of merged tokens side by side.
+        grid: `[items, 3]` integers (t, h, w), on the device of `pixels`.
+        arguments: the call's other arguments.
+    """
+    inputs, named = inputs_of(tower, pixels, grid)
+    return tower(inputs, **named, **arguments)
+
+
+def inputs_of(
+    tower: nn.Module, pixels: torch.Tensor, grid: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What `call_tower` calls a tower with: pixels, and what goes with them by its name."""
+    merge = getattr(tower.config, "pooling_kernel_size", 0)
+    if not merge:
+        return pixels, {"grid_thw": grid}
+    images, positions = padded_images(pixels, grid.tolist(), merge)
+    return images, {"pixel_position_ids": positions}
+
+
+def padded_images(pixels: torch.Tensor, grid: Sequence[Sequence[int]], merge: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of patches as `[images, patches, patch_width]` from 0 to 1, row by row, and the patches' positions.
+
+    The largest image has one merged token of padding.
+
+    Args:
+        pixels: `[tokens, patch_width]` from -1 to 1, patches of merged tokens side by side.
+        grid: (t, h, w) of items; frames become images.
+        merge: patches on a side of a merged token.
+    """
+    frames = [(h, w) for t, h, w in grid for _ in range(t)]
+    most = max((h * w for h, w in frames), default=0) + merge**2
+    images = pixels.new_zeros(len(frames), most, pixels.shape[1])
+    positions = torch.full((len(frames), most, 2), -1, device=pixels.device)
+    for i, (rows, (h, w)) in enumerate(zip(pixels.split([h * w for h, w in frames]), frames, strict=True)):
+        raster = rearrange(rows, "(bh bw mh mw) c -> (bh mh bw mw) c", mh=merge, mw=merge, bh=h // merge, bw=w // merge)
+        images[i, : h * w] = raster / 2 + 0.5
+        at = torch.arange(h * w, device=pixels.device)
+        positions[i, : h * w] = torch.stack([at % w, at // w], 1)
+    return images, positions
+
+
+def random_weights_(module: nn.Module, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    """Fill every parameter of `module` in place; drawn on the CPU, the same for the same seed on every machine.
+
+    Drawn on another `device`, where it goes faster: the same on machines that have that device.
+
+    Hugging Face's initialisation has zero biases, and norms that do nothing: a fused tower that forgets them would look
+    right. Here matrices keep the variance of what passes through them (std = 1 / sqrt(fan in), 0.029 for 1152 inputs),
+    norm weights spread around 1, and biases are small and not zero.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    norms = {id(p) for m in module.modules() if _is_norm(m) for p in m.parameters(recurse=False)}
+    _random_buffers_(module)
+    for name, parameter in module.named_parameters():
+        mean, std = 0.0, 0.05  # a bias
+        if id(parameter) in norms and name.endswith("weight"):
+            mean, std = 1.0, 0.2
+        elif parameter.ndim > 1:
+            std = 0.3 if "pos_embed" in name or "position_embedding" in name else 1.0 / math.sqrt(parameter[0].numel())
+        values = torch.normal(mean, std, parameter.shape, generator=generator, device=device)
+        with torch.no_grad():
+            parameter.copy_(values)
+
+
+def _random_buffers_(module: nn.Module) -> None:
+    """Gemma 4's: what standardises its tokens, and bounds that cut off the tails of what is of order 1."""
+    values = {"std_bias": 0.1, "std_scale": 1.2, "input_min": -2.0, "input_max": 1.75, "output_min": -2.5}
+    for path, buffer in module.named_buffers():
+        value = (values | {"output_max": 3.0}).get(path.rpartition(".")[2])
+        if value is not None:
+            ramp = torch.linspace(0.5, 1.5, buffer.numel(), device=buffer.device).view(buffer.shape)
+            buffer.copy_(value * ramp if buffer.numel() > 1 else torch.full_like(buffer, value))
+
+
+def cast_parameters_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters, in place, and leave buffers alone.
+
+    `module.to(dtype)` would round the rotary frequencies as well, which loading a checkpoint in `dtype` does not.
+    """
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()

@@ -50,17 +50,17 @@ def video(frames: int, side: int = 224) -> Grid:
     return [(-(-frames // 2), h, w)]
 
 
-def sweep(sides: tuple[int, ...] = IMAGE_SIDES, frames: tuple[int, ...] = VIDEO_FRAMES) -> dict[str, Grid]:
+def sweep() -> dict[str, Grid]:
     """Single images by their side, then videos of 224 px by their frames."""
-    images = {f"image {side} px": image(side) for side in sides}
-    return images | {f"video {n} frames": video(n) for n in frames}
+    images = {f"image {side} px": image(side) for side in IMAGE_SIDES}
+    return images | {f"video {n} frames": video(n) for n in VIDEO_FRAMES}
 
 
 # ── the roofline ──
 
 PEAK_TFLOPS, PEAK_TBS = 790.0, 4.3  # measured on an H200: an 8192^3 bf16 product, an elementwise copy
 ITEM = 2  # bytes of a value in bf16
-MERGED = ("merger", "deepstack", "downsample")  # operations whose rows are merged tokens
+MERGED = ("merger", "deepstack", "downsample")  # prefixes of operations whose rows are merged tokens
 ONCE = ("patch", "downsample", "merger_proj")
 
 

@@ -6,6 +6,7 @@ not loaded.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def _config_of(where: str) -> Any:
 def _check_folder(where: str) -> None:
     """Refuses what can be neither a folder with a checkpoint nor a hub name."""
     path = Path(where)
+    if not where:
+        raise InputError("a checkpoint's folder or hub name expected, got ''")
     if where.startswith(("http:/", "https:/")):
         raise InputError(f"{where}: a URL; give a folder or a hub name such as Qwen/Qwen3-VL-2B-Instruct")
     if path.is_file():
@@ -122,14 +125,25 @@ def _shards_of(where: str) -> dict[str, str]:
     index = _file_of(where, INDEX)
     if index is not None:
         try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{where}: {INDEX} is no index of weights ({type(error).__name__})") from None
+            return _weight_map(json.loads(index.read_text(encoding="utf-8")))
+        except (ValueError, OSError) as error:
+            raise InputError(f"{where}: {INDEX} is no index of weights: {first_line(error)}") from None
     single = _file_of(where, SINGLE)
     if single is None:
         return {}
     with _opened(single) as file:
         return dict.fromkeys(file.keys(), SINGLE)
+
+
+def _weight_map(document: Any) -> dict[str, str]:
+    """An index's names of tensors and files. Raises ValueError where it is of another form."""
+    found = document.get("weight_map") if isinstance(document, dict) else document
+    if not isinstance(document, dict) or not isinstance(found, dict):
+        raise ValueError(f"an object with a weight_map of names to files expected, got {json.dumps(found)[:80]}")
+    odd = next((name for name, file in found.items() if not isinstance(file, str)), None)
+    if odd is not None:
+        raise ValueError(f"weight_map: the name of a file expected for {odd}, got {json.dumps(found[odd])[:80]}")
+    return found
 
 
 def _prefix_of(wanted: set[str], shards: Mapping[str, str]) -> str | None:
@@ -179,10 +193,41 @@ def _opened(path: Path) -> Any:
 
 def _from_weights(where: str, cls: Any, config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
     """The tower as transformers makes it from a state dict: buffers computed, attention chosen, `dtype` applied."""
+    return _loaded(where, cls, None, config=config, state_dict=weights, dtype=dtype)[0]
+
+
+def _loaded(where: str, cls: Any, source: str | None, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A model from `cls.from_pretrained`, and what transformers says of its weights.
+
+    Raises:
+        InputError: it does not load, or a tensor has another shape than the config says.
+    """
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, in a line, no table
     try:
-        return cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"{where}: {cls.__name__} does not load: {first_line(error)}") from None
+        with _transformers_silent():
+            model, found = cls.from_pretrained(source, **arguments)
+    except Exception as error:  # pickle's, EOFError, TypeError …: whatever damaged files and indices lead to
+        told = isinstance(error, OSError | ValueError | RuntimeError | SafetensorError)
+        why = (
+            first_line(error) if told else f"whole files of weights expected, got damaged ones ({type(error).__name__})"
+        )
+        raise InputError(f"{where}: {cls.__name__} does not load: {why}") from None
+    for name, got, expected in sorted(found["mismatched_keys"]):
+        raise InputError(f"{where}: {name} is {list(got)}, the config expects {list(expected)}")
+    return model, found
+
+
+@contextmanager
+def _transformers_silent() -> Iterator[None]:
+    """Without transformers' tables of weights and its warnings: what matters becomes an error of ours."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 # ── the whole model ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,10 +239,7 @@ def _whole_model(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.
     with torch.device("meta"):
         find_tower(_empty(where, cls, config))  # raises UnsupportedModel before gigabytes are read
     step("loading the whole model")
-    try:
-        model, found = cls.from_pretrained(where, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise InputError(f"{where}: {cls.__name__} does not load: {first_line(error)}") from None
+    model, found = _loaded(where, cls, where, dtype=dtype)
     tower = find_tower(model)
     prefix = next(f"{name}." for name, module in model.named_modules() if module is tower)
     absent = sorted(name for name in found["missing_keys"] if name.startswith(prefix))
@@ -210,9 +252,12 @@ def _model_class(where: str, config: Any) -> Any:
     import transformers
 
     names = getattr(config, "architectures", None) or []
-    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    if found is not None:
-        return found
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{where}: config.json: architectures: a list of names expected, got {str(names)[:80]}")
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
     for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             mapped = auto._model_mapping[type(config)]

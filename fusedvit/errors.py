@@ -31,9 +31,9 @@ class InputError(ValueError):
     """A file, folder or option that the user gave cannot be used; the message names it. Commands exit with 2."""
 
 
-def first_line(error: BaseException, room: int = 300) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says, in one line: its first sentence lines up to an empty one."""
-    return " ".join(str(error).strip().split("\n\n")[0].split())[:room] or type(error).__name__
+    return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
 
 
 class WeightsReleased(Exception):

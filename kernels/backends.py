@@ -149,7 +149,7 @@ _HOPPER = (
         config=attention_configs.HopperAttentionConfig,
         absent=gluon_compat.absent,
         wrong=_valid_and_unspilled(
-            attention_configs.wrong_hopper_attention, lambda key, config: attention_configs.spills(config, key.k)
+            attention_configs.wrong_hopper_attention, lambda key, config: attention_configs.spills(config)
         ),
         heuristic=_by_shape(attention_configs.hopper_attention_config),
         candidates=_by_shape(attention_configs.hopper_attention_proposals),
@@ -178,7 +178,7 @@ _TRITON = (
         version=1,
         config=AttentionConfig,
         absent=lambda capability, dtype: "",
-        wrong=lambda key, config, target, dtype: tile_configs.wrong_attention(config, target, dtype),
+        wrong=lambda key, config, target, dtype: tile_configs.wrong_attention(config, target),
         heuristic=lambda key, dtype, target, widest: tile_configs.attention_config(
             key.rows, key.n, key.k, dtype, target
         ),

@@ -17,7 +17,7 @@ KIB = 1024
 # 192 x 128 over 1024 columns, or of 144 x 192 over 1152.
 _LONG = {*range(2048, 4097, 256), *range(4096, 8193, 512), 6336}
 DENSE = tuple(sorted({*range(512, 2049, 64), *range(560, 2049, 112), *_LONG}))
-SMALLEST_BUDGET = 64  # rows
+SMALLEST_ROWS = 64  # rows
 PDL_MAX_ROWS = 2048  # programmatic dependent launch (PDL) up to here: most longer launches gain nothing by it
 SPLITS = tuple(range(1, 9))  # parts of split-K
 MAX_PARTS = 132  # CTAs of a split-K GEMM, [128, 256] sums each at most
@@ -171,11 +171,11 @@ def split_head(head_dim: int, max_head: int = 256) -> tuple[int, int]:
 
 def budget(rows: int) -> int:
     """The row budget that `rows` falls into: the next of `DENSE`, or beyond its ends of 4, 5, 6 or 7 times a power of
-    two; at least `SMALLEST_BUDGET`."""
+    two; at least `SMALLEST_ROWS`."""
     if DENSE[0] < rows <= DENSE[-1]:
         return DENSE[bisect_left(DENSE, rows)]
     step = 1 << max(0, max(0, rows - 1).bit_length() - 3)
-    return max(SMALLEST_BUDGET, -(-rows // step) * step)
+    return max(SMALLEST_ROWS, -(-rows // step) * step)
 
 
 def ladder(smallest: int, largest: int) -> Iterator[int]:
@@ -193,7 +193,7 @@ def contents_of(rows: int, merge_unit: int = 1) -> tuple[int, int]:
     Args:
         merge_unit: patches of a row.
     """
-    below = max(ladder(SMALLEST_BUDGET, merge_unit * rows - 1), default=0) // merge_unit
+    below = max(ladder(SMALLEST_ROWS, merge_unit * rows - 1), default=0) // merge_unit
     return rows, (below + rows + 1) // 2
 
 
@@ -289,7 +289,7 @@ def attention_candidates(rows: int, dtype: torch.dtype, target: Target) -> list[
     shapes = ((64, 64, 4, 2, 3), (64, 64, 4, 3, 3), (64, 128, 4, 2, 2), (128, 64, 8, 2, 2), (128, 128, 8, 2, 1))
     more = {"copy_engine": target.has_copy_engine, "pdl": _uses_pdl(rows, target)}
     found = [AttentionConfig(*s[:4], s[4] * target.num_sms, **more) for s in shapes]
-    return [config for config in found if not wrong_attention(config, target, dtype)]
+    return [config for config in found if not wrong_attention(config, target)]
 
 
 def fit_shared(config: LinearConfig, itemsize: int, max_shared: int) -> LinearConfig:
@@ -317,7 +317,7 @@ def wrong_linear(config: LinearConfig, target: Target, dtype: torch.dtype) -> st
     return ""
 
 
-def wrong_attention(config: AttentionConfig, target: Target, dtype: torch.dtype) -> str:
+def wrong_attention(config: AttentionConfig, target: Target) -> str:
     """Why `kernels.attention` cannot run `config` on `target`, or ""."""
     sides = (config.block_m, config.block_n)
     if any(side < 16 or side & (side - 1) for side in sides):

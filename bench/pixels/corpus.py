@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusedvit.bench.pixels.table import HF_CPU, HF_CPU_HF, HF_CUDA, OURS, Setting, Workload, pictures, processor_for
+from fusedvit.bench.timing import wait
 from fusedvit.pixels import load, stream, swap
 from fusedvit.pixels.media import processors
 
@@ -55,19 +56,14 @@ def _rate(run: Run, files: Sequence[bytes], seconds: float | None, device: torch
     begin, done = None, 0
     for images in run(files):
         if begin is None:
-            _wait(device)
+            wait(device)
             begin = time.perf_counter()
             continue
         done += images
         if seconds is not None and time.perf_counter() - begin > seconds:
             break
-    _wait(device)
+    wait(device)
     return done / (time.perf_counter() - begin) if begin is not None else 0.0
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _contenders(setting: Setting, plain: Any, work: Workload) -> dict[str, Run]:
@@ -149,7 +145,7 @@ def by_threads(setting: Setting, work: Workload, count: int) -> list[dict[str, A
         begin = time.perf_counter()
         for batch in stream(files, plain, setting.device, threads=threads):
             batch.pixel_values.data_ptr()
-        _wait(setting.device)
+        wait(setting.device)
         found.append({"threads": threads, "decoded": decoded, "patches": count / (time.perf_counter() - begin)})
     return found
 

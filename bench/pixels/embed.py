@@ -16,10 +16,9 @@ import torch
 import fusedvit
 from fusedvit.bench.pixels.corpus import jpegs
 from fusedvit.bench.pixels.table import processor_for
-from fusedvit.bench.records import arguments, passport, write
+from fusedvit.bench.records import arguments, need_gpus, passport, run_program, write
 from fusedvit.bench.timing import latency
-from fusedvit.bench.towers import GEOMETRIES, build_one, pixels_for
-from fusedvit.cli.towers import random_weights_
+from fusedvit.bench.towers import GEOMETRIES, build_one, pixels_for, random_weights_
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.job import Job, ShardDone
@@ -136,14 +135,14 @@ def _judged(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {"found": got, "bar": bar, "met": got >= bar} for name, (got, bar) in figures.items()}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measures, prints the figures, and writes the document after each part; 1 where a bar is missed."""
     parser = arguments(__doc__)
     parser.add_argument("--tower", default="Qwen3-VL-8B")
     parser.add_argument("--images", type=int, default=5000)
-    args = parser.parse_args()
-    count = torch.cuda.device_count()
-    device = torch.device("cuda:0" if count else "cpu")
+    args = parser.parse_args(argv)
+    need_gpus()
+    count, device = torch.cuda.device_count(), torch.device("cuda:0")
     given = {"--tower": args.tower, "--images": args.images, "--json": args.json}
     about = passport("python -m fusedvit.bench.pixels.embed", given, args.commit)
     found: dict[str, Any] = {}
@@ -173,4 +172,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fusedvit.bench.ops import Case, attention_case, linear_case, supported, wrong_twice
+from fusedvit.bench.workloads import MERGED
 from fusedvit.kernels import backends
 from fusedvit.kernels.backends import Key
 from fusedvit.kernels.codegen_checks import Compiled, Launch, compile_in_place
@@ -39,7 +40,6 @@ USUAL = range(256, 16384 + 1)  # patch tokens
 AT_LAUNCH = ("max_programs",)  # fields of a configuration that change no code
 BEST, BEST_OF_LONG = 3, 2  # by the cost model; of budgets above the usual, which take long to time
 PLAIN, PLAIN_ROWS = "triton", 2048  # with more rows plain Triton takes 1.1 to 3 x what another backend does
-MERGERS = ("merger", "deepstack", "downsample")  # prefixes of operations
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def in_waves(items: Iterable[TuningTask], most_used: Collection[VisionSpec]) -> 
     """
 
     def rank(item: TuningTask) -> tuple[int, bool, bool]:
-        merger = item.task.name.startswith(MERGERS)
+        merger = item.task.name.startswith(MERGED)
         rows = item.task.key.rows * (item.spec.merge_unit if merger else 1)
         wave = 2 if rows not in USUAL else int(item.spec not in most_used)
         return wave, merger and wave < 2, rows & (rows - 1) > 0

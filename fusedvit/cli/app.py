@@ -17,11 +17,12 @@ from fusedvit.cli.console import PICTURES, STDOUT, Outcome, progress, refuse_unw
 from fusedvit.errors import InputError, UnsupportedModel, first_line
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2  # exit codes; UNUSABLE is click's own for bad usage
+NO_READER = 141  # as of what SIGPIPE ends: click's own 1 would mean that answers differ
 
 app = typer.Typer(
     name="fusedvit",
     help="Fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models. "
-    "Exit codes: 0 fine, 1 answers differ or a bar is missed, 2 bad usage or input.",
+    "Exit codes: 0 fine, 1 answers differ or a bar is missed, 2 bad usage or input, 141 no reader of the output.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,  # locals would print tensors and paths
@@ -29,8 +30,22 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure towers and operations against their peers.", invoke_without_command=True)
 app.add_typer(bench_app, name="bench")
 
+
+def _output(given: str | Path) -> Path:
+    """Path("") is the current folder, which nobody meant who left a variable of a shell empty."""
+    if not str(given):
+        raise typer.BadParameter("a path to write to expected, got ''")
+    return Path(given)
+
+
 Json = Annotated[
-    str | None, typer.Option("--json", metavar="PATH", help="Write everything as JSON; '-' for standard output alone.")
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="PATH",
+        parser=lambda given: str(_output(given)),
+        help="Write everything as JSON; '-' for standard output alone.",
+    ),
 ]
 MediaFiles = Annotated[
     list[str] | None,
@@ -57,7 +72,7 @@ Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when
 
 def run(command: str, json: str | None, **arguments: Any) -> None:
     """Runs `fusedvit.cli.<command>`, writes its document and exits with its code; 2 and a line for unusable input, or
-    where the output cannot be written."""
+    where the output cannot be written; 141, and no line, where its reader has gone."""
     alone = json == STDOUT
     try:
         if json and not alone:
@@ -70,12 +85,21 @@ def run(command: str, json: str | None, **arguments: Any) -> None:
             write(outcome.document, json)
     except (InputError, UnsupportedModel) as error:
         _refuse(str(error))
-    except BrokenPipeError:  # who read the output has gone: `| head`
-        raise
+        sys.stdout.flush()  # else what cannot be written is found at the exit, where nothing catches it
+    except (BrokenPipeError, SystemExit) as error:  # who read the output has gone: `| head`; rich makes it an exit
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        _drop_stdout()
+        raise typer.Exit(NO_READER) from None
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in its buffer cannot be written at the exit either
+        _drop_stdout()
         _refuse(f"{error.filename or 'standard output'}: {error.strerror}" if error.errno else first_line(error))
     raise typer.Exit(PASSED if outcome.passed else FAILED)
+
+
+def _drop_stdout() -> None:
+    """What is left in its buffer cannot be written at the exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _refuse(said: str) -> NoReturn:
@@ -111,7 +135,9 @@ def demo(
     model: Annotated[
         str | None, typer.Option(metavar="PATH_OR_ID", help="A checkpoint to take the tower from; else random weights.")
     ] = None,
-    plot: Annotated[Path, typer.Option(metavar="PATH", help="Where the picture goes.")] = Path("demo.png"),
+    plot: Annotated[Path, typer.Option(metavar="PATH", parser=_output, help="Where the picture goes.")] = Path(
+        "demo.png"
+    ),
     json: Json = None,
 ) -> None:
     """Run the original and the fused tower on real media, side by side."""
@@ -136,7 +162,9 @@ def compile_kernels(
         list[str], typer.Argument(metavar="MODEL...", help="Checkpoints (folders, hub names, config.json), or towers.")
     ],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="a100, a10g, l4, l40s, h100, h200, b200, rtx-5090 …")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to; FUSEDVIT_KERNELS names it at run time.")],
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", parser=_output, help="Where to; FUSEDVIT_KERNELS names it at run time.")
+    ],
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one per core.")] = None,
     json: Json = None,
@@ -175,7 +203,9 @@ def tune(
         bool, typer.Option(help="Also kernels that the tower would not compile without the table.")
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be tried.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="PATH", help="The table; else your own in the cache.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", parser=_output, help="The table; else your own in the cache.")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Find the fastest backend and tile of every operation on this GPU; the table is used from the next process on."""
@@ -211,7 +241,7 @@ def bench(
     context: typer.Context,
     tower: Towers = None,
     workload: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only these of the nine; 'none' for none.")
+        list[str] | None, typer.Option(metavar="NAME", help="Only these of the nine, no sweep; 'none' for none.")
     ] = None,
     sweep: Annotated[
         bool | None, typer.Option("--sweep/--no-sweep", help="Single images of many sizes and videos of many lengths.")
@@ -235,10 +265,23 @@ def bench(
 ) -> None:
     """Whole towers against Hugging Face, torch.compile and an engine-like encoder; or inside vLLM."""
     if context.invoked_subcommand is not None:
+        _refuse_options_before(context, context.invoked_subcommand)
         return
     options = {"tower": tower, "workload": workload, "sweep": sweep, "short": short, "compile_on": compile_on}
     measured: dict[str, Any] = {"fa3": fa3, "seconds": seconds, "rows": rows, "without": without, "vllm": vllm}
     run("bench", json, **options, **measured, commit=commit)
+
+
+def _refuse_options_before(context: typer.Context, subcommand: str) -> None:
+    """Options of `bench` itself, which a subcommand of it would not hear of; those of the environment are no one's."""
+    given = [
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+        raise typer.BadParameter(
+            f"expected after `bench {subcommand}`, got before it: {', '.join(flags[name] for name in given)}"
+        )
 
 
 @bench_app.command()
@@ -259,7 +302,9 @@ def pixels(
     tower: Towers = None,
     images: Annotated[int, typer.Option(min=16, help="JPEGs of the corpus.")] = 2000,
     seconds: Annotated[float | None, typer.Option(min=0, help="Of timing for each workload and contender.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Where a picture of the stages goes.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", parser=_output, help="Where a picture of the stages goes.")
+    ] = None,
     json: Json = None,
     commit: Commit = "",
 ) -> None:

@@ -13,13 +13,12 @@ from fusedvit.bench.engines import vllm_bench
 from fusedvit.bench.pixels import report as pixels
 from fusedvit.bench.pixels import table
 from fusedvit.bench.tower_bench import Options, measure
-from fusedvit.bench.towers import known
+from fusedvit.bench.towers import MOST_USED, known
 from fusedvit.cli.console import Outcome, progress, refuse_unknown, write
 from fusedvit.errors import InputError
 from fusedvit.kernels import backends
 from fusedvit.kernels.tile_configs import note_failure
 
-DEFAULT_TOWERS = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 SHORT_SECONDS, SECONDS = 0.3, 2.0
 OPERATIONS = "operations alone (ratio: a peer's time over ours)"
 
@@ -48,7 +47,7 @@ class Asked:
     @property
     def towers(self) -> tuple[str, ...]:
         one = self.short or self.kernels or self.pixels or self.vllm is not None
-        return tuple(self.tower or (DEFAULT_TOWERS[:1] if one else DEFAULT_TOWERS))
+        return tuple(self.tower or (MOST_USED[:1] if one else MOST_USED))
 
     def passport(self) -> dict[str, Any]:
         """Where a result comes from, and how to measure it again."""
@@ -124,7 +123,7 @@ def _run_towers(asked: Asked) -> Outcome:
 
 
 def _options(asked: Asked, device: torch.device) -> Options:
-    swept = not (asked.short or asked.vllm) if asked.sweep is None else asked.sweep
+    swept = not (asked.short or asked.vllm or asked.workload) if asked.sweep is None else asked.sweep
     grids = _grids(asked.workload, swept)
     refuse_unknown(asked.compile_on or [], grids, "--compile")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -166,8 +165,7 @@ def _device(names: tuple[str, ...]) -> torch.device:
 
 
 def _grids(chosen: list[str] | None, sweep: bool) -> dict[str, workloads.Grid]:
-    none = chosen == ["none"]
-    if chosen and not none:
-        refuse_unknown(chosen, workloads.WORKLOADS | workloads.sweep(), "--workload")
-        return {name: (workloads.WORKLOADS | workloads.sweep())[name] for name in chosen}
-    return ({} if none else dict(workloads.WORKLOADS)) | (workloads.sweep() if sweep else {})
+    there = workloads.WORKLOADS | workloads.sweep()
+    names = [] if chosen == ["none"] else chosen or list(workloads.WORKLOADS)
+    refuse_unknown(names, there, "--workload")
+    return {name: there[name] for name in names} | (workloads.sweep() if sweep else {})

@@ -106,8 +106,9 @@ def _counted(step: Step) -> CountedStep:
     begun: dict[int, float] = {}
 
     def counted(text: str, done: int, total: int) -> None:
-        since = time.monotonic() - begun.setdefault(total, time.monotonic())
-        left = f", {since / done * (total - done):.0f} s left" if done else ""
+        now = time.monotonic()
+        since = now - begun.setdefault(total, now)
+        left = f", {since / done * (total - done):.0f} s left" if done and since > 0 else ""
         step(f"{done} of {total}{left}: {text}")
 
     return counted

@@ -19,7 +19,7 @@ from fusedvit.cli import demo_report, env, kernel_checks
 from fusedvit.cli.console import Outcome, Step, plain, progress, quiet
 from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
 from fusedvit.cli.media import VisionInput, load_all
-from fusedvit.cli.parity import REFERENCE, Towers, call_tower, inputs_of, parity_of, side_by_side
+from fusedvit.cli.parity import REFERENCE, Towers, outputs_for, parity_of, prepared_for_towers, side_by_side
 from fusedvit.cli.towers import Tower, device_of, dtype_of, geometry_of, random_tower
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.packing import TOKEN_BUDGET, Work, pack
@@ -64,7 +64,7 @@ def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
         step("fusing")
         handle = fusedvit.fuse(tower.model, fusedvit.FuseConfig(compile="now"))
         towers = side_by_side(handle, tower.dtype, device)
-        inputs = inputs_of(media, towers)
+        inputs = prepared_for_towers(media, towers)
         calls = [_compare_call(name, item, towers, step) for name, item in inputs.items()]
         step("bad inputs")
         bad_inputs = _try_bad_inputs(towers.fused, next(iter(inputs.values())).floats(tower.dtype))
@@ -156,7 +156,7 @@ def _try_bad_inputs(fused: nn.Module, item: VisionInput) -> list[BadInput]:
 
 def _try_bad_input(what: str, fused: nn.Module, item: VisionInput) -> BadInput:
     try:
-        call_tower(fused, item)
+        outputs_for(fused, item)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:  # what is not the first two counts against us
         return BadInput(what, type(error).__name__, str(error).strip().split("\n")[0][:300])
     return BadInput(what, "", "accepted")

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from fusedvit.bench.towers import random_weights_
 from fusedvit.cli.console import Step, plain
-from fusedvit.cli.towers import TINY, random_weights_
+from fusedvit.cli.towers import TINY
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.kernels.tile_configs import Target

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.bench.towers import call_tower, cast_parameters_
 from fusedvit.cli.media import VisionInput, prepare
-from fusedvit.cli.towers import call_tower as call_rows
-from fusedvit.cli.towers import cast_parameters_, layout_of, takes_single_frames
+from fusedvit.cli.towers import layout_of, takes_single_frames
 from fusedvit.pixels.media import Media
 from fusedvit.tolerance import Comparison, compare
 
@@ -42,7 +42,7 @@ class Towers:
         """The original's pixels are floats, as Hugging Face's processor gives them; the fused tower takes bytes."""
         floats = item.floats(self.dtype)
         taken = floats if self.handle.spec.padded else item
-        return {"original": lambda: call_tower(self.original, floats), "fused": lambda: call_tower(self.fused, taken)}
+        return {"original": lambda: outputs_for(self.original, floats), "fused": lambda: outputs_for(self.fused, taken)}
 
 
 def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Towers:
@@ -53,7 +53,7 @@ def side_by_side(handle: Any, dtype: torch.dtype, device: torch.device) -> Tower
     return Towers(original, handle.tower, reference, handle, dtype, device)
 
 
-def inputs_of(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
+def prepared_for_towers(media: Sequence[Media], towers: Towers) -> dict[str, VisionInput]:
     """Each medium preprocessed for these towers; several of them once more all at once."""
     spec = towers.handle.spec
     inputs = {item.name: prepare(item, layout_of(spec)) for item in media}
@@ -75,7 +75,7 @@ def _frame_by_frame(item: VisionInput) -> VisionInput:
 
 def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
     """Every output of one call, by the tolerance rule."""
-    ref = _outputs(call_tower(towers.reference, item.floats(REFERENCE)))
+    ref = _outputs(outputs_for(towers.reference, item.floats(REFERENCE)))
     pt, ours = (_outputs(call()) for call in towers.calls(item).values())
     if not ref.keys() == pt.keys() == ours.keys():
         raise RuntimeError(f"outputs {sorted(pt)} expected, got {sorted(ours)}")
@@ -85,10 +85,10 @@ def parity_of(towers: Towers, item: VisionInput) -> list[OutputParity]:
     ]
 
 
-def call_tower(module: nn.Module, item: VisionInput) -> Any:
+def outputs_for(module: nn.Module, item: VisionInput) -> Any:
     """The module's own record of outputs."""
     with torch.inference_mode():
-        return call_rows(module, item.pixel_values, item.grid_thw)
+        return call_tower(module, item.pixel_values, item.grid_thw)
 
 
 def _outputs(answer: Any) -> dict[str, torch.Tensor]:

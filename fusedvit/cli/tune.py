@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusedvit import __version__
-from fusedvit.bench.towers import GEOMETRIES, known, spec_of
+from fusedvit.bench.towers import GEOMETRIES, MOST_USED, known, spec_of
 from fusedvit.bench.tuning import candidates as tune_candidates
 from fusedvit.bench.tuning import in_tower
 from fusedvit.bench.tuning import tuner as tune
@@ -26,7 +26,6 @@ from fusedvit.model.plan import heuristic
 from fusedvit.runtime.compile_worker import most_children
 
 CPU_NAME = "CPU"
-MOST_USED = ("Qwen3-VL-8B", "Qwen3-VL-2B")
 
 
 def run(

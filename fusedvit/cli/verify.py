@@ -14,7 +14,7 @@ from fusedvit.checkpoint import load_tower
 from fusedvit.cli import env
 from fusedvit.cli.console import Outcome, progress, quiet
 from fusedvit.cli.media import load_all
-from fusedvit.cli.parity import REFERENCE, OutputParity, inputs_of, parity_of, side_by_side
+from fusedvit.cli.parity import REFERENCE, OutputParity, parity_of, prepared_for_towers, side_by_side
 from fusedvit.cli.towers import Tower, device_of, dtype_of
 from fusedvit.tolerance import FACTOR_MAX, FACTOR_RMS, Summary, summarize
 
@@ -35,7 +35,7 @@ def run(
         step("fusing")
         towers = side_by_side(fusedvit.fuse(tower.model, fusedvit.FuseConfig(compile="now")), tower.dtype, on)
         found = {}
-        for name, item in inputs_of(files, towers).items():
+        for name, item in prepared_for_towers(files, towers).items():
             step(name)
             found[name] = parity_of(towers, item)
         report, original = towers.handle.report(), sum(towers.handle.stats()["original"].values())

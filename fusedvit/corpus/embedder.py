@@ -310,9 +310,11 @@ def processors_of(where: str) -> Any:
         video = AutoVideoProcessor.from_pretrained(where)
     except (OSError, ValueError, ImportError):  # none in the checkpoint, or torchvision is missing
         video = None
+    except Exception as error:  # TypeError and others, where its file holds null or a list
+        raise InputError(f"{where}: no video processor that transformers reads: {first_line(error)}") from None
     try:
         image = AutoImageProcessor.from_pretrained(where)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # whatever transformers raises for absent and malformed ones
         raise InputError(f"{where}: no image processor that transformers reads: {first_line(error)}") from None
     return SimpleNamespace(image_processor=image, video_processor=video)
 
@@ -353,7 +355,7 @@ def _source_of(value: Any) -> Source:
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
         try:
             return np.asarray(value.convert("RGB"))
-        except Exception as error:  # noqa: BLE001 - a file that is read only now, and damaged
+        except Exception as error:  # a file that is read only now, and damaged
             return MediaError(f"an image that does not decode ({type(error).__name__})")
     if isinstance(value, SOURCES):
         return value

@@ -38,7 +38,7 @@ def collect(given: Sequence[str | Path]) -> list[Input]:
     Raises:
         InputError: something is no such thing, cannot be read, or two inputs have the same id.
     """
-    found = [each for source in given for each in _inputs_of(Path(source))]
+    found = [each for source in given for each in _inputs_of(source)]
     seen: set[str] = set()
     for each in found:
         if each.id in seen:
@@ -73,9 +73,10 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
         yield table.content(each.row)
 
 
-def _inputs_of(source: Path) -> Iterator[Input]:
+def _inputs_of(given: str | Path) -> Iterator[Input]:
+    _check_no_url(str(given))  # before Path() makes one slash of its two
+    source = Path(given)
     suffix = source.suffix.lower()
-    _check_no_url(str(source))
     if source.is_dir():
         yield from (Input(_text(path), path) for path in _media_in(source))
     elif not source.is_file():
@@ -115,7 +116,7 @@ def _lines_of(source: Path) -> list[str]:
 
 def _check_no_url(path: str) -> None:
     if "://" in path[:20] or path.startswith(("http:/", "https:/")):
-        raise InputError(f"{path}: a URL; download it and give the folder")
+        raise InputError(f"{path}: a URL; download it and give the file or its folder")
 
 
 def _text(path: Path) -> str:

@@ -86,6 +86,9 @@ def check(out: Path, job: dict[str, Any]) -> None:
     job = json.loads(json.dumps(job))
     for name in sorted(known.keys() | job.keys()):
         if known.get(name) != job.get(name):
+            if name == "inputs_digest":
+                expected = "the inputs that it was begun with expected, got others (names or order)"
+                raise InputError(f"{out}: holds another job: {expected}; choose another output folder")
             was, now = (str(document.get(name, "nothing"))[:80] for document in (known, job))
             raise InputError(f"{out}: holds another job: {name} was {was} and is {now}; choose another output folder")
 
@@ -176,7 +179,7 @@ def check_committed(out: Path, number: int, inputs: int) -> None:
         wrong = "" if index.num_rows == inputs else f"{inputs} inputs expected, got {index.num_rows}"
         ends = index["offset"][-1].as_py() + index["rows"][-1].as_py() if index.num_rows else 0
         wrong = wrong or ("" if rows == ends else f"{ends} rows expected, got {rows}")
-    except Exception as error:  # noqa: BLE001 - as in `read`
+    except Exception as error:  # as in `read`
         wrong = f"does not read: {first_line(error)}"
     if wrong:
         raise InputError(f"{folder}: {wrong}; remove it, and it is made again")

@@ -1,4 +1,4 @@
-"""The records that prepared weights are kept in: made by `folding.py`, read by the encoder.
+"""The records that prepared weights are kept in: made by `prepare_weights.py`, read by the encoder.
 
 What needs no change is a reference to the original parameter, which stays the truth and keeps its name; `own` names
 the fields of a record that are prepared copies.

@@ -215,9 +215,10 @@ def _opened(source: Source, index: int) -> _Given:
     except OSError as error:  # too long a name, a folder that may not be read
         raise MediaError(f"{name}: {error.strerror}") from None
     if is_folder:
-        raise MediaError(f"{name}: a folder; give images and videos")
+        raise MediaError(f"{_printable(str(path))}: a folder; give images and videos")
     if size is None:
-        raise MediaError(f"{name}: no such file")
+        what = "not a regular file" if path.exists() else "no such file"
+        raise MediaError(f"{_printable(str(path))}: {what}")
     if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
         known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
         raise MediaError(f"{name}: the suffix must be one of {known}")
@@ -247,7 +248,7 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         raise MediaTooLarge(f"{given.name}: more pixels than Pillow accepts, {limit}") from None
     except MediaError:
         raise
-    except Exception as error:  # noqa: BLE001 - Pillow raises struct.error, TypeError and others where a file is damaged
+    except Exception as error:  # Pillow raises struct.error, TypeError and others where a file is damaged
         raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
 
 
@@ -309,7 +310,7 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
             yield container, stream
     except MediaError:
         raise
-    except Exception as error:  # noqa: BLE001 - FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
+    except Exception as error:  # FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
         raise MediaError(f"{given.name}: does not decode as {given.video} ({type(error).__name__})") from None
 
 

@@ -18,14 +18,11 @@ import torch
 import triton
 
 from fusedvit.kernels.codegen_checks import (
-    GPUS,
     MAX_SHARED,
     Compiled,
     Launch,
-    build,
     compile_launch,
     record,
-    target_named,
 )
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
@@ -35,7 +32,7 @@ from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.ops import TRITON
 from fusedvit.model.plan import plan_for
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.tower_launches import by_family, meta_weights, run_on_meta, tower_launches
+from fusedvit.runtime.tower_launches import meta_weights, run_on_meta
 
 QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
 QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
@@ -93,7 +90,6 @@ FEW_BUDGETS: dict[str, tuple[int, ...]] = {  # of towers most of whose kernels a
     **dict.fromkeys(("hd128", "windows", "qk_norm", "sandwich", "clipped", "grouped"), (64, 1024, 4096)),
     **dict.fromkeys(("qwen35_2b", "qwen4_exp", "qwen3_omni", "glm_41v", "glm_ocr", "ernie"), (64, 1024, 4096)),
 }
-DEAREST = 12  # kernels that `count` names
 ONE_BUDGET = (1024,)  # of other dtypes than bf16, whose tiles are the same
 SIZES = {  # of a layer: kernels that differ in nothing else are alike in what a compiler makes of them
     "N", "K", "EPS", "IN_PARTS", "IN_WIDTH", "IN_LENGTH", "ROPE_COLS",
@@ -211,48 +207,6 @@ def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:
         return list(pool.map(partial(_compile, matrix=matrix), range(len(jobs)), chunksize=4))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """CPU seconds that compiling one kernel took: in this process, and in ptxas."""
-
-    launch: str
-    python: float
-    ptxas: float
-
-
-def cost_of(launch: Launch, capability: int) -> Cost:
-    """What compiling `launch` anew takes."""
-    before = os.times()
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.always_compile = True
-        build(launch, capability)
-    after = os.times()
-    own = after.user + after.system - before.user - before.system
-    others = after.children_user + after.children_system - before.children_user - before.children_system
-    return Cost(launch.describe(), own, others)
-
-
-def count(towers: list[str], gpu: str, timed: bool) -> dict[str, object]:
-    """Prints how many kernels the default ladder of each tower launches on a GPU in bf16, by kernel and with what tells
-    them apart; if `timed` also what compiling them takes on one core, the dearest first."""
-    target, found = target_named(gpu), dict[str, object]()
-    for tower in towers:
-        launches = tower_launches(TOWERS[tower], torch.bfloat16, target)
-        print(f"{tower} on {gpu}: {len(launches)} kernels")
-        families = by_family(launches)
-        for name, (kernels, differences) in families.items():
-            print(f"  {kernels:4} {name}: " + ", ".join(f"{k} {n}" for k, n in differences.items()))
-        costs = [cost_of(launch, target.capability) for launch in launches] if timed else []
-        if timed:
-            ptxas = sum(c.ptxas for c in costs)
-            print(f"  {sum(c.python for c in costs) + ptxas:.1f} CPU s, of them ptxas {ptxas:.1f}")
-        costs.sort(key=lambda c: -(c.python + c.ptxas))
-        for c in costs[:DEAREST]:
-            print(f"  {c.python:.2f} + {c.ptxas:.2f} s {c.launch}")
-        found[tower] = {"kernels": len(launches), "families": families, "costs": [asdict(c) for c in costs]}
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """Prints a line per problem and a summary; the exit code is the number of failures, at most 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -263,14 +217,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--alike", action="store_true", help="one of those that differ in sizes or bf16/fp16 alone")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", metavar="PATH", help="write every result here ('-' for standard output)")
-    parser.add_argument("--ladder", metavar="GPU", choices=list(GPUS), help="count what the default ladder launches")
-    parser.add_argument("--timed", action="store_true", help="with --ladder: CPU seconds of compiling each kernel, too")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
-    if args.ladder:
-        _write({"triton": triton.__version__} | count(args.tower, args.ladder, args.timed), args.json)
-        return 0
     budgets = None if args.budget is None else tuple(args.budget)
     matrix = Matrix(tuple(args.arch), tuple(args.dtype), tuple(args.tower), budgets, args.alike)
     results = compile_all(matrix, args.jobs)

@@ -5,8 +5,7 @@ The launches are recorded from the code that makes them, run on meta tensors.
 """
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from triton.compiler import CompiledKernel
@@ -34,15 +33,14 @@ def default_limits(spec: VisionSpec, dtype: torch.dtype) -> Limits:
 
 
 def tower_launches(
-    spec: VisionSpec, dtype: torch.dtype, target: Target, limits: Limits | None = None, takes_bytes: bool = False
+    spec: VisionSpec, dtype: torch.dtype, target: Target, takes_bytes: bool = False
 ) -> dict[Launch, Callable[[], CompiledKernel]]:
     """Each distinct kernel once, in the order of first use, and what compiles it (see `codegen_checks.compilations`).
 
     Args:
-        limits: the token budgets; None for the default ladder.
         takes_bytes: whether somebody brings `BytePixels`.
     """
-    limits, weights = limits or default_limits(spec, dtype), meta_weights(spec, dtype, takes_bytes)
+    limits, weights = default_limits(spec, dtype), meta_weights(spec, dtype, takes_bytes)
 
     def planned(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
         return plan_for(spec, tokens, dtype, target)
@@ -75,21 +73,3 @@ def meta_weights(spec: VisionSpec, dtype: torch.dtype, takes_bytes: bool = False
 def _beyond(largest: int) -> Iterator[int]:
     """Row budgets of eager runs past `largest` patch tokens."""
     return itertools.islice(ladder(largest, BEYOND * largest), 1, None)
-
-
-def by_family(launches: Iterable[Launch]) -> dict[str, tuple[int, dict[str, int]]]:
-    """Of each kernel function: how many kernels, and of each argument or option in which they differ how many values it
-    has."""
-    found: dict[str, list[Launch]] = defaultdict(list)
-    for launch in launches:
-        found[launch.name].append(launch)
-    return {name: (len(of), _differences(of)) for name, of in found.items()}
-
-
-def _differences(launches: list[Launch]) -> dict[str, int]:
-    values: dict[str, set[object]] = defaultdict(set)
-    for launch in launches:
-        described = dict(launch.signature) | {name: repr(value) for name, value in launch.constants}
-        for name, value in (described | dict(launch.options) | {"alignment": launch.aligned}).items():
-            values[name].add(value)
-    return dict(Counter({name: len(of) for name, of in values.items() if len(of) > 1}).most_common())

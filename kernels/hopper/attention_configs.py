@@ -204,7 +204,7 @@ def wrong_hopper_attention(config: HopperAttentionConfig, target: Target, dtype:
     return absent(target.capability, dtype)
 
 
-def spills(config: HopperAttentionConfig, head_dim: int) -> bool:
+def spills(config: HopperAttentionConfig) -> bool:
     """Whether ptxas runs out of registers, as Triton compiles three consumers from 3.8 on."""
     extras = config.late or config.near or config.by_warp
     return gluon_compat.NEEDS_MORE_REGISTERS and config.consumers == 3 and extras

@@ -118,7 +118,7 @@ class HopperSwapABConfig:
         }
 
     def tile_cost(self) -> TileCost:
-        """For `gemm_configs.product_us`. A step is bounded by its own loop, by the WGMMAs, or by shared memory: lines
+        """For the cost model of GEMMs. A step is bounded by its own loop, by the WGMMAs, or by shared memory: lines
         of 128 bytes that consumers read and TMA writes."""
         cells = cells_of(self.rows, self.cols)
         lines = self.consumers * (UNIT + self.rows) + self.cols + self.rows

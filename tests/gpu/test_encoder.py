@@ -11,8 +11,8 @@ import torch
 
 import fusedvit
 from fusedvit.bench.timing import gpu_launches, peak_mib, synchronisations
+from fusedvit.bench.towers import cast_parameters_
 from fusedvit.checks import fallback
-from fusedvit.cli.towers import cast_parameters_
 from fusedvit.model import ops
 from fusedvit.tolerance import Comparison, compare, summarize
 from tests.support.encoding import Encoder

@@ -1,4 +1,4 @@
-"""Captured graphs on a GPU, on four blocks of Qwen3-VL-8B's width. bench/graphs.py runs the same checks at length."""
+"""Captured graphs on a GPU, on four blocks of Qwen3-VL-8B's width. bench/graph_stress.py checks at length."""
 
 import copy
 import logging
@@ -18,6 +18,7 @@ from fusedvit.bench.towers import build, pixels_for, verdict_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.kernels import fingerprint, launch
 from fusedvit.kernels.load_inputs import GRID_DTYPES
+from tests.support.graphs_on_cpu import same
 
 pytestmark = pytest.mark.gpu
 CONFIG = FuseConfig(token_budgets=(64, 256, 1024), max_items=16, max_frames=64, compile="now")
@@ -36,10 +37,6 @@ def fused(plain: nn.Module) -> Iterator[tuple[nn.Module, FusedEncoder]]:
         handle.warmup()
         yield plain, handle
     unfuse(plain)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def eager_reasons(handle: FusedEncoder) -> dict[str, int]:

@@ -15,6 +15,7 @@ from fusedvit.bench.graph_stress import DEVICE, FOUR_BLOCKS
 from fusedvit.bench.timing import synchronisations
 from fusedvit.bench.towers import build, pixels_for
 from fusedvit.fused_encoder import FusedEncoder
+from tests.support.graphs_on_cpu import same
 
 pytestmark = pytest.mark.gpu
 LADDER = (64, 256)  # merged tokens
@@ -34,10 +35,6 @@ def fused(plain: nn.Module) -> Iterator[tuple[nn.Module, FusedEncoder]]:
             graph_stress.call(plain, pixels_for(plain, grid, torch.bfloat16, DEVICE), grid)
         yield plain, handle
     unfuse(plain)
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 BAD_GRIDS = {

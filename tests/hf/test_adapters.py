@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.bench.towers import cast_parameters_
 from fusedvit.checks import fallback
-from fusedvit.cli.towers import cast_parameters_
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,

@@ -336,7 +336,7 @@ def worker_of(job: corpus_job.Job) -> "subprocess.Popen[str]":
     "make, message",
     [
         (lambda folder: folder / "absent", "no such file or folder"),
-        (lambda folder: "https://host/picture.png", "a URL"),
+        (lambda folder: "https://host/picture.png", "https://host/picture.png: a URL; download it and give the file"),
         (lambda folder: folder, "no images or videos"),
         (lambda folder: written(folder / "x.parquet", b"PAR1"), "no parquet file that reads"),
         (lambda folder: written(folder / "x.csv", b"a"), "expected"),

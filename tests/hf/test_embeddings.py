@@ -9,7 +9,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import fusedvit  # noqa: E402
-from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+from fusedvit.bench.towers import random_weights_  # noqa: E402
+from fusedvit.cli.towers import TINY  # noqa: E402
 from fusedvit.serving.embeddings import VisionEmbeddings  # noqa: E402
 
 IDS = {"image": 190, "video": 191}

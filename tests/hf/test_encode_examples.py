@@ -16,7 +16,8 @@ from PIL import Image  # noqa: E402
 from transformers.processing_utils import ProcessorMixin  # noqa: E402
 
 import fusedvit  # noqa: E402
-from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+from fusedvit.bench.towers import random_weights_  # noqa: E402
+from fusedvit.cli.towers import TINY  # noqa: E402
 from tests.support.checkpoint import noisy_pictures, tiny_processor  # noqa: E402
 
 TOKENS = {"<|vision_start|>": 1, "<|image_pad|>": 2, "<|vision_end|>": 3, "<|video_pad|>": 4, "<pad>": 5}

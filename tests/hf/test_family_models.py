@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import fusedvit
-from fusedvit.cli.towers import random_weights_
+from fusedvit.bench.towers import random_weights_
 from fusedvit.pixels.byte_pixels import as_floats
 from tests.support.byte_patches import bytes_for
 from tests.support.families import TINY

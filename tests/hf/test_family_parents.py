@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import fusedvit
-from fusedvit.cli.towers import padded_images, random_weights_
+from fusedvit.bench.towers import padded_images, random_weights_
 from fusedvit.families.registry import FAMILIES
 from tests.support.byte_patches import bytes_for
 from tests.support.families import INSTALLED, TINY, family_tower

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.cli.towers import padded_images, random_weights_
+from fusedvit.bench.towers import padded_images, random_weights_
 from fusedvit.errors import ODD_POSITIONS
 from fusedvit.graphs.limits import check_limits
 from tests.support.families import INSTALLED, family_tower

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.bench.towers import inputs_of
 from fusedvit.checks import fallback
-from fusedvit.cli.towers import inputs_of
 from fusedvit.fused_encoder import MOST_MOVES
 from fusedvit.graphs.limits import check_limits
 from fusedvit.runtime import readback

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fusedvit
+from fusedvit.bench.towers import cast_parameters_, inputs_of
 from fusedvit.checks import fallback
 from fusedvit.checks.arguments import rules_of
-from fusedvit.cli.towers import cast_parameters_, inputs_of
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,

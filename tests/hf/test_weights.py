@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.bench.towers import cast_parameters_
 from fusedvit.checks.checked_tower import CheckedTower
-from fusedvit.cli.towers import cast_parameters_
 from fusedvit.model.weights import EncoderWeights
 from tests.support.towers import (
     GRIDS,

@@ -115,7 +115,7 @@ def test_why_a_configuration_cannot_run() -> None:
     with_pdl = replace(config, pdl=True)
     assert wrong_linear(with_pdl, target, torch.bfloat16) == "PDL takes sm_90 or later, got sm_80"
     attention = replace(attention_config(256, 16, 72, torch.bfloat16, target), pdl=True)
-    assert wrong_attention(attention, target, torch.bfloat16) == "PDL takes sm_90 or later, got sm_80"
+    assert wrong_attention(attention, target) == "PDL takes sm_90 or later, got sm_80"
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,7 +7,8 @@ import numpy as np
 import transformers
 from PIL import Image
 
-from fusedvit.cli.towers import TINY, random_weights_
+from fusedvit.bench.towers import random_weights_
+from fusedvit.cli.towers import TINY
 
 _TEXT = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
 _HEADS = {"num_key_value_heads": 1, "head_dim": 48, "vocab_size": 200}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fusedvit.cli.towers import random_weights_
+from fusedvit.bench.towers import random_weights_
 from fusedvit.families.registry import family_of
 
 # Heads of 24 are no power of two; 70 floats are no multiple of 16 bytes.

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from fusedvit.cli.towers import call_tower, cast_parameters_, random_weights_
+from fusedvit.bench.towers import call_tower, cast_parameters_, random_weights_
 from fusedvit.model.items import Item
 from fusedvit.tolerance import compare
 

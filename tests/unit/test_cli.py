@@ -23,9 +23,9 @@ from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.bench.timing import Launches, Spread, gpu_launches, latency, operators, peak_mib, synchronisations  # noqa: E402
+from fusedvit.bench.towers import cast_parameters_, random_weights_  # noqa: E402
 from fusedvit.cli import console, demo, demo_report, kernel_checks, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
-from fusedvit.cli.towers import cast_parameters_, random_weights_  # noqa: E402
 from fusedvit.pixels.media import load_one as load  # noqa: E402
 
 RUNNER = CliRunner()

@@ -23,10 +23,12 @@ from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit import checkpoint  # noqa: E402
-from fusedvit.cli import env, towers  # noqa: E402
+from fusedvit.bench import workloads  # noqa: E402
+from fusedvit.bench.towers import random_weights_  # noqa: E402
+from fusedvit.cli import bench, console, env, towers  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
-from fusedvit.cli.towers import TINY, random_weights_  # noqa: E402
+from fusedvit.cli.towers import TINY  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -204,6 +206,54 @@ def test_a_tower_that_the_weights_are_not_all_of(qwen3: Path, tmp_path: Path) ->
     assert result.exit_code == 2 and "lacks 24 of the vision tower's weights" in result.output, result.output
 
 
+@pytest.mark.parametrize("value", [None, 3, [], {}], ids=str)
+def test_an_index_whose_files_are_no_names(value: Any, qwen3: Path, tmp_path: Path) -> None:
+    names = json.loads((qwen3 / checkpoint.INDEX).read_text(encoding="utf-8"))["weight_map"]
+    (tmp_path / "config.json").write_bytes((qwen3 / "config.json").read_bytes())
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, value)}))
+    _refused(
+        _run("verify", tmp_path, SAMPLE_IMAGE),
+        f"the name of a file expected for lm_head.weight, got {json.dumps(value)}",
+    )
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": value}))
+    said = "does not load" if value == {} else f"a weight_map of names to files expected, got {json.dumps(value)}"
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), said)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("pytorch_model.bin", b""),
+        ("pytorch_model.bin", b"garbage"),
+        ("pytorch_model.bin.index.json", b'{"weight_map": 3}'),
+    ],
+)
+def test_weights_that_torch_cannot_read(name: str, content: bytes, tmp_path: Path) -> None:
+    _no_weights(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), "whole files of weights expected, got damaged ones")
+
+
+@pytest.mark.parametrize("value", [[None], [3], [[]], "Qwen3VLForConditionalGeneration", 3], ids=str)
+def test_architectures_that_are_no_names(value: Any, tmp_path: Path) -> None:
+    _no_weights(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": value}))
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), f"a list of names expected, got {value}")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_tensor_of_another_shape(qwen3: Path, tmp_path: Path, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not alone:
+        monkeypatch.setattr(checkpoint, "_tower_alone", lambda *arguments: None)
+    for path in qwen3.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"]["intermediate_size"] = 288
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), "0.mlp.linear_fc1.bias is [280], the config expects [288]")
+
+
 @pytest.mark.parametrize("given, said", [("none/at/all", "no such folder"), ("./none", "no such folder")])
 def test_folders_that_are_not_there(given: str, said: str) -> None:
     _refused(_run("verify", given), said)
@@ -212,6 +262,7 @@ def test_folders_that_are_not_there(given: str, said: str) -> None:
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     _refused(_run("verify", "https://host/model"), "a URL")
+    _refused(_run("verify", ""), "a checkpoint's folder or hub name expected, got ''")
     _refused(_run("verify", SAMPLE_IMAGE), "a file")
     _refused(_run("verify", "mine", "--dtype", "int8"), "bf16, fp16, fp32")
     for device in ("tpu", "nonsense", "cuda:99"):
@@ -241,6 +292,52 @@ def test_standard_output_is_json_alone(qwen3: Path) -> None:
     assert "outputs pass" in done.stderr and "Traceback" not in done.stderr
     done = _run("env", "--json", "-")
     assert json.loads(done.stdout)["verdict"] in " ".join(done.stderr.split())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
+def test_nobody_reads_the_output() -> None:
+    """Not 1: that says that answers differ."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fusedvit", "env"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    os.close(writer)
+    assert done.returncode == 141 and "Error" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["env", "--json"], ["demo", "--plot"], ["tune", "--out"], ["compile", "tiny", "--gpu", "h100", "--out"]],
+    ids=" ".join,
+)
+def test_an_output_without_a_name(arguments: list[str]) -> None:
+    result = _run(*arguments, "")
+    assert result.exit_code == 2 and "a path to write to expected, got ''" in result.output
+
+
+def test_options_before_a_subcommand_are_refused() -> None:
+    result = _run("bench", "--json", "b.json", "--tower", "nope", "kernels", "--rows", 64)
+    assert result.exit_code == 2, result.output
+    assert "expected after `bench kernels`, got before it: --json, --tower" in " ".join(result.output.split())
+
+
+def test_workloads_and_the_sweep() -> None:
+    def chosen(**options: Any) -> set[str]:
+        return set(bench._options(bench.Asked(**options), torch.device("cpu")).workloads)
+
+    named, swept = "1 x 224 px", set(workloads.sweep())
+    assert chosen(workload=["none"], rows=[64]) == set() and chosen(workload=[named]) == {named}
+    assert chosen(workload=["none"], sweep=True) == swept and chosen(workload=[named], sweep=True) == swept | {named}
+    assert chosen() == swept | set(workloads.WORKLOADS) and chosen(sweep=False) == set(workloads.WORKLOADS)
+
+
+def test_time_that_is_left_is_told_once_time_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, now = list[str](), iter([5.0, 7.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    step = console._counted(said.append)
+    step("a", 1, 3)
+    step("b", 2, 3)
+    assert said == ["1 of 3: a", "2 of 3, 1 s left: b"]
 
 
 def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_every_family(name: str) -> None:
     tower = family_tower(name)  # which the handle does not keep
     handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
     found = verify.side_by_side(handle, torch.float32, torch.device("cpu"))
-    inputs = verify.inputs_of(media, found)
+    inputs = verify.prepared_for_towers(media, found)
     assert list(inputs) == ["picture", "video", "all at once"]
     for item in inputs.values():
         assert all(parity.comparison.passed for parity in verify.parity_of(found, item))

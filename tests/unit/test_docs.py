@@ -43,7 +43,13 @@ def example() -> Family:
     (code,) = re.findall(r"```python\n(.*?)```", page("docs/families.md"), re.DOTALL)
     found: dict[str, Any] = {}
     exec(compile(code, "docs/families.md", "exec"), found)
-    return found["FAMILY"]
+    return found["FAMILIES"][0]
+
+
+def test_the_example_is_the_code_of_its_file() -> None:
+    (code,) = re.findall(r"```python\n(.*?)\)\n```", page("docs/families.md"), re.DOTALL)  # less the tuple's own end
+    file = page("fusedvit/families/qwen2.py")
+    assert [part for part in code.split("\n\n") if part.strip("\n") not in file] == []
 
 
 def test_the_example_is_the_registered_record() -> None:
@@ -76,10 +82,13 @@ def test_every_family_is_in_the_support_matrix() -> None:
 
 
 def test_memory_is_what_was_measured() -> None:
-    stats = report.load(report.GRAPHS)["cost"]["stats"]
+    said = report.load(report.VLLM)["report"]
+    weights, buffers = re.findall(r"prepared weights ([\d.]+) MiB, static buffers ([\d.]+) MiB", said)[0]
+    ((budgets, largest),) = re.findall(r"(\d+) token budgets from \d+ to (\d+)", said)
     part = page("README.md").split("## Memory and the first call")[1]
-    assert f"| {stats['weights_mib']:.0f} MiB |" in part and f"| {stats['graphs']['buffers_mib']:.0f} MiB |" in part
-    assert f"up to {stats['graphs']['token_budgets'][-1]} output tokens" in part
+    assert f"| {float(weights):.0f} MiB |" in part and f"| {float(buffers):.0f} MiB |" in part
+    assert f"up to {largest} output tokens" in part
+    assert f"{budgets} token budgets up to {largest}" in page("docs/serving.md")
 
 
 def test_every_place_is_in_the_table_of_rooms() -> None:

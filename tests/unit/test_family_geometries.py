@@ -12,8 +12,7 @@ import torch
 
 import fusedvit
 from fusedvit.bench import towers
-from fusedvit.bench.towers import GEOMETRIES, build_one, class_of, outputs_of, verdict_of
-from fusedvit.cli.towers import cast_parameters_
+from fusedvit.bench.towers import GEOMETRIES, build_one, cast_parameters_, class_of, outputs_of, verdict_of
 from fusedvit.families.registry import FAMILIES
 from tests.support.towers import Grid, pixels_for
 

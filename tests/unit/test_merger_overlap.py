@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedvit.cli.towers import cast_parameters_
+from fusedvit.bench.towers import cast_parameters_
 from fusedvit.graphs.limits import check_limits
 from fusedvit.graphs.manager import GraphManager
 from fusedvit.graphs.packing import Batch

@@ -63,6 +63,7 @@ def test_the_command_adds_to_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
         return {"parity": {"odd image": {"passed": True}}}
 
     monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "need_gpus", lambda: None)
     path = tmp_path / "f.json"
     path.write_text(json.dumps(OLD))
     words = ["--json", str(path), "--commit", "c0ffee", "--family", "Qwen3-VL-4B", "Qwen2-VL-7B"]
@@ -78,6 +79,7 @@ def test_the_command_adds_to_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_output_out_of_tolerance_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "need_gpus", lambda: None)
     monkeypatch.setattr(bench, "measure", lambda *_: {"parity": {"odd image": {"passed": False}}})
     assert bench.main(["--json", str(tmp_path / "f.json"), "--family", "Qwen3-VL-4B"]) == 1
 

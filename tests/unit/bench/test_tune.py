@@ -272,7 +272,7 @@ def test_what_matters_most_comes_first() -> None:
     every = tuning_tasks([QWEN2_VL_7B, QWEN3_VL_8B], tune_candidates.BUDGETS, BF16)
     waves = in_waves(every, [QWEN3_VL_8B])
     assert sorted(repr(q) for wave in waves for q in wave) == sorted(map(repr, every)) and len(waves) == 3
-    first = [(q.task.name.startswith(tune_candidates.MERGERS), q.task.key.rows) for q in waves[0]]
+    first = [(q.task.name.startswith(tune_candidates.MERGED), q.task.key.rows) for q in waves[0]]
     assert {q.spec for q in waves[0]} == {QWEN3_VL_8B} and {q.spec for q in waves[1]} == {QWEN2_VL_7B}
     assert first[:36] == [(False, 256 << i) for i in range(6) for _ in range(6)], "powers of two"
     assert [merger for merger, _ in first] == sorted(merger for merger, _ in first), "blocks before mergers"

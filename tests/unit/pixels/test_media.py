@@ -211,8 +211,10 @@ def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFi
     with pytest.raises(ValueError, match="errors must be one of"):
         load(given, errors="ignore")
     assert [media.name for media in load(good)] == ["bytes 0"]
-    with pytest.raises(MediaError, match="none.png: no such file"):
-        load("none.png")
+    with pytest.raises(MediaError, match="some/none.png: no such file"):
+        load("some/none.png")
+    with pytest.raises(MediaError, match="/dev/null: not a regular file"):
+        load("/dev/null")
     with pytest.raises(TypeError, match="paths or bytes, got int"):
         load([3])
     with pytest.raises(TypeError, match="bytes or pixels, or several of them, got NoneType"):
