@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from fusedvit.bench.towers import cast_parameters_, random_weights_
-from fusedvit.bench.towers import padded_images as padded_images  # engines' tests take it from here
 from fusedvit.cli.media import PatchLayout
 from fusedvit.errors import InputError
 from fusedvit.model.spec import VisionSpec

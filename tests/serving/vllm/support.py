@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 
-from fusedvit.cli.towers import padded_images, random_weights_
+from fusedvit.bench.towers import padded_images, random_weights_
 
 Grid = list[tuple[int, int, int]]
 GRIDS: dict[str, Grid] = {
