@@ -5,7 +5,9 @@ Wrong input to a call raises ValueError or TypeError instead.
 
 from typing import NamedTuple
 
-ODD_POSITIONS = "odd positions"  # a kind of `Reason`
+ODD_POSITIONS = "odd positions"  # kinds of `Reason`
+SPARSE = "sparse pixels"
+PREFIX = "fusedvit: "  # of every message
 
 
 class Reason(NamedTuple):
@@ -25,6 +27,9 @@ class Reason(NamedTuple):
 
 class UnsupportedModel(ValueError):
     """The model contains no supported vision tower; the message names the supported ones."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if message.startswith(PREFIX) else PREFIX + message)
 
 
 class InputError(ValueError):
