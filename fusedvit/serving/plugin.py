@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fusedvit.config import FuseConfig
+from fusedvit.errors import PREFIX
 from fusedvit.fused_encoder import FusedEncoder
 
 DISABLE, CONFIG = "FUSEDVIT_DISABLE", "FUSEDVIT_CONFIG"
@@ -62,7 +63,7 @@ def _options() -> tuple[FuseConfig, bool]:
             raise ValueError(f"unknown option {min(unknown)!r}, expected {known}")
         return FuseConfig(**{"compile": "now", **given}), gather
     except (ValueError, TypeError) as error:
-        raise ValueError(f"fusedvit: {CONFIG}={text}: {error}") from error
+        raise ValueError(f"fusedvit: {CONFIG}={text}: {str(error).removeprefix(PREFIX)}") from error
 
 
 def install(patches: Patches) -> None:
