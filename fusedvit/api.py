@@ -7,6 +7,7 @@ same name, whose `forward` runs fused or falls back to the original.
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,8 @@ from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
+from fusedvit.original_inputs import for_original
 from fusedvit.outputs import to_hugging_face
-from fusedvit.pixels.byte_pixels import as_floats
 from fusedvit.pixels.processors import normalizations_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
@@ -50,7 +51,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
         ValueError: an option that this tower cannot meet; the message names it. Or a processor of other patches.
     """
     if config is not None and not isinstance(config, FuseConfig):
-        raise TypeError(f"config must be a FuseConfig, got {type(config).__name__}")
+        raise TypeError(f"fusedvit: config must be a FuseConfig, got {type(config).__name__}")
     tower = find_tower(model)
     before = type(tower)
     handle = _fuse(tower, config)
@@ -85,7 +86,11 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
         return known
     original = own_class(type(tower))
     family = family_of(original.__name__)
-    assert family is not None, "find_tower returns towers of known families"
+    if family is None:
+        raise UnsupportedModel(
+            f"{original.__module__}.{original.__qualname__} cannot be fused: it is a class of somebody's, "
+            "based on one that was fused"
+        )
     try:
         spec = family.spec_from_config(tower.config)
     except ValueError as error:
@@ -168,15 +173,22 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
     return model
 
 
-@functools.cache
+_rebuilt: weakref.WeakValueDictionary[tuple[weakref.ref[type], ...], type] = weakref.WeakValueDictionary()
+
+
 def _with_base(cls: Any, old: type, new: type) -> Any:
-    """`cls` with `new` where `old` is: itself, or among its bases."""
+    """`cls` with `new` where `old` is: itself, or among its bases; the same class as long as one has it."""
     if cls is old:
         return new
     if old not in cls.__mro__ or new in cls.__mro__[: cls.__mro__.index(old)]:
         return cls
-    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, tuple(_with_base(base, old, new) for base in cls.__bases__), body)
+    key = tuple(map(weakref.ref, (cls, old, new)))
+    known = _rebuilt.get(key)
+    if known is None:
+        body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        known = type(cls)(cls.__name__, tuple(_with_base(base, old, new) for base in cls.__bases__), body)
+        known = _rebuilt.setdefault(key, known)
+    return known
 
 
 def _replace_base(tower: nn.Module, old: Any, new: Any) -> None:
@@ -200,16 +212,16 @@ def _fused_class(original: Any) -> Any:
 
     def forward(self: nn.Module, hidden_states: Any, grid_thw: Any = None, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            chosen = uncompiled if may_break() else original.forward
+            chosen = uncompiled if may_break() else in_original
             return chosen(self, hidden_states, grid_thw, **kwargs)
         # No handle: made by this class's `from_pretrained`, or unfused since the call began.
         handle: FusedEncoder | None = self.__dict__.get(HANDLE)
         found = None if handle is None else handle.answer(self, hidden_states, grid_thw, kwargs)
         if handle is None or found is None:
-            given = hidden_states if handle is None else as_floats(hidden_states)
-            return original.forward(self, given, grid_thw, **kwargs)
+            return in_original(self, hidden_states, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found.outputs, (hidden_states, grid_thw, kwargs))
 
+    in_original = functools.partial(_call_original, original, _takes_positions(original))
     uncompiled = torch.compiler.disable(_of_own_code(forward))  # between two graphs, as the graph breaks there
     may_break = torch.compiler.assume_constant_result(_graph_may_break)
 
@@ -235,6 +247,16 @@ def _fused_class(original: Any) -> Any:
     }
     fused = type(original.__name__, (original,), body)
     return fused
+
+
+def _call_original(original: Any, padded: bool, tower: nn.Module, pixels: Any, grid: Any, **kwargs: Any) -> Any:
+    return original.forward(tower, *for_original(tower, pixels, grid, padded), **kwargs)
+
+
+def _takes_positions(original: Any) -> bool:
+    """Whether the second argument is no grid but the positions of padded images' patches."""
+    family = family_of(original.__name__)
+    return family is not None and family.call is not None
 
 
 def _of_own_code(function: Any) -> Any:

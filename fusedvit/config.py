@@ -48,12 +48,12 @@ class FuseConfig:
     def __post_init__(self) -> None:
         for name in ("graphs", "strict", "watch_data"):
             if type(getattr(self, name)) is not bool:
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise TypeError(f"fusedvit: {name} must be True or False, got {getattr(self, name)!r}")
         if self.compile not in COMPILE:
-            raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}; got {self.compile!r}")
+            raise ValueError(f"fusedvit: compile must be one of {', '.join(map(repr, COMPILE))}; got {self.compile!r}")
         _check_memory(self.memory)
         if self.memory is not None and self.token_budgets is not None:
-            raise ValueError("memory and token_budgets both choose how much is held: give one of them")
+            raise ValueError("fusedvit: memory and token_budgets both choose how much is held: give one of them")
         items = 1 if self.max_items is None else self.max_items
         frames = items if self.max_frames is None else self.max_frames
         check_limits((ANY_BUDGET,) if self.token_budgets is None else self.token_budgets, items, frames)
@@ -63,6 +63,6 @@ def _check_memory(memory: str | int | None) -> None:
     if memory is None or memory == SMALL:
         return
     if type(memory) is not int:
-        raise TypeError(f"memory must be {SMALL!r}, a number of MiB or None, got {memory!r}")
+        raise TypeError(f"fusedvit: memory must be {SMALL!r}, a number of MiB or None, got {memory!r}")
     if memory < 1:
-        raise ValueError(f"memory must be at least 1 MiB, got {memory}")
+        raise ValueError(f"fusedvit: memory must be at least 1 MiB, got {memory}")

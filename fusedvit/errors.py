@@ -5,7 +5,9 @@ Wrong input to a call raises ValueError or TypeError instead.
 
 from typing import NamedTuple
 
-ODD_POSITIONS = "odd positions"  # a kind of `Reason`
+ODD_POSITIONS = "odd positions"  # kinds of `Reason`
+SPARSE = "sparse pixels"
+PREFIX = "fusedvit: "  # of every message
 
 
 class Reason(NamedTuple):
@@ -26,9 +28,17 @@ class Reason(NamedTuple):
 class UnsupportedModel(ValueError):
     """The model contains no supported vision tower; the message names the supported ones."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message if message.startswith(PREFIX) else PREFIX + message)
+
 
 class InputError(ValueError):
     """A file, folder or option that the user gave cannot be used; the message names it. Commands exit with 2."""
+
+
+def unnamed(error: BaseException) -> str:
+    """What an error says, without our name: for a message that begins with it already."""
+    return str(error).removeprefix(PREFIX)
 
 
 def first_line(error: BaseException) -> str:

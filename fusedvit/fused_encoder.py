@@ -261,6 +261,8 @@ class FusedEncoder:
             TypeError, ValueError: one of `calls` is no grid.
         """
         self._live_tower()
+        if calls is not None and not isinstance(calls, Iterable):
+            raise TypeError(f"fusedvit: calls must be an iterable of grid_thw, got {type(calls).__name__}")
         wanted = None if calls is None else [self._items_of(grid) for grid in calls]
         parameter = self.weights.first_parameter()
         with on_device(parameter.device):
@@ -398,7 +400,7 @@ class FusedEncoder:
         """
         graphs = self._graphs()
         if graphs is None:
-            raise RuntimeError("this tower has no graphs: it has not run on a GPU, or graphs are off")
+            raise RuntimeError("fusedvit: this tower has no graphs: it has not run on a GPU, or graphs are off")
         return graphs
 
     def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:

@@ -5,14 +5,18 @@ fused encoder keeps no hidden states, so the record that it returns runs the tow
 them. The record is an instance of Hugging Face's class, and becomes a plain one of it when they are read or replaced.
 """
 
+import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedvit.checks.change_detection import version_of
 
@@ -62,7 +66,51 @@ def _checksums(t: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if not t.is_floating_point():
             return t.detach().clone()
-        return t.detach().view(_INTEGERS[t.element_size()]).sum(-1)
+        return t.detach().resolve_neg().view(_INTEGERS[t.element_size()]).sum(-1)
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """What a thread or the process has set beside the arguments of a call, and its answer hangs on.
+
+    Attributes:
+        inference: inference mode, whose tensors autograd does not take.
+        dtype: the default one.
+        device: of `with torch.device(…)` or `torch.set_default_device`; None for neither.
+        autocast: the device type, and the dtype that it casts to; None where nothing autocasts.
+    """
+
+    inference: bool
+    dtype: torch.dtype
+    device: torch.device | None
+    autocast: tuple[str, torch.dtype | None]
+
+    @staticmethod
+    def now(device_type: str) -> "Ambient":
+        """That of the caller, for computing on devices of this type."""
+        modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+        device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+        cast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        return Ambient(torch.is_inference_mode_enabled(), torch.get_default_dtype(), device, (device_type, cast))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, it is as it was, and no mode sees what is done: none did when it was taken."""
+        device_type, cast = self.autocast
+        dtype = torch.get_default_dtype()
+        with contextlib.ExitStack() as stack:
+            for _ in range(torch._C._len_torch_function_stack()):
+                stack.enter_context(_pop_mode_temporarily())
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(device_type, cast, enabled=cast is not None))
+            if self.device is not None:
+                stack.enter_context(self.device)
+            if dtype != self.dtype:  # the process's: other threads see it
+                torch.set_default_dtype(self.dtype)
+                stack.callback(torch.set_default_dtype, dtype)
+            yield
 
 
 @dataclass(frozen=True)
@@ -73,7 +121,8 @@ class HiddenStates:
         tower: name of the tower's class, for messages.
         run: the original code on the call's input: gives Hugging Face's record.
         inputs: pixels and grid as they were.
-        weights_unchanged: whether the tower's weights are still those of the call.
+        ambient: what the call ran in.
+        changed: what of the tower has changed since the call, for messages; "" for nothing.
         last: the call's last hidden state and its version: what `run` must give again.
         lock: two readers compute them once.
     """
@@ -81,7 +130,8 @@ class HiddenStates:
     tower: str
     run: Callable[[], Any]
     inputs: tuple[TensorState, ...]
-    weights_unchanged: Callable[[], bool]
+    ambient: Ambient
+    changed: Callable[[], str]
     last: tuple[torch.Tensor, int | None]
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,19 +139,24 @@ class HiddenStates:
         """The hidden states.
 
         Raises:
-            RuntimeError: the input or the weights have changed since the call.
+            RuntimeError: the input or the tower has changed since the call.
         """
+        with self.ambient.restored():
+            return self._compute()
+
+    def _compute(self) -> tuple[torch.Tensor | None, ...]:
         if not all(state.unchanged() for state in self.inputs):
             raise self._changed("pixel_values or grid_thw have changed")
-        if not self.weights_unchanged():
-            raise self._changed("the tower's weights have changed")
+        what = self.changed()
+        if what:
+            raise self._changed(what)
         found = self.run()
         last, version = self.last
         hidden: tuple[torch.Tensor | None, ...] = found.hidden_states
         if version is None or version_of(last) != version:  # written to by the caller, or no telling
             return hidden
         if not _close(last, found.last_hidden_state):
-            raise self._changed("its input or its weights have changed")
+            raise self._changed("its input or the tower have changed")
         if hidden and hidden[-1] is found.last_hidden_state:
             hidden = (*hidden[:-1], last)  # one tensor, as in Hugging Face's record
         return hidden

@@ -3,18 +3,20 @@
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedvit.checks.arguments import asked_for, rules_of
+from fusedvit.checks.arguments import asked_for, configured, rules_of
 from fusedvit.checks.change_detection import version_of
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.lazy_outputs import HIDDEN_STATES, HiddenStates, TensorState, with_lazy_hidden_states
+from fusedvit.lazy_outputs import HIDDEN_STATES, Ambient, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.spec import VisionSpec
-from fusedvit.pixels.byte_pixels import BytePixels, as_floats
+from fusedvit.original_inputs import for_original
+from fusedvit.pixels.byte_pixels import BytePixels
 
 
 def to_hugging_face(
@@ -76,22 +78,36 @@ def _hidden_states(
         TensorState.of(pixels.unmarked() if isinstance(pixels, BytePixels) else pixels),
         *([TensorState.of(grid)] if isinstance(grid, torch.Tensor) else []),
     )
-    rows = grid if isinstance(grid, torch.Tensor) else torch.tensor(grid, device="cpu")
+    rows = grid if isinstance(grid, torch.Tensor) else [*map(tuple, grid)]
     selection = arguments.get(f"output_{HIDDEN_STATES}", getattr(tower.config, f"output_{HIDDEN_STATES}", True))
     asked = dict(arguments) | {f"output_{HIDDEN_STATES}": selection, "return_dict": True}
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else None
-
     taken = pixels
     if isinstance(pixels, BytePixels) and not handle.spec.padded:  # as the call took them: casts were left undone
         taken = BytePixels.mark(pixels.unmarked(), pixels.normalization, pixels.still)
 
     def run() -> Any:
-        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=autocast):
-            return original.forward(tower, as_floats(taken).to(device), rows.to(device), **asked)
+        return original.forward(tower, *for_original(tower, taken, rows, handle.spec.padded), **asked)
 
     # As the original call would: capturing before any hook that is registered from now on.
     sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(tower)
-    last = record.last_hidden_state
-    unchanged = handle.weights.unchanged_since_now()
-    return HiddenStates(original.__name__, run, inputs, unchanged, (last, version_of(last)))
+    last, ambient, changed = record.last_hidden_state, Ambient.now(device.type), _changed_since_now(tower, handle)
+    return HiddenStates(original.__name__, run, inputs, ambient, changed, (last, version_of(last)))
+
+
+def _changed_since_now(tower: nn.Module, handle: FusedEncoder) -> Callable[[], str]:
+    """A question to ask later: what of the tower has changed since; "" for nothing."""
+    unchanged, attention = handle.weights.unchanged_since_now(), _attention(tower)
+
+    def changed() -> str:
+        if unchanged():
+            return ""
+        if _attention(tower) != attention:
+            return f"the tower has changed (its attention is {_attention(tower)} and was {attention})"
+        reason = handle.reason()
+        return "the tower's weights have changed" if reason is None else f"the tower has changed ({reason})"
+
+    return changed
+
+
+def _attention(tower: nn.Module) -> Any:
+    return configured(tower.__dict__.get("config"), "_attn_implementation")

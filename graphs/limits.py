@@ -52,12 +52,12 @@ def check_limits(token_budgets: Sequence[int], max_items: int, max_frames: int) 
     _check_count("max_frames", max_frames)
     if max_items > budgets[-1]:
         raise ValueError(
-            f"max_items must be at most the largest of token_budgets, {budgets[-1]}, as every item has a token; "
-            f"got {max_items}"
+            f"fusedvit: max_items must be at most the largest of token_budgets, {budgets[-1]}, "
+            f"as every item has a token; got {max_items}"
         )
     if max_frames < max_items:
         raise ValueError(
-            f"max_frames must be at least max_items, {max_items}, as every item has a frame; got {max_frames}"
+            f"fusedvit: max_frames must be at least max_items, {max_items}, as every item has a frame; got {max_frames}"
         )
     return Limits(budgets, max_items, max_frames)
 
@@ -95,9 +95,9 @@ def infer_limits(
     """
     _check_ladder_ends(smallest, largest)
     if bytes_per_token < 1:
-        raise ValueError(f"bytes_per_token must be at least 1, got {bytes_per_token}")
+        raise ValueError(f"fusedvit: bytes_per_token must be at least 1, got {bytes_per_token}")
     if not 0 < share <= 1:
-        raise ValueError(f"share must lie in (0, 1], got {share}")
+        raise ValueError(f"fusedvit: share must lie in (0, 1], got {share}")
     for name, count in (("max_items", max_items), ("max_frames", max_frames)):
         if count is not None:
             _check_count(name, count)
@@ -135,29 +135,29 @@ def _sizes(smallest: int, end: int) -> Iterator[int]:
 
 def _check_budgets(token_budgets: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(token_budgets, Sequence) or isinstance(token_budgets, str | bytes):
-        raise TypeError(f"token_budgets must be a sequence of ints, got {type(token_budgets).__name__}")
+        raise TypeError(f"fusedvit: token_budgets must be a sequence of ints, got {type(token_budgets).__name__}")
     if not token_budgets:
-        raise ValueError("token_budgets must name at least one budget, got none")
+        raise ValueError("fusedvit: token_budgets must name at least one budget, got none")
     before = 0
     for i, budget in enumerate(token_budgets):
         _check_count(f"token_budgets[{i}]", budget)
         if budget <= before:
-            raise ValueError(f"token_budgets must ascend, each budget once; got {before} before {budget}")
+            raise ValueError(f"fusedvit: token_budgets must ascend, each budget once; got {before} before {budget}")
         before = budget
     return tuple(token_budgets)
 
 
 def _check_count(name: str, count: int) -> None:
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"{name} must be an int, got {type(count).__name__}")
+        raise TypeError(f"fusedvit: {name} must be an int, got {type(count).__name__}")
     if count < 1:
-        raise ValueError(f"{name} must be at least 1, got {count}")
+        raise ValueError(f"fusedvit: {name} must be at least 1, got {count}")
     if count > MOST:
-        raise ValueError(f"{name} must be at most {MOST}, as tokens are counted in 32 bits; got {count}")
+        raise ValueError(f"fusedvit: {name} must be at most {MOST}, as tokens are counted in 32 bits; got {count}")
 
 
 def _check_ladder_ends(smallest: int, largest: int) -> None:
     _check_count("smallest", smallest)
     _check_count("largest", largest)
     if largest < smallest:
-        raise ValueError(f"largest must be at least smallest, {smallest}, got {largest}")
+        raise ValueError(f"fusedvit: largest must be at least smallest, {smallest}, got {largest}")

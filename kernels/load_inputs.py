@@ -199,13 +199,15 @@ def centred(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def can_load(pixels: torch.Tensor, device: torch.device) -> bool:
-    """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: dense, there, of no tensor subclass."""
+    """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: dense, there, its memory its
+    value, of no tensor subclass."""
     return (
         type(pixels) in (torch.Tensor, torch.nn.Parameter)
         and pixels.dtype in LOADED_DTYPES
         and pixels.device == device
         and pixels.is_contiguous()
         and not pixels.is_neg()
+        and not pixels._is_zerotensor()
         and pixels.data_ptr() % 16 == 0
     )
 

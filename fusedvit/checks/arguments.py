@@ -8,6 +8,7 @@ functions names changes nothing, whatever it is called, so the call runs fused.
 import dis
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+_ATTENDED = {"query", "key", "value"}  # parameters of every attention function
 _OURS = __name__.partition(".")[0]
 _VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 _HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`api` sees to `return_dict`)
@@ -42,15 +44,18 @@ class ArgumentRules:
     options: tuple[str, ...]
 
 
-_known: dict[tuple[type, Any], ArgumentRules] = {}
+_known: weakref.WeakKeyDictionary[type, dict[Any, ArgumentRules]] = weakref.WeakKeyDictionary()
 
 
 def rules_of(tower: nn.Module) -> ArgumentRules:
     """The rules of `tower`, by its class and its attention implementation."""
-    key = type(tower), configured(tower.__dict__.get("config"), "_attn_implementation")
-    rules = _known.get(key)
+    cls, attention = type(tower), configured(tower.__dict__.get("config"), "_attn_implementation")
+    known = _known.get(cls)
+    if known is None:
+        known = _known[cls] = {}
+    rules = known.get(attention)
     if rules is None:
-        rules = _known[key] = _find_rules(key[0], frozenset(map(type, tower.modules())), key[1])
+        rules = known[attention] = _find_rules(cls, frozenset(map(type, tower.modules())), attention)
     return rules
 
 
@@ -83,12 +88,16 @@ def _find_rules(cls: type, inner: frozenset[type], attention: str | None) -> Arg
     read: set[str] = set()
     precomputed: set[str] = set()
     given: set[str] = set()
+    attended: set[str] = set()
     for function in _reached(roots):
         given |= _names_given(function) if not hasattr(function, "__wrapped__") else set()
         names = _names_in(function)
         if _takes_a_mapping(function):
             precomputed |= names
+        elif names >= _ATTENDED:
+            attended |= _required(function)
         read |= names
+    precomputed -= attended  # a helper's call of something else may have a keyword of that name
     recorded = getattr(cls, "_can_record_outputs", None) or {}
     entries = tuple((name, _gives(specs, inner)) for name, specs in recorded.items())
     options = tuple(f"output_{name}" for name, _ in entries)
@@ -146,8 +155,11 @@ def _hands_on(function: FunctionType) -> bool:
 
 def _names_given(function: FunctionType) -> set[str]:
     """Parameters that whoever calls it must give, and whatever could be a keyword of its own calls."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.default is p.empty} | _strings_in(function.__code__.co_consts)
+    return _required(function) | _strings_in(function.__code__.co_consts)
+
+
+def _required(function: FunctionType) -> set[str]:
+    return {p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty}
 
 
 def _takes_a_mapping(function: FunctionType) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusedvit.checks.arguments import asked_for, rules_of
-from fusedvit.errors import ODD_POSITIONS, Reason
+from fusedvit.errors import ODD_POSITIONS, SPARSE, Reason
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import LastNormNames
 
@@ -55,6 +55,7 @@ ADVICE = {
     ANOTHER_TOWER: "fuse it by itself; torch.nn.DataParallel makes new ones at every call",
     TRANSFORM: "torch.func, forward-mode AD, dispatch and function modes see the original code",
     ODD_POSITIONS: "fused run images whose patches come row by row, padding last, in whole squares that are pooled",
+    SPARSE: "the fused encoder takes dense pixels",
     CHANGING: "somebody writes the tower's parameters all the time",
     RELEASED: "calls that are under way end in the original code",
     NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',

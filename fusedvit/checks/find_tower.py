@@ -26,7 +26,7 @@ def find_tower(model: nn.Module) -> nn.Module:
 def towers_in(model: nn.Module) -> dict[str, nn.Module]:
     """Supported towers by their paths. Raises TypeError where `model` is no module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"fusedvit: model must be a torch.nn.Module, got {type(model).__name__}")
     return {name: m for name, m in model.named_modules() if _is_tower(type(m))}
 
 

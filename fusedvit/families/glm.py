@@ -69,7 +69,7 @@ def glm4v_spec(config: Any) -> VisionSpec:
 
 
 def _qk_norm_spec(config: Any, merger_size: int) -> VisionSpec:
-    without_bias = ("merger",) if config.attention_bias else ("qkv", "proj", "merger")
+    without_bias = ("merger",) if config.attention_bias else ("qkv", "proj", "mlp", "merger")
     return replace(_spec(config, config.intermediate_size, merger_size), qk_norm=True, without_bias=without_bias)
 
 

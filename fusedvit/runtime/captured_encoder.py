@@ -300,7 +300,7 @@ def limits_for(
     )
     if limits.largest > load_inputs.MAX_ROWS // spec.merge_unit:
         most = load_inputs.MAX_ROWS // spec.merge_unit
-        raise ValueError(f"token_budgets must be at most {most} for this tower, got {limits.largest}")
+        raise ValueError(f"fusedvit: token_budgets must be at most {most} for this tower, got {limits.largest}")
     return limits
 
 

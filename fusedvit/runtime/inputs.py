@@ -6,13 +6,15 @@ from typing import NoReturn
 
 import torch
 
-from fusedvit.errors import ODD_POSITIONS, Reason
+from fusedvit.errors import ODD_POSITIONS, SPARSE, Reason
 from fusedvit.kernels.load_inputs import PIXEL_DTYPES, POSITION_DTYPES
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
 from fusedvit.model.spec import VisionSpec
 
 _TRIPLE = [int, int, int]
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Grid = torch.Tensor | Sequence[Sequence[int]]
 
 
@@ -71,9 +73,11 @@ def check_inputs(
     """
     if spec.padded:
         return check_padded(pixel_values, grid_thw, spec, parameter)
+    if spec.rows_only and isinstance(pixel_values, torch.Tensor) and pixel_values.layout in _SPARSE:
+        return Reason(SPARSE, f"pixel_values are {pixel_values.layout}")  # these towers multiply rows as they come
     device = parameter.device
-    pixels = check_pixels(pixel_values, spec, marked)
-    grid = check_grid(grid_thw)
+    pixels = in_memory(check_pixels(pixel_values, spec, marked))
+    grid = in_memory(check_grid(grid_thw))
     if is_on_gpu(grid):
         return Inputs(pixels, grid.to(device), None)
     return Inputs(pixels, None, check_items(grid.tolist(), pixels.shape[0], spec.merge_size))
@@ -89,19 +93,30 @@ def check_padded(
         positions: `[images, patches, 2]` integers, (x, y) of each patch, (-1, -1) where there is none.
 
     Raises:
-        TypeError: not tensors, or pixels of no float dtype.
+        TypeError: not tensors, or pixels of no float dtype of 16 bits or more.
         ValueError: tensors of other shapes, or positions of no integer dtype.
     """
     pixels = check_pixels(pixel_values, spec)
+    if pixels.dtype not in (*PIXEL_DTYPES, torch.float64):  # no sums of others, in Hugging Face's tower neither
+        raise TypeError(f"fusedvit: pixel_values must be floats of 16, 32 or 64 bits, got {pixels.dtype}")
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"fusedvit: pixel_position_ids must be a tensor, got {type(positions).__name__}")
+    _check_dense("pixel_position_ids", positions)
     images, patches, _ = pixels.shape
     if positions.shape != (images, patches, 2) or positions.dtype not in POSITION_DTYPES:
         got = f"{tuple(positions.shape)} of {positions.dtype}"
         raise ValueError(f"fusedvit: pixel_position_ids must be ({images}, {patches}, 2) of int64 or int32, got {got}")
     if patches % spec.merge_unit:
         return Reason(ODD_POSITIONS, f"{patches} patches are not pooled by {spec.merge_size} x {spec.merge_size}")
-    return Inputs(pixels, positions, None, padded=True)
+    return Inputs(in_memory(pixels), in_memory(positions), None, padded=True)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself, or a copy if what its memory holds is not its value: negative views and zeros without memory.
+
+    Kernels go by addresses. Conjugate views are complex, which no input is.
+    """
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
 def without_padding(inputs: Inputs, spec: VisionSpec, device: torch.device, dtype: torch.dtype) -> Inputs | Reason:
@@ -135,18 +150,27 @@ def check_grid(grid_thw: Grid) -> torch.Tensor:
 
     Raises:
         TypeError: neither a tensor nor a list of integer triples.
-        ValueError: not of shape (n, 3), or not of an integer dtype.
+        ValueError: not of shape (n, 3), not of an integer dtype, or not dense with data.
     """
     if not isinstance(grid_thw, torch.Tensor):
         if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str | bytes):
             got = type(grid_thw).__name__
             raise TypeError(f"fusedvit: grid_thw must be a tensor or a list of (t, h, w), got {got}")
         grid_thw = _grid_from_rows(grid_thw)
+    _check_dense("grid_thw", grid_thw)
     if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
         raise ValueError(f"fusedvit: grid_thw must have shape (n, 3), got {tuple(grid_thw.shape)}")
-    if grid_thw.dtype.is_floating_point or grid_thw.dtype.is_complex or grid_thw.dtype == torch.bool:
+    if grid_thw.dtype not in _INTEGERS:
         raise ValueError(f"fusedvit: grid_thw must be of an integer dtype, got {grid_thw.dtype}")
     return grid_thw
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(f"fusedvit: {name} must have data, got a tensor on the meta device")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        got = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+        raise ValueError(f"fusedvit: {name} must be a dense tensor, got {got}")
 
 
 def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -170,12 +194,12 @@ def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = Fa
 
     Raises:
         TypeError: not a tensor, or not of a float dtype (integer pixels are nearly always unnormalised 0-255).
-        ValueError: two-dimensional with rows of another width, or of a shape that is no such view.
+        ValueError: two-dimensional with rows of another width, of a shape that is no such view, or not dense with
+            data.
     """
     if not isinstance(pixel_values, torch.Tensor):
         raise TypeError(f"fusedvit: pixel_values must be a tensor, got {type(pixel_values).__name__}")
-    if pixel_values.is_meta:
-        raise ValueError("fusedvit: pixel_values must have data, got a tensor on the meta device")
+    _check_dense("pixel_values", pixel_values)
     if marked and pixel_values.dtype == torch.uint8:
         return _byte_rows(pixel_values, spec)
     if not pixel_values.dtype.is_floating_point:

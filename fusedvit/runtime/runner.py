@@ -322,7 +322,8 @@ def _fill_grid(grid: torch.Tensor, items: Sequence[Item]) -> None:
 def _aligned(pixels: torch.Tensor) -> torch.Tensor:
     """`pixels` with rows that tensor descriptors take: base and pitch a multiple of 16 bytes."""
     size = pixels.element_size()
-    if pixels.stride(1) == 1 and pixels.stride(0) * size % ALIGNMENT == 0 and pixels.data_ptr() % ALIGNMENT == 0:
+    rows = pixels.stride(1) == 1 and pixels.stride(0) >= pixels.shape[1]  # each its own, not those of `expand`
+    if rows and pixels.stride(0) * size % ALIGNMENT == 0 and pixels.data_ptr() % ALIGNMENT == 0:
         return pixels
     step = ALIGNMENT // size
     padded = pixels.new_empty(pixels.shape[0], -(-pixels.shape[1] // step) * step)[:, : pixels.shape[1]]

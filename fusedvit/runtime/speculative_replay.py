@@ -127,11 +127,17 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
 
 def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: bool) -> bool:
     """Whether these are plain pixels of the right shape on the tower's device, which is current, and a grid for them
-    that lies there or on the host; of padded images positions that lie there.
+    that lies there or on the host; of padded images positions that lie there. Their memory is their value.
 
     A subclass may act on what is done to it, and so may what traces, captures or differentiates.
     """
     if type(pixels) is not torch.Tensor or pixels.device != runtime.device or pixels.requires_grad:
+        return False
+    if pixels.is_nested or pixels.layout is not torch.strided or pixels.is_neg() or pixels._is_zerotensor():
+        return False
+    if type(grid) is torch.Tensor and (  # its memory is read, here or by a kernel
+        grid.is_nested or grid.layout is not torch.strided or grid.is_neg() or grid._is_zerotensor()
+    ):
         return False
     if torch.is_grad_enabled() and runtime.weights.trained():  # a step of training, which takes the original code
         return False

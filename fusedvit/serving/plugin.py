@@ -20,9 +20,10 @@ from types import ModuleType
 from typing import Any
 
 from fusedvit.config import FuseConfig
+from fusedvit.errors import unnamed
 
-PREFIX = "FUSEDVIT_"
-DISABLE, CONFIG = f"{PREFIX}DISABLE", f"{PREFIX}CONFIG"
+VARIABLES = "FUSEDVIT_"  # how names of environment variables begin
+DISABLE, CONFIG = f"{VARIABLES}DISABLE", f"{VARIABLES}CONFIG"
 _NOT_DISABLED = ("", "0", "false", "no", "off")
 _GATHER = "gather_sharded"
 _WRAPPED = "_fusedvit_wrapped"  # on functions that were replaced
@@ -59,7 +60,7 @@ def _options() -> tuple[FuseConfig, bool]:
             raise ValueError(f"unknown option {min(unknown)!r}, expected {known}")
         return FuseConfig(**{"compile": "now", **given}), gather
     except (ValueError, TypeError) as error:
-        raise ValueError(f"fusedvit: {CONFIG}={text}: {error}") from error
+        raise ValueError(f"fusedvit: {CONFIG}={text}: {unnamed(error)}") from error
 
 
 def install(patches: Patches) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.serving.sharded import ShardedTower
 
@@ -75,7 +76,7 @@ def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger) -> None:
         with torch.inference_mode(False):
             handle.warmup(progress=iter)
     except RuntimeError as error:
-        logger.warning("fusedvit: %s prepares at its first call: %s", name, error)
+        logger.warning("fusedvit: %s prepares at its first call: %s", name, unnamed(error))
         return
     found = handle.stats()
     graphs = found.get("graphs", {})

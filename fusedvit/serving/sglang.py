@@ -23,6 +23,7 @@ from torch import nn
 
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
+from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import side_by_side
@@ -216,7 +217,7 @@ def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
     try:
         spec = family.spec_from_config(noted.config)
     except (ValueError, TypeError, AttributeError) as error:
-        return str(error)
+        return unnamed(error)
     assert noted.built is not None, "asked for only where nothing was wrong"
     handle = fuse_tower(tower, family, spec, options(), built=noted.built, call=run)
     reason = handle.reason()

@@ -24,6 +24,7 @@ from torch import nn
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
 from fusedvit.config import FuseConfig
+from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.normalization import Normalization
@@ -31,7 +32,7 @@ from fusedvit.outputs import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
 from fusedvit.serving import vllm_gemma
-from fusedvit.serving.plugin import CONFIG, PREFIX, install, may_gather, options, wrap
+from fusedvit.serving.plugin import CONFIG, VARIABLES, install, may_gather, options, wrap
 from fusedvit.serving.served import Served, writing
 from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
@@ -152,7 +153,7 @@ def _check_options(family: Family, vision_config: Any) -> None:
     try:
         limits_for(spec, torch.float32, 0, given.token_budgets, given.max_items, given.max_frames)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"fusedvit: {CONFIG}: {error}") from error
+        raise ValueError(f"fusedvit: {CONFIG}: {unnamed(error)}") from error
 
 
 def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
@@ -163,7 +164,7 @@ def _try_to_fuse(tower: Any, family: Family, config: Any) -> str:
         if not why_not and _ranks(tower) == 1:
             why_not = _fuse(tower, family, config)
     except Exception as error:  # vLLM shall start, whatever it holds that we did not foresee
-        why_not = f"{type(error).__name__}: {error}"
+        why_not = f"{type(error).__name__}: {unnamed(error)}"
         if type(tower) is not cls:
             unfuse(tower)
     return why_not
@@ -302,7 +303,7 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
         built = Built.of(tower, family.engine)
         spec = family.spec_from_config(vision_config)
     except (ValueError, TypeError, AttributeError) as error:
-        return str(error)
+        return unnamed(error)
     _, config = _vllm()
     call = vllm_gemma.run if spec.padded else run
     handle = fuse_tower(tower, family, spec, _limited(options(), config), built=built, call=call)
@@ -467,7 +468,7 @@ def _served_in(model: object) -> list[tuple[nn.Module, ServedTower]]:
 def _patch_ray(module: ModuleType) -> None:
     prefixes = vars(module).get("DEFAULT_ENV_VAR_PREFIXES")  # of variables that actors on other nodes get, too
     if isinstance(prefixes, set):
-        prefixes.add(PREFIX)
+        prefixes.add(VARIABLES)
 
 
 def _patch_runner(module: ModuleType) -> None:

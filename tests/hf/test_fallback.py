@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 
 import fusedvit
 from fusedvit.checks import fallback
+from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
     Call,
@@ -541,3 +542,22 @@ def test_warnings_are_per_tower(caplog: pytest.LogCaptureFixture) -> None:
         ):
             call.run(tower, **arguments)
     assert len(warnings_of(caplog)) == 4
+
+
+@each_of(INSTALLED)
+def test_arguments_that_would_be_given_twice(name: str) -> None:
+    """A keyword that the code itself gives to attention is one too many there, None or not."""
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, [(1, 8, 4), (1, 2, 10)])
+    fusedvit.fuse(tower)
+    for argument in ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal"):
+        found = []
+        for each in (original, tower):
+            try:
+                found.append(call.run(each, **{argument: None}))
+            except TypeError as error:
+                found.append(str(error))
+        if isinstance(found[0], str):
+            assert found[1] == found[0], argument
+        else:
+            assert_same(found[1], found[0])

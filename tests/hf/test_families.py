@@ -1,6 +1,8 @@
 """Every registered tower class against Hugging Face's own code, at a tiny geometry in fp32 on the CPU."""
 
+import sys
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -107,3 +109,30 @@ def test_weights_change(name: str) -> None:
     ours = call.run(tower)
     assert_same(ours, expected)
     assert not ours["last_hidden_state"].equal(before["last_hidden_state"])
+
+
+def _followed_options() -> list[Any]:
+    """Boolean options of a tower's config by which modules are built, of every class, with both values."""
+    found = []
+    for name in INSTALLED:
+        cls = class_of(name)
+        mentioned = set().union(*map(_names_in, vars(sys.modules[cls.__module__]).values()))
+        options = cls.config_class().to_dict().items()
+        names = [option for option, value in options if type(value) is bool and option in mentioned]
+        found += [(name, option, value) for option in names for value in (True, False)]
+    return found
+
+
+def _names_in(value: Any) -> set[str]:
+    """Names that the constructor of a class reads."""
+    built = vars(value).get("__init__") if isinstance(value, type) else None
+    return set(built.__code__.co_names) if isinstance(built, FunctionType) else set()
+
+
+@pytest.mark.parametrize("name, option, value", _followed_options())
+def test_boolean_options_of_configs_are_followed(name: str, option: str, value: bool) -> None:
+    tower = family_tower(name, **{option: value})
+    original, call = copy_of(tower), Call.of(tower, taken_by(name, GRIDS["mix"]))
+    handle = fusedvit.fuse(tower, STRICT)
+    assert_same(call.run(tower), call.run(original))
+    ran_fused(handle, calls=1)

@@ -1,15 +1,18 @@
 """Hidden states that were asked for: the call runs fused, and the original code computes them when they are read."""
 
+import contextlib
 import copy
 import functools
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedvit
 from fusedvit.fused_encoder import FusedEncoder
@@ -290,3 +293,75 @@ def test_a_tuple_needs_them_at_once() -> None:
             found = tower(call.pixels, grid_thw=call.grid, output_hidden_states=True, **given)
         assert type(found) is tuple and len(found[-1]) == len(ref.hidden_states)
     assert handle.stats()["original"] == {"output_hidden_states": 2}
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 2 if function is torch.nn.functional.gelu else found
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("a mode of the reader's sees nothing of it")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+AMBIENT: dict[str, Callable[[], Any]] = {
+    "nothing": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "the meta device": lambda: torch.device("meta"),
+    "the CPU": lambda: torch.device("cpu"),
+    "float64": lambda: default_dtype(torch.float64),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a function mode": Doubling,
+    "a dispatch mode": Watching,
+}
+
+
+@pytest.mark.parametrize("reading", AMBIENT)
+@pytest.mark.parametrize("calling", ["no_grad", "inference mode", "float64", "the CPU"])
+def test_they_are_computed_as_at_the_call(calling: str, reading: str) -> None:
+    """Whatever the reader has set, and it has it again afterwards."""
+    tower, original = unchanged_pair()
+    call = Call.of(tower, GRIDS["mix"])
+    with torch.no_grad(), AMBIENT[calling]():
+        ref, ours = (m(call.pixels, grid_thw=call.grid, output_hidden_states=True) for m in (original, tower))
+    with AMBIENT[reading]():
+        before = torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack()
+        hidden = ours.hidden_states
+        after = torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack()
+    assert before == after
+    for a, b in zip(hidden, ref.hidden_states, strict=True):
+        assert a.dtype == b.dtype and a.device == b.device and error_of(a, b) < 1e-5
+        assert a.is_inference() == b.is_inference() and a.requires_grad == b.requires_grad
+
+
+TOLD: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook": (
+        lambda t: t.blocks[1].register_forward_hook(lambda *_: None),
+        r"the tower has changed \(hooks: ",
+    ),
+    "module": (lambda t: t.blocks.append(t.blocks[0]), r"the tower has changed \("),
+    "attention": (lambda t: t.set_attn_implementation("eager"), r"the tower has changed \(its attention is eager and"),
+    "weights": (lambda t: t.blocks[0].norm1.weight.data.mul_(1.1), "the tower's weights have changed"),
+    "parameter": (lambda t: t.blocks[0].norm1.weight.mul_(1.1), "the tower's weights have changed"),
+}
+
+
+@pytest.mark.parametrize("change", TOLD)
+def test_the_error_says_what_has_changed(change: str) -> None:
+    ours, _, tower, _ = asked()
+    TOLD[change][0](tower)
+    with pytest.raises(RuntimeError, match=f"^fusedvit: hidden_states of .*: {TOLD[change][1]}"):
+        _ = ours.hidden_states

@@ -1,8 +1,10 @@
 """Messages begin with our name and say what it is about: a module's path, what was found and what was expected."""
 
 import ast
+import gc
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,14 +159,14 @@ def test_every_warning_begins_with_our_name() -> None:
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-VL-8B-Instruct", None, nn.Linear, {}, 1], ids=repr)
 @pytest.mark.parametrize("function", [fusedvit.fuse, fusedvit.unfuse])
 def test_what_is_no_module_is_refused(function: Callable[[Any], object], model: object) -> None:
-    with pytest.raises(TypeError, match=f"model must be a torch.nn.Module, got {type(model).__name__}"):
+    with pytest.raises(TypeError, match=f"^fusedvit: model must be a torch.nn.Module, got {type(model).__name__}"):
         function(model)
 
 
 @pytest.mark.parametrize("config", [{}, {"token_budgets": (256,)}, True, "strict", fusedvit.FuseConfig], ids=repr)
 def test_what_is_no_config_is_refused(config: Any) -> None:
     tower = tiny_tower()
-    with pytest.raises(TypeError, match=f"config must be a FuseConfig, got {type(config).__name__}"):
+    with pytest.raises(TypeError, match=f"^fusedvit: config must be a FuseConfig, got {type(config).__name__}"):
         fusedvit.fuse(tower, config)
     assert "_fusedvit" not in vars(tower)
 
@@ -172,7 +174,7 @@ def test_what_is_no_config_is_refused(config: Any) -> None:
 @pytest.mark.parametrize("name", ["graphs", "strict", "watch_data"])
 @pytest.mark.parametrize("value", ["yes", 1, 0, None, torch.tensor(True)], ids=repr)
 def test_flags_must_be_booleans(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"{name} must be True or False, got {re.escape(repr(value))}"):
+    with pytest.raises(TypeError, match=rf"^fusedvit: {name} must be True or False, got {re.escape(repr(value))}"):
         fusedvit.FuseConfig(**{name: value})
 
 
@@ -203,3 +205,88 @@ def test_options_that_no_tower_can_meet(options: dict[str, Any], message: str) -
     with pytest.raises(ValueError, match=message):
         fusedvit.fuse(tower, fusedvit.FuseConfig(**options))
     assert handle.config == fusedvit.FuseConfig()
+
+
+RAISED = ("ValueError", "TypeError", "RuntimeError")  # `UnsupportedModel` begins so by itself
+USERS_MEET = (
+    *(f"fusedvit/{name}.py" for name in ("api", "config", "data_parallel", "fused_encoder", "lazy_outputs", "outputs")),
+    "fusedvit/original_inputs.py",
+    "fusedvit/checks/find_tower.py",
+    "fusedvit/runtime/inputs.py",
+    "fusedvit/pixels/byte_pixels.py",
+    "graphs/limits.py",
+)
+
+
+def test_every_error_begins_with_our_name() -> None:
+    """`_CHANGED` and `fallback.message` begin so, too."""
+    found = {
+        (name, node.lineno): ast.unparse(node.exc.args[0]).lstrip("f").replace('"', "'")
+        for name in USERS_MEET
+        for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) in RAISED
+    }
+    assert len(found) >= 40
+    ours = "'fusedvit: ", "allback.message("
+    assert {place: text for place, text in found.items() if not text.startswith(ours)} == {}
+
+
+class Empty(nn.Module):
+    """Holds nothing."""
+
+
+@pytest.mark.parametrize(
+    "call, error",
+    [
+        (lambda _: fusedvit.fuse(nn.Linear(1, 1)), fusedvit.UnsupportedModel),
+        (lambda _: fusedvit.unfuse(Empty()), fusedvit.UnsupportedModel),
+        (lambda _: fusedvit.fuse(nn.ModuleList([tiny_tower(), tiny_tower()])), fusedvit.UnsupportedModel),
+        (lambda _: fusedvit.fuse(tiny_tower(hidden_act="tanh")), fusedvit.UnsupportedModel),
+        (lambda _: fusedvit.fuse(subclass_of_fused()), fusedvit.UnsupportedModel),
+        (lambda handle: handle.graphs(), RuntimeError),
+        (lambda handle: handle.warmup(calls=5), TypeError),
+        (lambda handle: handle.warmup(calls=[5]), TypeError),
+        (lambda handle: handle.warmup(calls=[[(1, 3, 3)]]), ValueError),
+        (lambda _: fusedvit.FuseConfig(memory=0), ValueError),
+        (lambda _: fusedvit.FuseConfig(memory=1.5), TypeError),
+        (lambda _: fusedvit.FuseConfig(compile="later"), ValueError),
+        (lambda _: fusedvit.FuseConfig(token_budgets=()), ValueError),
+        (lambda _: fusedvit.FuseConfig(token_budgets=(4, 2)), ValueError),
+        (lambda _: fusedvit.FuseConfig(memory=1, token_budgets=(4,)), ValueError),
+        (lambda _: fusedvit.FuseConfig(max_items=0), ValueError),
+        (lambda _: fusedvit.FuseConfig(max_items=4, max_frames=2), ValueError),
+    ],
+)
+def test_what_a_user_meets_begins_with_our_name_once(call: Callable[[Any], object], error: type[Exception]) -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    with pytest.raises(error, match=r"^fusedvit: ") as raised:
+        call(handle)
+    assert str(raised.value).count("fusedvit:") == 1
+
+
+def subclass_of_fused() -> Any:
+    tower = tiny_tower()
+    fusedvit.fuse(tower)
+    tower.__class__ = type("Own", (type(tower),), {})
+    del tower.__dict__["_fusedvit"]
+    return tower
+
+
+def test_a_subclass_of_a_fused_class_is_named_and_goes_with_its_towers() -> None:
+    """Fused, called, unfused: no cache keeps a class of somebody's."""
+    kept = []
+    for again in (False, True):
+        tower = tiny_tower()
+        fusedvit.fuse(tower)
+        tower.__class__ = type("Own", (type(tower),), {"__module__": "theirs"})
+        Call.of(tower, GRIDS["smallest"]).run(tower)
+        if again:
+            fusedvit.unfuse(tower)
+            with pytest.raises(fusedvit.UnsupportedModel, match=r"^fusedvit: theirs.Own cannot be fused"):
+                fusedvit.fuse(tower)
+            Call.of(tower, GRIDS["smallest"]).run(tower)
+        kept.append(weakref.ref(type(tower)))
+        del tower
+    gc.collect()
+    assert [cls() for cls in kept] == [None, None]

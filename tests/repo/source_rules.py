@@ -28,9 +28,10 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "stats": (*CORE, "pixels"),
     "fused_encoder": (*CORE, "pixels", "stats"),
     "lazy_outputs": ("checks",),
-    "outputs": (*CORE, "pixels", "fused_encoder", "lazy_outputs"),
+    "original_inputs": (*CORE, "pixels"),
+    "outputs": (*CORE, "pixels", "fused_encoder", "lazy_outputs", "original_inputs"),
     "checkpoint": ("checks", "families", "errors"),
-    "api": (*CORE, "pixels", "stats", "fused_encoder", "outputs"),
+    "api": (*CORE, "pixels", "stats", "fused_encoder", "original_inputs", "outputs"),
     "data_parallel": (*CORE, "api", "fused_encoder"),
     "corpus": ("api", "checkpoint", "checks", "config", "errors", "pixels"),
 }

@@ -1,6 +1,8 @@
 """Replays begun before the grid is read: right ones are accepted, wrong ones run again, bad grids leave no trace."""
 
 import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -341,3 +343,74 @@ def test_a_prediction_needs_whole_merged_tokens(case: Case) -> None:
     assert speculative_replay.begin(handle._runtime, pixels[:-1], grid) is None
     assert speculative_replay.begin(None, pixels, grid) is None
     assert graphs.manager.stats.mispredictions == 0
+
+
+OTHER_MEMORY = {  # value and memory differ
+    "negative": lambda x: torch._neg_view(-x),
+    "imaginary": lambda x: torch.complex(x.float(), -x.float()).conj().imag.to(x.dtype),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "overlapping": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("which", ["pixels", "grid"])
+@pytest.mark.parametrize("kind", OTHER_MEMORY)
+def test_kernels_get_memory_that_holds_the_values(case: Case, kind: str, which: str, graphs: bool) -> None:
+    """They go by addresses: a negative view would be read unnegated, zeros without memory nowhere."""
+    tower, handle, captured = case
+    captured.manager.warmup(only=[16])
+    pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
+    given = {"pixels": pixels, "grid": grid} | {which: OTHER_MEMORY[kind](pixels if which == "pixels" else grid)}
+    if (which, kind) in (("grid", "zeros"), ("grid", "overlapping")):
+        with pytest.raises(ValueError, match=r"^fusedvit: grid_thw"):
+            tower(given["pixels"], grid_thw=given["grid"])
+        return
+    notes, seen = speculated(case), list[torch.Tensor]()
+    note_inputs(captured, seen)
+    with contextlib.nullcontext() if graphs else mock.patch.object(handle, "_runtime", without_graphs(handle)):
+        ours = tower(given["pixels"], grid_thw=given["grid"])
+    right_one = eager(handle, given["pixels"].clone() + 0.0, GRID)
+    assert close([ours.last_hidden_state, ours.pooler_output, *ours.deepstack_features], right_one)
+    assert seen and not any(each.is_neg() or each._is_zerotensor() for each in seen)
+    assert notes == [graphs and (kind == "overlapping" or (kind, which) == ("imaginary", "grid"))]
+
+
+def without_graphs(handle: Any) -> Any:
+    return replace(handle._runtime, graphs=None, no_graphs="graphs off")
+
+
+def note_inputs(captured: Any, seen: list[torch.Tensor]) -> None:
+    """Notes the caller's tensors as kernels get them from now on: of replays, and of eager runs."""
+
+    def load_inputs(*given: Any) -> Any:
+        seen.extend(each for each in given if isinstance(each, torch.Tensor))
+        return real(*given)
+
+    def aligned(pixels: torch.Tensor) -> torch.Tensor:
+        seen.append(pixels)
+        found = real_aligned(pixels)
+        seen.append(found)
+        assert found.stride(0) >= found.shape[1], "tensor descriptors take no rows that overlap"
+        return found
+
+    real, real_aligned, program = captured.encoder._ops.load_inputs, runner._aligned, captured.encoder
+    ops = SimpleNamespace(**vars(program._ops) | {"load_inputs": load_inputs})
+    mock.patch.object(program, "_ops", ops).start()
+    mock.patch.object(runner, "_aligned", aligned).start()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["pixels", "grid"])
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.to_sparse, lambda x: torch.nested.nested_tensor([*x]), lambda x: x.to("meta")],
+    ids=["sparse", "nested", "meta"],
+)
+def test_no_replay_is_begun_for_what_has_no_addresses(case: Case, change: Any, which: int) -> None:
+    tower, _, captured = case
+    captured.manager.warmup(only=[16])
+    notes, given = speculated(case), [Call.of(tower, GRID).pixels, torch.tensor(GRID)]
+    given[which] = change(given[which].clone())
+    with pytest.raises(ValueError, match=r"^fusedvit: (pixel_values|grid_thw) must"):
+        tower(*given)
+    assert notes == [False] and captured.manager.stats.mispredictions == 0
