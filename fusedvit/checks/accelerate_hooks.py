@@ -82,8 +82,9 @@ def _only_moves_inputs(module: nn.Module, device: torch.device) -> bool:
     forward, old, hook = (attributes.get(name) for name in ("forward", _OLD, _HOOK))
     if _is_of_class(forward, module):  # what removing a hook leaves
         return True
-    function = forward.func if isinstance(forward, partial) else None
-    wraps = definition_of(function) == _WRAPPER and forward.args == (module,) and _is_of_class(old, module)
+    if not isinstance(forward, partial):
+        return False
+    wraps = definition_of(forward.func) == _WRAPPER and forward.args == (module,) and _is_of_class(old, module)
     return wraps and not forward.keywords and _runs_accelerates(hook) and _is_harmless(hook, device)
 
 

@@ -128,7 +128,7 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
     for name, shape in expected.items():
         if name not in found:
             return f"parameter {name} is missing"
-        if isinstance(found[name], nn.parameter.UninitializedTensorMixin):  # it has no shape yet
+        if nn.parameter.is_lazy(found[name]):  # it has no shape yet
             return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
         if _flat(tuple(found[name].shape)) != shape:
             return _differs(f"the shape of {name}", tuple(found[name].shape), shape)

@@ -218,7 +218,7 @@ MUTANTS = (
         CALLS,
         "vars(module).keys() & _OF_INSTANCES",
         "()",
-        "hf/own_code:calling hf/adapters:the_call",
+        "hf/own_code:what_calling hf/adapters:the_call",
     ),
     Mutant("backends of others", CALLS, "ours = type(backend) is", "ours = None is not", "hf/own_code:what_calling"),
     Mutant("passes over a compiled graph", CALLS, "isinstance(option, _PLAIN)", "True", "hf/own_code:a_pass"),
@@ -241,7 +241,7 @@ MUTANTS = (
     _never(
         "parameters without a shape",
         BUILT,
-        "isinstance(found[name], nn.parameter.UninitializedTensorMixin)",
+        "nn.parameter.is_lazy(found[name])",
         "hf/slow:parameters_that",
     ),
     _never("blocks compiled as modules", BUILT, "compiled", "hf/slow:a_block"),
