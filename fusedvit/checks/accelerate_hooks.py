@@ -5,19 +5,24 @@ whose modules all run on one device these do nothing, so it may run fused. Offlo
 nothing. accelerate itself is not imported.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusedvit.checks.adapters import Plain
+from fusedvit.checks.source_code import Definition, definition_of, wrapped_by
 
 _MODULE = "accelerate.hooks"
 _HOOK, _OLD = "_hf_hook", "_old_forward"
 _STATE = ("execution_device", "offload", "io_same_device", "hooks")  # what a hook goes by
+_METHODS = ("pre_forward", "post_forward")  # what it runs
+_HELPERS = ("send_to_device", "find_device")  # and what these call, where nothing is offloaded
+_WRAPPER = Definition(_MODULE, "add_hook_to_module.<locals>.new_forward")
 
 
 def own_forwards(plain: Plain) -> set[str]:
@@ -36,14 +41,39 @@ def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     if "forward" not in attributes:
         return
     yield from ((attributes, name) for name in ("forward", _OLD, _HOOK))
-    for hook in _hooks_of(attributes.get(_HOOK)):
-        yield from ((vars(hook), name) for name in _STATE)
+    for hook in hooks_of(module):
+        yield from ((vars(hook), name) for name in (*_STATE, *_METHODS))
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """accelerate's hooks on `module`, those within others as well."""
+    return list(_hooks_of(vars(module).get(_HOOK)))
+
+
+def code_slots(plain: Plain) -> tuple[tuple[Any, str], ...]:
+    """Where what the hooks run is kept: (class or module, name)."""
+    modules = (m for m in (*plain.modules.values(), *plain.layers.values()) if "forward" in vars(m))
+    classes = dict.fromkeys(type(hook) for module in modules for hook in hooks_of(module))
+    home = sys.modules.get(_MODULE)
+    helpers = [(home, name) for name in _HELPERS if hasattr(home, name)] if classes else []
+    return (*((cls, name) for cls in classes for name in _METHODS), *helpers)
+
+
+def functions_of(slots: Iterable[tuple[Any, str]]) -> dict[int, FunctionType]:
+    """The functions there, and what decorators wrap."""
+    found: dict[int, FunctionType] = {}
+    for owner, name in slots:
+        function = getattr(owner, name, None)
+        while isinstance(function, FunctionType):
+            found[id(function)] = function
+            function = wrapped_by(function)
+    return found
 
 
 def _hooks_of(hook: Any) -> Iterator[Any]:
     if hook is not None:
         yield hook
-    for part in getattr(hook, "hooks", ()):
+    for part in getattr(hook, "__dict__", {}).get("hooks", ()):
         yield from _hooks_of(part)
 
 
@@ -52,9 +82,10 @@ def _only_moves_inputs(module: nn.Module, device: torch.device) -> bool:
     forward, old, hook = (attributes.get(name) for name in ("forward", _OLD, _HOOK))
     if _is_of_class(forward, module):  # what removing a hook leaves
         return True
-    function = forward.func if isinstance(forward, partial) else None
-    wraps = getattr(function, "__module__", None) == _MODULE and _is_of_class(old, module)
-    return wraps and _is_harmless(hook, device)
+    if not isinstance(forward, partial):
+        return False
+    wraps = definition_of(forward.func) == _WRAPPER and forward.args == (module,) and _is_of_class(old, module)
+    return wraps and not forward.keywords and _runs_accelerates(hook) and _is_harmless(hook, device)
 
 
 def _is_of_class(forward: Any, module: nn.Module) -> bool:
@@ -63,10 +94,33 @@ def _is_of_class(forward: Any, module: nn.Module) -> bool:
     return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is cls.forward
 
 
+def _runs_accelerates(hook: Any) -> bool:
+    """Whether a hook and those within it are accelerate's, and run what its source defines."""
+    home: Any = sys.modules.get(_MODULE)
+    for part in _hooks_of(hook):
+        cls = type(part)
+        if vars(home).get(cls.__name__) is not cls or not vars(part).keys().isdisjoint(_METHODS):
+            return False
+        if not all(_undecorated(getattr(cls, m)) == (_MODULE, f"{cls.__name__}.{m}") for m in _METHODS):
+            return False
+    return all(_is_accelerates(getattr(home, name, None), name) for name in _HELPERS)
+
+
+def _undecorated(function: Any) -> Definition | None:
+    """Where what accelerate's decorators wrap is defined."""
+    found = definition_of(function)
+    while found is not None and found.module == _MODULE and (inner := wrapped_by(function)) is not None:
+        function, found = inner, definition_of(inner)
+    return found
+
+
+def _is_accelerates(function: object, name: str) -> bool:
+    found = definition_of(function)
+    return found is not None and found.module.startswith("accelerate.") and found.path == name
+
+
 def _is_harmless(hook: Any, device: torch.device) -> bool:
     cls = type(hook)
-    if cls.__module__ != _MODULE:
-        return False
     if cls.__name__ == "SequentialHook":
         return all(_is_harmless(part, device) for part in hook.hooks)
     if cls.__name__ != "AlignDevicesHook" or hook.offload:

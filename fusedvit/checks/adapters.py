@@ -26,6 +26,8 @@ _KINDS: dict[str, tuple[type[nn.Module], str]] = {
 _BASE = "base_layer"
 # What a LoRA layer's forward goes by beside its parameters.
 _STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
+# What its forward mentions and does not run: for adapters to undo, and for a batch that names its adapters.
+NOT_RUN = frozenset({"unmerge", "_mixed_batch_forward"})
 _CASTS = "cast_input_dtype_enabled"
 
 

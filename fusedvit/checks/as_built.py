@@ -32,6 +32,7 @@ from fusedvit.model.param_names import (
 )
 from fusedvit.model.spec import VisionSpec
 
+_COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
 # Attributes of the tower that the spec gives too, by what the spec says of them.
 _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
@@ -121,9 +122,14 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
     if table in expected:
         *tables, rows, width = expected[table]
         expected[table] = (*tables, -(-rows // family.engine.position_rows) * family.engine.position_rows, width)
+    compiled = _wrapped_to_compile(plain)
+    if compiled:
+        return compiled
     for name, shape in expected.items():
         if name not in found:
             return f"parameter {name} is missing"
+        if nn.parameter.is_lazy(found[name]):  # it has no shape yet
+            return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
         if _flat(tuple(found[name].shape)) != shape:
             return _differs(f"the shape of {name}", tuple(found[name].shape), shape)
         if type(found[name]) is not nn.Parameter and not _is_engines(type(found[name]), family.engine):
@@ -132,6 +138,14 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
             return _differs(f"the layout of {name}", found[name].layout, torch.strided)
     left = found.keys() - expected.keys()
     return f"parameter {min(left)} is not expected" if left else ""
+
+
+def _wrapped_to_compile(plain: Plain) -> str:
+    """The first inner module that `torch.compile(module)` has put another around."""
+    for path, module in plain.modules.items():
+        if path and _name_of(type(module)) == _COMPILED:
+            return f"{path} is {_COMPILED}; {path}.compile(), or torch.compile of the model, leaves the tower fused"
+    return ""
 
 
 def _is_engines(cls: type, engine: Engine) -> bool:

@@ -8,15 +8,16 @@ cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, KeysView
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import repeat
 from operator import attrgetter, is_
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedvit.checks import accelerate_hooks, adapters
+from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import dropouts
 from fusedvit.checks.own_code import OwnCode, own_class
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
@@ -204,8 +205,8 @@ class Snapshot:
         called: inner modules whose hooks would fire.
         parameters: every parameter.
         buffers: every buffer.
-        classes: the class of each of `inner`, which assigning `__class__` changes.
-        inner: every inner module once.
+        classes: the class of each of `classed`, which assigning `__class__` changes.
+        classed: every inner module once, and accelerate's hooks on them.
         attributes: what a forward reads of modules and of the config, compared by identity.
         contents: lists and dictionaries among these, and copies of what they held.
         code: what would run.
@@ -220,7 +221,7 @@ class Snapshot:
     parameters: _Tensors
     buffers: _Tensors
     classes: list[type]
-    inner: tuple[nn.Module, ...]
+    classed: tuple[Any, ...]
     attributes: _Entries
     contents: tuple[tuple[Any, ...], tuple[Any, ...]]
     code: _Code
@@ -230,6 +231,7 @@ class Snapshot:
         """The tower as it stands; `own` is the code that it would run."""
         modules = list(tower.modules())
         inner = modules[1:]
+        classed = (*inner, *(hook for m in inner for hook in accelerate_hooks.hooks_of(m)))
         holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
         registries = (*holding, *(m._parameters for m in modules))
         ordered = tuple(m._modules for m in modules if isinstance(m, _CONTAINERS))
@@ -248,8 +250,8 @@ class Snapshot:
             tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
             _Tensors.of(m._parameters for m in modules),
             _Tensors.of(m._buffers for m in modules),
-            [type(m) for m in inner],
-            tuple(inner),
+            list(map(type, classed)),
+            classed,
             attributes,
             (mutable, tuple(value.copy() for value in mutable)),
             _Code.of(own, tower, modules),
@@ -281,7 +283,7 @@ class Snapshot:
             and list(map(tuple, self.orders[0])) == self.orders[1]
             and list(map(len, self.instances[0])) == self.instances[1]
             and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)
-            and list(map(type, self.inner)) == self.classes
+            and list(map(type, self.classed)) == self.classes
             and self.attributes.unchanged()
             and self.contents[0] == self.contents[1]
             and self.parameters.unchanged()
@@ -302,6 +304,7 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
         yield from ((attributes, name) for name in own.methods.get(own_class(type(module)), ()))
         yield from ((attributes, name) for name in _REGISTRIES if attributes[name])
         yield from adapters.slots_read(module)
+        yield from module_calls.slots_read(module)
         yield from (accelerate_hooks.slots_read(module) if module is not tower else ())
         if "config" in attributes:
             configs.setdefault(id(attributes["config"]), vars(attributes["config"]))
@@ -331,10 +334,14 @@ def fires(hooks: dict[int, Callable[..., Any]]) -> bool:
 def _is_idle(hook: Callable[..., Any]) -> bool:
     """Whether it captures what nobody asks for, or marks embeddings for gradients (`gradient_checkpointing_enable`)
     that nobody takes."""
-    if _module_of(hook) == _CAPTURING_HOOKS:
-        return True
+    function = hook.func if type(hook) is partial else hook
+    if getattr(function, "__module__", None) == _CAPTURING_HOOKS:  # anybody may say so
+        return isinstance(function, FunctionType) and function.__code__ is _capturing_code(function)
     return not torch.is_grad_enabled() and definition_of(hook) == _MARKS_FOR_GRADIENTS
 
 
-def _module_of(hook: Callable[..., Any]) -> str | None:
-    return getattr(getattr(hook, "func", hook), "__module__", None)
+@lru_cache(maxsize=256)
+def _capturing_code(function: FunctionType) -> CodeType | None:
+    """The code of `function`, if it is one of transformers' that capture outputs; asked at each call, hence kept."""
+    found = definition_of(function)
+    return function.__code__ if found is not None and found.module == _CAPTURING_HOOKS else None

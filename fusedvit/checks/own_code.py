@@ -11,15 +11,18 @@ import builtins
 import dis
 import sys
 from collections.abc import Iterable, Iterator, KeysView, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedvit.checks import accelerate_hooks, adapters
 from fusedvit.checks.adapters import Plain
+from fusedvit.checks.module_calls import CALL, COMPILED, replaced_calls
 from fusedvit.checks.source_code import Definition, code_of, defines, definition_of, names_in, parts_of, wrapped_by
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
@@ -38,7 +41,7 @@ _ATTENTION = {
     "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
 }
 _FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
-_CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+_CALL = ("forward", *CALL)
 _LOOKUP = ("__getattribute__", "__getattr__", "__iter__", "__getitem__", "__len__")  # by these a forward finds modules
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
@@ -59,6 +62,7 @@ _SPECIAL = {
 }  # fmt: skip
 _OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # what runs on a CPU, and prepares weights everywhere
 _ARRAYS = ("numpy",)
+_AROUND_C = ("torch.functional", "torch.nn.functional", "torch._tensor")  # functions around those of C
 _HARMLESS_BUILTINS = {"print", "input"}  # others replace them to be quiet
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
 
@@ -108,23 +112,36 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     if engine != HUGGING_FACE:
         for path, module in plain.modules.items():
             walk.follow_attributes(path, module)
-    for layer in plain.layers.values():
-        walk.slots[id(type(layer)), "forward"] = type(layer), "forward"
+    walk.follow_calls(plain)
+    layers = _code_of_layers(plain, engine)
     for module in _distinct_configs(plain.modules.values()):
         walk.follow_attention(module)
     walk.follow_operators(o for function in walk.functions.values() for o in operators_in(function.__code__))
     walk.follow_ours(tower)
     ours = _fused_code(engine)  # on a GPU it prepares weights and no more
     slots = walk.slots | ours.slots if next(tower.parameters()).device.type == "cpu" else walk.slots
+    hooks = accelerate_hooks.code_slots(plain)
     return OwnCode(
-        walk.foreign or ours.foreign,
-        tuple(slots.values()),
+        walk.foreign or layers.foreign or ours.foreign,
+        (*(slots | layers.slots).values(), *hooks),
         tuple(walk.registries),
-        tuple(walk.functions.values()),
+        tuple((walk.functions | layers.functions | accelerate_hooks.functions_of(hooks)).values()),
         frozenset(walk.names | engine.values.keys() | engine.objects.keys()),
-        walk.methods(),
-        tuple((vars(owner).keys(), frozenset(names)) for owner, names in walk.absent.values()),
+        walk.methods() | layers.methods(),
+        tuple((vars(o).keys(), frozenset(names)) for w in (walk, layers) for o, names in w.absent.values()),
     )
+
+
+def _code_of_layers(plain: Plain, engine: Engine) -> "_Walk":
+    """What calling PEFT's layers runs; their names say nothing of the tower's attributes."""
+    walk = _Walk(replace(engine, packages=(*engine.packages, "peft.")), skipped=adapters.NOT_RUN)
+    for path, layer in plain.layers.items():
+        for cls in dict.fromkeys(map(type, layer.modules())):
+            walk.follow_class(cls)
+        for name in sorted(vars(layer).keys() & walk.methods().get(type(layer), ())):
+            if callable(getattr(type(layer), name)):  # a property wins over the instance
+                walk.found_foreign(f"{path}.{name} of the instance is {_describe(vars(layer)[name])}")
+    return walk
 
 
 def _distinct_configs(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
@@ -155,10 +172,19 @@ class _Walk:
     functions: dict[int, FunctionType] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     absent: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
+    inside: set[int] = field(default_factory=set)
+    skipped: frozenset[str] = frozenset()  # methods that are not run
 
     def follow_class(self, cls: type) -> None:
         for name in (*_CALL, *_LOOKUP):
             self._follow_method(cls, name)
+
+    def follow_calls(self, plain: Plain) -> None:
+        """What instances have in the place of what calling them runs: not the tower, whose call is the caller's."""
+        inside = (layer.named_modules(prefix=path) for path, layer in plain.layers.items())
+        for path, module in chain(plain.modules.items(), *inside):
+            for what in replaced_calls(path, module) if path else ():
+                self.found_foreign(what)
 
     def follow_attributes(self, path: str, module: nn.Module) -> None:
         """Methods of its class that a module keeps to call them, and what the engine's `objects` would run."""
@@ -168,7 +194,7 @@ class _Walk:
             if isinstance(value, MethodType) and value.__self__ is module:
                 self._follow_method(type(module), value.__func__.__name__)
                 if getattr(type(module), value.__func__.__name__, None) is not value.__func__:
-                    self._found_foreign(f"{path}.{name} is {_describe(value.__func__)}")
+                    self.found_foreign(f"{path}.{name} is {_describe(value.__func__)}")
             elif name in self.engine.objects:
                 self._follow_object(f"{path}.{name}", value)
 
@@ -181,7 +207,7 @@ class _Walk:
             self.registries.append((vars(value), name))
             found = definition_of(kept.func if isinstance(kept, partial) else kept)
             if callable(kept) and (found is None or not found.module.startswith(self.engine.packages)):
-                self._found_foreign(f"{where}.{name} is {_describe(kept)}")
+                self.found_foreign(f"{where}.{name} is {_describe(kept)}")
 
     def follow_attention(self, module: nn.Module) -> None:
         """What `module` would call for attention, by its config."""
@@ -190,7 +216,7 @@ class _Walk:
         if interface is None:
             return
         if (type(interface).__module__, type(interface).__qualname__) != _INTERFACE_CLASS:
-            self._found_foreign(f"{_INTERFACE} is {_describe(interface)}")
+            self.found_foreign(f"{_INTERFACE} is {_describe(interface)}")
             return
         for owner in (interface, type(interface)):
             for mapping in ("_local_mapping", "_global_mapping"):
@@ -202,7 +228,7 @@ class _Walk:
         eager = Definition(type(module).__module__, _EAGER)
         expected = eager if name in (None, "eager") else _ATTENTION.get(name)
         if expected is None or definition_of(found) != expected:
-            self._found_foreign(f"the attention function {name!r} is {_describe(found)}")
+            self.found_foreign(f"the attention function {name!r} is {_describe(found)}")
         elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
             self._follow(found, expected, f"the attention function {name!r}")
 
@@ -223,12 +249,12 @@ class _Walk:
         anything."""
         cls: Any = type(tower)
         for name in sorted(vars(tower).keys() & self.methods().get(own_class(cls), ())):
-            self._found_foreign(f"{cls.__qualname__}.{name} of the instance is {_describe(vars(tower)[name])}")
+            self.found_foreign(f"{cls.__qualname__}.{name} of the instance is {_describe(vars(tower)[name])}")
         for ours in cls.__mro__[: cls.__mro__.index(own_class(cls))]:
             names = (self.names | {*_CALL, *_LOOKUP}) - {"forward"}
             hidden = sorted(vars(ours).keys() & names) if ORIGINAL in vars(ours) else []
             for name in hidden:
-                self._found_foreign(f"{cls.__qualname__}.{name} is {_describe(vars(ours)[name])}")
+                self.found_foreign(f"{cls.__qualname__}.{name} is {_describe(vars(ours)[name])}")
             self._note_absent(ours, names - vars(ours).keys())
 
     def _note_absent(self, owner: Any, names: Iterable[str]) -> None:
@@ -242,7 +268,7 @@ class _Walk:
                 found[owner] = (*found.get(owner, ()), name)
         return found
 
-    def _found_foreign(self, what: str) -> None:
+    def found_foreign(self, what: str) -> None:
         self.foreign = self.foreign or what
 
     def _follow_method(self, cls: type, name: str) -> None:
@@ -257,13 +283,15 @@ class _Walk:
             value = _held_function(value.__func__)
         elif isinstance(value, property):
             value = value.fget
+        elif name == COMPILED and value is not None:
+            self.found_foreign(f"{cls.__qualname__}.{name} is {_describe(value)}")
         elif not callable(value):
             return
         path = _ALIASES.get(name, f"{home.__qualname__}.{name}") if home is nn.Module else f"{home.__qualname__}.{name}"
         found = self._follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
         if found is None or home.__module__ in _GENERAL:
             return
-        for other in sorted(names_in(found.__code__)):
+        for other in sorted(names_in(found.__code__) - self.skipped):
             if hasattr(cls, other) and not any(hasattr(general, other) for general in (nn.Module, object)):
                 self._follow_method(cls, other)
 
@@ -278,7 +306,7 @@ class _Walk:
             function = wrapped_by(function)
             found = definition_of(function)
         if found != expected or not isinstance(function, FunctionType):
-            self._found_foreign(f"{where} is {_describe(value)}")
+            self.found_foreign(f"{where} is {_describe(value)}")
             return None
         if id(function) not in self.functions:
             self.functions[id(function)] = function
@@ -299,7 +327,7 @@ class _Walk:
         for name in sorted(built_in):
             self.slots[id(builtins), name] = builtins, name
             if not is_builtin(vars(builtins)[name]):
-                self._found_foreign(f"builtins.{name} is {_describe(vars(builtins)[name])}")
+                self.found_foreign(f"builtins.{name} is {_describe(vars(builtins)[name])}")
 
     def _follow_tensor(self, name: str) -> None:
         if not hasattr(torch.Tensor, name):
@@ -308,7 +336,8 @@ class _Walk:
         self.slots[id(torch.Tensor), name] = torch.Tensor, name
         value = getattr(torch.Tensor, name)
         if isinstance(value, FunctionType) and not _is_torchs(value):
-            self._found_foreign(f"torch.Tensor.{name} is {_describe(value)}")
+            self.found_foreign(f"torch.Tensor.{name} is {_describe(value)}")
+        self._follow_inside(value)
 
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
         value, where = vars(module)[name], f"{module.__name__}.{name}"
@@ -320,11 +349,11 @@ class _Walk:
         value = _held_function(value)
         if isinstance(value, type):
             if defines(module.__name__, name) and (value.__module__, value.__qualname__) != (module.__name__, name):
-                self._found_foreign(f"{where} is {_describe(value)}")
+                self.found_foreign(f"{where} is {_describe(value)}")
         elif isinstance(value, FunctionType):
             self._follow_function(value, module, name)
         elif _is_foreign_object(value, self.engine):
-            self._found_foreign(f"{where} is {_describe(value)}")
+            self.found_foreign(f"{where} is {_describe(value)}")
 
     def _follow_function(self, value: FunctionType, module: ModuleType, name: str) -> None:
         where = f"{module.__name__}.{name}"
@@ -339,7 +368,7 @@ class _Walk:
         if origin is not None and origin.path == own_name and origin.module.startswith(self.engine.packages):
             self._follow(value, origin, where)
         elif not _is_torchs(value):
-            self._found_foreign(f"{where} is {_describe(value)}")
+            self.found_foreign(f"{where} is {_describe(value)}")
 
     @staticmethod
     def _undecorated(value: FunctionType) -> Definition | None:
@@ -365,10 +394,49 @@ class _Walk:
             value = vars(module)[name]
             self.slots[id(module), name] = module, name
             if _is_foreign_object(value, self.engine) or _is_foreign_function(value, name):
-                self._found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
+                self.found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
             elif isinstance(value, ModuleType):
                 inner.append(value)
+            self._follow_inside(value)
         return inner
+
+    def _follow_inside(self, value: object) -> None:
+        """What a function of torch that is written in Python calls: functions of C, and methods of tensors."""
+        if not isinstance(value, FunctionType) or id(value) in self.inside or value.__module__ not in _AROUND_C:
+            return
+        self.inside.add(id(value))
+        mentioned = names_in(value.__code__)
+        for module in (torch, torch._C._nn):
+            if module.__name__.rpartition(".")[2] in mentioned:
+                for name in sorted(mentioned & _functions_of_c(module) & vars(module).keys()):
+                    self._follow_of_c(module, name)
+        if "_VF" in mentioned:  # it has none of its own, and runs Python to find each
+            names = mentioned & _functions_of_c(torch)
+            self._note_absent(torch._VF, names)
+            for name in sorted(names & vars(torch._VF).keys()):
+                self.found_foreign(f"torch._VF.{name} is {_describe(vars(torch._VF)[name])}")
+        if value.__module__ != torch.Tensor.__module__:
+            for name in sorted(mentioned & _TENSOR_METHODS):
+                self._follow_tensor(name)
+
+    def _follow_of_c(self, module: ModuleType, name: str) -> None:
+        self.slots[id(module), name] = module, name
+        if not _is_of_c(vars(module)[name], name):
+            self.found_foreign(f"{module.__name__}.{name} is {_describe(vars(module)[name])}")
+
+
+def _is_of_c(value: object, name: str) -> bool:
+    """Whether it is a function of C by this name, or one of torch's that stands before it."""
+    if isinstance(value, FunctionType):
+        return _is_torchs(value)
+    return isinstance(value, BuiltinFunctionType) and value.__name__ == name
+
+
+@lru_cache(maxsize=2)
+def _functions_of_c(module: ModuleType) -> frozenset[str]:
+    """Names of functions that torch's modules have from C, whatever is there by now."""
+    origin = torch._C._nn if module is torch._C._nn else torch._C._VariableFunctions
+    return frozenset(name for name in dir(origin) if not name.startswith("__"))
 
 
 def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:

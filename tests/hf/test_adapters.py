@@ -307,3 +307,56 @@ def test_the_mixed_batch_of_peft_runs_the_original_code() -> None:
         hook.remove()
     pair.same()
     assert handle.stats()["fused"] == 2
+
+
+HIDDEN = {  # what a LoRA layer's forward calls or reads -> what stands there instead
+    "merged": property(lambda self: True),
+    "disable_adapters": property(lambda self: True),
+    "active_adapter": property(lambda self: []),
+    "active_adapters": property(lambda self: []),
+    "_cast_input_dtype": lambda self, x, dtype: 1.5 * x,
+    "_check_forward_args": lambda self, x, *arguments, **named: x.mul_(1.5),
+}
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_peft_runs_replaced_on_its_class(name: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    if used:
+        pair.same()
+    monkeypatch.setattr(peft.tuners.tuners_utils.BaseTunerLayer, name, HIDDEN[name], raising=False)
+    monkeypatch.setattr(peft.tuners.lora.layer.LoraLayer, name, HIDDEN[name], raising=False)
+    assert name in pair.handle.report()
+    pair.same()
+    assert pair.handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
+@pytest.mark.parametrize("name", [name for name, value in HIDDEN.items() if not isinstance(value, property)])
+def test_methods_of_peft_on_an_instance(name: str, used: bool) -> None:
+    pair = Pair()
+    if used:
+        pair.same()
+    pair.change(lambda m: setattr(layers(m)[0], name, HIDDEN[name].__get__(layers(m)[0])))
+    pair.same()
+    assert pair.handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+    assert f"{name} of the instance" in pair.handle.report()
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
+@pytest.mark.parametrize("where", ["layer", "A"])
+@pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl"])
+def test_the_call_of_a_lora_layer(name: str, where: str, used: bool) -> None:
+    pair = Pair()
+    if used:
+        pair.same()
+
+    def change(model: Any) -> None:
+        module = layers(model)[0] if where == "layer" else layers(model)[0].lora_A["default"]
+        call = module._call_impl
+        setattr(module, name, lambda *arguments: 1.5 * call(*arguments))
+
+    pair.change(change)
+    pair.same()
+    assert pair.handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}

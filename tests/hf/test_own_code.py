@@ -544,3 +544,127 @@ def test_every_builtin_is_pythons_and_what_replaces_one_is_not() -> None:
     own = {"__loader__", "__spec__"}  # of every module
     assert [name for name, value in vars(builtins).items() if not is_builtin(value) and name not in own] == []
     assert not any(map(is_builtin, (lambda: 0, functools.partial(zip), torch.add, mock.Mock(), nn.Linear)))
+
+
+def _backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+    return lambda *arguments: tuple(map(twisted, graph(*arguments)))
+
+
+def _attribute(name: str) -> Callable[[Any], Any]:
+    def change(module: Any) -> None:
+        call = module._call_impl
+        setattr(module, name, lambda *arguments: twisted(call(*arguments)))
+
+    return change
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    **{name: _attribute(name) for name in ("_call_impl", "_compiled_call_impl", "_wrapped_call_impl", "_slow_forward")},
+    "a backend": lambda module: module.compile(backend=_backend),
+    "a compiled call of another": lambda module: setattr(
+        module, "_compiled_call_impl", torch.compile(nn.GELU()._call_impl)
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ["blocks.0.mlp", "blocks.1.mlp.linear_fc1", "merger", "rotary_pos_emb"])
+@pytest.mark.parametrize("used", [False, True], ids=["not called", "called"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_calling_an_instance_runs(name: str, used: bool, path: str) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    CALLS[name](tower.get_submodule(path))
+    report = handle.report()
+    assert path in report and fallback.FOREIGN_CODE in report, report
+    with contextlib.suppress(Exception):  # the call of another module
+        call.run(tower)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+@pytest.mark.parametrize("name", ["_call_impl", "_compiled_call_impl", "a backend"])
+def test_the_answer_of_another_call(name: str) -> None:
+    tower = tiny_tower()
+    original, call = copy.deepcopy(tower), Call.of(tower, GRIDS["mix"])
+    fusedvit.fuse(tower)
+    call.run(tower)
+    for t in (tower, original):
+        CALLS[name](t.blocks[0].mlp)
+    assert_same(call.run(tower), call.run(original))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "max-autotune"}, {"disable": True}], ids=str)
+def test_modules_that_torch_compiles_are_fused(options: Any) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower, STRICT)
+    for block in tower.blocks:
+        block.compile(**options)
+    call.run(tower)
+    assert handle.stats()["fused"] == 1
+
+
+def test_a_pass_over_the_graph_is_no_option_of_torchs() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    tower.blocks[0].compile(options={"post_grad_custom_post_pass": lambda graph: None})
+    assert "blocks.0 is compiled by another backend" in handle.report()
+
+
+@WHEN
+@pytest.mark.parametrize("of", ["Qwen3VLVisionMLP", "Module"])
+def test_a_compiled_call_of_a_class(of: str, when: str) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    mlp, owner = modeling().Qwen3VLVisionMLP, getattr(modeling(), of, nn.Module)
+    found = property(lambda self: _called(self) if isinstance(self, mlp) else None)
+    replaced = functools.partial(mock.patch.object, owner, "_compiled_call_impl", found, create=True)
+    with replaced():
+        expected = call.run(copy.deepcopy(tower))
+    ours, handle = fused_when(tower, when, replaced(), call)
+    assert_bitwise(ours, expected)
+    assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
+def _called(module: Any) -> Callable[..., Any]:
+    return lambda x: twisted(module._call_impl(x))
+
+
+def of_c(tower: Any) -> list[tuple[Any, str]]:
+    """Functions of C that torch's own functions call."""
+    found = own_code(Plain.of(tower)).slots
+    return [
+        (o, n) for o, n in found if o in (torch, torch._C._nn) and isinstance(getattr(o, n), types.BuiltinFunctionType)
+    ]
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLVisionModel", "Glm4vVisionModel", WINDOWED])
+def test_functions_of_c_behind_torchs_own(name: str) -> None:
+    tower = family_tower(name)
+    call = Call.of(tower, GRID)
+    plain, changed = call.run(tower), set()
+    ours = copy.deepcopy(tower)
+    handle = fusedvit.fuse(ours)
+    call.run(ours)
+    for owner, function in of_c(tower):
+        with mock.patch.object(owner, function, _doubled(getattr(owner, function))):
+            try:
+                expected = call.run(tower)
+            except Exception:  # as where a number of elements is doubled
+                continue
+            if any(error_of(expected[n], plain[n]) > 1e-5 for n in plain):
+                changed.add(function)
+                before = handle.stats()["fused"]
+                assert_bitwise(call.run(ours), expected)
+                assert handle.stats()["fused"] == before, function
+    behind = {"Qwen3VLVisionModel": {"embedding", "layer_norm"}, "Glm4vVisionModel": {"grid_sampler"}, WINDOWED: set()}
+    assert behind[name] <= changed
+
+
+def test_what_stands_before_torchs_functions_of_c() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    with mock.patch.object(torch._VF, "dropout", _doubled(torch.dropout), create=True):
+        assert "torch._VF.dropout" in handle.report()

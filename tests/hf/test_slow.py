@@ -1,11 +1,14 @@
 """Common set-ups of training and embedding run fused: autocast, parents' keywords, shapes of pixels, torch.compile."""
 
+import functools
 import gc
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fusedvit
 from fusedvit.bench.towers import cast_parameters_, inputs_of
@@ -370,3 +373,118 @@ def test_unhooked_again() -> None:
     hooks.remove_hook_from_module(tower, recurse=True)
     assert_same(call.run(tower), call.run(original))
     ran_fused(handle, calls=2)
+
+
+def _halved(hook: Any, module: Any, output: Any) -> Any:
+    return output / 2
+
+
+def _scaled(hook: Any, module: Any, *arguments: Any, **named: Any) -> Any:
+    return tuple(a / 2 for a in arguments), named
+
+
+RUN = {"pre_forward": _scaled, "post_forward": _halved}
+
+
+def _put(where: str, name: str, hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another function in the place of what accelerate's hook runs."""
+    cls = type(hook)
+    if where == "the class":
+        monkeypatch.setattr(cls, name, RUN[name])
+    elif where == "the instance":
+        setattr(hook, name, RUN[name].__get__(hook))
+    else:
+        hook.__class__ = type(cls.__name__, (cls,), {name: RUN[name], "__module__": cls.__module__})
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["not called", "called"])
+@pytest.mark.parametrize("where", ["the class", "the instance", "a class of that name"])
+@pytest.mark.parametrize("name", RUN)
+def test_what_accelerates_hook_runs(name: str, where: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    for t in (tower, original):
+        align(t.blocks[0].mlp, execution_device="cpu")
+    handle = fusedvit.fuse(tower)
+    if used:
+        call.run(tower)
+    for t in (tower, original):
+        _put(where, name, t.blocks[0].mlp._hf_hook, monkeypatch)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == used
+    assert "blocks.0.mlp" in handle.report()
+
+
+def test_what_accelerates_hooks_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    align(tower.blocks[0].mlp, execution_device="cpu")
+    call.run(tower)
+    monkeypatch.setattr(hooks, "send_to_device", lambda tensors, *arguments, **named: tensors)
+    assert "blocks.0.mlp" in handle.report()
+    call.run(tower)
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}
+
+
+def _lying(module: Any, arguments: Any, output: Any) -> Any:
+    return 2 * output
+
+
+class _Lying:
+    """What shows a function of transformers as the one that it calls."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def __call__(self, module: Any, arguments: Any, output: Any) -> Any:
+        return 2 * output
+
+
+@pytest.mark.parametrize("kind", ["its module", "what it wraps", "its func", "its func's module"])
+def test_hooks_that_say_they_are_transformers(kind: str) -> None:
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    hook: Any = types.FunctionType(_lying.__code__, globals())
+    if kind == "its module":
+        hook.__module__ = capturing.__name__
+    elif kind == "what it wraps":
+        hook = functools.wraps(capturing.maybe_install_capturing_hooks)(hook)
+    elif kind == "its func":
+        hook = _Lying(capturing.maybe_install_capturing_hooks)
+    else:
+        hook.__module__ = capturing.__name__
+        hook = functools.partial(hook)
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+    for t in (tower, original):
+        t.blocks[0].mlp.register_forward_hook(hook)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["original"] == {fallback.HOOKS: 1}
+
+
+def test_parameters_that_have_no_shape_yet() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower.blocks[0].mlp.linear_fc1.weight = nn.parameter.UninitializedParameter(requires_grad=False)
+    assert "blocks.0.mlp.linear_fc1.weight" in handle.report() and "UninitializedParameter" in handle.report()
+    with pytest.raises(ValueError, match="uninitialized"):  # torch's own
+        call.run(tower)
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}
+
+
+def test_a_tower_without_its_config() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    del tower.config
+    assert "config" in handle.report()
+    with pytest.raises(AttributeError, match="config"):  # transformers' own
+        tower(call.pixels, grid_thw=call.grid)
+
+
+def test_a_block_that_torch_compiles_as_a_module() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    tower.blocks[1] = torch.compile(tower.blocks[1], backend="eager")
+    assert "blocks.1 is torch._dynamo.eval_frame.OptimizedModule; blocks.1.compile()" in handle.report()

@@ -23,6 +23,7 @@ class Mutant(NamedTuple):
 CHANGE, CHECKED, BUILT = (f"fusedvit/checks/{name}.py" for name in ("change_detection", "checked_tower", "as_built"))
 CODE, FALLBACK, ARGUMENTS = (f"fusedvit/checks/{name}.py" for name in ("own_code", "fallback", "arguments"))
 ADAPTERS, ACCELERATE = "fusedvit/checks/adapters.py", "fusedvit/checks/accelerate_hooks.py"
+CALLS = "fusedvit/checks/module_calls.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 LAZY, API, LIMITS = "fusedvit/lazy_outputs.py", "fusedvit/api.py", "graphs/limits.py"
@@ -55,7 +56,7 @@ MUTANTS = (
     _clause("order of lists", "list(map(tuple, self.orders[0])) == self.orders[1]", "hf/numbers:another"),
     _clause("entries of instances", "list(map(len, self.instances[0])) == self.instances[1]", "hf/numbers:another"),
     _clause("hooks", "not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)", "hf/fallback:hooks"),
-    _clause("classes", "list(map(type, self.inner)) == self.classes", "hf/numbers:another"),
+    _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/numbers:another"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
     _clause(
         "what decorators wrap",
@@ -212,6 +213,38 @@ MUTANTS = (
         "if layer._disable_adapters:",
         "hf/adapters",
     ),
+    Mutant(
+        "what calling an instance runs",
+        CALLS,
+        "vars(module).keys() & _OF_INSTANCES",
+        "()",
+        "hf/own_code:what_calling hf/adapters:the_call",
+    ),
+    Mutant("backends of others", CALLS, "ours = type(backend) is", "ours = None is not", "hf/own_code:what_calling"),
+    Mutant("passes over a compiled graph", CALLS, "isinstance(option, _PLAIN)", "True", "hf/own_code:a_pass"),
+    Mutant(
+        "whose call was compiled", CALLS, 'ours and _is_call_of(held["fn"], module)', "ours", "hf/own_code:what_calling"
+    ),
+    Mutant("compiled calls of classes", CODE, '("forward", *CALL)', '("forward", *CALL[:3])', "hf/own_code:a_compiled"),
+    Mutant(
+        "functions of C behind torch's",
+        CODE,
+        "                    self._follow_of_c(module, name)",
+        "                    pass",
+        "hf/own_code:functions_of_c",
+    ),
+    Mutant("what stands before them", CODE, "sorted(names & vars(torch._VF).keys())", "()", "hf/own_code:what_stands"),
+    Mutant("what PEFT's layers run", CODE, "walk.foreign or layers.foreign", "walk.foreign", "hf/adapters"),
+    Mutant("what accelerate's hooks run", ACCELERATE, "and _runs_accelerates(hook) ", "", "hf/slow:what_accelerates"),
+    Mutant("classes of accelerate's hooks", CHANGE, "accelerate_hooks.hooks_of(m)))", "()))", "hf/slow:what_accel"),
+    Mutant("hooks that lie", CHANGE, "function.__code__ is _capturing_code(function)", "True", "hf/slow:hooks_that"),
+    _never(
+        "parameters without a shape",
+        BUILT,
+        "nn.parameter.is_lazy(found[name])",
+        "hf/slow:parameters_that",
+    ),
+    _never("blocks compiled as modules", BUILT, "compiled", "hf/slow:a_block"),
     # what is asked at a call
     _without("global forward hooks", FALLBACK, '_global.get("_global_forward_hooks") or ', "hf/fallback:original"),
     _without(
