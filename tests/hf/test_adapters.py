@@ -208,6 +208,7 @@ ORIGINAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
         lambda m: setattr(layers(m)[0], "forward", lambda x: layers(m)[0].base_layer(x)),
         "forward",
     ),
+    "dropout that begins": ({"lora_dropout": 1.0}, lambda m: layers(m)[0].lora_dropout["default"].train(), "dropout"),
     "another A": ({}, lambda m: layers(m)[0].lora_A.__setitem__("default", Doubled(layers(m)[0])), "Linear"),
 }
 
@@ -241,6 +242,18 @@ def test_what_cannot_be_folded_runs_the_original_code(name: str, used: bool) -> 
     with pytest.raises(RuntimeError, match="^fusedvit: .*" + word):
         pair.handle.refresh()
     fused = pair.handle.stats()["fused"]
+    pair.same()
+    assert pair.handle.stats()["fused"] == fused
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_what_can_no_longer_be_folded_shows_at_the_next_call(name: str) -> None:
+    options, change, _ = ORIGINAL[name]
+    pair = Pair(**options)
+    pair.call.run(pair.tower)
+    fused = pair.handle.stats()["fused"]
+    with torch.no_grad():
+        pair.change(change)
     pair.same()
     assert pair.handle.stats()["fused"] == fused
 

@@ -92,7 +92,7 @@ MUTANTS = (
         "pass",
         "hf/own_code:an_att",
     ),
-    Mutant("LoRA's state", CHANGE, "yield from adapters.slots_read(module)", "pass", "hf/adapters:changes"),
+    Mutant("LoRA's state", CHANGE, "yield from adapters.slots_read(module)", "pass", "hf/adapters:no_longer"),
     Mutant(
         "accelerate's hooks",
         CHANGE,
