@@ -44,7 +44,7 @@ BARS = {  # name in the result: (at most, what it is)
     "new_size_of_hf": (3.0, "slowest first call of a size but the very first / Hugging Face's own first of it"),
     "warm_slowest_of_hf": (
         3.0,
-        "warm cache, new process: slowest call but the first / Hugging Face's median of its size",
+        "warm cache, new process: slowest but the first / Hugging Face's median of its size",
     ),
     "first_of_hf": (1.5, "first call / Hugging Face's first"),
     "warm_first_of_hf": (1.5, "warm cache, new process: first call, which runs fused / Hugging Face's first"),
@@ -57,7 +57,7 @@ BARS = {  # name in the result: (at most, what it is)
     "two_cores_fused_s": (40.0, "two cores, one call a second: s until the first fused answer"),
     "two_cores_of_hf": (
         2.0,
-        "two cores, one call a second: slowest but the first / Hugging Face's median at that pace",
+        "two cores, one call a second: slowest but the first / Hugging Face's median",
     ),
 }
 FUSED = {"first_fused_s": "loop", "all_fused_s": "loop", "two_cores_fused_s": "two_cores"}  # there once calls run fused
