@@ -348,6 +348,14 @@ MUTANTS = (
     ),
     _never("hidden states of other weights", LAZY, "what", "hf/lazy_outputs:reading"),
     # graphs and kernels
+    Mutant(
+        "memory that is not the value",
+        "fusedvit/runtime/inputs.py",
+        "return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()",
+        "return tensor",
+        "unit/speculative_replay:kernels_get",
+    ),
+    _without("replays of negative views", REPLAY, " or pixels.is_neg()", "unit/speculative_replay:kernels_get"),
     _without("the plan of a replay", REPLAY, " or batch.budget != self.budget", "unit/speculative_replay"),
     Mutant(
         "the lock of a replay",
