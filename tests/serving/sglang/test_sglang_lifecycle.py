@@ -86,7 +86,7 @@ def test_memory_is_given_back_and_taken_again(saver: bool, caplog: pytest.LogCap
     assert served.ready is not saver
     manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all"))
     manager.end_weight_update(EndWeightUpdateReqInput())
-    assert served.ready and caplog.text.count("runs fused") == 2
+    assert served.ready and caplog.text.count("runs fused") == 1, "said once"
     assert torch.equal(embed(tower, IMAGES), want)
 
 
