@@ -42,10 +42,7 @@ CLOSE = 0.03  # relative error of a fused answer against the original code's, by
 BARS = {  # name in the result: (at most, what it is)
     "slowest_of_hf": (3.0, "slowest call but the first / Hugging Face's median of its size"),
     "new_size_of_hf": (3.0, "slowest first call of a size but the very first / Hugging Face's own first of it"),
-    "warm_slowest_of_hf": (
-        3.0,
-        "warm cache, new process: slowest but the first / Hugging Face's median of its size",
-    ),
+    "warm_slowest_of_hf": (3.0, "warm cache, new process: slowest but the first / Hugging Face's median of its size"),
     "first_of_hf": (1.5, "first call / Hugging Face's first"),
     "warm_first_of_hf": (1.5, "warm cache, new process: first call, which runs fused / Hugging Face's first"),
     "first_fused_s": (6.0, "s from the end of the first call to the end of the first fused one"),
@@ -55,10 +52,7 @@ BARS = {  # name in the result: (at most, what it is)
     "warmup_folder_s": (4.0, "s of warmup() of the default ladder, from a folder of `fusedvit compile`"),
     "folder_compiles": (0.0, "kernels that warmup() from the folder compiled"),
     "two_cores_fused_s": (40.0, "two cores, one call a second: s until the first fused answer"),
-    "two_cores_of_hf": (
-        2.0,
-        "two cores, one call a second: slowest but the first / Hugging Face's median",
-    ),
+    "two_cores_of_hf": (2.0, "two cores, one call a second: slowest but the first / Hugging Face's median"),
 }
 FUSED = {"first_fused_s": "loop", "all_fused_s": "loop", "two_cores_fused_s": "two_cores"}  # there once calls run fused
 

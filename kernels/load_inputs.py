@@ -199,8 +199,8 @@ def centred(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def can_load(pixels: torch.Tensor, device: torch.device) -> bool:
-    """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: dense, there, its memory its
-    value, of no tensor subclass."""
+    """Whether `load_inputs` can copy `pixels` `[length, width]` to `device`: dense, there, of no tensor subclass, and
+    with its values in its memory."""
     return (
         type(pixels) in (torch.Tensor, torch.nn.Parameter)
         and pixels.dtype in LOADED_DTYPES

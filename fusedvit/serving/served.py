@@ -57,13 +57,12 @@ def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        for sharded in (served.sharded for served in towers if served.sharded is not None):
+            sharded.failed(error)
+        raise
+    finally:
         for served in towers:
             served.changed(why)
-            if served.sharded is not None:
-                served.sharded.failed(error)
-        raise
-    for served in towers:
-        served.changed(why)
 
 
 def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger) -> None:

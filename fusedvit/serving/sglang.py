@@ -255,7 +255,7 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
     assert noted.built is not None, "asked for only where nothing was wrong"
     group = EngineGroup.of(get_tp_group())
     whole, why_not = agreed_whole(group, make)
-    if whole is None or why_not:
+    if whole is None:
         return why_not
     served: Served = vars(whole)[_SERVED]
     served.sharded = ShardedTower(tower, whole, served.handle, noted.built, group, run, logger)
@@ -315,7 +315,7 @@ def _release(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     for _, served in _served_of(manager) if away else ():
         served.handle.release()
         served.changed("woken")
-        served.ready, served.lost = False, served.lost or (_WEIGHTS in away and loses)
+        served.lost = served.lost or (_WEIGHTS in away and loses)
     if away and torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found

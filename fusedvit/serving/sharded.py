@@ -210,7 +210,7 @@ class Agreement:
 
 
 def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]]) -> tuple[nn.Module | None, str]:
-    """A whole tower, or why every rank runs the engine's code.
+    """A whole tower, or None and why every rank runs the engine's code.
 
     Args:
         make: builds it on this rank, and says why it cannot, or shall not, run fused; "" for nothing.

@@ -272,7 +272,7 @@ def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
 
     group = EngineGroup.of(get_tp_group())
     whole, why_not = agreed_whole(group, make)
-    if whole is None or why_not:
+    if whole is None:
         return why_not
     served: ServedTower = vars(whole)[SERVED]
     served.sharded = ShardedTower(tower, whole, served.handle, Built.of(tower, VLLM), group, run, logger)
@@ -402,7 +402,7 @@ def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
     for _, served in _served_by(worker):
         served.handle.release()
         served.changed("woken")
-        served.ready, served.lost = False, level >= _LAST_LEVEL
+        served.lost = level >= _LAST_LEVEL
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return original(worker, *args, **kwargs)

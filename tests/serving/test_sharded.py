@@ -223,15 +223,22 @@ def towers() -> Any:
     return alone, wholes, handles, torch.cat([found.pooler_output, *found.deepstack_features], 1), pixels
 
 
+def sharded_on(group: Threads, towers: Any, logger: Any = None) -> Any:
+    """A rank's part of a tower that it gathers at its first call."""
+    alone, wholes, handles, _, _ = towers
+    logger = logger or SimpleNamespace(info=lambda *text: None)
+    return ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
+
+
 def test_rows_come_in_order_on_every_rank(towers: Any) -> None:
-    alone, wholes, handles, want, pixels = towers
+    _, wholes, handles, want, pixels = towers
     lines: list[str] = []
     logger: Any = SimpleNamespace(info=lambda *text: lines.append(str(text)))
 
     def run(group: Threads) -> Any:
         for parameter in wholes[group.rank].parameters():
             parameter.data.zero_()
-        served = ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
+        served = sharded_on(group, towers, logger)
         with torch.inference_mode():
             rows, before = served(pixels, GRID), group.gathered
             return rows, served(pixels[:64], GRID[:1]), group.gathered - before
@@ -248,7 +255,7 @@ def test_rows_come_in_order_on_every_rank(towers: Any) -> None:
 
 def test_a_gather_that_fails_is_not_taken_for_one(towers: Any) -> None:
     """The copy holds what it held, or part of it: the next call gathers."""
-    alone, wholes, handles, want, pixels = towers
+    _, wholes, _, want, pixels = towers
 
     def fails(*_: Any) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
@@ -256,10 +263,7 @@ def test_a_gather_that_fails_is_not_taken_for_one(towers: Any) -> None:
     def run(group: Threads) -> Any:
         for parameter in wholes[group.rank].parameters():
             parameter.data.zero_()
-        logger: Any = SimpleNamespace(info=lambda *text: None)
-        served: Any = ShardedTower(
-            alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger
-        )
+        served = sharded_on(group, towers)
         served._join = fails
         with pytest.raises(RuntimeError, match="NCCL error"):
             served.gather()
@@ -272,11 +276,10 @@ def test_a_gather_that_fails_is_not_taken_for_one(towers: Any) -> None:
 
 
 def test_ranks_that_are_out_of_step_gather_at_the_next_call(towers: Any) -> None:
-    alone, wholes, handles, want, pixels = towers
+    _, _, _, want, pixels = towers
 
     def run(group: Threads) -> Any:
-        logger: Any = SimpleNamespace(info=lambda *text: None)
-        served = ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
+        served = sharded_on(group, towers)
         with torch.inference_mode():
             served(pixels, GRID)
             if group.rank == 1:
@@ -290,17 +293,16 @@ def test_ranks_that_are_out_of_step_gather_at_the_next_call(towers: Any) -> None
 
 
 def test_a_rank_that_fails_before_it_gathers_tells_the_others(towers: Any) -> None:
-    alone, wholes, handles, want, pixels = towers
+    _, _, _, want, pixels = towers
 
     def run(group: Threads) -> Any:
-        logger: Any = SimpleNamespace(info=lambda *text: None)
-        sharded = ShardedTower(alone, wholes[group.rank], handles[group.rank], Built.of(alone), group, encode, logger)
-        served = Served(handles[group.rank], sharded=sharded)
+        sharded = sharded_on(group, towers)
+        served = Served(sharded.handle, sharded=sharded)
         with pytest.raises(RuntimeError, match="no such file" if group.rank == 1 else "rank 1 failed .*no such file"):
             with writing([served], "reloaded"):
                 if group.rank == 1:
                     raise RuntimeError("no such file")
-            served.prepare("tower", logger)
+            served.prepare("tower", sharded.logger)
         assert sharded.stale and not served.ready
         with torch.inference_mode():
             return sharded(pixels, GRID)
