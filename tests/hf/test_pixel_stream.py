@@ -3,7 +3,6 @@
 import io
 import itertools
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO
 from fusedvit.errors import UnsupportedModel
 from fusedvit.pixels import BytePixels, Limits, MediaError, stream
 from tests.support.processors import image_processor, noise, video_processor
+from tests.support.waiting import until
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -75,10 +75,7 @@ def test_endless_sources_are_read_as_far_as_needed() -> None:
     assert [batch.indices for batch in itertools.islice(batches, 3)] == [(0, 1), (2, 3), (4, 5)]
     assert taken <= 20
     batches.close()  # type: ignore[attr-defined]
-    end = time.monotonic() + 10
-    while any(thread.name.startswith("fusedvit-") for thread in threading.enumerate()):
-        assert time.monotonic() < end, "threads stay behind a stream that was closed"
-        time.sleep(0.05)
+    until(lambda: not any(thread.name.startswith("fusedvit-") for thread in threading.enumerate()))
 
 
 def test_arguments_are_checked_before_anything_is_read() -> None:

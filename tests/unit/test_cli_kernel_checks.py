@@ -19,16 +19,9 @@ pytest.importorskip("transformers")
 import fusedvit  # noqa: E402
 from fusedvit.cli import kernel_checks, towers  # noqa: E402
 from fusedvit.cli.kernel_checks import FAILED, NOT_RUN, OK, KernelCheck  # noqa: E402
+from tests.support.waiting import alive, until  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def _alive(pid: int) -> bool:
-    """Whether process `pid` still does anything; one that has ended and that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -104,8 +97,7 @@ def test_what_there_is_no_time_for_is_not_run_and_leaves_nothing(stand_in: Any, 
     assert [check.outcome for check in checks] == [NOT_RUN, NOT_RUN] and all(check.passed for check in checks)
     pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
     assert len(pids) == 3
-    time.sleep(0.2)
-    assert not [pid for pid in pids if _alive(pid)], "what the processes had started is killed too"
+    until(lambda: not any(map(alive, pids)))  # what the processes had started is killed too
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process dies with its parent on Linux alone")
@@ -121,10 +113,7 @@ def test_processes_die_with_what_started_them() -> None:
     pid = int(process.stdout.readline())
     process.send_signal(signal.SIGKILL)
     process.wait()
-    end = time.monotonic() + 20
-    while _alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not _alive(pid)
+    until(lambda: not alive(pid))
 
 
 def test_outcomes() -> None:

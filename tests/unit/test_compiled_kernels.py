@@ -17,8 +17,8 @@ from fusedvit.cli.app import app
 from fusedvit.kernels.codegen_checks import GPUS, target_named
 from fusedvit.runtime import compiled_kernels
 from tests.kernels.test_aot import run
-from tests.unit.test_compile_service import alive, environment
-from tests.unit.test_kernel_loader import until
+from tests.support.waiting import alive, until
+from tests.unit.test_compile_service import environment
 
 H100 = target_named("h100")
 FILLS = """
@@ -27,7 +27,7 @@ from pathlib import Path
 from fusedvit.runtime.compiled_kernels import fill
 
 def compiling():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # whole: print writes a line and its end one by one
     time.sleep(60)
 
 fill(Path(sys.argv[1]), [compiling] * 2, 2, lambda *told: None)

@@ -3,8 +3,7 @@
 import itertools
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from fusedvit.runtime import kernel_loader
 from fusedvit.runtime.kernel_loader import AROUND, ASKED_FOR, KernelLoader, KernelsNotReady, Run
 from tests.support.fake_compiler import FakeCompiler
 from tests.support.towers import pixels_for, vision_tower
+from tests.support.waiting import until
 
 KINDS = (0,)
 LADDER = (64, 128, 256, 512, 1024)
@@ -66,13 +66,6 @@ def loader_on(compiler: Any, weights: Weights | None = None) -> tuple[KernelLoad
     """And its weights, which it does not keep."""
     weights = weights or Weights()
     return KernelLoader(compiler.launch, weights.get, LADDER, compiler), weights
-
-
-def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.005)
 
 
 def refused(loader: KernelLoader, *runs: Run) -> str:

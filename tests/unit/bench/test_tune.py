@@ -319,12 +319,12 @@ def test_candidates_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(tune_candidates, "LOCK_S", 2.0)
     begun = time.monotonic()
     with tune_candidates.locked(tmp_path / "turn"):
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < 2.0
         with tune_candidates.locked(tmp_path / "turn"):
             assert time.monotonic() - begun >= 2.0
     begun = time.monotonic()
     with tune_candidates.locked(tmp_path / "turn"):
-        assert time.monotonic() - begun < 1.0, "given back"
+        assert time.monotonic() - begun < 2.0, "given back"
 
 
 class Killer:
