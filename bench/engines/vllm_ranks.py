@@ -41,7 +41,7 @@ from fusedvit.bench.workloads import WORKLOADS, Grid
 from fusedvit.errors import first_line
 from fusedvit.runtime.item_shares import shares_of
 from fusedvit.serving.sharded import divided
-from fusedvit.serving.vllm import SERVED
+from fusedvit.serving.vllm_worker import SERVED
 
 NAMES = ("1 x 448 px", "8 x 448 px", "video, 64 frames 448 px", "mixed")
 IMAGES = WORKLOADS["8 x 448 px"]

@@ -190,27 +190,27 @@ def delay(rank: int) -> None:
 
 def sleep(rank: int) -> None:
     """Shards are gathered as weights are loaded, woken and reloaded: by hooks that every rank passes, before a call."""
-    from fusedvit.serving import vllm as plugin
+    from fusedvit.serving import vllm_worker
 
     config, model = load(rank)
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
     served, shards = vars(model.visual)[SERVED], list(model.visual.parameters())
-    plugin._profile(lambda runner: None, worker.model_runner)
+    vllm_worker._profile(lambda runner: None, worker.model_runner)
     assert served.ready and not served.sharded.stale
     check(config, model)
     for level in (1, 2):
         content = [p.detach().clone() for p in shards]
-        plugin._sleep(lambda self, level=1: None, worker, level=level)
+        vllm_worker._sleep(lambda self, level=1: None, worker, level=level)
         assert not served.ready and not stats(model)["weights_mib"]
         if level == 2:  # the content is lost
             for parameter in shards:
                 parameter.data.zero_()
-        plugin._wake_up(lambda self, tags=None: None, worker, tags=["weights"])
+        vllm_worker._wake_up(lambda self, tags=None: None, worker, tags=["weights"])
         assert served.ready is (level == 1)
         if level == 2:
             for parameter, value in zip(shards, content, strict=True):
                 parameter.data.copy_(value * 0.9)
-            plugin._reload(lambda self: None, worker)
+            vllm_worker._reload(lambda self: None, worker)
         assert served.ready and not served.sharded.stale
         check(config, model)
 
@@ -251,16 +251,16 @@ def forbidden_here(rank: int) -> None:
 
 def fails_on_one(rank: int) -> None:
     """A reload that fails on one rank: both raise, and the next one is a good one."""
-    from fusedvit.serving import vllm as plugin
+    from fusedvit.serving import vllm_worker
 
     config, model = load(rank)
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-    plugin._profile(lambda runner: None, worker.model_runner)
-    plugin._sleep(lambda self, level=1: None, worker, level=2)
+    vllm_worker._profile(lambda runner: None, worker.model_runner)
+    vllm_worker._sleep(lambda self, level=1: None, worker, level=2)
     content = [p.detach().clone() for p in model.visual.parameters()]
     for parameter in model.visual.parameters():
         parameter.data.zero_()
-    plugin._wake_up(lambda self, tags=None: None, worker)
+    vllm_worker._wake_up(lambda self, tags=None: None, worker)
 
     def reload(worker: Any, fails: bool) -> None:
         if fails:
@@ -268,9 +268,9 @@ def fails_on_one(rank: int) -> None:
         for parameter, value in zip(model.visual.parameters(), content, strict=True):
             parameter.data.copy_(value * 0.9)
 
-    error = raised(lambda: plugin._reload(reload, worker, rank == 1))
+    error = raised(lambda: vllm_worker._reload(reload, worker, rank == 1))
     assert error == "no such file" or "rank 1 failed RuntimeError: no such file" in error, error
-    plugin._reload(reload, worker, False)
+    vllm_worker._reload(reload, worker, False)
     assert vars(model.visual)[SERVED].ready
     check(config, model)
 

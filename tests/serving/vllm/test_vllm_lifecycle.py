@@ -24,6 +24,7 @@ from fusedvit.errors import UnsupportedModel
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving import vllm as plugin
+from fusedvit.serving import vllm_worker
 from fusedvit.serving.plugin import CONFIG
 from tests.serving.vllm.support import (
     GRIDS,
@@ -139,9 +140,9 @@ def test_what_vllm_writes_is_prepared_again_whatever_fingerprints_say(
         assert loader.load_weights([(prefix + name, value * 0.9) for name, value in tower.named_parameters()])
     elif how == "fails":
         with pytest.raises(InterruptedError):
-            plugin._reload(write, worker)
+            vllm_worker._reload(write, worker)
     else:
-        plugin._reload(write, worker)
+        vllm_worker._reload(write, worker)
     got, prepared = embed(config, model, GRID), handle.stats()["refreshes"]
     handle.refresh()
     assert torch.equal(got, embed(config, model, GRID)) and not close(got, before)
@@ -231,7 +232,7 @@ def test_a_model_that_vllm_captures_is_found(served: Any, asleep: list[Any], wra
     worker.model_runner.model.runnable = model
     assert worker.fusedvit_stats() == {"visual": handle.stats()}
     handle.release()
-    plugin._profile(lambda runner: None, worker.model_runner)
+    vllm_worker._profile(lambda runner: None, worker.model_runner)
     assert handle.stats()["weights_mib"] > 0
     worker.sleep(1)
     assert handle.stats()["weights_mib"] == 0
@@ -372,7 +373,7 @@ def test_a_release_that_has_other_names(caplog: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(vllm, "__version__", "0.40.0")
     monkeypatch.delattr(plugin, "_vllm")
     assert "0.40.0" in left_alone(caplog, monkeypatch)
-    for name in (plugin._WORKER, *plugin._RUNNERS):
+    for name in (vllm_worker.WORKER, *vllm_worker.RUNNERS):
         plugin._PATCHES[name](ModuleType(name))
 
 

@@ -1,0 +1,144 @@
+"""What vLLM's worker does with fused towers: they are prepared as it profiles, wakes and loads, and give memory back
+as it sleeps."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.model.normalization import Normalization
+from fusedvit.serving.plugin import wrap
+from fusedvit.serving.served import Served, writing
+
+SERVED = "_fusedvit_served"  # in a tower's __dict__
+RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+WORKER = "vllm.v1.worker.gpu_worker"
+_LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
+
+logger = logging.getLogger("vllm.fusedvit")  # below vLLM's own: its handlers print it
+
+
+@dataclass
+class ServedTower(Served):
+    """A fused tower of this process; `lost`: asleep on level 2, or woken from it and not loaded yet.
+
+    Attributes:
+        normalization: what vLLM would make of bytes on the device; None where pixels come normalised.
+        versions: of the buffers that say so.
+    """
+
+    normalization: Normalization | None = None
+    versions: tuple[int, ...] = ()
+
+
+def stats(worker: Any) -> dict[str, Any]:
+    """Counters of the fused towers of a worker, by their paths: `llm.collective_rpc("fusedvit_stats")`."""
+    return {path: served.handle.stats() for path, served in _served_by(worker)}
+
+
+def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model runner's profile run: what fused towers hold is taken before memory is measured."""
+    towers = served_in(_model_of(runner))
+    for tower, served in towers:
+        served.prepare(type(tower).__name__, logger)
+    if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
+        logger.info(
+            "fusedvit: the size of the KV cache is given, by --kv-cache-memory-bytes or a start-up plan: "
+            "it must leave room for what the tower holds"
+        )
+    return original(runner, *args, **kwargs)
+
+
+def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives graphs and prepared weights back; on level 2 the weights themselves are lost."""
+    level = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("level", 1)
+    for _, served in _served_by(worker):
+        served.handle.release()
+        served.changed("woken")
+        served.lost = level >= _LAST_LEVEL
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return original(worker, *args, **kwargs)
+
+
+def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepares again where the weights are there, with their content."""
+    tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags")
+    woken = _awake(worker) if tags is None or "weights" in tags else []
+    with writing([served for _, served in woken], "woken"):
+        found = original(worker, *args, **kwargs)
+    _prepare_all(woken)
+    return found
+
+
+def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Other content in the same parameters, prepared at once; what was lost is there again."""
+    towers = [served for _, served in _served_by(worker)]
+    with writing(towers, "reloaded"):
+        found = original(worker, *args, **kwargs)
+    for served in towers:
+        served.lost = False
+    _prepare_all(_awake(worker))
+    return found
+
+
+def _awake(worker: Any) -> list[tuple[nn.Module, ServedTower]]:
+    """Towers that are not prepared though their weights are there."""
+    towers = served_in(_model_of(getattr(worker, "model_runner", None)))
+    return [(tower, served) for tower, served in towers if not served.ready and not served.lost]
+
+
+def _prepare_all(towers: list[tuple[nn.Module, ServedTower]]) -> None:
+    for tower, served in towers:
+        served.prepare(type(tower).__name__, logger)
+
+
+def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    for path, served in _served_by(worker):
+        found = served.handle.stats()
+        logger.info("fusedvit: %s: %s", path, {name: value for name, value in found.items() if name != "graphs"})
+    return original(worker, *args, **kwargs)
+
+
+def _model_of(runner: Any) -> Any:
+    """A model runner's model, out of what captures the language model: by default it is in a `CUDAGraphWrapper`, which
+    is no module."""
+    model: Any = getattr(runner, "model", None)
+    return model.unwrap() if hasattr(type(model), "unwrap") else model
+
+
+def _served_by(worker: Any) -> Iterator[tuple[str, ServedTower]]:
+    model = _model_of(getattr(worker, "model_runner", None))
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    return ((path, vars(module)[SERVED]) for path, module in named if SERVED in vars(module))
+
+
+def served_in(model: object) -> list[tuple[nn.Module, ServedTower]]:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [(module, vars(module)[SERVED]) for module in modules if SERVED in vars(module)]
+
+
+def patch_runner(module: ModuleType) -> None:
+    runner = vars(module).get("GPUModelRunner")
+    if runner is not None:  # as in each release whose towers run fused
+        wrap(runner, "profile_run", _profile)
+
+
+def patch_worker(module: ModuleType) -> None:
+    worker = vars(module).get("Worker")
+    if worker is None:
+        return
+    for name, around in (
+        ("sleep", _sleep),
+        ("wake_up", _wake_up),
+        ("reload_weights", _reload),
+        ("finish_weight_update", _reload),
+        ("shutdown", _shut_down),
+    ):
+        wrap(worker, name, around)
+    worker.fusedvit_stats = stats
