@@ -17,7 +17,7 @@ from torch import nn
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
-from fusedvit.checks.own_code import ORIGINAL, own_class
+from fusedvit.checks.ownership import ORIGINAL, own_class
 from fusedvit.config import FuseConfig
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.base import Family

@@ -4,10 +4,8 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,38 +15,27 @@ from triton.runtime.cache import triton_key
 from fusedvit.checks import fallback, transforms
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.checked_tower import CheckedTower
-from fusedvit.config import SMALL, FuseConfig
+from fusedvit.config import FuseConfig
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
-from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
-from fusedvit.kernels.launch import KernelFailed, KernelMissing
-from fusedvit.kernels.load_inputs import BYTES, FLOATS, STILL_BYTES, kind_of
-from fusedvit.kernels.tile_configs import Target
+from fusedvit.kernels.launch import KernelFailed
+from fusedvit.kernels.load_inputs import FLOATS, kind_of
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
-from fusedvit.model.ops import TORCH, Ops, ops_for
-from fusedvit.model.plan import Planner, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.byte_pixels import BytePixels
-from fusedvit.runtime import compiled_kernels, speculative_replay
-from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, limits_within, new_graphs
+from fusedvit.prepared_tower import CAPTURING, CannotPrepare, PreparedTower, Progress
+from fusedvit.runtime import speculative_replay
+from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.compile_service import service_of
 from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items, without_padding
-from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run, collect_garbage
-from fusedvit.runtime.meta_runs import MetaRuns
-from fusedvit.runtime.runner import Runtime, budgets_of, on_device, run
+from fusedvit.runtime.kernel_loader import KernelsNotReady, Run, collect_garbage
+from fusedvit.runtime.runner import Runtime, on_device, run
 from fusedvit.runtime.speculative_replay import SpeculativeReplay
-from fusedvit.runtime.weight_cache import WeightCache
 from fusedvit.stats import Stats, compiles, describe, describe_ended
 
-NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
-NO_GRAPHS = "graphs off"
-CAPTURING = "inside another capture"
-MOVING = "parameters move"  # as sharding lets them: a graph for each place would cost more than it saves
-MOST_MOVES = 3  # after which no graph is captured until `release`
-SMALL_MEMORY = 1.2  # all that is held, as a multiple of the prepared weights
 OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
 MOST_RUNS = 8
 
@@ -94,43 +81,38 @@ class FusedEncoder:
         """A handle of `tower`; `built` is its structure as an engine built it, None for Hugging Face's towers."""
         self.family = family
         self.spec = spec
-        self.config = config
         self.built = built
-        self._check(config)
-        self._start(tower)
+        self._start(tower, config)
 
-    def _start(self, tower: nn.Module) -> None:
+    def _start(self, tower: nn.Module, config: FuseConfig) -> None:
         self._name, family, spec = type(tower).__name__, self.family, self.spec
         this = weakref.ref(self)  # below nothing holds the handle: it and its weights go with the last user's reference
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._stands_for: Callable[[], nn.Module | None] = self._tower
-        self._ended = False
         self._ran_fused = True  # the last call
         self._stats = Stats()
         self.processors: list[Any] = []
-        self._normalizations: dict[bool, Normalization] = {}  # of bytes that were brought, by whether they are still
-        self._lock = threading.RLock()
-        self._turn = threading.Lock()
-        self._runtime: Runtime | None = None
-        self.weights = WeightCache(
-            functools.partial(_source_of, self._tower, self._name, family, spec, self.built, self._normalizations),
-            functools.partial(_told, this, FusedEncoder._weights_moved),
-            functools.partial(_told, this, FusedEncoder._release_graphs),
-            functools.partial(_loaded_ops, this),
-            functools.partial(_told, this, FusedEncoder._expect_kernels),
-        )
+        normalizations: dict[bool, Normalization] = {}
+        source = functools.partial(_source_of, self._tower, self._name, family, spec, self.built, normalizations)
+        self.prepared = PreparedTower(spec, config, source, normalizations)
+        self.weights = self.prepared.weights
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tower = state.pop("tower")
+        tower, config = state.pop("tower"), state.pop("config")
         self.__dict__.update(state)
-        self._start(tower)
+        self._start(tower, config)
 
     def of_copy(self, tower: nn.Module) -> "FusedEncoder":
         """A new handle with the options of this one."""
         return FusedEncoder(tower, self.family, self.spec, self.config, self.built)
+
+    @property
+    def config(self) -> FuseConfig:
+        """Its options; `reconfigure` replaces them."""
+        return self.prepared.config
 
     @property
     def tower(self) -> nn.Module:
@@ -156,26 +138,18 @@ class FusedEncoder:
             RuntimeError: it is gone, or was unfused.
         """
         tower = self.tower
-        if self._ended:
+        if self.prepared.ended:
             raise RuntimeError(f"fusedvit: {self._name} was unfused: fuse it again and use the handle that this gives")
         return tower
 
     def state(self) -> str:
         """ "fused", "unfused", or "gone" if nobody holds the tower any more."""
-        return "gone" if self._tower() is None else "unfused" if self._ended else "fused"
+        return "gone" if self._tower() is None else "unfused" if self.prepared.ended else "fused"
 
     def end(self) -> None:
         """Gives everything back for good: the tower was unfused, or is gone."""
-        self._ended = True
         self.processors.clear()
-        self.release()
-        self._drop_runtime()
-
-    def _drop_runtime(self) -> None:
-        """The next call makes another; nothing is compiled for this one any more."""
-        runtime, self._runtime = self._runtime, None
-        if runtime is not None and runtime.kernels is not None:
-            runtime.kernels.cancel()
+        self.prepared.end()
 
     def __repr__(self) -> str:
         state, counted = self.state(), f"{self._stats.fused} of {self._stats.calls} calls fused"
@@ -212,7 +186,7 @@ class FusedEncoder:
             "compiles": compiles(),
             "weights_mib": self.weights.held_bytes() / MIB,
         }
-        graphs = self._graphs()
+        graphs = self.prepared.graphs()
         if graphs is not None:
             counted = graphs.manager.stats.as_dict()
             runs = counted["replays"] + sum(self._stats.eager_runs.values())
@@ -241,12 +215,7 @@ class FusedEncoder:
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
         return describe(self.tower, self.family.name, self.spec, stats, self._source().reason())
 
-    def warmup(
-        self,
-        progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
-        *,
-        calls: Iterable[Grid] | None = None,
-    ) -> None:
+    def warmup(self, progress: Progress | None = None, *, calls: Iterable[Grid] | None = None) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
 
         Args:
@@ -264,51 +233,8 @@ class FusedEncoder:
         if calls is not None and not isinstance(calls, Iterable):
             raise TypeError(f"fusedvit: calls must be an iterable of grid_thw, got {type(calls).__name__}")
         wanted = None if calls is None else [self._items_of(grid) for grid in calls]
-        parameter = self.weights.first_parameter()
-        with on_device(parameter.device):
-            kinds = FLOATS, *(STILL_BYTES if still else BYTES for still in self._normalizations)
-            with self._nothing_launched():
-                if not all(self.weights.fits(parameter, kind) for kind in kinds):
-                    self._raise_if(self._prepare_now(self.weights.version))
-                runtime = self._runtime_on(self.weights.first_parameter())
-                budgets = _budgets_of(runtime, wanted)
-            runs = [Run(budget, True, self.weights.kinds) for budget in budgets]
-            if runtime.kernels is None:
-                self._capture(runtime, progress, budgets)
-                return
-            try:
-                with runtime.kernels.cached(runs):  # where the largest's kernels are there, so are the others', mostly
-                    self._capture(runtime, iter, sorted(budgets)[-1:])
-                    self._capture(runtime, progress, budgets)
-            except KernelMissing:
-                self._compile_and_capture(runtime, runtime.kernels, runs, progress)
-
-    def _compile_and_capture(
-        self,
-        runtime: Runtime,
-        kernels: KernelLoader,
-        runs: Collection[Run],
-        progress: Callable[[Iterable[int]], Iterable[int]] | None,
-    ) -> None:
-        try:
-            kernels.need(runs, wait=True)  # while it waits for compilers, others may call
-            with kernels.compiling():
-                self._capture(runtime, progress, [run.tokens for run in runs])
-        except KernelsNotReady as why:
-            self._raise_if(Reason(fallback.NOT_READY, str(why)))
-
-    def _capture(
-        self,
-        runtime: Runtime,
-        progress: Callable[[Iterable[int]], Iterable[int]] | None,
-        budgets: Collection[int],
-    ) -> None:
-        """Captures graphs from the tower's weights of now."""
-        with self._nothing_launched():
-            if not self.weights.read_back(self.weights.mark(), True, None).unchanged:
-                self._raise_if(self._prepare_now(self.weights.version))
-            if runtime.graphs is not None:
-                runtime.graphs.capture(progress, budgets)
+        with on_device(self.weights.first_parameter().device), self._raising():
+            self.prepared.warm_up(progress, wanted)
 
     def _items_of(self, grid_thw: Grid) -> list[Item]:
         rows = check_grid(grid_thw).tolist()
@@ -321,12 +247,16 @@ class FusedEncoder:
             RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone; the message says why.
         """
         self._live_tower()
-        with on_device(self.weights.first_parameter().device), self._nothing_launched():
-            self._raise_if(self.weights.prepare())
+        with on_device(self.weights.first_parameter().device), self._raising():
+            self.prepared.refresh()
 
-    def _raise_if(self, reason: Reason | None) -> None:
-        if reason is not None:
-            raise RuntimeError(fallback.message(self._name, reason, "cannot run fused"))
+    @contextlib.contextmanager
+    def _raising(self) -> Iterator[None]:
+        """Makes an error for the caller of why the tower was not prepared."""
+        try:
+            yield
+        except CannotPrepare as why:
+            raise RuntimeError(fallback.message(self._name, why.reason, "cannot run fused")) from why.__cause__
 
     def reconfigure(self, config: FuseConfig) -> None:
         """Takes new options; graphs are given back and captured again by them.
@@ -336,23 +266,18 @@ class FusedEncoder:
             ValueError: an option that it cannot meet.
         """
         self._live_tower()
-        self._check(config)
-        with self._lock:
-            self._release_graphs()
-            self.config = config
-            self._drop_runtime()
+        self.prepared.reconfigure(config)
 
     def release(self) -> None:
         """Gives back all memory: graphs, static buffers, prepared weights, and parameters of before that moved away.
 
         What the next call needs is prepared and captured again then.
         """
-        with self._lock:
-            self._release_graphs()
-            self.weights.release()
-            runtime = self._runtime
-            if runtime is not None and runtime.no_graphs == MOVING:
-                self._runtime = None
+        self.prepared.release()
+
+    def drop_graphs(self) -> None:
+        """Forgets captured graphs and failed captures, and keeps the static buffers."""
+        self.prepared.drop_graphs()
 
     def concatenated(self, pixel_values: torch.Tensor, grid_thw: Grid) -> torch.Tensor:
         """What serving engines hand to a language model: `[tokens, (1 + n) * out]`, n the deepstack features.
@@ -372,53 +297,16 @@ class FusedEncoder:
         rows = found.last_hidden_state if rows is None else rows
         return torch.cat([rows, *getattr(found, "deepstack_features", ())], dim=1)
 
-    def _release_graphs(self) -> None:
-        """Gives back graphs and static buffers."""
-        graphs = self._graphs()
-        if graphs is not None:
-            graphs.manager.release()
-
-    def _weights_moved(self) -> None:
-        """Forgets graphs, which read where weights were; for good where weights move from call to call."""
-        if self.weights.moves <= MOST_MOVES:
-            self.drop_graphs()
-            return
-        self._release_graphs()
-        self._runtime = None
-
-    def drop_graphs(self) -> None:
-        """Forgets captured graphs and failed captures, and keeps the static buffers."""
-        graphs = self._graphs()
-        if graphs is not None:
-            graphs.manager.drop_graphs()
-
     def graphs(self) -> TowerGraphs:
         """The tower's graphs, for measuring and testing.
 
         Raises:
             RuntimeError: there are none (no GPU, or `graphs=False`).
         """
-        graphs = self._graphs()
+        graphs = self.prepared.graphs()
         if graphs is None:
             raise RuntimeError("fusedvit: this tower has no graphs: it has not run on a GPU, or graphs are off")
         return graphs
-
-    def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:
-        """The budgets that this tower has in `dtype` where `free_bytes` of device memory are free."""
-        options = self.config
-        if options.memory is None:
-            return self._limits(options, dtype, free_bytes)
-        weights = self.weights.held_bytes()
-        most = int(SMALL_MEMORY * weights) if options.memory == SMALL else int(options.memory) * MIB
-        return limits_within(self.spec, dtype, most - weights, options.max_items, options.max_frames)
-
-    def _limits(self, options: FuseConfig, dtype: torch.dtype, free_bytes: int) -> Limits:
-        return limits_for(self.spec, dtype, free_bytes, options.token_budgets, options.max_items, options.max_frames)
-
-    def _check(self, options: FuseConfig) -> None:
-        """Raises ValueError, which names the option, where this tower could have no limits however much memory is
-        free."""
-        self._limits(options, torch.float32, 0)
 
     # a call
 
@@ -453,7 +341,7 @@ class FusedEncoder:
             self._stats.add(calls=1)
             self._fall_back(reason)
             return None
-        runtime = self._runtime if self._ran_fused else None  # who takes the original code once does so again, mostly
+        runtime = self.prepared.runtime if self._ran_fused else None  # who falls back once does so again, mostly
         replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
         try:
             self._stats.add(calls=1)
@@ -479,9 +367,10 @@ class FusedEncoder:
 
         Whoever refreshes in a loop would overtake every run: the last ones keep others out.
         """
-        parameter = self.weights.first_parameter()
+        prepared, parameter = self.prepared, self.weights.first_parameter()
         with on_device(parameter.device):
-            reason = self._ensure_weights(parameter, kind_of(pixels, self.spec.patch_width) if marked else FLOATS)
+            kind = kind_of(pixels, self.spec.patch_width) if marked else FLOATS
+            reason = prepared.ensure_weights(parameter, kind)
             if reason is not None:
                 return reason
             inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
@@ -493,15 +382,15 @@ class FusedEncoder:
                     return found
                 if found.unchanged:
                     return found
-                replay, reason = None, self._prepare_weights(found.weights_version)
+                replay, reason = None, prepared.prepare(found.weights_version)
                 if reason is not None:
                     return reason
-            with self._nothing_launched():
+            with prepared.nothing_launched():
                 for _ in range(MOST_RUNS):
                     found = self._run(inputs, None)
                     if isinstance(found, Reason) or found.unchanged:
                         return found
-                    reason = self._prepare_now(found.weights_version)
+                    reason = prepared.prepare_now(found.weights_version)
                     if reason is not None:
                         return reason
         return Reason(fallback.CHANGING, f"other weights after each of {OVERTAKEN + MOST_RUNS} runs than before it")
@@ -511,7 +400,7 @@ class FusedEncoder:
         that fails because something has changed."""
         version = self.weights.version if replay is None else replay.weights_version
         try:
-            return self._run_on(self._runtime_on(self.weights.first_parameter()), inputs, replay, version)
+            return self._run_on(self.prepared.runtime_on(self.weights.first_parameter()), inputs, replay, version)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
         except Exception:
@@ -524,7 +413,7 @@ class FusedEncoder:
     ) -> Attempt | Reason:
         """One run, and one host read at most: behind the launches, or before them where the plan hangs on the grid."""
         weights, unread = self.weights, inputs.grid is not None
-        check_content = self.config.watch_data and runtime.no_graphs != CAPTURING
+        check_content = self.prepared.config.watch_data and runtime.no_graphs != CAPTURING
         if unread and replay is None and runtime.kernels is not None:
             runtime.kernels.need([_likely_run(runtime, inputs)], runtime.compile_now)
         if inputs.padded:
@@ -566,11 +455,11 @@ class FusedEncoder:
         Raises:
             RuntimeError: `strict`.
         """
-        if self.config.strict:
+        if self.prepared.config.strict:
             raise RuntimeError(fallback.message(self._name, reason))
         self._stats.count_original(reason, self._name)
 
-    # weights and graphs
+    # bytes
 
     def expect(self, normalization: Normalization, still: bool) -> bool:
         """Folds a normalisation into weights, now or when they are prepared; whether it is the one that is folded.
@@ -580,8 +469,8 @@ class FusedEncoder:
         Raises:
             ValueError: patches of another layout than the tower's.
         """
-        spec = self.spec
-        if self._normalizations.get(still) == normalization:
+        spec, folded = self.spec, self.prepared.normalizations
+        if folded.get(still) == normalization:
             return True
         if spec.padded:
             raise ValueError(f"fusedvit: {self.family.name} takes no bytes: rows of its patches have another layout")
@@ -589,103 +478,15 @@ class FusedEncoder:
         got = normalization.channels, normalization.temporal_patch, normalization.patch
         if got != wanted:
             raise ValueError(f"fusedvit: pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
-        return self._normalizations.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
+        return folded.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
 
     def _taken(self, pixels: BytePixels) -> torch.Tensor:
         """What the encoder takes of them: bytes where their normalisation is in the weights, else floats."""
         if self.spec.padded:
             return pixels.pixels()
         normalization, still = pixels.normalization, pixels.still
-        known = self._normalizations.get(still) is normalization or self.expect(normalization, still)
+        known = self.prepared.normalizations.get(still) is normalization or self.expect(normalization, still)
         return pixels.unmarked() if known else pixels.pixels()
-
-    def _ensure_weights(self, parameter: torch.Tensor, kind: int) -> Reason | None:
-        """Prepares weights if there are none for pixels of `kind` on the device and in the dtype of `parameter`; says
-        why there can be none."""
-        version = self.weights.version
-        return None if self.weights.fits(parameter, kind) else self._prepare_weights(version, kind)
-
-    def _prepare_weights(self, version: int, kind: int = FLOATS) -> Reason | None:
-        """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
-        with self._nothing_launched():
-            return self._prepare_now(version, kind)
-
-    def _prepare_now(self, version: int, kind: int = FLOATS) -> Reason | None:
-        """As `_prepare_weights`, where nothing is launched already."""
-        weights = self.weights
-        if self._ended:
-            return Reason(fallback.RELEASED)
-        if (weights.version != version and weights.fits(weights.first_parameter(), kind)) or weights.follow():
-            return None
-        return weights.prepare()
-
-    @contextlib.contextmanager
-    def _nothing_launched(self) -> Iterator[None]:
-        """Within, no other thread prepares weights or launches graphs, and nothing that was launched still runs.
-
-        Not to be entered again within. Who waits here holds the turn, so that a loop of refreshes lets it in.
-        """
-        with self._turn:
-            self._lock.acquire()
-        try:
-            graphs = self._graphs()
-            if graphs is None:
-                yield
-                return
-            with graphs.manager.exclusive():
-                graphs.manager.wait()
-                yield
-        finally:
-            self._lock.release()
-
-    def _graphs(self) -> TowerGraphs | None:
-        runtime = self._runtime  # once: `reconfigure` may take it away meanwhile
-        return None if runtime is None else runtime.graphs
-
-    def _runtime_on(self, parameter: torch.Tensor) -> Runtime:
-        """What to run on: with graphs on a GPU, unless they are off or somebody else captures."""
-        device, dtype = parameter.device, parameter.dtype
-        known = self._runtime
-        if known is None or known.device != device or known.dtype != dtype:
-            known = self._new_runtime(device, dtype)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return replace(known, graphs=None, no_graphs=CAPTURING, compile_now=True)
-        return known
-
-    def _new_runtime(self, device: torch.device, dtype: torch.dtype) -> Runtime:
-        with self._lock:
-            known = self._runtime
-            if known is not None and known.device == device and known.dtype == dtype:
-                return known
-            self._release_graphs()
-            compiled_kernels.take(device)
-            why_not = NO_GPU if device.type != "cuda" else "" if self.config.graphs else NO_GRAPHS
-            if not why_not and self.weights.moves > MOST_MOVES:
-                why_not = MOVING
-            limits = None if why_not else self.limits(dtype, torch.cuda.mem_get_info(device)[0])
-            planner = functools.lru_cache(maxsize=1024)(plan_for)  # for the meta device and the GPU, once
-            graphs = None
-            if limits is not None:
-                graphs = new_graphs(self.spec, limits, self.weights.get, device, dtype, planner)
-            kernels = None if device.type != "cuda" else self._new_loader(device, dtype, limits, planner)
-            now = self.config.strict or self.config.compile == "now"
-            self._runtime = Runtime(
-                self.spec, self.weights, device, dtype, graphs, why_not, limits, kernels, now, planner
-            )
-            return self._runtime
-
-    def _expect_kernels(self, device: torch.device) -> None:
-        """Where the first weights are prepared kernels may be missing: what compiles them starts meanwhile."""
-        if device.type == "cuda" and self._runtime is None:
-            compiled_kernels.take(device)
-            service_of(os.getpid()).start_early()
-
-    def _new_loader(
-        self, device: torch.device, dtype: torch.dtype, limits: Limits | None, planner: Planner
-    ) -> KernelLoader:
-        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device), planner)
-        ladder = limits.token_budgets if limits is not None else ()
-        return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()), device)
 
 
 def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:
@@ -706,14 +507,6 @@ def _source_of(
     return CheckedTower(_held(tower, name), family, spec, built, normalizations)
 
 
-def _budgets_of(runtime: Runtime, calls: Sequence[Sequence[Item]] | None) -> Collection[int]:
-    """Token budgets that calls of these items replay; all of them for None."""
-    if runtime.graphs is None:
-        return ()
-    limits = runtime.graphs.limits
-    return limits.token_budgets if calls is None else budgets_of(calls, runtime.spec.merge_unit, limits)
-
-
 def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
     """What a call whose grid nobody has read runs, as far as its shapes tell."""
     tokens, limits = inputs.pixels.shape[:-1].numel(), runtime.limits
@@ -721,14 +514,6 @@ def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
         return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)
     budget = limits.smallest_for(tokens // runtime.spec.merge_unit) or limits.largest
     return Run(budget, True, runtime.weights.kinds)
-
-
-def _loaded_ops(handle: weakref.ref[FusedEncoder], device: torch.device) -> Ops:
-    """Operations on `device` that wait for no compiler: PyTorch's own until there are kernels."""
-    alive = handle()
-    runtime = None if alive is None else alive._runtime
-    ready = runtime is not None and runtime.kernels is not None and runtime.kernels.ready
-    return ops_for(device) if ready else TORCH
 
 
 def _told(handle: weakref.ref[FusedEncoder], what: Callable[..., None], *given: object) -> None:

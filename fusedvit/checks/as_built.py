@@ -18,7 +18,7 @@ from torch import nn
 
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.own_code import is_own, own_class
+from fusedvit.checks.ownership import is_own, own_class
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
 from fusedvit.model.param_names import (

@@ -19,7 +19,8 @@ from torch import nn
 
 from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import dropouts
-from fusedvit.checks.own_code import OwnCode, own_class
+from fusedvit.checks.own_code import OwnCode
+from fusedvit.checks.ownership import own_class
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
 
 HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own

@@ -17,7 +17,8 @@ from fusedvit.checks.as_built import (
     wrong_spec,
 )
 from fusedvit.checks.change_detection import Snapshot, hooked
-from fusedvit.checks.own_code import OwnCode, foreign_class, own_code
+from fusedvit.checks.own_code import OwnCode, own_code
+from fusedvit.checks.ownership import foreign_class
 from fusedvit.errors import Reason
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE

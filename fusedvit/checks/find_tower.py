@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fusedvit.checks.own_code import ORIGINAL, own_class
+from fusedvit.checks.ownership import ORIGINAL, own_class
 from fusedvit.errors import UnsupportedModel
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.families.unsupported import UNSUPPORTED

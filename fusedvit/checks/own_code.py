@@ -8,13 +8,12 @@ by identity.
 """
 
 import builtins
-import dis
 import sys
-from collections.abc import Iterable, Iterator, KeysView, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,11 +22,22 @@ from torch import nn
 from fusedvit.checks import accelerate_hooks, adapters
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.module_calls import CALL, COMPILED, replaced_calls
-from fusedvit.checks.source_code import Definition, code_of, defines, definition_of, names_in, parts_of, wrapped_by
+from fusedvit.checks.operators import operators_in
+from fusedvit.checks.ownership import (
+    ORIGINAL,
+    describe,
+    functions_of_c,
+    held_function,
+    is_builtin,
+    is_foreign_function,
+    is_foreign_object,
+    is_of_c,
+    is_torchs,
+    own_class,
+)
+from fusedvit.checks.source_code import Definition, code_of, defines, definition_of, names_in, wrapped_by
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
-ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
-_WRAPPING = ("torch.distributed.", "torch.nn.utils.")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = "eager_attention_forward"
 _INTERFACE_CLASS = ("transformers.modeling_utils", "AttentionInterface")
@@ -45,23 +55,7 @@ _CALL = ("forward", *CALL)
 _LOOKUP = ("__getattribute__", "__getattr__", "__iter__", "__getitem__", "__len__")  # by these a forward finds modules
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
-# Operators by the instructions that apply them; of those with two operands the reflected and in-place ones as well.
-_BINARY = {
-    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
-    "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
-}  # fmt: skip
-_NAMED = {  # as instructions of Python 3.10 name them, after BINARY_ and INPLACE_
-    "ADD": "+", "SUBTRACT": "-", "MULTIPLY": "*", "TRUE_DIVIDE": "/", "FLOOR_DIVIDE": "//", "MODULO": "%",
-    "POWER": "**", "MATRIX_MULTIPLY": "@", "AND": "&", "OR": "|", "XOR": "^", "LSHIFT": "<<", "RSHIFT": ">>",
-}  # fmt: skip
-_COMPARED = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
-_SPECIAL = {
-    "BINARY_SUBSCR": "getitem", "BINARY_SLICE": "getitem", "STORE_SUBSCR": "setitem", "STORE_SLICE": "setitem",
-    "UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "GET_ITER": "iter", "UNPACK_SEQUENCE": "iter",
-    "LIST_EXTEND": "iter", "CONTAINS_OP": "contains",
-}  # fmt: skip
 _OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # what runs on a CPU, and prepares weights everywhere
-_ARRAYS = ("numpy",)
 _AROUND_C = ("torch.functional", "torch.nn.functional", "torch._tensor")  # functions around those of C
 _HARMLESS_BUILTINS = {"print", "input"}  # others replace them to be quiet
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
@@ -88,19 +82,6 @@ class OwnCode:
     names: frozenset[str]
     methods: Mapping[type, tuple[str, ...]]
     absent: tuple[tuple[KeysView[str], frozenset[str]], ...]
-
-
-def own_class(cls: Any) -> Any:
-    """The class that a module was made as: past ours, and past torch's, which wrap a class under another name
-    (`fully_shard`, parametrizations)."""
-    return next(c for c in cls.__mro__ if ORIGINAL not in vars(c) and not c.__module__.startswith(_WRAPPING))
-
-
-def foreign_class(tower: nn.Module, engine: Engine = HUGGING_FACE) -> str:
-    """The class of `tower`, if it is not one of the engine's own."""
-    cls = own_class(type(tower))
-    own = cls.__module__.startswith(engine.towers) and defines(cls.__module__, cls.__qualname__)
-    return "" if own else f"the tower's class is {cls.__module__}.{cls.__qualname__}"
 
 
 def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
@@ -140,7 +121,7 @@ def _code_of_layers(plain: Plain, engine: Engine) -> "_Walk":
             walk.follow_class(cls)
         for name in sorted(vars(layer).keys() & walk.methods().get(type(layer), ())):
             if callable(getattr(type(layer), name)):  # a property wins over the instance
-                walk.found_foreign(f"{path}.{name} of the instance is {_describe(vars(layer)[name])}")
+                walk.found_foreign(f"{path}.{name} of the instance is {describe(vars(layer)[name])}")
     return walk
 
 
@@ -194,7 +175,7 @@ class _Walk:
             if isinstance(value, MethodType) and value.__self__ is module:
                 self._follow_method(type(module), value.__func__.__name__)
                 if getattr(type(module), value.__func__.__name__, None) is not value.__func__:
-                    self.found_foreign(f"{path}.{name} is {_describe(value.__func__)}")
+                    self.found_foreign(f"{path}.{name} is {describe(value.__func__)}")
             elif name in self.engine.objects:
                 self._follow_object(f"{path}.{name}", value)
 
@@ -207,7 +188,7 @@ class _Walk:
             self.registries.append((vars(value), name))
             found = definition_of(kept.func if isinstance(kept, partial) else kept)
             if callable(kept) and (found is None or not found.module.startswith(self.engine.packages)):
-                self.found_foreign(f"{where}.{name} is {_describe(kept)}")
+                self.found_foreign(f"{where}.{name} is {describe(kept)}")
 
     def follow_attention(self, module: nn.Module) -> None:
         """What `module` would call for attention, by its config."""
@@ -216,7 +197,7 @@ class _Walk:
         if interface is None:
             return
         if (type(interface).__module__, type(interface).__qualname__) != _INTERFACE_CLASS:
-            self.found_foreign(f"{_INTERFACE} is {_describe(interface)}")
+            self.found_foreign(f"{_INTERFACE} is {describe(interface)}")
             return
         for owner in (interface, type(interface)):
             for mapping in ("_local_mapping", "_global_mapping"):
@@ -228,7 +209,7 @@ class _Walk:
         eager = Definition(type(module).__module__, _EAGER)
         expected = eager if name in (None, "eager") else _ATTENTION.get(name)
         if expected is None or definition_of(found) != expected:
-            self.found_foreign(f"the attention function {name!r} is {_describe(found)}")
+            self.found_foreign(f"the attention function {name!r} is {describe(found)}")
         elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
             self._follow(found, expected, f"the attention function {name!r}")
 
@@ -249,12 +230,12 @@ class _Walk:
         anything."""
         cls: Any = type(tower)
         for name in sorted(vars(tower).keys() & self.methods().get(own_class(cls), ())):
-            self.found_foreign(f"{cls.__qualname__}.{name} of the instance is {_describe(vars(tower)[name])}")
+            self.found_foreign(f"{cls.__qualname__}.{name} of the instance is {describe(vars(tower)[name])}")
         for ours in cls.__mro__[: cls.__mro__.index(own_class(cls))]:
             names = (self.names | {*_CALL, *_LOOKUP}) - {"forward"}
             hidden = sorted(vars(ours).keys() & names) if ORIGINAL in vars(ours) else []
             for name in hidden:
-                self.found_foreign(f"{cls.__qualname__}.{name} is {_describe(vars(ours)[name])}")
+                self.found_foreign(f"{cls.__qualname__}.{name} is {describe(vars(ours)[name])}")
             self._note_absent(ours, names - vars(ours).keys())
 
     def _note_absent(self, owner: Any, names: Iterable[str]) -> None:
@@ -278,13 +259,13 @@ class _Walk:
         self.slots[id(cls), name] = cls, name
         if home is object:
             return
-        value = _held_function(vars(home)[name])
+        value = held_function(vars(home)[name])
         if isinstance(value, staticmethod | classmethod):
-            value = _held_function(value.__func__)
+            value = held_function(value.__func__)
         elif isinstance(value, property):
             value = value.fget
         elif name == COMPILED and value is not None:
-            self.found_foreign(f"{cls.__qualname__}.{name} is {_describe(value)}")
+            self.found_foreign(f"{cls.__qualname__}.{name} is {describe(value)}")
         elif not callable(value):
             return
         path = _ALIASES.get(name, f"{home.__qualname__}.{name}") if home is nn.Module else f"{home.__qualname__}.{name}"
@@ -306,7 +287,7 @@ class _Walk:
             function = wrapped_by(function)
             found = definition_of(function)
         if found != expected or not isinstance(function, FunctionType):
-            self.found_foreign(f"{where} is {_describe(value)}")
+            self.found_foreign(f"{where} is {describe(value)}")
             return None
         if id(function) not in self.functions:
             self.functions[id(function)] = function
@@ -327,7 +308,7 @@ class _Walk:
         for name in sorted(built_in):
             self.slots[id(builtins), name] = builtins, name
             if not is_builtin(vars(builtins)[name]):
-                self.found_foreign(f"builtins.{name} is {_describe(vars(builtins)[name])}")
+                self.found_foreign(f"builtins.{name} is {describe(vars(builtins)[name])}")
 
     def _follow_tensor(self, name: str) -> None:
         if not hasattr(torch.Tensor, name):
@@ -335,25 +316,25 @@ class _Walk:
             return
         self.slots[id(torch.Tensor), name] = torch.Tensor, name
         value = getattr(torch.Tensor, name)
-        if isinstance(value, FunctionType) and not _is_torchs(value):
-            self.found_foreign(f"torch.Tensor.{name} is {_describe(value)}")
+        if isinstance(value, FunctionType) and not is_torchs(value):
+            self.found_foreign(f"torch.Tensor.{name} is {describe(value)}")
         self._follow_inside(value)
 
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
         value, where = vars(module)[name], f"{module.__name__}.{name}"
-        if isinstance(value, ModuleType) and not _is_foreign_object(value, self.engine):
+        if isinstance(value, ModuleType) and not is_foreign_object(value, self.engine):
             self._follow_torch(value, mentioned)
         if (id(module), name) in self.slots:
             return
         self.slots[id(module), name] = module, name
-        value = _held_function(value)
+        value = held_function(value)
         if isinstance(value, type):
             if defines(module.__name__, name) and (value.__module__, value.__qualname__) != (module.__name__, name):
-                self.found_foreign(f"{where} is {_describe(value)}")
+                self.found_foreign(f"{where} is {describe(value)}")
         elif isinstance(value, FunctionType):
             self._follow_function(value, module, name)
-        elif _is_foreign_object(value, self.engine):
-            self.found_foreign(f"{where} is {_describe(value)}")
+        elif is_foreign_object(value, self.engine):
+            self.found_foreign(f"{where} is {describe(value)}")
 
     def _follow_function(self, value: FunctionType, module: ModuleType, name: str) -> None:
         where = f"{module.__name__}.{name}"
@@ -367,8 +348,8 @@ class _Walk:
         own_name = self.engine.renamed.get(name, name)
         if origin is not None and origin.path == own_name and origin.module.startswith(self.engine.packages):
             self._follow(value, origin, where)
-        elif not _is_torchs(value):
-            self.found_foreign(f"{where} is {_describe(value)}")
+        elif not is_torchs(value):
+            self.found_foreign(f"{where} is {describe(value)}")
 
     @staticmethod
     def _undecorated(value: FunctionType) -> Definition | None:
@@ -393,8 +374,8 @@ class _Walk:
         for name in sorted(mentioned & vars(module).keys()):
             value = vars(module)[name]
             self.slots[id(module), name] = module, name
-            if _is_foreign_object(value, self.engine) or _is_foreign_function(value, name):
-                self.found_foreign(f"{module.__name__}.{name} is {_describe(value)}")
+            if is_foreign_object(value, self.engine) or is_foreign_function(value, name):
+                self.found_foreign(f"{module.__name__}.{name} is {describe(value)}")
             elif isinstance(value, ModuleType):
                 inner.append(value)
             self._follow_inside(value)
@@ -408,87 +389,21 @@ class _Walk:
         mentioned = names_in(value.__code__)
         for module in (torch, torch._C._nn):
             if module.__name__.rpartition(".")[2] in mentioned:
-                for name in sorted(mentioned & _functions_of_c(module) & vars(module).keys()):
+                for name in sorted(mentioned & functions_of_c(module) & vars(module).keys()):
                     self._follow_of_c(module, name)
         if "_VF" in mentioned:  # it has none of its own, and runs Python to find each
-            names = mentioned & _functions_of_c(torch)
+            names = mentioned & functions_of_c(torch)
             self._note_absent(torch._VF, names)
             for name in sorted(names & vars(torch._VF).keys()):
-                self.found_foreign(f"torch._VF.{name} is {_describe(vars(torch._VF)[name])}")
+                self.found_foreign(f"torch._VF.{name} is {describe(vars(torch._VF)[name])}")
         if value.__module__ != torch.Tensor.__module__:
             for name in sorted(mentioned & _TENSOR_METHODS):
                 self._follow_tensor(name)
 
     def _follow_of_c(self, module: ModuleType, name: str) -> None:
         self.slots[id(module), name] = module, name
-        if not _is_of_c(vars(module)[name], name):
-            self.found_foreign(f"{module.__name__}.{name} is {_describe(vars(module)[name])}")
-
-
-def _is_of_c(value: object, name: str) -> bool:
-    """Whether it is a function of C by this name, or one of torch's that stands before it."""
-    if isinstance(value, FunctionType):
-        return _is_torchs(value)
-    return isinstance(value, BuiltinFunctionType) and value.__name__ == name
-
-
-@lru_cache(maxsize=2)
-def _functions_of_c(module: ModuleType) -> frozenset[str]:
-    """Names of functions that torch's modules have from C, whatever is there by now."""
-    origin = torch._C._nn if module is torch._C._nn else torch._C._VariableFunctions
-    return frozenset(name for name in dir(origin) if not name.startswith("__"))
-
-
-def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:
-    """Whether torch or the engine define `cls`, or join it of classes of theirs without adding to them."""
-    if not cls.__module__.startswith(("torch.", *engine.packages)):
-        return False
-    adds = any(isinstance(value, FunctionType) for value in vars(cls).values())
-    return defines(cls.__module__, cls.__qualname__) or (not adds and all(is_own(c, engine) for c in cls.__bases__))
-
-
-def _is_foreign_function(value: object, name: str) -> bool:
-    """Whether what torch should have by this name is a function that is not torch's, or that torch calls otherwise."""
-    if isinstance(value, BuiltinFunctionType):
-        return value.__name__ != name
-    return isinstance(value, FunctionType) and not (_is_torchs(value) and value.__name__ == name)
-
-
-def _held_function(value: object) -> object:
-    """What a cache of functools or a kernel of Triton holds; anything else itself."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if kind == "functools._lru_cache_wrapper":
-        return _held_function(getattr(value, "__wrapped__", None))
-    return _held_function(getattr(value, "fn", None)) if kind.startswith("triton.runtime.") else value
-
-
-def _is_torchs(value: FunctionType) -> bool:
-    found = definition_of(value)
-    return found is not None and found.module.startswith("torch.") and not found.module.startswith("torch._dynamo")
-
-
-def is_builtin(value: object) -> bool:
-    """Whether Python itself defines `value`: its functions and classes, constants, and what `site` adds."""
-    if isinstance(value, type | BuiltinFunctionType):
-        return value.__module__ in ("builtins", "io", "_io")  # `open` is of the latter two
-    home = type(value).__module__
-    return home == "_sitebuiltins" or (home == "builtins" and not callable(value))
-
-
-def _is_foreign_object(value: object, engine: Engine) -> bool:
-    """Whether `value` is a module that was never imported, or an object, neither function nor class, that torch, the
-    engine and what Python brings along do not make."""
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return False
-    home = f"{type(value).__module__}."
-    if home.startswith(("torch.", *engine.packages)):  # modules too: torch's operators, what stands for a library
-        return False
-    if isinstance(value, ModuleType):
-        return sys.modules.get(value.__name__) is not value
-    if home.startswith(("typing.", "builtins.")):
-        return False
-    root = home.partition(".")[0]
-    return callable(value) or root == "types" or root not in {*sys.stdlib_module_names, *_ARRAYS}
+        if not is_of_c(vars(module)[name], name):
+            self.found_foreign(f"{module.__name__}.{name} is {describe(vars(module)[name])}")
 
 
 def _fused_code(engine: Engine) -> _Walk:
@@ -505,44 +420,3 @@ def _names_of_ours(modules: tuple[str, ...]) -> tuple[frozenset[str], frozenset[
     """Names that the code of our modules mentions, and what its operators lead to."""
     codes = [code for code in map(code_of, map(sys.modules.__getitem__, modules)) if code is not None]
     return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in operators_in(code))
-
-
-_OPERATORS = {
-    opcode
-    for name, opcode in dis.opmap.items()
-    if name.startswith(("BINARY_", "INPLACE_", "COMPARE_")) or name in _SPECIAL
-}
-_methods_of: dict[tuple[int, int], tuple[str, ...]] = {}  # by an instruction's two bytes
-
-
-def operators_in(code: CodeType) -> Iterator[str]:
-    """Methods of `torch.Tensor` that the operators in `code` lead to."""
-    for part in parts_of(code):
-        code_bytes = part.co_code
-        words = {*zip(code_bytes[::2], code_bytes[1::2], strict=True)}
-        words = {word for word in words if word[0] in _OPERATORS}
-        if not words <= _methods_of.keys():  # `dis` takes a hundred times as long as these sets
-            for instruction in dis.get_instructions(part):
-                word = instruction.opcode, code_bytes[instruction.offset + 1]
-                _methods_of[word] = _methods(instruction.opname, instruction.argrepr)
-        for word in words:
-            yield from _methods_of[word]
-
-
-def _methods(name: str, sign: str) -> tuple[str, ...]:
-    """Those that an instruction leads to."""
-    kind, _, operation = name.partition("_")
-    if kind in ("BINARY", "INPLACE") and (operation == "OP" or operation in _NAMED):
-        sign = _NAMED.get(operation, sign.removesuffix("="))
-        spelled = _BINARY.get(sign, "getitem")  # "[]" since Python 3.14
-        return tuple(f"__{side}{spelled}__" for side in ("", "r", "i"))
-    if name == "COMPARE_OP":
-        return (f"__{_COMPARED[sign.removeprefix('bool(').removesuffix(')')]}__",)
-    return (f"__{_SPECIAL[name]}__",) if name in _SPECIAL else ()
-
-
-def _describe(value: object) -> str:
-    """A function by where it was defined, anything else by its type."""
-    if isinstance(value, FunctionType | type):
-        return f"{value.__module__}.{value.__qualname__}"
-    return "missing" if value is None else f"an object of {type(value).__module__}.{type(value).__qualname__}"

@@ -124,7 +124,7 @@ def packed_calls(handle: Any, grids: Mapping[str, Sequence[Sequence[int]]], dtyp
     """
     stats = handle.stats().get("graphs")
     if stats is None:
-        limits = handle.limits(dtype, FREE_BYTES)
+        limits = handle.prepared.limits(dtype, FREE_BYTES)
     else:
         limits = Limits(*(stats[name] for name in ("token_budgets", "max_items", "max_frames")))
     return [_packed(name, rows, handle.spec, limits) for name, rows in grids.items()]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks.change_detection import HANDLE
-from fusedvit.checks.own_code import own_class
+from fusedvit.checks.ownership import own_class
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import to_hugging_face
 from fusedvit.serving.plugin import unwrapped, wrap

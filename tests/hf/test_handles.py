@@ -16,8 +16,8 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
-from fusedvit.fused_encoder import MOST_MOVES
 from fusedvit.graphs.limits import check_limits
+from fusedvit.prepared_tower import MOST_MOVES
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_model, tiny_tower
 from tests.support.waiting import PATIENCE

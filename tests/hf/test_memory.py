@@ -15,8 +15,8 @@ from torch import nn
 import fusedvit
 from fusedvit.bench.towers import inputs_of
 from fusedvit.checks import fallback
-from fusedvit.fused_encoder import MOST_MOVES
 from fusedvit.graphs.limits import check_limits
+from fusedvit.prepared_tower import MOST_MOVES
 from fusedvit.runtime import readback
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
@@ -121,7 +121,7 @@ def test_no_kernel_reads_through_addresses_of_before(move: Callable[[torch.Tenso
 
     with graphs_on_cpu(handle, LIMITS) as some, patched:
         if not graphs:
-            handle._runtime = None
+            handle.prepared.runtime = None
         call.run(tower)
         real = some.encoder.run
         with mock.patch.object(some.encoder, "run", run):
@@ -165,7 +165,7 @@ def test_graphs_are_given_up_where_parameters_move_from_call_to_call() -> None:
                 other_memory(p)
             call.run(tower)
         assert graphs.manager.held_bytes() == 0 and graphs.manager.stats.captures <= MOST_MOVES + 1
-        assert handle._runtime is not None and handle._runtime.graphs is None
+        assert handle.prepared.runtime is not None and handle.prepared.runtime.graphs is None
         assert handle.weights.moves > MOST_MOVES
         handle.release()
         assert handle.weights.moves == 0
@@ -222,7 +222,7 @@ def test_sleep(name: str, level: int, graphs: bool) -> None:
     kept = [p.detach().clone() for p in tower.parameters()]
     with graphs_on_cpu(handle, LIMITS) as some, torch.no_grad():
         if not graphs:
-            handle._runtime = None
+            handle.prepared.runtime = None
         call.run(tower)
         buffers = some.encoder.whole().tensors().values() if graphs else ()
         everything = [*(p.data for p in tower.parameters()), *handle.weights.get().copies(), *buffers]

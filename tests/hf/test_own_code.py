@@ -19,7 +19,9 @@ from torch import nn
 import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.own_code import OwnCode, is_builtin, operators_in, own_code
+from fusedvit.checks.operators import operators_in
+from fusedvit.checks.own_code import OwnCode, own_code
+from fusedvit.checks.ownership import is_builtin
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import BY_GRID, INSTALLED, class_of, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, tiny_tower

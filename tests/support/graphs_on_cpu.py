@@ -47,7 +47,7 @@ def answer(tower: Any, pixels: torch.Tensor, grid: Any) -> list[torch.Tensor]:
 
 
 def eager(handle: FusedEncoder, pixels: torch.Tensor, grid: Any) -> list[torch.Tensor]:
-    runtime = handle._runtime
+    runtime = handle.prepared.runtime
     assert runtime is not None
     out = run_eager(runtime, pixels, check_items([list(row) for row in grid], len(pixels), 2))
     return [out.hidden, *out.merged]

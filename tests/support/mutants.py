@@ -23,9 +23,10 @@ class Mutant(NamedTuple):
 CHANGE, CHECKED, BUILT = (f"fusedvit/checks/{name}.py" for name in ("change_detection", "checked_tower", "as_built"))
 CODE, FALLBACK, ARGUMENTS = (f"fusedvit/checks/{name}.py" for name in ("own_code", "fallback", "arguments"))
 ADAPTERS, ACCELERATE = "fusedvit/checks/adapters.py", "fusedvit/checks/accelerate_hooks.py"
-CALLS = "fusedvit/checks/module_calls.py"
+CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
+PREPARED = "fusedvit/prepared_tower.py"
 LAZY, API, LIMITS = "fusedvit/lazy_outputs.py", "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
 LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
@@ -194,7 +195,11 @@ MUTANTS = (
         "the attention function", CODE, "expected is None or definition_of(found) != expected", "hf/own_code:an_att"
     ),
     Mutant(
-        "classes of torch's wrappers", CODE, " and not c.__module__.startswith(_WRAPPING))", ")", "hf/handles:a_sharded"
+        "classes of torch's wrappers",
+        OWNERS,
+        " and not c.__module__.startswith(_WRAPPING))",
+        ")",
+        "hf/handles:a_sharded",
     ),
     Mutant(
         "accelerate's offload",
@@ -277,7 +282,7 @@ MUTANTS = (
     ),
     _never("handles of shallow copies", API, "handle is not None and not handle.serves(self)", "hf/handles:a_copy"),
     Mutant(
-        "options that cannot be met", ENCODER, "self._limits(options, torch.float32, 0)", "pass", "hf/messages:options"
+        "options that cannot be met", PREPARED, "self._limits(options, torch.float32, 0)", "pass", "hf/messages:options"
     ),
     _never("counts in 32 bits", LIMITS, "count > MOST", "hf/messages:options"),
     # prepared weights, and memory that moves

@@ -13,11 +13,11 @@ import pytest
 import torch
 import triton
 
-from fusedvit import fuse, fused_encoder
+from fusedvit import fuse, prepared_tower
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.errors import WeightsReleased
-from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.kernels.launch import KernelFailed, from_cache
+from fusedvit.prepared_tower import PreparedTower
 from fusedvit.runtime import kernel_loader
 from fusedvit.runtime.kernel_loader import AROUND, ASKED_FOR, KernelLoader, KernelsNotReady, Run
 from tests.support.fake_compiler import FakeCompiler
@@ -367,10 +367,10 @@ def test_compilers_start_before_the_first_weights_are_prepared(monkeypatch: pyte
     """And not where the tower cannot run fused, where a runtime knows what is missing, or on a CPU."""
     done: list[str] = []
     service = SimpleNamespace(start_early=lambda: done.append("start"))
-    monkeypatch.setattr(fused_encoder, "service_of", lambda process: service)
-    monkeypatch.setattr(fused_encoder.compiled_kernels, "take", lambda device: done.append("take"))
-    expect, prepare = FusedEncoder._expect_kernels, CheckedTower.prepare
-    monkeypatch.setattr(FusedEncoder, "_expect_kernels", lambda self, device: expect(self, torch.device("cuda")))
+    monkeypatch.setattr(prepared_tower, "service_of", lambda process: service)
+    monkeypatch.setattr(prepared_tower.compiled_kernels, "take", lambda device: done.append("take"))
+    expect, prepare = PreparedTower.expect_kernels, CheckedTower.prepare
+    monkeypatch.setattr(PreparedTower, "expect_kernels", lambda self, device: expect(self, torch.device("cuda")))
     monkeypatch.setattr(CheckedTower, "prepare", lambda *given: done.append("prepare") or prepare(*given))
     tower = vision_tower()
     handle = fuse(tower)
@@ -383,5 +383,5 @@ def test_compilers_start_before_the_first_weights_are_prepared(monkeypatch: pyte
     assert done == ["take", "start", "prepare"]
     tower(pixels_for(tower, [(1, 4, 4)]), torch.tensor([(1, 4, 4)]))
     handle.refresh()
-    expect(fuse(vision_tower()), torch.device("cpu"))
+    expect(fuse(vision_tower()).prepared, torch.device("cpu"))
     assert done.count("start") == 1 and done[-1] == "prepare"

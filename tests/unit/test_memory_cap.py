@@ -65,7 +65,7 @@ def test_a_handle_chooses_by_what_its_weights_hold(memory: Any, most: float | No
     handle.refresh()
     weights = handle.weights.held_bytes()
     room = weights * (most - 1) if most else 64 * MIB - weights
-    limits = handle.limits(torch.float32, 1 << 40)
+    limits = handle.prepared.limits(torch.float32, 1 << 40)
     assert limits == limits_within(handle.spec, torch.float32, int(room))
 
 

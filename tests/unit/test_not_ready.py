@@ -34,13 +34,13 @@ class Fused:
     """A fused tower whose kernels `compiler` compiles."""
 
     def __init__(self, compiler: FakeCompiler, graphs: TowerGraphs | None, handle: FusedEncoder, now: bool) -> None:
-        runtime = handle._runtime
+        runtime = handle.prepared.runtime
         assert runtime is not None
         self.tower, self.handle, self.graphs = handle.tower, handle, graphs
         ladder = () if graphs is None else LIMITS.token_budgets
         self.loader = KernelLoader(compiler.launch, handle.weights.get, ladder, compiler)
         limits = {} if graphs is not None else {"graphs": None, "no_graphs": "graphs off", "limits": None}
-        handle._runtime = replace(runtime, kernels=self.loader, compile_now=now, **limits)
+        handle.prepared.runtime = replace(runtime, kernels=self.loader, compile_now=now, **limits)
 
     def counts(self) -> tuple[int, int]:
         """Calls that ran fused, and calls that waited for kernels in the original code."""

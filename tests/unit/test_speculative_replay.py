@@ -185,7 +185,7 @@ def test_a_grid_on_the_host_is_run_before_the_call_is_checked(case: Case, grid: 
 @pytest.mark.parametrize("checked", [True, False])
 def test_nothing_is_read_where_nothing_is_checked(case: Case, checked: bool) -> None:
     tower, handle, _ = case
-    handle.config = FuseConfig(strict=True, watch_data=checked)
+    handle.prepared.config = FuseConfig(strict=True, watch_data=checked)
     with (
         mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: False),
         mock.patch.object(handle.weights, "mark", wraps=handle.weights.mark) as mark,
@@ -272,7 +272,7 @@ def test_who_takes_the_original_code_again_and_again_wastes_one_replay(case: Cas
     tower, handle, graphs = case
     pixels = Call.of(tower, GRID).pixels
     answer(tower, pixels, GRID)
-    handle.config = FuseConfig()
+    handle.prepared.config = FuseConfig()
     notes = speculated(case)
     for _ in range(4):
         tower(pixels, grid_thw=torch.tensor(GRID), output_attentions=True)
@@ -286,7 +286,7 @@ def test_nothing_is_replayed_in_a_step_of_training(case: Case) -> None:
     tower, handle, graphs = case
     pixels = Call.of(tower, GRID).pixels
     answer(tower, pixels, GRID)
-    handle.config, before = FuseConfig(), graphs.manager.stats.as_dict()
+    handle.prepared.config, before = FuseConfig(), graphs.manager.stats.as_dict()
     with torch.inference_mode(False), torch.enable_grad():
         notes = speculated(case)
         for trained in (True, False, False):
@@ -320,7 +320,7 @@ def test_released_and_dropped_graphs_replay_nothing(case: Case) -> None:
 
 def test_compiled_calls_among_fused_ones_replay_too_and_compile_once(case: Case) -> None:
     tower, handle, graphs = case
-    handle.config = FuseConfig()
+    handle.prepared.config = FuseConfig()
     pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
     torch.compiler.reset()
     compiled = torch.compile(lambda p: tower(p, grid_thw=grid).pooler_output, backend="eager")
@@ -340,7 +340,7 @@ def test_a_prediction_needs_whole_merged_tokens(case: Case) -> None:
     tower, handle, graphs = case
     assert right(case, GRID)
     pixels, grid = Call.of(tower, GRID).pixels, torch.tensor(GRID)
-    assert speculative_replay.begin(handle._runtime, pixels[:-1], grid) is None
+    assert speculative_replay.begin(handle.prepared.runtime, pixels[:-1], grid) is None
     assert speculative_replay.begin(None, pixels, grid) is None
     assert graphs.manager.stats.mispredictions == 0
 
@@ -368,7 +368,7 @@ def test_kernels_get_memory_that_holds_the_values(case: Case, kind: str, which: 
         return
     notes, seen = speculated(case), list[torch.Tensor]()
     note_inputs(captured, seen)
-    with contextlib.nullcontext() if graphs else mock.patch.object(handle, "_runtime", without_graphs(handle)):
+    with contextlib.nullcontext() if graphs else mock.patch.object(handle.prepared, "runtime", without_graphs(handle)):
         ours = tower(given["pixels"], grid_thw=given["grid"])
     right_one = eager(handle, given["pixels"].clone() + 0.0, GRID)
     assert close([ours.last_hidden_state, ours.pooler_output, *ours.deepstack_features], right_one)
@@ -377,7 +377,7 @@ def test_kernels_get_memory_that_holds_the_values(case: Case, kind: str, which: 
 
 
 def without_graphs(handle: Any) -> Any:
-    return replace(handle._runtime, graphs=None, no_graphs="graphs off")
+    return replace(handle.prepared.runtime, graphs=None, no_graphs="graphs off")
 
 
 def note_inputs(captured: Any, seen: list[torch.Tensor]) -> None:

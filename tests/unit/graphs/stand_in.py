@@ -44,6 +44,6 @@ def graphs_on_cpu(handle: FusedEncoder, limits: Limits) -> Iterator[TowerGraphs]
     dtype, device = next(handle.tower.parameters()).dtype, torch.device("cpu")
     encoder = CapturedEncoder(handle.spec, TORCH, dtype, device, handle.weights.get)
     graphs = TowerGraphs(GraphManager(limits, encoder, CpuCapture()), encoder)
-    handle._runtime = Runtime(handle.spec, handle.weights, device, dtype, graphs, limits=limits)
+    handle.prepared.runtime = Runtime(handle.spec, handle.weights, device, dtype, graphs, limits=limits)
     with mock.patch("fusedvit.runtime.inputs.is_on_gpu", lambda grid: True):
         yield graphs

@@ -1,0 +1,342 @@
+"""What a fused tower holds on its device: prepared weights, captured graphs, loaded kernels. They are made when a call
+needs them, made again when the tower has changed, and given back."""
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from fusedvit.checks import fallback
+from fusedvit.checks.checked_tower import CheckedTower
+from fusedvit.config import SMALL, FuseConfig
+from fusedvit.errors import Reason
+from fusedvit.graphs.limits import Limits
+from fusedvit.graphs.manager import MIB
+from fusedvit.kernels.launch import KernelMissing
+from fusedvit.kernels.load_inputs import BYTES, FLOATS, STILL_BYTES
+from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.items import Item
+from fusedvit.model.normalization import Normalization
+from fusedvit.model.ops import TORCH, Ops, ops_for
+from fusedvit.model.plan import Planner, plan_for
+from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime import compiled_kernels
+from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, limits_within, new_graphs
+from fusedvit.runtime.compile_service import service_of
+from fusedvit.runtime.kernel_loader import KernelLoader, KernelsNotReady, Run
+from fusedvit.runtime.meta_runs import MetaRuns
+from fusedvit.runtime.runner import Runtime, budgets_of
+from fusedvit.runtime.weight_cache import WeightCache
+
+NO_GPU = "no GPU"  # why a fused call runs without graphs, as counted in `stats()`
+NO_GRAPHS = "graphs off"
+CAPTURING = "inside another capture"
+MOVING = "parameters move"  # as sharding lets them: a graph for each place would cost more than it saves
+MOST_MOVES = 3  # after which no graph is captured until `release`
+SMALL_MEMORY = 1.2  # all that is held, as a multiple of the prepared weights
+
+Progress = Callable[[Iterable[int]], Iterable[int]]
+
+
+class CannotPrepare(Exception):
+    """Why a tower was not prepared."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class PreparedTower:
+    """One tower's weights, graphs and kernels, and who may use them when.
+
+    Attributes:
+        config: options; `reconfigure` replaces them.
+        weights: prepared weights, kept in step with the tower's parameters.
+        runtime: what the last call ran on; None before the first, and after `reconfigure`.
+        normalizations: of bytes that are folded into the weights, by whether they are of still images.
+        ended: the tower was unfused, or is gone: nothing is prepared any more.
+    """
+
+    def __init__(
+        self,
+        spec: VisionSpec,
+        config: FuseConfig,
+        source: Callable[[], CheckedTower],
+        normalizations: dict[bool, Normalization],
+    ) -> None:
+        """
+        Args:
+            source: the tower as its weights are prepared from it; holds it weakly.
+
+        Raises:
+            ValueError: an option that this tower cannot meet.
+        """
+        self.spec = spec
+        self.config = config
+        self.check(config)
+        self.normalizations = normalizations
+        self.runtime: Runtime | None = None
+        self.ended = False
+        self._lock = threading.RLock()
+        self._turn = threading.Lock()
+        this = weakref.ref(self)  # below nothing holds it: it and its weights go with the last user's reference
+        self.weights = WeightCache(
+            source,
+            functools.partial(_told, this, PreparedTower._weights_moved),
+            functools.partial(_told, this, PreparedTower._release_graphs),
+            functools.partial(_loaded_ops, this),
+            functools.partial(_told, this, PreparedTower.expect_kernels),
+        )
+
+    # options
+
+    def check(self, options: FuseConfig) -> None:
+        """Raises ValueError, which names the option, where this tower could have no limits however much memory is
+        free."""
+        self._limits(options, torch.float32, 0)
+
+    def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:
+        """The budgets that this tower has in `dtype` where `free_bytes` of device memory are free."""
+        options = self.config
+        if options.memory is None:
+            return self._limits(options, dtype, free_bytes)
+        weights = self.weights.held_bytes()
+        most = int(SMALL_MEMORY * weights) if options.memory == SMALL else int(options.memory) * MIB
+        return limits_within(self.spec, dtype, most - weights, options.max_items, options.max_frames)
+
+    def _limits(self, options: FuseConfig, dtype: torch.dtype, free_bytes: int) -> Limits:
+        return limits_for(self.spec, dtype, free_bytes, options.token_budgets, options.max_items, options.max_frames)
+
+    def reconfigure(self, config: FuseConfig) -> None:
+        """Takes new options; graphs are given back and captured again by them.
+
+        Raises:
+            ValueError: an option that this tower cannot meet.
+        """
+        self.check(config)
+        with self._lock:
+            self._release_graphs()
+            self.config = config
+            self._drop_runtime()
+
+    # giving back
+
+    def release(self) -> None:
+        """Gives back all memory: graphs, static buffers, prepared weights, and parameters of before that moved away."""
+        with self._lock:
+            self._release_graphs()
+            self.weights.release()
+            runtime = self.runtime
+            if runtime is not None and runtime.no_graphs == MOVING:
+                self.runtime = None
+
+    def end(self) -> None:
+        """Gives everything back for good."""
+        self.ended = True
+        self.release()
+        self._drop_runtime()
+
+    def drop_graphs(self) -> None:
+        """Forgets captured graphs and failed captures, and keeps the static buffers."""
+        graphs = self.graphs()
+        if graphs is not None:
+            graphs.manager.drop_graphs()
+
+    def _release_graphs(self) -> None:
+        """Gives back graphs and static buffers."""
+        graphs = self.graphs()
+        if graphs is not None:
+            graphs.manager.release()
+
+    def _drop_runtime(self) -> None:
+        """The next call makes another; nothing is compiled for this one any more."""
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None and runtime.kernels is not None:
+            runtime.kernels.cancel()
+
+    def _weights_moved(self) -> None:
+        """Forgets graphs, which read where weights were; for good where weights move from call to call."""
+        if self.weights.moves <= MOST_MOVES:
+            self.drop_graphs()
+            return
+        self._release_graphs()
+        self.runtime = None
+
+    # weights
+
+    def ensure_weights(self, parameter: torch.Tensor, kind: int) -> Reason | None:
+        """Prepares weights if there are none for pixels of `kind` on the device and in the dtype of `parameter`; says
+        why there can be none."""
+        version = self.weights.version
+        return None if self.weights.fits(parameter, kind) else self.prepare(version, kind)
+
+    def prepare(self, version: int, kind: int = FLOATS) -> Reason | None:
+        """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
+        with self.nothing_launched():
+            return self.prepare_now(version, kind)
+
+    def prepare_now(self, version: int, kind: int = FLOATS) -> Reason | None:
+        """As `prepare`, within `nothing_launched`."""
+        weights = self.weights
+        if self.ended:
+            return Reason(fallback.RELEASED)
+        if (weights.version != version and weights.fits(weights.first_parameter(), kind)) or weights.follow():
+            return None
+        return weights.prepare()
+
+    def refresh(self) -> None:
+        """Prepares weights whatever they are now.
+
+        Raises:
+            CannotPrepare: the tower as it stands cannot run fused.
+        """
+        with self.nothing_launched():
+            _raise_if(self.weights.prepare())
+
+    @contextlib.contextmanager
+    def nothing_launched(self) -> Iterator[None]:
+        """Within, no other thread prepares weights or launches graphs, and nothing that was launched still runs.
+
+        Not to be entered again within. Who waits here holds the turn, so that a loop of refreshes lets it in.
+        """
+        with self._turn:
+            self._lock.acquire()
+        try:
+            graphs = self.graphs()
+            if graphs is None:
+                yield
+                return
+            with graphs.manager.exclusive():
+                graphs.manager.wait()
+                yield
+        finally:
+            self._lock.release()
+
+    # what a call runs on
+
+    def graphs(self) -> TowerGraphs | None:
+        """The tower's graphs; None where there are none, or not yet."""
+        runtime = self.runtime  # once: `reconfigure` may take it away meanwhile
+        return None if runtime is None else runtime.graphs
+
+    def runtime_on(self, parameter: torch.Tensor) -> Runtime:
+        """What to run on: with graphs on a GPU, unless they are off or somebody else captures."""
+        device, dtype = parameter.device, parameter.dtype
+        known = self.runtime
+        if known is None or known.device != device or known.dtype != dtype:
+            known = self._new_runtime(device, dtype)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return replace(known, graphs=None, no_graphs=CAPTURING, compile_now=True)
+        return known
+
+    def _new_runtime(self, device: torch.device, dtype: torch.dtype) -> Runtime:
+        with self._lock:
+            known = self.runtime
+            if known is not None and known.device == device and known.dtype == dtype:
+                return known
+            self._release_graphs()
+            compiled_kernels.take(device)
+            why_not = NO_GPU if device.type != "cuda" else "" if self.config.graphs else NO_GRAPHS
+            if not why_not and self.weights.moves > MOST_MOVES:
+                why_not = MOVING
+            limits = None if why_not else self.limits(dtype, torch.cuda.mem_get_info(device)[0])
+            planner = functools.lru_cache(maxsize=1024)(plan_for)  # for the meta device and the GPU, once
+            graphs = None
+            if limits is not None:
+                graphs = new_graphs(self.spec, limits, self.weights.get, device, dtype, planner)
+            kernels = None if device.type != "cuda" else self._new_loader(device, dtype, limits, planner)
+            now = self.config.strict or self.config.compile == "now"
+            self.runtime = Runtime(
+                self.spec, self.weights, device, dtype, graphs, why_not, limits, kernels, now, planner
+            )
+            return self.runtime
+
+    def _new_loader(
+        self, device: torch.device, dtype: torch.dtype, limits: Limits | None, planner: Planner
+    ) -> KernelLoader:
+        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device), planner)
+        ladder = limits.token_budgets if limits is not None else ()
+        return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()), device)
+
+    def expect_kernels(self, device: torch.device) -> None:
+        """Where the first weights are prepared kernels may be missing: what compiles them starts meanwhile."""
+        if device.type == "cuda" and self.runtime is None:
+            compiled_kernels.take(device)
+            service_of(os.getpid()).start_early()
+
+    # before the first call
+
+    def warm_up(self, progress: Progress | None, calls: Sequence[Sequence[Item]] | None) -> None:
+        """Prepares weights, and compiles and captures the budgets that `calls` replay, all of them for None.
+
+        Raises:
+            CannotPrepare: the tower as it stands cannot run fused, or kernels cannot be compiled.
+        """
+        kinds = FLOATS, *(STILL_BYTES if still else BYTES for still in self.normalizations)
+        parameter = self.weights.first_parameter()
+        with self.nothing_launched():
+            if not all(self.weights.fits(parameter, kind) for kind in kinds):
+                _raise_if(self.prepare_now(self.weights.version))
+            runtime = self.runtime_on(self.weights.first_parameter())
+            budgets = _budgets_of(runtime, calls)
+        runs = [Run(budget, True, self.weights.kinds) for budget in budgets]
+        if runtime.kernels is None:
+            self._capture(runtime, progress, budgets)
+            return
+        try:
+            with runtime.kernels.cached(runs):  # where the largest's kernels are there, so are the others', mostly
+                self._capture(runtime, iter, sorted(budgets)[-1:])
+                self._capture(runtime, progress, budgets)
+        except KernelMissing:
+            self._compile_and_capture(runtime, runtime.kernels, runs, progress)
+
+    def _compile_and_capture(
+        self, runtime: Runtime, kernels: KernelLoader, runs: Collection[Run], progress: Progress | None
+    ) -> None:
+        try:
+            kernels.need(runs, wait=True)  # while it waits for compilers, others may call
+            with kernels.compiling():
+                self._capture(runtime, progress, [run.tokens for run in runs])
+        except KernelsNotReady as why:
+            raise CannotPrepare(Reason(fallback.NOT_READY, str(why))) from why
+
+    def _capture(self, runtime: Runtime, progress: Progress | None, budgets: Collection[int]) -> None:
+        """Captures graphs from the tower's weights of now."""
+        with self.nothing_launched():
+            if not self.weights.read_back(self.weights.mark(), True, None).unchanged:
+                _raise_if(self.prepare_now(self.weights.version))
+            if runtime.graphs is not None:
+                runtime.graphs.capture(progress, budgets)
+
+
+def _raise_if(reason: Reason | None) -> None:
+    if reason is not None:
+        raise CannotPrepare(reason)
+
+
+def _budgets_of(runtime: Runtime, calls: Sequence[Sequence[Item]] | None) -> Collection[int]:
+    """Token budgets that calls of these items replay; all of them for None."""
+    if runtime.graphs is None:
+        return ()
+    limits = runtime.graphs.limits
+    return limits.token_budgets if calls is None else budgets_of(calls, runtime.spec.merge_unit, limits)
+
+
+def _loaded_ops(prepared: weakref.ref[PreparedTower], device: torch.device) -> Ops:
+    """Operations on `device` that wait for no compiler: PyTorch's own until there are kernels."""
+    alive = prepared()
+    runtime = None if alive is None else alive.runtime
+    ready = runtime is not None and runtime.kernels is not None and runtime.kernels.ready
+    return ops_for(device) if ready else TORCH
+
+
+def _told(prepared: weakref.ref[PreparedTower], what: Callable[..., None], *given: object) -> None:
+    """Calls a method of what its own parts hold weakly."""
+    alive = prepared()
+    if alive is not None:
+        what(alive, *given)
