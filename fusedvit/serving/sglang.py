@@ -27,10 +27,11 @@ from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import side_by_side
+from fusedvit.serving.agreement import EngineGroup
 from fusedvit.serving.plugin import install, may_gather, options, wrap
 from fusedvit.serving.served import Served, writing
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
-from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
+from fusedvit.serving.sharded import ShardedTower, agreed_whole
 
 RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
 _BUILT, _SERVED = "_fusedvit_built", "_fusedvit_served"  # in a tower's __dict__

@@ -4,209 +4,47 @@ Engines shard a tower over the GPUs of its language model. Here each rank holds 
 fused; the shards stay as they are. A call's items are divided over the ranks, and the rows are gathered. What cannot be
 divided, one image, every rank encodes by itself.
 
-Ranks agree before they wait for each other: each says how it fared, over the engine's own group on the CPU. They all
-run fused; or all run the engine's code, if one cannot run fused; or all gather again, if one has other weights. Where
-one has failed, or is at another step, all raise. A rank that does not come is waited for `PATIENCE` seconds.
+Before ranks wait for each other they agree (`agreement.py`), over the engine's own group on the CPU.
 """
 
 import contextlib
-import datetime
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import AllgatherOptions
 
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.as_built import Built, wrong_attributes, wrong_modules
 from fusedvit.checks.change_detection import Snapshot, hooked
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_code import own_code
-from fusedvit.errors import first_line
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.ops import ops_for
 from fusedvit.runtime.inputs import check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
 from fusedvit.runtime.readback import ContentCheck
+from fusedvit.serving.agreement import (
+    BUILDING,
+    FAILED,
+    FUSED,
+    LOADING,
+    OWN,
+    PATIENCE,
+    STALE,
+    Agreement,
+    Group,
+    OutOfStep,
+    told,
+)
+from fusedvit.serving.shards import Shard, layout_of
 
-PATIENCE = 50.0  # seconds that a call waits for the other ranks
-BUILDING = 180.0  # the same while towers are built, which hold nothing yet
-LOADING = 900.0  # the same while weights are loaded, and kernels compiled
 MIB = 2**20
-_TEXT = 400  # bytes of what a rank says
-
-FUSED, OWN, STALE, FAILED = "runs fused", "cannot run fused", "has other weights", "failed"
-
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
 Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | None]
-
-
-class Group(Protocol):
-    """The ranks that share a tower, and this one's place among them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def exchange(self, text: str, seconds: float) -> list[str]:
-        """What every rank says, by rank; over the CPU.
-
-        Raises:
-            RuntimeError: another rank did not come within `seconds`, or is gone.
-        """
-
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """Fills `out`, `[size, *mine.shape]`, on the device."""
-
-
-@dataclass(frozen=True)
-class EngineGroup:
-    """The group of a `GroupCoordinator`, as vLLM and SGLang have it."""
-
-    rank: int
-    size: int
-    on_cpu: dist.ProcessGroup
-    on_device: dist.ProcessGroup
-
-    @staticmethod
-    def of(coordinator: Any) -> "EngineGroup":
-        """`coordinator`: what the engine's `get_tp_group()` gives."""
-        c = coordinator
-        return EngineGroup(c.rank_in_group, c.world_size, c.cpu_group, c.device_group)
-
-    def exchange(self, text: str, seconds: float) -> list[str]:
-        mine = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
-        said = text.encode()[:_TEXT]
-        mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8, device="cpu")
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        options = AllgatherOptions()
-        options.timeout = datetime.timedelta(seconds=seconds)
-        self.on_cpu.allgather([found], [mine], options).wait()
-        return [bytes(rank.tolist()).rstrip(b"\0").decode(errors="replace") for rank in found]
-
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        _all_gather(out.flatten(0, 1), mine, group=self.on_device)
-
-
-# weights
-
-
-class Shard(NamedTuple):
-    """How the shards of a parameter make the whole.
-
-    Attributes:
-        name: of the parameter.
-        dim: along which it is cut; None where every rank has all of it.
-        parts: rows of each merged output (q, k and v; gate and up) in a rank's shard, if it is cut along its rows.
-    """
-
-    name: str
-    dim: int | None
-    parts: tuple[int, ...]
-
-    def join_(self, whole: torch.Tensor, shards: torch.Tensor) -> None:
-        """Writes the ranks' shards, `[size, *shard]`, to where they belong; what only pads a table is left."""
-        size = len(shards)
-        for rank, shard in enumerate(shards):
-            if self.dim:
-                whole.narrow(self.dim, rank * shard.shape[self.dim], shard.shape[self.dim]).copy_(shard)
-                continue
-            begin = 0
-            for rows in self.parts:
-                first = begin * size + rank * rows
-                into = whole[first : first + rows]
-                into.copy_(shard[begin : begin + rows][: len(into)])
-                begin += rows
-
-
-def layout_of(sharded: nn.Module, whole: nn.Module, size: int) -> tuple[Shard, ...]:
-    """How the shards of a tower's parameters make those of a whole one.
-
-    Raises:
-        ValueError: a parameter that is cut in another way than engines' linear layers and embeddings are.
-    """
-    mine, theirs = dict(sharded.named_parameters()), dict(whole.named_parameters())
-    if mine.keys() != theirs.keys():
-        raise ValueError(f"parameter {min(mine.keys() ^ theirs.keys())} is in one of a sharded and a whole tower only")
-    return tuple(_shard_of(name, sharded, tuple(mine[name].shape), tuple(theirs[name].shape), size) for name in mine)
-
-
-def _shard_of(name: str, tower: nn.Module, shard: tuple[int, ...], whole: tuple[int, ...], size: int) -> Shard:
-    if shard == whole:
-        return Shard(name, None, ())
-    layer = tower.get_submodule(name.rpartition(".")[0])
-    cut = [dim for dim, (got, all_of_it) in enumerate(zip(shard, whole, strict=False)) if got != all_of_it]
-    dim = cut[0] if len(cut) == 1 and len(shard) == len(whole) else -1
-    padded = hasattr(layer, "num_embeddings") and dim == 0 and shard[0] * size >= whole[0]
-    if dim < 0 or (shard[dim] * size != whole[dim] and not padded):
-        raise ValueError(f"parameter {name} is {[*shard]} of {[*whole]} on each of {size} GPUs")
-    parts = tuple(getattr(layer, "output_partition_sizes", ())) if dim == 0 else ()
-    return Shard(name, dim, parts if sum(parts) == shard[0] else shard[:1])
-
-
-# what ranks say
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-class OutOfStep(RuntimeError):
-    """Ranks are not at the same step; every one of them is told."""
-
-
-class Agreed(NamedTuple):
-    """The state that all ranks are in, and why, if it is not that of each."""
-
-    state: str
-    detail: str = ""
-
-
-@dataclass
-class Agreement:
-    """Rounds in which every rank says what it does and how it fared, and learns whether they all go on."""
-
-    group: Group
-    rounds: int = 0
-
-    def on(self, what: str, state: str, detail: str = "", seconds: float = PATIENCE) -> Agreed:
-        """The state that all ranks are in: `OWN` if one is, else `STALE` if one is, else `FUSED`.
-
-        Raises:
-            OutOfStep: they are at different steps.
-            RuntimeError: one has failed, or did not come within `seconds`.
-        """
-        self.rounds += 1
-        here = f"{what} {self.rounds}"
-        try:
-            said = [text.split("\n") for text in self.group.exchange(f"{here}\n{state}\n{detail}", seconds)]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"fusedvit: rank {self.group.rank} waited for the other {self.group.size - 1} at {here}, at most "
-                f"{seconds:g} s: {first_line(error)}"
-            ) from error
-        in_step = len({step for step, *_ in said}) == 1
-        for wanted in (OWN, STALE, FUSED) if in_step and FAILED not in {of for _, of, *_ in said} else ():
-            ranks = [rank for rank, (_, of, *_) in enumerate(said) if of == wanted]
-            if ranks:
-                whose = "" if len(ranks) == self.group.size else f"rank {ranks[0]}: "
-                return Agreed(wanted, f"{whose}{' '.join(said[ranks[0]][2:])}".rstrip(": "))
-        each = "; ".join(
-            f"rank {rank} {' '.join(filter(None, text[1:]))} ({text[0]})" for rank, text in enumerate(said)
-        )
-        kind = RuntimeError if in_step else OutOfStep
-        raise kind(f"fusedvit: the ranks of a sharded tower differ, and none goes on alone: {each}")
-
-
-# towers
 
 
 def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]]) -> tuple[nn.Module | None, str]:
@@ -222,7 +60,7 @@ def agreed_whole(group: Group, make: Callable[[], tuple[nn.Module | None, str]])
     try:
         whole, why_not = make()
     except Exception as error:  # noqa: BLE001 - the engine shall start without us
-        why_not = _told(error)
+        why_not = told(error)
     agreed = Agreement(group).on("build", OWN if why_not else FUSED, why_not, BUILDING)
     return (whole, "") if agreed.state == FUSED else (None, agreed.detail)
 
@@ -358,7 +196,7 @@ class ShardedTower:
                 rows=rows.new_empty(sum(tokens), rows.shape[1]),
             )
         except Exception as error:  # noqa: BLE001 - out of memory, a wrong pixel: the other ranks must learn of it
-            return _Encoded(FAILED, _told(error), error)
+            return _Encoded(FAILED, told(error), error)
 
     def _why_left(self) -> str:
         """Why the copy has just taken its original code."""
@@ -406,7 +244,7 @@ class ShardedTower:
             source = CheckedTower(self.sharded, self.handle.family, self.handle.spec, self.built)
             self._baseline = _Baseline.of(source, self._check_content)
         except Exception as error:  # noqa: BLE001 - as in `agreed_whole`
-            detail = _told(error)
+            detail = told(error)
         agreed = self._agreement.on("gather", OWN if detail else FUSED, detail or why, seconds)
         if agreed.state == OWN:
             self.stale = why
@@ -424,7 +262,7 @@ class ShardedTower:
         """Tells the others, which gather next, that this rank has failed before it came to that."""
         self.stale = "gathering failed"
         with contextlib.suppress(RuntimeError):  # `error` is what its caller learns of
-            self._agreement.on("gather", FAILED, _told(error), LOADING)
+            self._agreement.on("gather", FAILED, told(error), LOADING)
 
     def _own(self, why: str) -> None:
         """Every rank runs the engine's code: said once for each reason."""
@@ -462,7 +300,7 @@ class ShardedTower:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the other ranks must learn of it
-            failed = _told(error)
+            failed = told(error)
         self._agreement.on("warm-up", FAILED if failed else FUSED, failed, LOADING)
 
     def _reason(self) -> str:

@@ -31,8 +31,9 @@ from fusedvit.outputs import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
 from fusedvit.serving import vllm_gemma
+from fusedvit.serving.agreement import EngineGroup
 from fusedvit.serving.plugin import CONFIG, VARIABLES, install, may_gather, options, wrap
-from fusedvit.serving.sharded import EngineGroup, ShardedTower, agreed_whole
+from fusedvit.serving.sharded import ShardedTower, agreed_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 from fusedvit.serving.vllm_worker import (
     RUNNERS,

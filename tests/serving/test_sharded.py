@@ -14,19 +14,10 @@ from fusedvit.api import fuse
 from fusedvit.checks.as_built import Built
 from fusedvit.cli.towers import TINY, random_weights_
 from fusedvit.outputs import side_by_side
+from fusedvit.serving.agreement import FAILED, FUSED, OWN, STALE, Agreement, OutOfStep
 from fusedvit.serving.served import Served, writing
-from fusedvit.serving.sharded import (
-    FAILED,
-    FUSED,
-    OWN,
-    STALE,
-    Agreement,
-    OutOfStep,
-    Shard,
-    ShardedTower,
-    agreed_whole,
-    layout_of,
-)
+from fusedvit.serving.sharded import ShardedTower, agreed_whole
+from fusedvit.serving.shards import Shard, layout_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,0 +1,126 @@
+"""Ranks agree before they wait for each other: each says how it fared, and learns whether all go on.
+
+They all run fused; or all run the engine's code, if one cannot run fused; or all gather again, if one has other
+weights. Where one has failed, or is at another step, all raise. A rank that does not come is waited for `PATIENCE`
+seconds.
+"""
+
+import datetime
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from fusedvit.errors import PREFIX, first_line
+
+PATIENCE = 50.0  # seconds that a call waits for the other ranks
+BUILDING = 180.0  # the same while towers are built, which hold nothing yet
+LOADING = 900.0  # the same while weights are loaded, and kernels compiled
+_TEXT = 400  # bytes of what a rank says
+
+FUSED, OWN, STALE, FAILED = "runs fused", "cannot run fused", "has other weights", "failed"
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+
+
+class Group(Protocol):
+    """The ranks that share a tower, and this one's place among them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def exchange(self, text: str, seconds: float) -> list[str]:
+        """What every rank says, by rank; over the CPU.
+
+        Raises:
+            RuntimeError: another rank did not come within `seconds`, or is gone.
+        """
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        """Fills `out`, `[size, *mine.shape]`, on the device."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The group of a `GroupCoordinator`, as vLLM and SGLang have it."""
+
+    rank: int
+    size: int
+    on_cpu: dist.ProcessGroup
+    on_device: dist.ProcessGroup
+
+    @staticmethod
+    def of(coordinator: Any) -> "EngineGroup":
+        """`coordinator`: what the engine's `get_tp_group()` gives."""
+        c = coordinator
+        return EngineGroup(c.rank_in_group, c.world_size, c.cpu_group, c.device_group)
+
+    def exchange(self, text: str, seconds: float) -> list[str]:
+        mine = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
+        said = text.encode()[:_TEXT]
+        mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8, device="cpu")
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = datetime.timedelta(seconds=seconds)
+        self.on_cpu.allgather([found], [mine], options).wait()
+        return [bytes(rank.tolist()).rstrip(b"\0").decode(errors="replace") for rank in found]
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        _all_gather(out.flatten(0, 1), mine, group=self.on_device)
+
+
+def told(error: Exception) -> str:
+    """An error as one rank tells the others of it."""
+    return f"{type(error).__name__}: {first_line(error).removeprefix(PREFIX)}"
+
+
+class OutOfStep(RuntimeError):
+    """Ranks are not at the same step; every one of them is told."""
+
+
+class Agreed(NamedTuple):
+    """The state that all ranks are in, and why, if it is not that of each."""
+
+    state: str
+    detail: str = ""
+
+
+@dataclass
+class Agreement:
+    """Rounds in which every rank says what it does and how it fared, and learns whether they all go on."""
+
+    group: Group
+    rounds: int = 0
+
+    def on(self, what: str, state: str, detail: str = "", seconds: float = PATIENCE) -> Agreed:
+        """The state that all ranks are in: `OWN` if one is, else `STALE` if one is, else `FUSED`.
+
+        Raises:
+            OutOfStep: they are at different steps.
+            RuntimeError: one has failed, or did not come within `seconds`.
+        """
+        self.rounds += 1
+        here = f"{what} {self.rounds}"
+        try:
+            said = [text.split("\n") for text in self.group.exchange(f"{here}\n{state}\n{detail}", seconds)]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"fusedvit: rank {self.group.rank} waited for the other {self.group.size - 1} at {here}, at most "
+                f"{seconds:g} s: {first_line(error)}"
+            ) from error
+        in_step = len({step for step, *_ in said}) == 1
+        for wanted in (OWN, STALE, FUSED) if in_step and FAILED not in {of for _, of, *_ in said} else ():
+            ranks = [rank for rank, (_, of, *_) in enumerate(said) if of == wanted]
+            if ranks:
+                whose = "" if len(ranks) == self.group.size else f"rank {ranks[0]}: "
+                return Agreed(wanted, f"{whose}{' '.join(said[ranks[0]][2:])}".rstrip(": "))
+        each = "; ".join(
+            f"rank {rank} {' '.join(filter(None, text[1:]))} ({text[0]})" for rank, text in enumerate(said)
+        )
+        kind = RuntimeError if in_step else OutOfStep
+        raise kind(f"fusedvit: the ranks of a sharded tower differ, and none goes on alone: {each}")
