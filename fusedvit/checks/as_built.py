@@ -7,6 +7,7 @@ its adapter takes the structure of the first (`Built.of`) as its constructor ret
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
@@ -18,6 +19,7 @@ from torch import nn
 
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
+from fusedvit.checks.own_code import OwnCode
 from fusedvit.checks.ownership import is_own, own_class
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
@@ -43,8 +45,10 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
 }
 _GELU = ("GELU", "none")
 _FULL_ATTENTION = "fullatt_block_indexes"
+_CAUSAL = "is_causal"
 _NUMBERS = ("eps", "variance_epsilon", "swiglu_limit")
 DROPOUT = "attention_dropout"  # only in training mode
+_REGISTRIES = (dict, OrderedDict)  # the latter in modules that an older torch has pickled
 _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # casting a tower rounds its frequencies, for good
 _NOT_READ = {*vars(nn.Module()), "config"}  # compared by themselves
@@ -108,8 +112,11 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
         return ""
     try:
         now = family.spec_from_config(tower.config)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         return f"its config: {error}"
+    causal = getattr(tower.config, _CAUSAL, None)
+    if causal:  # transformers hands it to the forward, where nobody else gives it
+        return _differs(f"its config's {_CAUSAL}", causal, None)
     other = [f.name for f in fields(spec) if getattr(now, f.name) != getattr(spec, f.name)]
     return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) if other else ""
 
@@ -181,6 +188,8 @@ def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
         if module._buffers.get(name) is None:
             return f"buffer {_dotted(path, name)} is missing"
     for registry in (module._parameters, module._buffers, module._modules):
+        if type(registry) not in _REGISTRIES:
+            return _differs(_dotted(path, "a registry"), _name_of(type(registry)), "a dict")
         hidden = vars(module).keys() & registry.keys()
         if hidden:
             return _differs(_dotted(path, min(hidden)), "an attribute of the instance", "what is registered")
@@ -218,21 +227,24 @@ def _activation_paths(family: Family, spec: VisionSpec) -> dict[str, tuple[str, 
     return paths | dict.fromkeys([names.merger.act, *deepstack], _GELU)
 
 
-def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpec, names: Collection[str]) -> str:
-    """The first attribute that a forward reads and that is not as built; `names` are all that code mentions."""
+def wrong_attributes(plain: Plain, built: Built, family: Family, spec: VisionSpec, code: OwnCode) -> str:
+    """The first attribute that a forward reads and that is not as built."""
+    names = code.names
     numbers = _numbers(family, spec)
     for path, module in plain.modules.items():
         expected, own = built.attributes.get(path, {}), vars(module)
         for name in own.keys() - expected.keys() - _NOT_READ - {"forward"}:
             if path and name in names and callable(getattr(type(module), name, None)):
                 return _differs(_dotted(path, name), "an attribute of the instance", "the method of its class")
+            if name in code.optional:
+                return _differs(_dotted(path, name), own[name], "to be missing")
         for name, value in expected.items():
             if name in names and (name not in own or not _is_same(own[name], value)):
                 return _differs(_dotted(path, name), own.get(name, "missing"), value)
         wrong = _wrong_values(path, own, numbers(path) | dict(family.engine.values), family.engine)
         if wrong:
             return wrong
-        if module.training and own.get(DROPOUT):
+        if own.get("training", True) and own.get(DROPOUT):
             return _differs(_dotted(path, DROPOUT), own[DROPOUT], "0 in training mode")
     return _wrong_tower(plain.tower, spec)
 
@@ -262,9 +274,9 @@ def _numbers(family: Family, spec: VisionSpec) -> Callable[[str], dict[str, obje
 def _wrong_tower(tower: nn.Module, spec: VisionSpec) -> str:
     """An attribute of the tower itself that the spec contradicts."""
     for name, of in _OF_SPEC.items():
-        got = getattr(tower, name, None)
-        got = list(got) if isinstance(got, list | tuple) else got
-        if got is not None and got != of(spec):
+        got: Any = getattr(tower, name, None)
+        got = list(got) if type(got) in (list, tuple) else got  # a subclass may answer otherwise
+        if got is not None and (type(got) not in _PLAIN or got != of(spec)):
             return _differs(name, got, of(spec))
     full = getattr(tower, _FULL_ATTENTION, None)
     if full is not None and sorted(set(full) & set(range(spec.depth))) != list(spec.full_attention):
@@ -278,10 +290,12 @@ def wrong_buffers(tower: nn.Module, family: Family, spec: VisionSpec, names: Col
     engine, buffers = family.engine, dict(tower.named_buffers(remove_duplicate=False))
     given = dict(buffer_shapes(family.names, spec))
     for path, shape in given.items():
-        if path not in buffers or tuple(buffers[path].shape) != shape:
-            got = tuple(buffers[path].shape) if path in buffers else "missing"
+        got = tuple(getattr(buffers.get(path), "shape", ())) if path in buffers else "missing"
+        if got != shape:
             return _differs(f"buffer {path}", got, shape)
     for path, buffer in buffers.items():
+        if not isinstance(buffer, torch.Tensor):
+            return _differs(f"buffer {path}", _name_of(type(buffer)), "torch.Tensor")
         if buffer.requires_grad:
             return f"buffer {path} wants a gradient"
         name = path.rpartition(".")[2]
@@ -339,8 +353,9 @@ def _is_same(got: Any, expected: Any) -> bool:
         return got.__func__ is expected.__func__
     if not isinstance(expected, _PLAIN) or not isinstance(got, _PLAIN):
         return False
-    pair = (list(got), list(expected)) if isinstance(got, list | tuple) and isinstance(expected, list | tuple) else ()
-    return bool(pair[0] == pair[1]) if pair else bool(got == expected)
+    both: list[Any] = [got, expected]
+    pair = [list(value) for value in both] if {type(got), type(expected)} <= {list, tuple} else []
+    return bool(pair[0] == pair[1]) if pair else type(got) in _PLAIN and bool(got == expected)
 
 
 def _dotted(path: str, name: str) -> str:

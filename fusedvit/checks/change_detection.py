@@ -5,6 +5,7 @@ the code is kept that would run, so that a call compares identities, versions an
 cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, KeysView
 from dataclasses import dataclass, replace
@@ -44,6 +45,9 @@ _KEYS: Any = type({}.keys())
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
+_HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # what instances may have before their class
+_CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
+_parts_of_partial = attrgetter("func", "args", "keywords")
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,11 @@ class _Code:
     def of(own: OwnCode, tower: nn.Module, modules: Iterable[nn.Module]) -> "_Code":
         """`modules`: their classes could have properties by the names of attributes. `tower`, the first of them, may be
         given more attributes, by transformers for one."""
+        modules = list(modules)
         shadows = {(own_class(type(m)), name) for m in modules for name in _attributes(m) & own.names}
+        configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()
+        shadows |= {(type(c), name) for c in configs for name in vars(c).keys() & own.names}
+        shadows |= {(type(c), name) for c in configs for name in _CONFIG if hasattr(type(c), name)}
         there = {(cls, name) for cls, name in shadows if hasattr(cls, name)}
         missing: dict[type, set[str]] = defaultdict(set)
         for cls, name in shadows - there:
@@ -190,7 +198,11 @@ class _Code:
 
 def _attributes(module: nn.Module) -> set[str]:
     """Names of what an instance has: its own attributes, and what is registered."""
-    return {*vars(module), *module._parameters, *module._buffers, *module._modules}
+    return {*vars(module), *_registered(module)}
+
+
+def _registered(module: nn.Module) -> set[str]:
+    return {*module._parameters, *module._buffers, *module._modules}
 
 
 @dataclass(frozen=True)
@@ -210,6 +222,9 @@ class Snapshot:
         classed: every inner module once, and accelerate's hooks on them.
         attributes: what a forward reads of modules and of the config, compared by identity.
         contents: lists and dictionaries among these, and copies of what they held.
+        hidden: live keys of every inner module's `__dict__`, and names that would hide what it has now.
+        partials: partial functions among the attributes, and what they held: their parts can be set.
+        tower: the class of the tower itself, which it holds weakly.
         code: what would run.
     """
 
@@ -225,6 +240,9 @@ class Snapshot:
     classed: tuple[Any, ...]
     attributes: _Entries
     contents: tuple[tuple[Any, ...], tuple[Any, ...]]
+    hidden: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
+    partials: tuple[tuple[Any, ...], list[Any]]
+    tower: tuple[weakref.ref[nn.Module], type]
     code: _Code
 
     @staticmethod
@@ -232,9 +250,10 @@ class Snapshot:
         """The tower as it stands; `own` is the code that it would run."""
         modules = list(tower.modules())
         inner = modules[1:]
-        classed = (*inner, *(hook for m in inner for hook in accelerate_hooks.hooks_of(m)))
+        configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()
+        classed = (*inner, *configs, *(hook for m in inner for hook in accelerate_hooks.hooks_of(m)))
         holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
-        registries = (*holding, *(m._parameters for m in modules))
+        registries = (*holding, *(m._parameters for m in modules), *(m._buffers for m in modules))
         ordered = tuple(m._modules for m in modules if isinstance(m, _CONTAINERS))
         attributes = _Entries.of(_slots_read(tower, modules, own))
         mutable = tuple(
@@ -242,6 +261,9 @@ class Snapshot:
             for name, value in zip(attributes.names, attributes.values, strict=True)
             if isinstance(value, list | dict) and name not in _REGISTRIES
         )
+        mutable = (*mutable, *(m for c in configs if isinstance(m := getattr(c, "attribute_map", None), dict)))
+        partials = tuple(value for value in attributes.values if isinstance(value, partial))
+        hidden = (frozenset(_registered(m) | _HIDING - vars(m).keys()) for m in inner)
         return Snapshot(
             _Entries.of((m._modules, name) for m in modules for name in m._modules),
             registries,
@@ -255,6 +277,9 @@ class Snapshot:
             classed,
             attributes,
             (mutable, tuple(value.copy() for value in mutable)),
+            (tuple(vars(m).keys() for m in inner), tuple(hidden)),
+            (partials, [(p.func, p.args, dict(p.keywords)) for p in partials]),
+            (weakref.ref(tower), type(tower)),
             _Code.of(own, tower, modules),
         )
 
@@ -287,6 +312,9 @@ class Snapshot:
             and list(map(type, self.classed)) == self.classes
             and self.attributes.unchanged()
             and self.contents[0] == self.contents[1]
+            and all(map(_KEYS.isdisjoint, *self.hidden))
+            and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]
+            and type(self.tower[0]()) is self.tower[1]
             and self.parameters.unchanged()
             and self.buffers.unchanged()
             and self.buffers.in_place()
@@ -303,7 +331,7 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
         attributes = vars(module)
         yield from ((attributes, name) for name in attributes.keys() & own.names if name != "training")
         yield from ((attributes, name) for name in own.methods.get(own_class(type(module)), ()))
-        yield from ((attributes, name) for name in _REGISTRIES if attributes[name])
+        yield from ((attributes, name) for name in _REGISTRIES)
         yield from adapters.slots_read(module)
         yield from module_calls.slots_read(module)
         yield from (accelerate_hooks.slots_read(module) if module is not tower else ())
@@ -311,7 +339,7 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
             configs.setdefault(id(attributes["config"]), vars(attributes["config"]))
     for attributes in configs.values():
         yield from ((attributes, name) for name in attributes.keys() & own.names)
-        yield attributes, "_attn_implementation_internal"
+        yield from ((attributes, name) for name in ("_attn_implementation_internal", "is_causal"))
     yield from ((vars(module), "training") for module in dropouts(tower))
 
 

@@ -19,7 +19,7 @@ from fusedvit.checks.as_built import (
 from fusedvit.checks.change_detection import Snapshot, hooked
 from fusedvit.checks.own_code import OwnCode, own_code
 from fusedvit.checks.ownership import foreign_class
-from fusedvit.errors import Reason
+from fusedvit.errors import Reason, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
 from fusedvit.model.normalization import Normalization
@@ -48,6 +48,12 @@ class CheckedTower:
 
     def reason(self) -> Reason | None:
         """Why the tower as it stands cannot run fused, or None."""
+        try:
+            return self._reason()
+        except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            return Reason(fallback.MODIFIED, f"it cannot be judged: {type(error).__name__}: {first_line(error)}")
+
+    def _reason(self) -> Reason | None:
         path = hooked(self.tower)
         if path:
             return Reason(fallback.HOOKS, f"on {path}")
@@ -75,13 +81,14 @@ class CheckedTower:
         if reason is not None:
             return reason
         names = self._code.names
-        wrong = wrong_attributes(plain, built, family, spec, names)
+        wrong = wrong_attributes(plain, built, family, spec, self._code)
         wrong = wrong or wrong_buffers(tower, family, spec, names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name, shared ones under each of theirs."""
-        return dict(self.tower.named_parameters(remove_duplicate=False))
+        named = self.tower.named_parameters(remove_duplicate=False)
+        return {name: p for name, p in named if isinstance(p, torch.Tensor)}  # anything may be put there
 
     def buffers(self) -> list[torch.Tensor]:
         """Buffers that the tower computes with, on the parameters' device."""

@@ -15,14 +15,14 @@ from fusedvit.checks.source_code import Definition, definition_of
 
 COMPILED = "_compiled_call_impl"  # called instead of all else, unless it is None
 CALL = ("__call__", "_call_impl", "_wrapped_call_impl", COMPILED)
-_OF_INSTANCES = frozenset({*CALL[1:], "_slow_forward"})  # Python finds `__call__` on the class alone
+OF_INSTANCES = frozenset({*CALL[1:], "_slow_forward"})  # Python finds `__call__` on the class alone
 _WRAPPER = Definition("torch._dynamo.eval_frame", "_TorchDynamoContext.__call__.<locals>.compile_wrapper")
 _PLAIN = (int, float, str, type(None))  # an option may be a pass over the graph as well
 
 
 def replaced_calls(path: str, module: nn.Module) -> Iterator[str]:
     """What `module`, an inner one, runs when called that neither its class nor torch's compiler gave it."""
-    for name in sorted(vars(module).keys() & _OF_INSTANCES):
+    for name in sorted(vars(module).keys() & OF_INSTANCES):
         value = vars(module)[name]
         if name != COMPILED:
             yield f"{path}.{name} is an attribute of the instance, expected the method of its class"

@@ -32,10 +32,21 @@ from fusedvit.checks.ownership import (
     is_foreign_function,
     is_foreign_object,
     is_of_c,
+    is_of_python,
     is_torchs,
     own_class,
+    sets_gradients,
 )
-from fusedvit.checks.source_code import Definition, code_of, defines, definition_of, names_in, wrapped_by
+from fusedvit.checks.source_code import (
+    Definition,
+    code_of,
+    decorators_of,
+    defines,
+    definition_of,
+    names_in,
+    optional_in,
+    wrapped_by,
+)
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -51,8 +62,34 @@ _ATTENTION = {
     "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
 }
 _FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
+_MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
+_MASKS_CLASS = ("transformers.masking_utils", "AttentionMaskInterface")
+_MASK = {  # as `_ATTENTION`, of masks
+    name: Definition(_MASKS_CLASS[0], f"{kind}_mask")
+    for kind, names in {
+        "sdpa": ("sdpa", None),
+        "eager": ("eager",),
+        "flash_attention": ("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+        "flex_attention": ("flex_attention",),
+    }.items()
+    for name in names
+}
+_ASKED = ("get_interface", "__getitem__", "__contains__")  # how code looks a registry up
+_CHECKPOINTING = "GradientCheckpointingLayer"  # wraps `forward` of every class that is derived from it
 _CALL = ("forward", *CALL)
-_LOOKUP = ("__getattribute__", "__getattr__", "__iter__", "__getitem__", "__len__")  # by these a forward finds modules
+_CONTEXTS = "torch.utils._contextlib"  # whose wrapper enters a context around a function
+# By these a forward finds modules.
+_LOOKUP = (
+    "__getattribute__",
+    "__getattr__",
+    "__iter__",
+    "__getitem__",
+    "__len__",
+    "__contains__",
+    "keys",
+    "values",
+    "items",
+)
 _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
 _OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # what runs on a CPU, and prepares weights everywhere
@@ -71,6 +108,7 @@ class OwnCode:
         registries: (registry of attention functions, name) of what would be looked up.
         functions: every function that was followed.
         names: every name that the code mentions, attributes among them, and what the engine's record names.
+        optional: attributes that the code asks for by `getattr` or `hasattr`, and does without.
         methods: names of the methods, beside `forward`, that a class's code calls.
         absent: names that nobody has given a class or module so far, which would hide what the code finds by them now.
     """
@@ -80,6 +118,7 @@ class OwnCode:
     registries: tuple[tuple[dict[str, Any], str], ...]
     functions: tuple[FunctionType, ...]
     names: frozenset[str]
+    optional: frozenset[str]
     methods: Mapping[type, tuple[str, ...]]
     absent: tuple[tuple[KeysView[str], frozenset[str]], ...]
 
@@ -97,6 +136,8 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
     layers = _code_of_layers(plain, engine)
     for module in _distinct_configs(plain.modules.values()):
         walk.follow_attention(module)
+    walk.follow_masks(tower)
+    walk.follow_classes(plain)
     walk.follow_operators(o for function in walk.functions.values() for o in operators_in(function.__code__))
     walk.follow_ours(tower)
     ours = _fused_code(engine)  # on a GPU it prepares weights and no more
@@ -107,7 +148,8 @@ def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
         (*(slots | layers.slots).values(), *hooks),
         tuple(walk.registries),
         tuple((walk.functions | layers.functions | accelerate_hooks.functions_of(hooks)).values()),
-        frozenset(walk.names | engine.values.keys() | engine.objects.keys()),
+        frozenset(walk.names | walk.optional | engine.values.keys() | engine.objects.keys()),
+        frozenset(walk.optional),
         walk.methods() | layers.methods(),
         tuple((vars(o).keys(), frozenset(names)) for w in (walk, layers) for o, names in w.absent.values()),
     )
@@ -152,13 +194,33 @@ class _Walk:
     registries: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     functions: dict[int, FunctionType] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    optional: set[str] = field(default_factory=set)
     absent: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
     inside: set[int] = field(default_factory=set)
     skipped: frozenset[str] = frozenset()  # methods that are not run
 
     def follow_class(self, cls: type) -> None:
+        self.slots[id(cls), "__mro__"] = cls, "__mro__"  # which another base changes
         for name in (*_CALL, *_LOOKUP):
             self._follow_method(cls, name)
+
+    def follow_classes(self, plain: Plain) -> None:
+        """What classes have by names of what their instances hold, and Python finds first: anything before what is
+        registered, a descriptor before other attributes. Properties are methods, which are followed."""
+        known: set[tuple[type, str]] = set()
+        for module in plain.modules.values():
+            cls, registered = own_class(type(module)), {*module._parameters, *module._buffers, *module._modules}
+            held = {(cls, name) for name in (registered | vars(module).keys()) & (self.names | self.optional)}
+            optional = {(cls, name) for name in self.optional - vars(module).keys()}
+            for of, name in (held | optional) - known:
+                value = next((vars(c)[name] for c in of.__mro__ if name in vars(c)), None)
+                first = name in registered or hasattr(type(value), "__set__") or name not in vars(module)
+                if value is not None and first and not isinstance(value, property):
+                    self.found_foreign(f"{of.__qualname__}.{name} is {describe(value)}")
+            known |= held | optional
+        for cls in {cls for cls, _ in known}:
+            for base in cls.__mro__[:-1]:
+                self._note_absent(base, self.optional - vars(base).keys())
 
     def follow_calls(self, plain: Plain) -> None:
         """What instances have in the place of what calling them runs: not the tower, whose call is the caller's."""
@@ -196,15 +258,9 @@ class _Walk:
         interface, name = scope.get(_INTERFACE), getattr(vars(module)["config"], "_attn_implementation", None)
         if interface is None:
             return
-        if (type(interface).__module__, type(interface).__qualname__) != _INTERFACE_CLASS:
-            self.found_foreign(f"{_INTERFACE} is {describe(interface)}")
+        if not self._is_registry(interface, _INTERFACE, _INTERFACE_CLASS):
             return
-        for owner in (interface, type(interface)):
-            for mapping in ("_local_mapping", "_global_mapping"):
-                if mapping in vars(owner):
-                    self.slots.setdefault((id(owner), mapping), (owner, mapping))
-                    self.registries.append((vars(owner)[mapping], str(name)))
-        self._follow_method(type(interface), "get_interface")
+        self._follow_registry(interface, name)
         found = interface.get(name, scope.get(_EAGER)) if name is not None else scope.get(_EAGER)
         eager = Definition(type(module).__module__, _EAGER)
         expected = eager if name in (None, "eager") else _ATTENTION.get(name)
@@ -212,6 +268,38 @@ class _Walk:
             self.found_foreign(f"the attention function {name!r} is {describe(found)}")
         elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
             self._follow(found, expected, f"the attention function {name!r}")
+
+    def follow_masks(self, tower: nn.Module) -> None:
+        """What builds the masks of attention, where the code looks that up by the tower's config."""
+        interface: Any = vars(sys.modules.get(_MASKS_CLASS[0], object)).get(_MASKS)
+        if (id(sys.modules.get(_MASKS_CLASS[0])), _MASKS) not in self.slots:
+            return
+        name = getattr(vars(tower).get("config"), "_attn_implementation", None)
+        if self._is_registry(interface, _MASKS, _MASKS_CLASS):
+            self._follow_registry(interface, name)
+            found = interface.get(name)
+            if found is not None and definition_of(found) != _MASK.get(name):
+                self.found_foreign(f"the mask function {name!r} is {describe(found)}")
+
+    def _is_registry(self, interface: Any, where: str, expected: tuple[str, str]) -> bool:
+        """Whether it is transformers' registry, and nothing but the entries is its own."""
+        if (type(interface).__module__, type(interface).__qualname__) != expected:
+            self.found_foreign(f"{where} is {describe(interface)}")
+            return False
+        for name in sorted(vars(interface).keys() - {"_local_mapping"}):
+            self.found_foreign(f"{where}.{name} of the instance is {describe(vars(interface)[name])}")
+        return True
+
+    def _follow_registry(self, interface: Any, name: object) -> None:
+        for owner in (interface, type(interface)):
+            for mapping in ("_local_mapping", "_global_mapping"):
+                if mapping in vars(owner):
+                    self.slots.setdefault((id(owner), mapping), (owner, mapping))
+                    self.registries.append((vars(owner)[mapping], str(name)))
+        self.slots[id(interface), "__class__"] = interface, "__class__"
+        self._note_absent(interface, (*_ASKED, "get", "_global_mapping"))
+        for method in _ASKED:
+            self._follow_method(type(interface), method)
 
     def follow_operators(self, used: Iterable[str]) -> None:
         """What code does with tensors without naming it."""
@@ -252,12 +340,21 @@ class _Walk:
     def found_foreign(self, what: str) -> None:
         self.foreign = self.foreign or what
 
-    def _follow_method(self, cls: type, name: str) -> None:
+    def _home_of(self, cls: type, name: str) -> type | None:
+        """The class whose method `name` of `cls` is, if it is to be followed."""
         home = next((c for c in cls.__mro__ if name in vars(c)), None)
         if home is None or (home is object and name not in _LOOKUP) or (id(cls), name) in self.slots:
-            return
+            return None
         self.slots[id(cls), name] = cls, name
-        if home is object:
+        if is_of_python(home):
+            return None
+        if not home.__module__.startswith(("torch.", *self.engine.packages)):
+            self.found_foreign(f"{cls.__qualname__} derives from {describe(home)}")
+        return home
+
+    def _follow_method(self, cls: type, name: str) -> None:
+        home = self._home_of(cls, name)
+        if home is None:
             return
         value = held_function(vars(home)[name])
         if isinstance(value, staticmethod | classmethod):
@@ -279,9 +376,11 @@ class _Walk:
     def _follow(self, value: object, expected: Definition, where: str) -> FunctionType | None:
         """Follows the function at `where`, through decorators; returns the one that `expected` names, if that is it."""
         found, function = definition_of(value), value
+        wrappers: list[FunctionType] = []
         while found is not None and found != expected and found.module.startswith(self.engine.decorators):
             assert isinstance(function, FunctionType)
             self.functions[id(function)] = function
+            wrappers.append(function)
             if expected.path.endswith(".__call__") and found.path.endswith(".__call__"):  # of a class's decorator
                 return None
             function = wrapped_by(function)
@@ -289,6 +388,10 @@ class _Walk:
         if found != expected or not isinstance(function, FunctionType):
             self.found_foreign(f"{where} is {describe(value)}")
             return None
+        decorators = decorators_of(function.__code__, expected.module) if wrappers else None
+        for wrapper in wrappers:
+            if not _is_of_source(wrapper, decorators):
+                self.found_foreign(f"{where} is wrapped by {describe(wrapper)}")
         if id(function) not in self.functions:
             self.functions[id(function)] = function
             if not found.module.startswith("torch.nn.modules.module"):
@@ -299,6 +402,7 @@ class _Walk:
         """Follows the globals that a function mentions, and what it mentions of torch's modules."""
         mentioned, scope = names_in(function.__code__), function.__globals__
         self.names |= mentioned
+        self.optional |= optional_in(function.__code__)
         for name in sorted(mentioned & scope.keys()):
             self._follow_global(sys.modules[scope["__name__"]], name, mentioned)
         for name in sorted(mentioned & _TENSOR_METHODS):
@@ -318,6 +422,7 @@ class _Walk:
         value = getattr(torch.Tensor, name)
         if isinstance(value, FunctionType) and not is_torchs(value):
             self.found_foreign(f"torch.Tensor.{name} is {describe(value)}")
+        self._keep(value)
         self._follow_inside(value)
 
     def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
@@ -378,11 +483,14 @@ class _Walk:
                 self.found_foreign(f"{module.__name__}.{name} is {describe(value)}")
             elif isinstance(value, ModuleType):
                 inner.append(value)
+            self._keep(value)
             self._follow_inside(value)
         return inner
 
     def _follow_inside(self, value: object) -> None:
         """What a function of torch that is written in Python calls: functions of C, and methods of tensors."""
+        value = inner if isinstance(value, FunctionType) and (inner := wrapped_by(value)) is not None else value
+        self._keep(value)
         if not isinstance(value, FunctionType) or id(value) in self.inside or value.__module__ not in _AROUND_C:
             return
         self.inside.add(id(value))
@@ -400,10 +508,25 @@ class _Walk:
             for name in sorted(mentioned & _TENSOR_METHODS):
                 self._follow_tensor(name)
 
+    def _keep(self, value: object) -> None:
+        """Its body is compared at each call."""
+        if isinstance(value, FunctionType):
+            self.functions.setdefault(id(value), value)
+
     def _follow_of_c(self, module: ModuleType, name: str) -> None:
         self.slots[id(module), name] = module, name
         if not is_of_c(vars(module)[name], name):
             self.found_foreign(f"{module.__name__}.{name} is {describe(vars(module)[name])}")
+
+
+def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> bool:
+    """Whether a decorator's wrapper is one that the source puts there, or sets a mode of gradients."""
+    found = definition_of(wrapper)
+    if found is None or decorators is None:
+        return found is not None
+    if found.module == _CONTEXTS:
+        return sets_gradients(wrapper)
+    return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)
 
 
 def _fused_code(engine: Engine) -> _Walk:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.checks.source_code import defines, definition_of
+from fusedvit.checks.source_code import defines, definition_of, wrapped_by
 from fusedvit.families.engine import HUGGING_FACE, Engine
 
 ORIGINAL = "_fusedvit_original"  # on the class that `fuse` gives a tower: the class that it had
@@ -67,8 +67,29 @@ def held_function(value: object) -> object:
 
 
 def is_torchs(value: FunctionType) -> bool:
-    found = definition_of(value)
-    return found is not None and found.module.startswith("torch.") and not found.module.startswith("torch._dynamo")
+    """Whether torch defines a function, and what it wraps."""
+    function: FunctionType | None = value
+    while function is not None:
+        found = definition_of(function)
+        if found is None or not found.module.startswith("torch.") or found.module.startswith("torch._dynamo"):
+            return False
+        function = wrapped_by(function)
+    return True
+
+
+def is_of_python(cls: type) -> bool:
+    """Whether Python's library defines `cls`."""
+    return cls.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def sets_gradients(wrapper: FunctionType) -> bool:
+    """Whether a wrapper of torch's, which enters a context around a function, enters one that is about gradients."""
+    try:
+        cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+        context = cells["ctx_factory"].cell_contents.__self__
+    except (ValueError, KeyError, AttributeError):  # any other context, or another release of torch
+        return False
+    return type(context) in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
 
 
 def is_builtin(value: object) -> bool:

@@ -4,13 +4,16 @@ A function that was replaced since has other code, or code of another module, wh
 from the byte code that Python keeps beside them, once per module.
 """
 
+import ast
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+_LONGEST_HEADER = 120  # lines of decorators and parameters
 _NEWLOCALS = 0x2  # `CO_NEWLOCALS`: set on functions, not on class bodies or modules
 
 
@@ -31,7 +34,73 @@ def definition_of(value: object) -> Definition | None:
         return None
     code = value.__code__
     found = _functions(module.__name__).get((code.co_name, code.co_firstlineno), ())
-    return next((Definition(module.__name__, path) for path, defined in found if defined == code), None)
+    path = next((path for path, defined in found if defined == code), None)
+    return None if path is None or not _has_its_defaults(value) else Definition(module.__name__, path)
+
+
+def _has_its_defaults(function: FunctionType) -> bool:
+    """Whether parameters have the defaults that the source gives them, as far as these are literals."""
+    header = _header(function.__globals__["__name__"], function.__code__.co_firstlineno)
+    if header is None:
+        return True
+    named = zip(header.args.kwonlyargs, header.args.kw_defaults, strict=True)
+    by_name = {argument.arg: node for argument, node in named if node is not None}
+    now, by_name_now = function.__defaults__ or (), function.__kwdefaults__ or {}
+    if len(now) != len(header.args.defaults) or by_name_now.keys() != by_name.keys():
+        return False
+    return all(map(_is_value_of, header.args.defaults, now)) and all(
+        _is_value_of(node, by_name_now[name]) for name, node in by_name.items()
+    )
+
+
+def _is_value_of(node: ast.expr, value: object) -> bool:
+    """Whether an expression of the source can have given `value`; one that is no literal can have given any."""
+    try:
+        literal = ast.literal_eval(node)
+    except ValueError:
+        return True
+    return type(literal) is type(value) and literal == value
+
+
+def decorators_of(code: CodeType, module: str) -> frozenset[str] | None:
+    """Names that the decorators mention which the source puts around the function of `code`; None where it is not
+    known."""
+    header = _header(module, code.co_firstlineno)
+    if header is None:
+        return None
+    nodes = [node for decorator in header.decorator_list for node in ast.walk(decorator)]
+    return frozenset(
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in nodes
+        if isinstance(node, ast.Name | ast.Attribute)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _header(module: str, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """A function's definition without its body: decorators and parameters; None where there is no text of it, or it
+    is a lambda."""
+    lines = _text_of(module)[line - 1 :]
+    for end in range(1, min(len(lines), _LONGEST_HEADER) + 1):
+        if ":" not in lines[end - 1]:
+            continue
+        text = textwrap.dedent("".join(lines[:end]))
+        for body in ("", " pass"):
+            try:
+                found = ast.parse(text + body).body[0]
+            except SyntaxError:
+                continue
+            return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else None
+    return None
+
+
+@lru_cache(maxsize=256)
+def _text_of(module: str) -> list[str]:
+    loader: Any = getattr(sys.modules[module], "__loader__", None)
+    try:
+        return (loader.get_source(module) or "").splitlines(keepends=True)
+    except (AttributeError, ImportError, OSError):
+        return []
 
 
 def defines(module: str, path: str) -> bool:
@@ -42,6 +111,12 @@ def defines(module: str, path: str) -> bool:
 def names_in(code: CodeType) -> set[str]:
     """Every name that `code` and the functions within it mention: globals and attributes."""
     return {name for part in parts_of(code) for name in part.co_names}
+
+
+def optional_in(code: CodeType) -> set[str]:
+    """Names of attributes that `code` may give to `getattr` or `hasattr`: its strings, where it calls one of them."""
+    asking = (part for part in parts_of(code) if {"getattr", "hasattr"} & {*part.co_names})
+    return {c for part in asking for c in part.co_consts if isinstance(c, str) and c.isidentifier()}
 
 
 def wrapped_by(function: FunctionType) -> FunctionType | None:

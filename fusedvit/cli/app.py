@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 import fusedvit
-from fusedvit.cli.console import PICTURES, STDOUT, Outcome, progress, refuse_unwritable, write
+from fusedvit.cli.console import (
+    PICTURES,
+    STDOUT,
+    Outcome,
+    new_console,
+    progress,
+    refuse_unwritable,
+    spell_out_names,
+    write,
+)
 from fusedvit.errors import InputError, UnsupportedModel, first_line
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2  # exit codes; UNUSABLE is click's own for bad usage
@@ -74,6 +82,7 @@ def run(command: str, json: str | None, **arguments: Any) -> None:
     """Runs `fusedvit.cli.<command>`, writes its document and exits with its code; 2 and a line for unusable input, or
     where the output cannot be written; 141, and no line, where its reader has gone."""
     alone = json == STDOUT
+    spell_out_names()
     try:
         if json and not alone:
             refuse_unwritable(json)
@@ -103,7 +112,7 @@ def _drop_stdout() -> None:
 
 
 def _refuse(said: str) -> NoReturn:
-    Console(stderr=True).print(f"[red]{escape(said)}[/]", highlight=False, soft_wrap=True)
+    new_console(stderr=True).print(f"[red]{escape(said)}[/]", highlight=False, soft_wrap=True)
     raise typer.Exit(UNUSABLE) from None
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from fusedvit.bench import ops, records, tables, workloads
 from fusedvit.bench.engines import vllm_bench
@@ -14,7 +13,7 @@ from fusedvit.bench.pixels import report as pixels
 from fusedvit.bench.pixels import table
 from fusedvit.bench.tower_bench import Options, measure
 from fusedvit.bench.towers import MOST_USED, known
-from fusedvit.cli.console import Outcome, progress, refuse_unknown, write
+from fusedvit.cli.console import Outcome, new_console, progress, refuse_unknown, write
 from fusedvit.errors import InputError
 from fusedvit.kernels import backends
 from fusedvit.kernels.tile_configs import note_failure
@@ -84,7 +83,7 @@ def _run_kernels(asked: Asked) -> Outcome:
     device = _device(asked.towers)
     with progress() as step:
         found = ops.measure(asked.towers, device, asked.fa3, step, tuple(asked.rows or ()))
-    tables.operation_table(found).show(OPERATIONS, Console())
+    tables.operation_table(found).show(OPERATIONS, new_console())
     return Outcome(asked.passport() | {"rows": found}, all(row["us"] is not None for row in found))
 
 
@@ -97,7 +96,7 @@ def _run_pixels(asked: Asked) -> Outcome:
     head = asked.passport()
     with progress() as step:
         found = head | pixels.measure(options, device, step, functools.partial(_keep, head, asked.json))
-    pixels.show(found, Console())
+    pixels.show(found, new_console())
     if asked.plot:
         pixels.draw(found, asked.plot)
     return Outcome(found, pixels.passed(found))
@@ -110,7 +109,7 @@ def _run_vllm(asked: Asked, folder: Path) -> Outcome:
     head = asked.passport()
     with progress() as step:
         document = head | vllm_bench.measure(peer, device, step, functools.partial(_keep, head, asked.json))
-    vllm_bench.show(document, Console())
+    vllm_bench.show(document, new_console())
     return Outcome(document, not vllm_bench.any_wrong(document))
 
 
@@ -149,7 +148,7 @@ def _keep(head: dict[str, Any], path: str | None, found: dict[str, Any]) -> None
 
 
 def _show(document: dict[str, Any]) -> None:
-    console = Console()
+    console = new_console()
     tables.show_towers(document, console)
     if "operations" in document:
         tables.operation_table(document["operations"]).show(OPERATIONS, console)

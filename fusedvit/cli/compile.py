@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from rich.console import Console
 from rich.markup import escape
 
 from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.checkpoint import tower_config
-from fusedvit.cli.console import Outcome, progress_bar
+from fusedvit.cli.console import Outcome, new_console, progress_bar
 from fusedvit.cli.towers import DTYPES
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.kernels.codegen_checks import AbsentGPU, Launch, target_named
@@ -89,7 +88,7 @@ def _refuse_another_gpu(out: Path, target: Target) -> None:
 
 
 def _show(found: dict[str, Any], problems: list[str], out: Path, seconds: float) -> None:
-    console = Console()
+    console = new_console()
     for problem in problems:
         console.print(f"[red]{escape(problem)}[/]", highlight=False, soft_wrap=True)
     where = escape(str(out.absolute()))

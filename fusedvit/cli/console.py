@@ -1,5 +1,6 @@
 """What every command shares: errors that end in exit code 2, progress on stderr, and JSON documents."""
 
+import io
 import json
 import logging
 import math
@@ -43,6 +44,17 @@ class Outcome:
     passed: bool = True
 
 
+def new_console(stderr: bool = False) -> Console:
+    """A console that prints names as they are, `:key:` too; rich would make an emoji of it."""
+    return Console(stderr=stderr, emoji=False)
+
+
+def spell_out_names() -> None:
+    """Has standard output escape what its encoding lacks, as standard error does: names of files may hold anything."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without fusedvit's warnings: what they say is in the handle's report, which is printed."""
@@ -68,7 +80,7 @@ def refuse_unknown(names: Iterable[str], there: Iterable[str], option: str) -> N
 @contextmanager
 def progress() -> Iterator[Step]:
     """Gives `step(text)`, which says what comes next: a spinner, or lines with the time where stderr is no terminal."""
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     if not console.is_terminal:
         with _lines(console) as step:
             yield step
@@ -82,7 +94,7 @@ def progress() -> Iterator[Step]:
 @contextmanager
 def progress_bar() -> Iterator[CountedStep]:
     """Gives `step(text, done, total)`, which moves a bar; another total is another bar."""
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     if not console.is_terminal:
         with _lines(console) as line:
             yield _counted(line)
@@ -180,6 +192,8 @@ def write(document: Any, path: str | Path) -> None:
     Raises:
         InputError: nothing can be written there.
     """
+    if str(path) == STDOUT and sys.stdout is None:
+        raise InputError("standard output: cannot be written (closed)")
     text = json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
     if str(path) == STDOUT:
         sys.stdout.write(text)

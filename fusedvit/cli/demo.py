@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from torch import nn
 
@@ -16,7 +15,7 @@ import fusedvit
 from fusedvit.bench.timing import gpu_launches, latency, operators, peak_mib
 from fusedvit.checkpoint import load_tower
 from fusedvit.cli import demo_report, env, kernel_checks
-from fusedvit.cli.console import Outcome, Step, plain, progress, quiet
+from fusedvit.cli.console import Outcome, Step, new_console, plain, progress, quiet
 from fusedvit.cli.demo_report import SIDES, BadInput, CallResult, Demo, PackedBatch, PackedCall
 from fusedvit.cli.media import VisionInput, load_all
 from fusedvit.cli.parity import REFERENCE, Towers, outputs_for, parity_of, prepared_for_towers, side_by_side
@@ -41,7 +40,7 @@ def run(
         found = collect(files, model, step)
         step("drawing the picture")
         demo_report.draw(found, files, plot)
-    console = Console()
+    console = new_console()
     demo_report.show(found, console)
     console.print(f"picture: {escape(str(plot))}" + (f", document: {escape(str(json))}" if json else ""))
     return Outcome({**plain(found), "passed": found.passed}, found.passed)

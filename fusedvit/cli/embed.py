@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fusedvit.cli.console import Outcome, progress_bar, quiet
+from fusedvit.cli.console import Outcome, new_console, progress_bar, quiet
 from fusedvit.cli.towers import device_of
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import OUTPUTS, embedder_of
@@ -104,7 +103,7 @@ def _summary(found: Sequence[ShardDone], wall: float, workers: int) -> dict[str,
 
 
 def _show(summary: dict[str, Any], out: Path) -> None:
-    console = Console()
+    console = new_console()
     if not summary["shards"]:
         console.print(f"nothing left to do: every shard is in {escape(str(out))}", highlight=False)
         return

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import fusedvit
-from fusedvit.cli.console import Outcome
+from fusedvit.cli.console import Outcome, new_console
 from fusedvit.kernels import tuning_table
 from fusedvit.kernels.tile_configs import Target
 
@@ -37,7 +37,7 @@ LEAST_CAPABILITY = 80
 def run(json: Any = None) -> Outcome:
     """Prints what `collect` finds, the verdict last."""
     found = collect()
-    show(found, Console())
+    show(found, new_console())
     return Outcome(found)
 
 

@@ -17,7 +17,7 @@ from fusedvit.bench.tuning import in_tower
 from fusedvit.bench.tuning import tuner as tune
 from fusedvit.bench.tuning.candidates import TuningTask
 from fusedvit.bench.workloads import WORKLOADS
-from fusedvit.cli.console import Outcome, progress_bar, refuse_unknown, refuse_unwritable
+from fusedvit.cli.console import Outcome, new_console, progress_bar, refuse_unknown, refuse_unwritable
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
 from fusedvit.kernels.tile_configs import Target
@@ -48,7 +48,7 @@ def run(
         raise InputError("tune: needs an NVIDIA GPU; without one only --dry-run and the tiny tower")
     dtype = torch.bfloat16 if device.type == "cuda" or dry_run else torch.float32
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else CPU_NAME
-    waves, console = _waves(names, budget, operation, dtype), Console()
+    waves, console = _waves(names, budget, operation, dtype), new_console()
     path = out or tuning_table.user_folder() / tuning_table.file_name(gpu)
     if not dry_run:
         refuse_unwritable(path)

@@ -12,7 +12,7 @@ from rich.table import Table
 import fusedvit
 from fusedvit.checkpoint import load_tower
 from fusedvit.cli import env
-from fusedvit.cli.console import Outcome, progress, quiet
+from fusedvit.cli.console import Outcome, new_console, progress, quiet
 from fusedvit.cli.media import load_all
 from fusedvit.cli.parity import REFERENCE, OutputParity, parity_of, prepared_for_towers, side_by_side
 from fusedvit.cli.towers import Tower, device_of, dtype_of
@@ -40,7 +40,7 @@ def run(
             found[name] = parity_of(towers, item)
         report, original = towers.handle.report(), sum(towers.handle.stats()["original"].values())
     spread = summarize(p.comparison for parity in found.values() for p in parity)
-    console = Console()
+    console = new_console()
     show(found, spread, report, console)
     if original:
         console.print(f"[yellow]{original} calls of the fused tower ran the original code: see the report above[/]")

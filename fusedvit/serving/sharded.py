@@ -313,4 +313,4 @@ class ShardedTower:
         values = {name: value for name, value in family.engine.values.items() if name != "tp_size"}
         family = replace(family, engine=replace(family.engine, values=values))
         wrong = wrong_modules(plain, self.built, family, spec) or code.foreign
-        return wrong or wrong_attributes(plain, self.built, family, spec, code.names)
+        return wrong or wrong_attributes(plain, self.built, family, spec, code)

@@ -221,7 +221,7 @@ MUTANTS = (
     Mutant(
         "what calling an instance runs",
         CALLS,
-        "vars(module).keys() & _OF_INSTANCES",
+        "vars(module).keys() & OF_INSTANCES",
         "()",
         "hf/own_code:what_calling hf/adapters:the_call",
     ),

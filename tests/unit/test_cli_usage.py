@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -421,3 +422,21 @@ GOOD: dict[str, Any] = {
 )
 def test_the_verdict(changes: dict[str, Any], said: str) -> None:
     assert env.verdict(GOOD | changes).startswith(said)
+
+
+def test_names_are_printed_as_they_are(qwen3: Path, tmp_path: Path) -> None:
+    """Whatever rich would make of `:key:` and `[red]`, and whatever the terminal's encoding lacks."""
+    for name in ("coco:train", "a :key: b.png", "[red]a.png"):
+        _refused(_run("verify", qwen3, name), f"{name}: no such file")
+    picture = tmp_path / "\u56f3 :key: \udc80.png"
+    shutil.copy(SAMPLE_IMAGE, picture)
+    result = CliRunner(charset="latin-1", env={"COLUMNS": "200"}).invoke(app, ["verify", str(qwen3), str(picture)])
+    assert result.exit_code == 0, result.output
+    assert "\\u56f3 :key: \\udc80" in result.output
+
+
+def test_a_standard_output_that_is_closed() -> None:
+    code = "import sys; from fusedvit.__main__ import main; sys.stdout = None; main()"
+    done = _python("-c", code, "env", "--json", "-")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "standard output: cannot be written (closed)" in done.stderr
