@@ -23,6 +23,7 @@ class Mutant(NamedTuple):
 CHANGE, CHECKED, BUILT = (f"fusedvit/checks/{name}.py" for name in ("change_detection", "checked_tower", "as_built"))
 CODE, FALLBACK, ARGUMENTS = (f"fusedvit/checks/{name}.py" for name in ("own_code", "fallback", "arguments"))
 ADAPTERS, ACCELERATE = "fusedvit/checks/adapters.py", "fusedvit/checks/accelerate_hooks.py"
+SOURCE = "fusedvit/checks/source_code.py"
 CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
@@ -89,8 +90,8 @@ MUTANTS = (
     Mutant(
         "the chosen attention",
         CHANGE,
-        'yield attributes, "_attn_implementation_internal"',
-        "pass",
+        '("_attn_implementation_internal", "is_causal")',
+        '("is_causal",)',
         "hf/own_code:an_att",
     ),
     Mutant("LoRA's state", CHANGE, "yield from adapters.slots_read(module)", "pass", "hf/adapters:what_can"),
@@ -137,7 +138,7 @@ MUTANTS = (
     Mutant(
         "attributes as built",
         CHECKED,
-        "wrong = wrong_attributes(plain, built, family, spec, names)",
+        "wrong = wrong_attributes(plain, built, family, spec, self._code)",
         'wrong = ""',
         "hf/numbers:every_attribute_that",
     ),
@@ -172,7 +173,7 @@ MUTANTS = (
         '    "num_grid_per_side": lambda spec: spec.position_side,\n',
         "hf/numbers:every_attribute hf/fallback",
     ),
-    _never("dropout in training mode", BUILT, "module.training and own.get(DROPOUT)", "hf/numbers:dropout"),
+    _never("dropout in training mode", BUILT, 'own.get("training", True) and own.get(DROPOUT)', "hf/numbers:dropout"),
     Mutant("an activation's limit", BUILT, 'everywhere["swiglu_limit"] = spec.glu_limit', "pass", "hf/numbers"),
     Mutant(
         "methods on instances",
@@ -250,6 +251,97 @@ MUTANTS = (
         "hf/slow:parameters_that",
     ),
     _never("blocks compiled as modules", BUILT, "compiled", "hf/slow:a_block"),
+    # what keeps its identity, or is found first
+    Mutant("defaults of functions", SOURCE, "not _has_its_defaults(value)", "False", "hf/changed_in_place:what_every"),
+    _never(
+        "decorators",
+        CODE,
+        "not _is_of_source(wrapper, decorators)",
+        "hf/changed_in_place:what_every hf/changed_in_place:deco",
+    ),
+    Mutant(
+        "contexts of decorators",
+        CODE,
+        "return sets_gradients(wrapper)",
+        "return True",
+        "hf/changed_in_place:what_every",
+    ),
+    _never(
+        "bases of classes",
+        CODE,
+        'not home.__module__.startswith(("torch.", *self.engine.packages))',
+        "hf/changed_in_place:a_base",
+    ),
+    _never(
+        "descriptors",
+        CODE,
+        "value is not None and first and not isinstance(value, property)",
+        "hf/changed_in_place:what_every",
+    ),
+    Mutant(
+        "lookups of a registry",
+        CODE,
+        '_ASKED = ("get_interface", "__getitem__"',
+        '_ASKED = ("get_interface"',
+        "hf/changed_in_place:what_every",
+    ),
+    _without("masks", CODE, "    walk.follow_masks(tower)\n", "hf/changed_in_place:what_is_read"),
+    Mutant(
+        "names read by strings",
+        SOURCE,
+        "isinstance(c, str) and c.isidentifier()",
+        "False",
+        "hf/changed_in_place:what_is_read",
+    ),
+    Mutant("is_causal of the config", BUILT, "    if causal:", "    if False:", "hf/changed_in_place:what_is_read"),
+    Mutant(
+        "bodies of torch's functions",
+        CODE,
+        "            self.functions.setdefault(id(value), value)",
+        "            pass",
+        "hf/changed_in_place:what_every",
+    ),
+    Mutant(
+        "what torch's functions wrap",
+        OWNERS,
+        "        function = wrapped_by(function)\n    return True",
+        "        break\n    return True",
+        "hf/changed_in_place:what_every",
+    ),
+    _never("kinds of registries", BUILT, "type(registry) not in _REGISTRIES", "hf/changed_in_place:what_a_tower"),
+    _without(
+        "partial functions",
+        CHANGE,
+        "            and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]\n",
+        "hf/changed_in_place:what_a_tower",
+    ),
+    _without(
+        "the class of a fused tower",
+        CHANGE,
+        "            and type(self.tower[0]()) is self.tower[1]\n",
+        "hf/changed_in_place:the_towers",
+    ),
+    _without(
+        "names that hide",
+        CHANGE,
+        "            and all(map(_KEYS.isdisjoint, *self.hidden))\n",
+        "hf/changed_in_place:what_a_tower",
+    ),
+    _without("buffers that come", CHANGE, ", *(m._buffers for m in modules)", "hf/changed_in_place:what_a_tower"),
+    Mutant(
+        "classes of configs",
+        CHANGE,
+        "shadows |= {(type(c), name) for c in configs for name in _CONFIG",
+        "shadows |= {(type(c), name) for c in () for name in _CONFIG",
+        "hf/changed_in_place:what_every",
+    ),
+    Mutant(
+        "what cannot be judged",
+        CHECKED,
+        "except (AttributeError, TypeError",
+        "except (TypeError",
+        "hf/changed_in_place:whatever",
+    ),
     # what is asked at a call
     _without("global forward hooks", FALLBACK, '_global.get("_global_forward_hooks") or ', "hf/fallback:original"),
     _without(
