@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fusedvit.errors import UnsupportedModel, first_line
+from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
     ERRORS,
     Limits,
@@ -265,14 +266,15 @@ def _packing_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _batch(group: list[Media], parts: _Parts) -> Batch:
     kind = group[0].kind
+    told: dict[str, Any] = {"return_tensors": "pt", "input_data_format": CHANNELS_LAST}  # few rows are no channels
     if kind == "image":
-        found = parts.image(images=[media.frames[0] for media in group], return_tensors="pt")
+        found = parts.image(images=[media.frames[0] for media in group], **told)
         pixels, grid = found["pixel_values"], found["image_grid_thw"]
     else:
         (video,) = group
-        told = {"video_metadata": [_metadata_of(video)]}  # ERNIE's processor writes the time into frames
+        told["video_metadata"] = [_metadata_of(video)]  # ERNIE's processor writes the time into frames
         try:
-            found = parts.video(videos=[video.frames], **told, do_sample_frames=False, return_tensors="pt")
+            found = parts.video(videos=[video.frames], do_sample_frames=False, **told)
         except ValueError as error:
             raise _refused(video, error) from None
         pixels, grid = found["pixel_values_videos"], found["video_grid_thw"]

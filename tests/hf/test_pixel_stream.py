@@ -48,6 +48,33 @@ def test_batches_are_what_the_processor_gives() -> None:
     assert all(rows > 64 for rows in full)  # no image would have fitted into the batch before
 
 
+FEW_ROWS = ((1, 40), (3, 40), (4, 40), (4, 4), (40, 3))  # which a processor may take for channels
+
+
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+def test_images_of_few_rows(size: tuple[int, int]) -> None:
+    processor = image_processor()
+    wanted = processor(images=[Image.fromarray(noise(*size))], return_tensors="pt")
+    for source in (png(*size), noise(*size)):
+        (batch,) = stream([source], processor)
+        assert torch.equal(batch.grid_thw, wanted["image_grid_thw"])
+        assert torch.equal(batch.pixel_values.pixels().cpu(), wanted["pixel_values"])
+
+
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+def test_videos_of_few_rows(size: tuple[int, int]) -> None:
+    pytest.importorskip("torchvision")
+    processor = video_processor("Qwen2VLVideoProcessor")
+    both = type("Processor", (), {"image_processor": None, "video_processor": processor})()
+    video = noise(4, *size)
+    first = np.ascontiguousarray(video.transpose(0, 3, 1, 2))
+    given = {"do_sample_frames": False, "input_data_format": "channels_first", "return_tensors": "pt"}
+    wanted = processor(videos=[first], **given)
+    (batch,) = stream([video], both, device="cpu")
+    assert torch.equal(batch.grid_thw, wanted["video_grid_thw"])
+    assert torch.equal(batch.pixel_values.pixels(), wanted["pixel_values_videos"])
+
+
 def test_what_does_not_decode_is_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:
     sources = [png(40, 60), b"nothing", png(1, 300), png(64, 64), b""]
     with pytest.raises(MediaError, match="bytes 1: does not decode"):

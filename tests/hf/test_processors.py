@@ -192,6 +192,59 @@ def test_sizes_and_grids_of_random_images(name: str, monkeypatch: pytest.MonkeyP
                 assert got["pixel_values"].pixels().shape == wanted["pixel_values"].shape, size
 
 
+FEW_ROWS = ((1, 40), (3, 40), (4, 40), (4, 4), (3, 3), (40, 3))  # which may pass for channels
+
+
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_images_of_few_rows(name: str, size: tuple[int, int], checking: bool) -> None:
+    """Pictures, and arrays whose channels are said to be last, are what the original makes of the pictures."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor, pixels = named(name), noise(*size)
+    wanted = processor(images=[Image.fromarray(pixels)], return_tensors="pt")
+    with swapped(processor, checking) as ours:
+        assert_equal(ours(images=[Image.fromarray(pixels)], return_tensors="pt"), wanted)
+        assert_equal(ours(images=[pixels], input_data_format="channels_last", return_tensors="pt"), wanted)
+
+
+@needs_torchvision
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+def test_videos_of_few_rows(size: tuple[int, int], checking: bool) -> None:
+    """Of a processor that takes such sizes: equal to the same frames with their channels first."""
+    processor = named("Qwen2VLVideoProcessor", video_processor)
+    video = noise(4, *size)
+    given = {"return_tensors": "pt", "do_sample_frames": False}
+    first = np.ascontiguousarray(video.transpose(0, 3, 1, 2))
+    wanted = outcome(processor, videos=[first], input_data_format="channels_first", **given)
+    with swapped(processor, checking) as ours:
+        got = outcome(ours, videos=[video], input_data_format="channels_last", **given)
+    if isinstance(wanted, tuple):
+        assert got == wanted
+    else:
+        assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("shape", ((1, 8, 3), (1, 56, 84), (7, 8, 3)), ids=str)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_an_array_of_four_axes_among_images(name: str, shape: tuple[int, ...], checking: bool) -> None:
+    """Is the original's business, whatever it makes of it."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor = named(name)
+    given = {"images": [noise(56, 84), noise(*shape)], "return_tensors": "pt"}
+    wanted = outcome(processor, **given)
+    with swapped(processor, checking) as ours:
+        got = outcome(ours, **given)
+    if isinstance(wanted, tuple):
+        assert got == wanted
+    else:
+        assert all(torch.equal(as_floats(got[key]), value) for key, value in wanted.items())
+
+
 @needs_torchvision
 @pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
 @pytest.mark.parametrize("frames", (2, 3, 5))
