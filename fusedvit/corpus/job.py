@@ -158,7 +158,8 @@ def work(
 ) -> None:
     """Embeds the shards `numbers` as one stream, and commits each while the next are computed.
 
-    `numbers` is read ahead of the results, by as many inputs as are decoded ahead.
+    `numbers` is read ahead of the results, by as many inputs as are decoded ahead. `committed` hears of the shards that
+    this call has committed, not of those that another process was faster with.
 
     Raises:
         InputError: a table does not read, or a shard cannot be written; earlier ones are committed.
@@ -171,8 +172,8 @@ def work(
             yield from sources(parts[number])
 
     def write(number: int, found: list[shards.Embedded], counted: ShardDone) -> None:
-        shards.commit(out, number, found, embedder.width, embedder.dtype)
-        committed(counted)
+        if shards.commit(out, number, found, embedder.width, embedder.dtype):  # else it is another job's work
+            committed(counted)
 
     start, before = time.perf_counter(), embedder.counters()
     results = embedder.embed(ahead())
@@ -203,7 +204,7 @@ def _counted(
 
 def _bytes_of(part: Sequence[Input]) -> int:
     """How large the files of a shard are: how long it takes, roughly. A table's rows count alike."""
-    return sum(each.path.stat().st_size if each.row < 0 and each.path.is_file() else 1 for each in part)
+    return sum(each.path.stat().st_size if each.row < 0 and os.path.isfile(each.path) else 1 for each in part)
 
 
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────

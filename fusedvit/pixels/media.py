@@ -208,6 +208,8 @@ def _opened(source: Source, index: int) -> _Given:
         raise TypeError(f"sources must be paths or bytes, got {type(source).__name__}")
     if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
         raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
+    if not os.fspath(source):
+        raise MediaError("a path expected, got ''")
     path = Path(source)
     name, suffix = _printable(path.name or str(path)), path.suffix.lower()
     try:

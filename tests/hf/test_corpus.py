@@ -340,11 +340,70 @@ def worker_of(job: corpus_job.Job) -> "subprocess.Popen[str]":
         (lambda folder: folder, "no images or videos"),
         (lambda folder: written(folder / "x.parquet", b"PAR1"), "no parquet file that reads"),
         (lambda folder: written(folder / "x.csv", b"a"), "expected"),
+        (lambda folder: twice_called(folder / "x.parquet", ["image", "image"]), "one column image expected, got 2"),
+        (lambda folder: twice_called(folder / "x.parquet", ["image", "id", "id"]), "one column id expected, got 2"),
+        (lambda folder: folder / ("x" * 300 + ".png"), "cannot be read: File name too long"),
+        (lambda folder: "/dev/null", "/dev/null: neither a folder nor a regular file"),
+        (lambda folder: "", "expected, got ''"),
     ],
 )
 def test_inputs_that_are_none(tmp_path: Path, make: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         inputs.collect([make(tmp_path)])
+
+
+def twice_called(table: Path, names: list[str]) -> Path:
+    column = pyarrow.array([b"a"])
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column] * len(names), names=names), table)
+    return table
+
+
+def test_folders_that_are_links(pictures: Path, tmp_path: Path) -> None:
+    """They are searched through like others, each under its own name, and not in circles."""
+    given = tmp_path / "given"
+    (given / "inside").mkdir(parents=True)
+    other = tmp_path / "other"
+    shutil.copytree(pictures, other)
+    shutil.copy(pictures / "00.png", given / "a.png")
+    (given / "linked").symlink_to(other)
+    (given / "inside" / "linked").symlink_to(other)
+    (given / "inside" / "up").symlink_to(given)
+    (other / "back.png").symlink_to(given)  # a folder, whatever its name
+    (other / "itself").symlink_to("itself")
+    names = {path.name for path in pictures.glob("*.png")}
+    wanted = {"a.png"} | {f"{at}/{name}" for at in ("linked", "inside/linked") for name in names}
+    found = inputs.collect([given])
+    assert [each.path for each in found] == sorted(each.path for each in found)
+    assert {str(each.path.relative_to(given)) for each in found} == wanted
+    from_inside = {str(each.path.relative_to(other)) for each in inputs.collect([other])}
+    assert from_inside == names | {"back.png/a.png"} and len(names) == COUNT
+
+
+def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """As a missing file is; the others go on."""
+    listed = tmp_path / "list.txt"
+    listed.write_text("\n".join([str(pictures / "00.png"), "x" * 300 + ".png", "gone.png"]))
+    job = corpus_job.Job(str(checkpoint), (str(listed),), str(tmp_path / "out"))
+    (done,) = corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    assert (done.inputs, done.errors) == (3, 2)
+    good, long, gone = shards.read(tmp_path / "out", 0)
+    assert not good.error and "File name too long" in long.error and "no such file" in gone.error
+
+
+def test_a_shard_that_another_job_has_committed_is_not_reported(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4)
+    commit = shards.commit
+
+    def after_another(out: Path, number: int, *others: Any) -> bool:
+        return commit(out, number, *others) and (number != 1 or commit(out, number, *others))
+
+    monkeypatch.setattr(shards, "commit", after_another)
+    heard: list[int] = []
+    found = corpus_job.run(job, [], embedder_of, lambda shard, total: heard.append(shard.number))
+    assert heard == [shard.number for shard in found] and sorted(heard) == [0, 2]
+    assert shards.committed(tmp_path / "out") == {0, 1, 2}
 
 
 def test_inputs_of_one_name(pictures: Path) -> None:

@@ -213,6 +213,8 @@ def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFi
     assert [media.name for media in load(good)] == ["bytes 0"]
     with pytest.raises(MediaError, match="some/none.png: no such file"):
         load("some/none.png")
+    with pytest.raises(MediaError, match="a path expected, got ''"):
+        load("")
     with pytest.raises(MediaError, match="/dev/null: not a regular file"):
         load("/dev/null")
     with pytest.raises(TypeError, match="paths or bytes, got int"):
