@@ -25,7 +25,7 @@ from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, started_ahead
+from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, rgb_of, started_ahead
 from fusedvit.pixels.streaming import Batch, stream
 
 OUTPUTS = ("mean", "tokens")
@@ -354,7 +354,7 @@ def _source_of(value: Any) -> Source:
         value = value.item()
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
         try:
-            return np.asarray(value.convert("RGB"))
+            return rgb_of(value)
         except Exception as error:  # a file that is read only now, and damaged
             return MediaError(f"an image that does not decode ({type(error).__name__})")
     if isinstance(value, SOURCES):

@@ -2,9 +2,11 @@
 
 Pillow finds an image's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone
 (of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open anything else. Colours and
-rotation are as in transformers' `load_image`. Nothing is downloaded.
+rotation are those of transformers' `load_image` and of the processor that is given its picture. Nothing is downloaded.
 """
 
+import functools
+import inspect
 import io
 import logging
 import operator
@@ -243,7 +245,8 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         with given.open() as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             _check_limit(given.name, "pixels", image.width * image.height, limits.max_pixels)
             ImageOps.exif_transpose(image, in_place=True)
-            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+            # as `load_image` gives it to a processor: without alpha, but a colour of it may still be transparent
+            return rgb_of(image if image.mode == "RGB" else image.convert("RGB"))
     except Image.DecompressionBombError:
         # Pillow's own limit came first; its message may be trusted, the file may not
         limit = f"at most {limits.max_pixels} are read"
@@ -252,6 +255,23 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         raise
     except Exception as error:  # Pillow raises struct.error, TypeError and others where a file is damaged
         raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
+
+
+def rgb_of(picture: Any) -> np.ndarray:
+    """`[H, W, 3]` of a Pillow image, as Hugging Face's processors convert it: where it has alpha, or a colour that is
+    transparent, by the function of the transformers that is installed, as versions differ."""
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        return np.array(_transformers_rgb()(picture))
+    return np.array(picture if picture.mode == "RGB" else picture.convert("RGB"))
+
+
+@functools.cache
+def _transformers_rgb() -> Callable[[Any], Any]:
+    from transformers.image_transforms import convert_to_rgb
+
+    if "return_numpy" in inspect.signature(convert_to_rgb).parameters:  # without it, it warns
+        return functools.partial(convert_to_rgb, return_numpy=True)
+    return convert_to_rgb  # type: ignore[no-any-return]
 
 
 def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int) -> Media:

@@ -31,7 +31,7 @@ from fusedvit.pixels.media import (
     processors,
     started_ahead,
 )
-from fusedvit.pixels.processors import name_of, gives_grids, swap
+from fusedvit.pixels.processors import gives_grids, name_of, swap
 
 logger = logging.getLogger("fusedvit")
 

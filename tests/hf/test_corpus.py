@@ -178,6 +178,38 @@ def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tens
         close(found["embedding"][i], expected[f"{i:02d}.png"][:, : embedder.width])
 
 
+NOISE = np.random.default_rng(3).integers(0, 256, (50, 70, 4), dtype=np.uint8)
+
+
+def one_colour_transparent() -> Image.Image:
+    picture = Image.fromarray(NOISE).convert("RGB")
+    picture.info["transparency"] = picture.getpixel((3, 4))
+    return picture
+
+
+DECODED = {
+    "RGB": Image.fromarray(NOISE).convert("RGB"),
+    "RGBA": Image.fromarray(NOISE),
+    "LA": Image.fromarray(NOISE).convert("LA"),
+    "one colour transparent": one_colour_transparent(),
+    "palette": Image.fromarray(NOISE).convert("P"),
+    "grey": Image.fromarray(NOISE).convert("L"),
+    "three rows": Image.fromarray(NOISE[:3, :, :3].copy()),
+    "one row": Image.fromarray(NOISE[:1, :, :3].copy()),
+}
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_pillow_images_are_what_the_processor_makes_of_them(checkpoint: Path, kind: str) -> None:
+    given = tiny_processor()(images=[DECODED[kind]], return_tensors="pt")
+    tower = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval().model.visual
+    with torch.no_grad():
+        wanted = tower(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output.mean(0)
+    found = fusedvit.Embedder(checkpoint, tiny_processor())({"image": [DECODED[kind]]})
+    assert found["error"] == [""] and found["grid_thw"] == given["image_grid_thw"].tolist()
+    close(found["embedding"][0], wanted)
+
+
 @pytest.mark.parametrize("as_value", [Image.open, lambda path: np.asarray(Image.open(path))])
 def test_decoded_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Path, as_value: Any) -> None:
     model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
