@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusedvit.api import fuse
+from fusedvit.api import fuse, unfuse
 from fusedvit.checkpoint import load_tower
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
@@ -26,6 +26,7 @@ from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, rgb_of, started_ahead
+from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, stream
 
 OUTPUTS = ("mean", "tokens")
@@ -64,7 +65,8 @@ class Embedder:
         config: as `fuse` takes it; `FuseConfig(compile="now")` if left out.
 
     Raises:
-        InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused.
+        InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused; a processor of
+            other patches than the tower's.
         ValueError, TypeError: an option that is none; a model without its processor.
     """
 
@@ -91,8 +93,8 @@ class Embedder:
         if processor is None and not isinstance(model, str | Path):
             raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
         self._model = _loaded(model, device, dtype) if isinstance(model, str | Path) else model
-        self._handle = fuse(self._model, config or FuseConfig(compile="now"))
         self._processor = processors_of(str(model)) if processor is None else processor
+        self._handle = _fused(self._model, config, None if encode else self._processor)
         self._output, self._deepstack, self._encode = output, deepstack, encode
         self._threads, self._limits = threads, limits
         self._vectors = output == "tokens" and encode is None
@@ -295,6 +297,20 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 def _between(begin: Any, end: Any) -> float:
     """Seconds from one moment to another; the GPU has passed both."""
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+
+
+def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
+    """The tower's handle; where patches of `processor` do not fit it, the tower stays as it was."""
+    tower = find_tower(model)
+    before = type(tower)
+    handle = fuse(model, config or FuseConfig(compile="now"))
+    try:
+        check_fits(processor, handle.spec)
+    except InputError:
+        if type(tower) is not before:
+            unfuse(tower)
+        raise
+    return handle
 
 
 def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusedvit.errors import UnsupportedModel
+from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.model.normalization import Normalization
+from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.byte_pixels import BytePixels, as_floats
 from fusedvit.pixels.byte_processors import ORIGINAL, STATE, Home, as_class, classes_of
 from fusedvit.pixels.pipeline import PIPELINE, pipeline_of
-from fusedvit.pixels.processor_kinds import backend_of, outputs_of
+from fusedvit.pixels.processor_kinds import backend_of, kind_of, outputs_of
 
 logger = logging.getLogger("fusedvit")
 
@@ -100,6 +101,22 @@ def normalizations_of(processor: Any) -> dict[bool, Normalization]:
 def _options_of(part: Any) -> dict[str, Any]:
     """Of a call that says nothing but that it wants tensors of torch."""
     return {name: getattr(part, name, None) for name in _OPTIONS} | {"return_tensors": "pt"}
+
+
+def check_fits(processor: Any, spec: VisionSpec) -> None:
+    """Raises InputError where an image or video processor in `processor` cuts other patches than a tower takes."""
+    for part in _parts_of(processor).values():
+        kind = kind_of(_original_of(part))
+        if kind is None or kind.padded:  # no patches in a grid
+            continue
+        given = {name: getattr(part, name, None) for name in ("patch_size", "merge_size", "temporal_patch_size")}
+        given["temporal_patch_size"] = kind.frames(given)  # ERNIE's for videos has 2, and makes patches of one frame
+        wrong = {name: got for name, got in given.items() if got not in (None, getattr(spec, name))}
+        if wrong:
+            expected = ", ".join(f"{name} {getattr(spec, name)}" for name in wrong)
+            got = ", ".join(map(str, wrong.values()))
+            name = _original_of(part).__name__
+            raise InputError(f"fusedvit: {name} does not fit the tower: {expected} expected, got {got}")
 
 
 def name_of(processor: Any) -> str:

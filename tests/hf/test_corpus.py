@@ -199,6 +199,37 @@ DECODED = {
 }
 
 
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"patch_size": 14}, "patch_size 16 expected, got 14"),
+        ({"merge_size": 1}, "merge_size 2 expected, got 1"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size 2 expected, got 1"),
+        ({"patch_size": 14, "merge_size": 1}, "patch_size 16, merge_size 2 expected, got 14, 1"),
+    ],
+)
+def test_a_processor_of_other_patches(
+    checkpoint: Path, pictures: Path, tmp_path: Path, setting: dict[str, int], message: str
+) -> None:
+    """Is found before anything is embedded: the folder is free for another job, a model as it was."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    settings = json.loads((model / "preprocessor_config.json").read_text())
+    (model / "preprocessor_config.json").write_text(json.dumps(settings | setting))
+    out = tmp_path / "out"
+    result = RUNNER.invoke(app, ["embed", str(model), str(pictures), str(out)])
+    assert result.exit_code == 2 and message in result.output
+    assert list(out.iterdir()) == []
+    whole = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
+    cls, processor = type(whole.model.visual), transformers.AutoImageProcessor.from_pretrained(model)
+    with pytest.raises(InputError, match=f"fusedvit: Qwen2VLImageProcessor.* does not fit the tower: {message}"):
+        fusedvit.Embedder(whole, processor)
+    assert type(whole.model.visual) is cls
+    handle = fusedvit.fuse(whole)
+    with pytest.raises(InputError, match=message):
+        fusedvit.Embedder(whole, processor)
+    assert whole.model.visual.forward and fusedvit.fuse(whole) is handle
+
+
 @pytest.mark.parametrize("kind", DECODED)
 def test_pillow_images_are_what_the_processor_makes_of_them(checkpoint: Path, kind: str) -> None:
     given = tiny_processor()(images=[DECODED[kind]], return_tensors="pt")
