@@ -33,7 +33,8 @@ class Input:
 
 
 def collect(given: Sequence[str | Path]) -> list[Input]:
-    """Every input of folders (searched through, sorted), media files, `.txt` lists with a path a line, and `.parquet`.
+    """Every input of folders (searched through, also those that are links; sorted), media files, `.txt` lists with a
+    path a line, and `.parquet`.
 
     Raises:
         InputError: something is no such thing, cannot be read, or two inputs have the same id.

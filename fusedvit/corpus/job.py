@@ -110,9 +110,12 @@ def run(
     if not todo:
         return []
     if gpus:
-        _run_on(job, gpus[: len(todo)], todo, committed)
+        with _taken_back(job, is_new, found):
+            _run_on(job, gpus[: len(todo)], todo, committed)
     else:
-        work(_built(build, job, is_new), parts, Path(job.out), iter(todo), committed)
+        with _taken_back(job, is_new, found):
+            embedder = build(job)
+        work(embedder, parts, Path(job.out), iter(todo), committed)
     return found
 
 
@@ -134,12 +137,13 @@ def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
     return parts, sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
 
 
-def _built(build: Callable[[Job], Embedder], job: Job, is_new: bool) -> Embedder:
-    """The embedder; where the model does not load, a job that was only begun for it is taken back."""
+@contextlib.contextmanager
+def _taken_back(job: Job, is_new: bool, found: Sequence[ShardDone]) -> Iterator[None]:
+    """Where the model does not load, a job that was only begun for it is taken back."""
     try:
-        return build(job)
+        yield
     except (InputError, UnsupportedModel):
-        if is_new:
+        if is_new and not found:
             shards.abandon(Path(job.out))
         raise
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fusedvit.errors import InputError
+from fusedvit.pixels.containers import missing_bytes
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
@@ -302,19 +303,37 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
 
 
 def _facts_of(given: _Given, limits: Limits) -> VideoFacts:
-    """Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding."""
+    """Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding.
+
+    An AVI's index is taken as it was read: other containers' grow while packets are read, or leave frames out.
+    """
     count = 0
     with _video_stream(given) as (container, stream):
+        indexed = sum(entry.size > 0 for entry in stream.index_entries) if given.video == "avi" else 0
         for packet in container.demux(stream):
             count += packet.size > 0
             _check_limit(given.name, "frames", count, limits.max_frames)
             if packet.is_corrupt:
                 raise MediaError(f"{given.name}: cut off: frame {count - 1} is not whole")
+        if count < indexed:  # FFmpeg skips what it does not find
+            raise MediaError(f"{given.name}: damaged: {indexed} frames by its index, got {count}")
         fps = None if not stream.average_rate else float(stream.average_rate)
         facts = VideoFacts(count, fps, stream.width, stream.height)
     if not count:
         raise MediaError(f"{given.name}: at least 1 frame expected, got 0")
+    _check_whole(given)
     return facts
+
+
+def _check_whole(given: _Given) -> None:
+    assert given.video is not None
+    try:
+        with given.open() as file:
+            missing = missing_bytes(file, given.video)
+    except OSError as error:
+        raise MediaError(f"{given.name}: {error.strerror}") from None
+    if missing:
+        raise MediaError(f"{given.name}: cut off: {given.size + missing} bytes expected, got {given.size}")
 
 
 @contextmanager

@@ -503,3 +503,7 @@ def test_a_mistyped_model_keeps_nobody_out(pictures: Path, tmp_path: Path) -> No
     result = RUNNER.invoke(app, ["embed", str(tmp_path / "absent"), str(pictures), str(out)])
     assert result.exit_code == 2 and "no such folder" in result.output
     assert list(out.iterdir()) == []
+    job = corpus_job.Job(str(tmp_path / "absent"), (str(pictures),), str(out))
+    with pytest.raises(InputError, match="no such folder"):
+        corpus_job.run(job, [0], embedder_of, lambda shard, total: None)
+    assert list(out.iterdir()) == []
