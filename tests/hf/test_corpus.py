@@ -28,8 +28,8 @@ import fusedvit  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
-from fusedvit.corpus import inputs, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
+from fusedvit.corpus import shards  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
 from tests.support.checkpoint import noisy_pictures, tiny_checkpoint, tiny_processor  # noqa: E402
@@ -176,69 +176,6 @@ def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tens
     assert found["embedding"][5].shape == (0, embedder.width)
     for i in set(range(COUNT)) - {5}:
         close(found["embedding"][i], expected[f"{i:02d}.png"][:, : embedder.width])
-
-
-NOISE = np.random.default_rng(3).integers(0, 256, (50, 70, 4), dtype=np.uint8)
-
-
-def one_colour_transparent() -> Image.Image:
-    picture = Image.fromarray(NOISE).convert("RGB")
-    picture.info["transparency"] = picture.getpixel((3, 4))
-    return picture
-
-
-DECODED = {
-    "RGB": Image.fromarray(NOISE).convert("RGB"),
-    "RGBA": Image.fromarray(NOISE),
-    "LA": Image.fromarray(NOISE).convert("LA"),
-    "one colour transparent": one_colour_transparent(),
-    "palette": Image.fromarray(NOISE).convert("P"),
-    "grey": Image.fromarray(NOISE).convert("L"),
-    "three rows": Image.fromarray(NOISE[:3, :, :3].copy()),
-    "one row": Image.fromarray(NOISE[:1, :, :3].copy()),
-}
-
-
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ({"patch_size": 14}, "patch_size 16 expected, got 14"),
-        ({"merge_size": 1}, "merge_size 2 expected, got 1"),
-        ({"temporal_patch_size": 1}, "temporal_patch_size 2 expected, got 1"),
-        ({"patch_size": 14, "merge_size": 1}, "patch_size 16, merge_size 2 expected, got 14, 1"),
-    ],
-)
-def test_a_processor_of_other_patches(
-    checkpoint: Path, pictures: Path, tmp_path: Path, setting: dict[str, int], message: str
-) -> None:
-    """Is found before anything is embedded: the folder is free for another job, a model as it was."""
-    model = shutil.copytree(checkpoint, tmp_path / "model")
-    settings = json.loads((model / "preprocessor_config.json").read_text())
-    (model / "preprocessor_config.json").write_text(json.dumps(settings | setting))
-    out = tmp_path / "out"
-    result = RUNNER.invoke(app, ["embed", str(model), str(pictures), str(out)])
-    assert result.exit_code == 2 and message in result.output
-    assert list(out.iterdir()) == []
-    whole = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
-    cls, processor = type(whole.model.visual), transformers.AutoImageProcessor.from_pretrained(model)
-    with pytest.raises(InputError, match=f"fusedvit: Qwen2VLImageProcessor.* does not fit the tower: {message}"):
-        fusedvit.Embedder(whole, processor)
-    assert type(whole.model.visual) is cls
-    handle = fusedvit.fuse(whole)
-    with pytest.raises(InputError, match=message):
-        fusedvit.Embedder(whole, processor)
-    assert whole.model.visual.forward and fusedvit.fuse(whole) is handle
-
-
-@pytest.mark.parametrize("kind", DECODED)
-def test_pillow_images_are_what_the_processor_makes_of_them(checkpoint: Path, kind: str) -> None:
-    given = tiny_processor()(images=[DECODED[kind]], return_tensors="pt")
-    tower = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval().model.visual
-    with torch.no_grad():
-        wanted = tower(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output.mean(0)
-    found = fusedvit.Embedder(checkpoint, tiny_processor())({"image": [DECODED[kind]]})
-    assert found["error"] == [""] and found["grid_thw"] == given["image_grid_thw"].tolist()
-    close(found["embedding"][0], wanted)
 
 
 @pytest.mark.parametrize("as_value", [Image.open, lambda path: np.asarray(Image.open(path))])
@@ -395,53 +332,6 @@ def worker_of(job: corpus_job.Job) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda folder: folder / "absent", "no such file or folder"),
-        (lambda folder: "https://host/picture.png", "https://host/picture.png: a URL; download it and give the file"),
-        (lambda folder: folder, "no images or videos"),
-        (lambda folder: written(folder / "x.parquet", b"PAR1"), "no parquet file that reads"),
-        (lambda folder: written(folder / "x.csv", b"a"), "expected"),
-        (lambda folder: twice_called(folder / "x.parquet", ["image", "image"]), "one column image expected, got 2"),
-        (lambda folder: twice_called(folder / "x.parquet", ["image", "id", "id"]), "one column id expected, got 2"),
-        (lambda folder: folder / ("x" * 300 + ".png"), "cannot be read: File name too long"),
-        (lambda folder: "/dev/null", "/dev/null: neither a folder nor a regular file"),
-        (lambda folder: "", "expected, got ''"),
-    ],
-)
-def test_inputs_that_are_none(tmp_path: Path, make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        inputs.collect([make(tmp_path)])
-
-
-def twice_called(table: Path, names: list[str]) -> Path:
-    column = pyarrow.array([b"a"])
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column] * len(names), names=names), table)
-    return table
-
-
-def test_folders_that_are_links(pictures: Path, tmp_path: Path) -> None:
-    """They are searched through like others, each under its own name, and not in circles."""
-    given = tmp_path / "given"
-    (given / "inside").mkdir(parents=True)
-    other = tmp_path / "other"
-    shutil.copytree(pictures, other)
-    shutil.copy(pictures / "00.png", given / "a.png")
-    (given / "linked").symlink_to(other)
-    (given / "inside" / "linked").symlink_to(other)
-    (given / "inside" / "up").symlink_to(given)
-    (other / "back.png").symlink_to(given)  # a folder, whatever its name
-    (other / "itself").symlink_to("itself")
-    names = {path.name for path in pictures.glob("*.png")}
-    wanted = {"a.png"} | {f"{at}/{name}" for at in ("linked", "inside/linked") for name in names}
-    found = inputs.collect([given])
-    assert [each.path for each in found] == sorted(each.path for each in found)
-    assert {str(each.path.relative_to(given)) for each in found} == wanted
-    from_inside = {str(each.path.relative_to(other)) for each in inputs.collect([other])}
-    assert from_inside == names | {"back.png/a.png"} and len(names) == COUNT
-
-
 def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
     """As a missing file is; the others go on."""
     listed = tmp_path / "list.txt"
@@ -467,16 +357,6 @@ def test_a_shard_that_another_job_has_committed_is_not_reported(
     found = corpus_job.run(job, [], embedder_of, lambda shard, total: heard.append(shard.number))
     assert heard == [shard.number for shard in found] and sorted(heard) == [0, 2]
     assert shards.committed(tmp_path / "out") == {0, 1, 2}
-
-
-def test_inputs_of_one_name(pictures: Path) -> None:
-    with pytest.raises(InputError, match="two inputs are called"):
-        inputs.collect([pictures, sorted(pictures.glob("*.png"))[0]])
-
-
-def written(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
 
 
 @pytest.mark.parametrize(

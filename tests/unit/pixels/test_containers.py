@@ -30,19 +30,19 @@ LIVE = ("matroska", {"live": "1"}, "mpeg4")
 CUTS = (0.3, 0.5, 0.7, 0.88, 0.95, 0.99)
 
 
-def encoded(form: str, options: dict[str, str], codec: str, dropped: tuple[int, ...] = ()) -> bytes:
+def encoded(muxer: str, options: dict[str, str], codec: str, dropped: tuple[int, ...] = ()) -> bytes:
     """A video of noise; without the frames `dropped`, whose times stay empty."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "video"  # which the muxer may read again
-        write(path, form, options, codec, dropped, rng)
+        write(path, muxer, options, codec, dropped, rng)
         return path.read_bytes()
 
 
 def write(
-    path: Path, form: str, options: dict[str, str], codec: str, dropped: tuple[int, ...], rng: np.random.Generator
+    path: Path, muxer: str, options: dict[str, str], codec: str, dropped: tuple[int, ...], rng: np.random.Generator
 ) -> None:
-    with av.open(str(path), "w", format=form, options=options) as container:
+    with av.open(str(path), "w", format=muxer, options=options) as container:
         stream: Any = container.add_stream(codec, rate=8)
         stream.width, stream.height, stream.gop_size = 64, 48, 4
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
