@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 _BOXES = frozenset((b"ftyp styp moov moof mdat mfra sidx ssix prft emsg meta free skip wide uuid udta pdin").split())
+_PADDING = frozenset((b"free", b"skip", b"wide"))  # nothing is lost with their ends
 _EBML, _SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
 _RIFF_SLACK = 8  # bytes; some writers count the list's own header
 _STREAMED = (0, 0xFFFFFFFF)  # lengths of a RIFF list whose writer could not go back
@@ -39,7 +40,9 @@ def _end_of_boxes(file: BinaryIO, size: int) -> int:
         if kind not in _BOXES or length < 8:  # to the end of the file, or something that was added behind it
             return 0
         at += length
-    return at
+        if at > size:
+            return 0 if kind in _PADDING else at
+    return 0
 
 
 def _end_of_segment(file: BinaryIO, size: int) -> int:

@@ -43,7 +43,8 @@ class Batch:
     """Sources that were packed together: several images, or one video.
 
     Attributes:
-        pixel_values: `[P, width]` bytes of all patches, as the processor's `pixel_values` or `pixel_values_videos`.
+        pixel_values: `[P, width]` bytes of all patches, as the processor's `pixel_values` or `pixel_values_videos`; its
+            floats where it is set to what bytes cannot stand for.
         grid_thw: `[n, 3]` int64 on the CPU.
         indices: of the sources, in the order given, ascending.
         names: of the sources.
@@ -310,6 +311,7 @@ def _batch(group: list[Media], parts: _Parts) -> Batch:
         told["video_metadata"] = [_metadata_of(video)]  # ERNIE's processor writes the time into frames
         found = parts.video(videos=[video.frames], do_sample_frames=False, **told)
         pixels, grid = found["pixel_values_videos"], found["video_grid_thw"]
+    pixels = pixels.to(parts.device)  # floats of the original code are on the CPU
     return Batch(pixels, grid, tuple(m.index for m in group), tuple(m.name for m in group), kind)
 
 

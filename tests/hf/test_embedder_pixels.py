@@ -84,6 +84,23 @@ def test_a_processor_of_other_patches(
     assert whole.model.visual.forward and fusedvit.fuse(whole) is handle
 
 
+def test_a_rescale_factor_that_no_weights_hold(checkpoint: Path) -> None:
+    """Of the processor itself: Hugging Face's answer is finite, and so is ours."""
+    processor = tiny_processor()
+    processor.rescale_factor = 0.0
+    given = processor(images=[DECODED["RGB"]], return_tensors="pt")
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        wanted = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
+        fusedvit.fuse(model, processor=processor)
+        again = processor(images=[DECODED["RGB"]], return_tensors="pt")
+        fused = model.model.visual(again["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(fused, wanted, atol=1e-4, rtol=1e-4)
+    found = fusedvit.Embedder(model, processor)({"image": [DECODED["RGB"]]})
+    torch.testing.assert_close(torch.as_tensor(found["embedding"][0]), wanted.mean(0), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", DECODED)
 def test_pillow_images_are_what_the_processor_makes_of_them(checkpoint: Path, kind: str) -> None:
     given = tiny_processor()(images=[DECODED[kind]], return_tensors="pt")

@@ -180,6 +180,14 @@ def test_a_processor_that_does_not_resize() -> None:
         list(stream(sources, processor))
 
 
+@pytest.mark.parametrize("setting", ({"rescale_factor": 0.0}, {"do_normalize": False}), ids=str)
+def test_what_bytes_cannot_stand_for_stays_floats(setting: dict[str, Any]) -> None:
+    processor = image_processor("Qwen2VLImageProcessorPil", **setting)
+    (batch,) = stream([png(40, 60)], processor)
+    wanted = processor(images=[noise(40, 60)], return_tensors="pt")["pixel_values"]
+    assert not isinstance(batch.pixel_values, BytePixels) and torch.equal(batch.pixel_values.cpu(), wanted)
+
+
 def test_a_video_that_is_not_resized() -> None:
     pytest.importorskip("torchvision")
     processor = video_processor("Qwen2VLVideoProcessor", do_resize=False)
