@@ -14,6 +14,7 @@ from typing import BinaryIO
 _BOXES = frozenset((b"ftyp styp moov moof mdat mfra sidx ssix prft emsg meta free skip wide uuid udta pdin").split())
 _PADDING = frozenset((b"free", b"skip", b"wide"))  # nothing is lost with their ends
 _EBML, _SEGMENT = b"\x1aE\xdf\xa3", b"\x18S\x80g"
+_PARTS = 100_000  # that are looked at: a file of nothing but heads would take minutes
 _RIFF_SLACK = 8  # bytes; some writers count the list's own header
 _STREAMED = (0, 0xFFFFFFFF)  # lengths of a RIFF list whose writer could not go back
 
@@ -32,8 +33,10 @@ def missing_bytes(file: BinaryIO, container: str) -> int:
 
 def _end_of_boxes(file: BinaryIO, size: int) -> int:
     at = 0
-    while at + 8 <= size:
+    for _ in range(_PARTS):
         head = _read(file, at, 16)
+        if len(head) < 8:
+            break
         length, kind = int.from_bytes(head[:4], "big"), head[4:8]
         if length == 1:  # it is 64 bits long, behind the name
             length = int.from_bytes(head[8:], "big")
@@ -69,8 +72,10 @@ def _ebml_number(data: bytes) -> tuple[int | None, int]:
 
 def _end_of_lists(file: BinaryIO, size: int) -> int:
     at = 0
-    while at + 12 <= size:
+    for _ in range(_PARTS):
         head = _read(file, at, 12)
+        if len(head) < 12:
+            break
         length = int.from_bytes(head[4:8], "little")
         if head[:4] != b"RIFF" or head[8:11] != b"AVI" or length in _STREAMED:
             return 0

@@ -272,7 +272,7 @@ def _transformers_rgb() -> Callable[[Any], Any]:
 
     if "return_numpy" in inspect.signature(convert_to_rgb).parameters:  # without it, it warns
         return functools.partial(convert_to_rgb, return_numpy=True)
-    return convert_to_rgb  # type: ignore[no-any-return]
+    return convert_to_rgb
 
 
 def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int) -> Media:

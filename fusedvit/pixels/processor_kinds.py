@@ -70,11 +70,13 @@ class Kind(NamedTuple):
             )
         except (ValueError, TypeError):  # the original code says what is wrong with them
             return None
-        if not _may_fold(found):
-            return None
-        # padded rows have the channels last, and padding is 0 whatever the mean
-        fits = not self.padded or (not any(found.mean or ()) and len(set(found.std or ())) <= 1)
+        fits = _suits_padding(found) if self.padded else _may_fold(found)
         return found if fits else None
+
+
+def _suits_padding(normalization: Normalization) -> bool:
+    """Whether padded rows, which have the channels last, may be bytes: their padding is 0 whatever the mean."""
+    return not any(normalization.mean or ()) and len(set(normalization.std or ())) <= 1
 
 
 def _may_fold(normalization: Normalization) -> bool:

@@ -101,6 +101,7 @@ def ebml(length: bytes, content: int) -> bytes:
         (b"\0\0\0\1mdat" + (40).to_bytes(8, "big"), "mov", 24),
         (b"\0\0\0\x10mdat" + bytes(8) + b"\0\0\0\x40free", "mp4", 0),  # padding, which nobody misses
         (b"\0\0\0\x08free\0\0\0\x10junk", "mp4", 0),  # nobody's box
+        (b"\0\0\0\x08free" * 100_001 + b"\0\0\0\x10mdat", "mp4", 0),  # more boxes than are looked at
         (b"", "matroska", 0),
         (ebml(b"\x84", 3), "matroska", 1),
         (ebml(b"\x84", 4), "matroska", 0),
