@@ -11,10 +11,13 @@ from einops import rearrange
 
 from fusedvit.errors import first_line
 from fusedvit.pixels.byte_pixels import BytePixels, as_floats
+from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import Media, MediaError, load_one
 from fusedvit.pixels.processors import swap
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
+# for processors, which take 1, 3 or 4 rows of an array for channels unless they are told
+_AS_DECODED = {"input_data_format": CHANNELS_LAST, "return_tensors": "pt"}
 SAMPLE_IMAGE = ASSETS / "grace_hopper.jpg"
 SAMPLE_VIDEO = ASSETS / "big_buck_bunny.mp4"
 
@@ -78,7 +81,7 @@ def prepare(media: Media, layout: PatchLayout) -> VisionInput:
 
 def _prepared(media: Media, layout: PatchLayout) -> VisionInput:
     if media.kind == "image":
-        batch = _image_processor(layout)(images=_as_pictures(media.frames), return_tensors="pt")
+        batch = _image_processor(layout)(images=list(media.frames), **_AS_DECODED)
         return VisionInput(batch["pixel_values"], batch["image_grid_thw"])
     frames = _pad_frames(media.frames, layout.temporal_patch_size)
     from transformers.utils import is_torchvision_available
@@ -92,7 +95,7 @@ def rows_from_frames(frames: np.ndarray, layout: PatchLayout) -> VisionInput:
     frames: uint8 [F, H, W, 3] with F a multiple of the layout's temporal_patch_size (tp), which make one grid row in
     time.
     """
-    batch = _image_processor(layout)(images=_as_pictures(frames), return_tensors="pt")
+    batch = _image_processor(layout)(images=list(frames), **_AS_DECODED)
     _, height, width = batch["image_grid_thw"][0].tolist()
     stills: BytePixels = batch["pixel_values"]
     sides = {"tp": layout.temporal_patch_size, "n": height * width, "p": layout.patch_size**2}
@@ -109,7 +112,7 @@ def _video_processor_rows(frames: np.ndarray, layout: PatchLayout) -> VisionInpu
     processor = Qwen3VLVideoProcessor(
         size=size, do_sample_frames=False, cap_pixels_per_frame=False, **_processor_arguments(layout)
     )
-    batch = swap(processor)(videos=[frames], return_tensors="pt")
+    batch = swap(processor)(videos=[frames], **_AS_DECODED)
     return VisionInput(batch["pixel_values_videos"], batch["video_grid_thw"])
 
 
@@ -132,12 +135,6 @@ def _processor_arguments(layout: PatchLayout) -> dict[str, Any]:
         "image_mean": list(layout.mean),
         "image_std": list(layout.std),
     }
-
-
-def _as_pictures(frames: np.ndarray) -> list[Any]:
-    from PIL import Image
-
-    return [Image.fromarray(frame) for frame in frames]  # a picture's channel axis is not inferred
 
 
 def _pad_frames(frames: np.ndarray, multiple: int) -> np.ndarray:

@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusedvit.api import fuse
+from fusedvit.api import fuse, unfuse
 from fusedvit.checkpoint import load_tower
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, started_ahead
+from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, rgb_of, started_ahead
+from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, stream
 
 OUTPUTS = ("mean", "tokens")
@@ -64,7 +65,8 @@ class Embedder:
         config: as `fuse` takes it; `FuseConfig(compile="now")` if left out.
 
     Raises:
-        InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused.
+        InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused; a processor of
+            other patches than the tower's.
         ValueError, TypeError: an option that is none; a model without its processor.
     """
 
@@ -91,8 +93,8 @@ class Embedder:
         if processor is None and not isinstance(model, str | Path):
             raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
         self._model = _loaded(model, device, dtype) if isinstance(model, str | Path) else model
-        self._handle = fuse(self._model, config or FuseConfig(compile="now"))
         self._processor = processors_of(str(model)) if processor is None else processor
+        self._handle = _fused(self._model, config, None if encode else self._processor)
         self._output, self._deepstack, self._encode = output, deepstack, encode
         self._threads, self._limits = threads, limits
         self._vectors = output == "tokens" and encode is None
@@ -297,6 +299,20 @@ def _between(begin: Any, end: Any) -> float:
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
+def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
+    """The tower's handle; where patches of `processor` do not fit it, the tower stays as it was."""
+    tower = find_tower(model)
+    before = type(tower)
+    handle = fuse(model, config or FuseConfig(compile="now"))
+    try:
+        check_fits(processor, handle.spec)
+    except InputError:
+        if type(tower) is not before:
+            unfuse(tower)
+        raise
+    return handle
+
+
 def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return load_tower(str(where), on, dtype or (torch.bfloat16 if on.type == "cuda" else torch.float32))
@@ -354,7 +370,7 @@ def _source_of(value: Any) -> Source:
         value = value.item()
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
         try:
-            return np.asarray(value.convert("RGB"))
+            return rgb_of(value)
         except Exception as error:  # a file that is read only now, and damaged
             return MediaError(f"an image that does not decode ({type(error).__name__})")
     if isinstance(value, SOURCES):

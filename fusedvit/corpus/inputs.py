@@ -33,7 +33,8 @@ class Input:
 
 
 def collect(given: Sequence[str | Path]) -> list[Input]:
-    """Every input of folders (searched through, sorted), media files, `.txt` lists with a path a line, and `.parquet`.
+    """Every input of folders (searched through, also those that are links; sorted), media files, `.txt` lists with a
+    path a line, and `.parquet`.
 
     Raises:
         InputError: something is no such thing, cannot be read, or two inputs have the same id.
@@ -74,13 +75,15 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
 
 
 def _inputs_of(given: str | Path) -> Iterator[Input]:
+    if not str(given):
+        raise InputError("an input without a name: a folder, file, list or table expected, got ''")
     _check_no_url(str(given))  # before Path() makes one slash of its two
     source = Path(given)
     suffix = source.suffix.lower()
-    if source.is_dir():
+    if os.path.isdir(source):
         yield from (Input(_text(path), path) for path in _media_in(source))
-    elif not source.is_file():
-        raise InputError(f"{source}: no such file or folder")
+    elif not os.path.isfile(source):
+        raise InputError(f"{_text(source)}: {_why_no_file(source)}")
     elif suffix in LISTS:
         yield from (Input(line, source.parent / line) for line in _lines_of(source))
     elif suffix in TABLES:
@@ -92,15 +95,38 @@ def _inputs_of(given: str | Path) -> Iterator[Input]:
         raise InputError(f"{source}: {known} expected")
 
 
+def _why_no_file(source: Path) -> str:
+    try:
+        source.stat()
+    except FileNotFoundError:
+        return "no such file or folder"
+    except (OSError, ValueError) as error:  # too long a name, a folder that may not be entered; a 0 in the name
+        return f"cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
+    return "neither a folder nor a regular file"
+
+
 def _media_in(folder: Path) -> list[Path]:
-    """Every image and video of a folder and those in it; links to files that are gone too, which become errors."""
+    """Every image and video of a folder and those in it, also of folders that are links; and links to files that are
+    gone, and files that may not be reached, which become errors."""
+    media = (path for path in _files_in(folder, ()) if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_FORMATS))
+    return sorted(path for path in media if os.path.isfile(path) or not os.path.exists(path))
 
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename}: a folder that cannot be read: {first_line(error)}")
 
-    found = (Path(root, name) for root, _, names in os.walk(folder, onerror=refuse) for name in names)
-    media = (path for path in found if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_FORMATS))
-    return sorted(path for path in media if path.is_file() or not path.exists())
+def _files_in(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
+    """What is no folder in `folder` and those in it. A link back to one of those `above`, by its real path, ends."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise InputError(f"{folder}: a folder that cannot be read: {first_line(error)}") from None
+    for entry in entries:
+        path = folder / entry.name
+        if os.path.isdir(path):  # False where that may not be asked
+            yield from _files_in(path, (*above, real))
+        else:
+            yield path
 
 
 def _lines_of(source: Path) -> list[str]:
@@ -128,8 +154,12 @@ def _rows_of(table: Path) -> Iterator[Input]:
     import pyarrow.parquet
 
     schema = _reading(table, lambda: pyarrow.parquet.read_schema(table))
-    _check_type(table, schema.field(_column_of(table, schema)))
+    column = _column_of(table, schema)
     wanted = [name for name in ("id", *PATHS) if name in schema.names][:1]
+    for name in (column, *wanted):
+        if schema.names.count(name) > 1:
+            raise InputError(f"{table}: one column {name} expected, got {schema.names.count(name)}")
+    _check_type(table, schema.field(column))
     columns = _reading(table, lambda: pyarrow.parquet.read_table(table, columns=wanted)).to_pydict()
     called = next(iter(columns.values()), None)
     for row in range(_reading(table, lambda: pyarrow.parquet.read_metadata(table)).num_rows):

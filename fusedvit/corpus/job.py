@@ -110,9 +110,12 @@ def run(
     if not todo:
         return []
     if gpus:
-        _run_on(job, gpus[: len(todo)], todo, committed)
+        with _taken_back(job, is_new, found):
+            _run_on(job, gpus[: len(todo)], todo, committed)
     else:
-        work(_built(build, job, is_new), parts, Path(job.out), iter(todo), committed)
+        with _taken_back(job, is_new, found):
+            embedder = build(job)
+        work(embedder, parts, Path(job.out), iter(todo), committed)
     return found
 
 
@@ -134,12 +137,13 @@ def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
     return parts, sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
 
 
-def _built(build: Callable[[Job], Embedder], job: Job, is_new: bool) -> Embedder:
-    """The embedder; where the model does not load, a job that was only begun for it is taken back."""
+@contextlib.contextmanager
+def _taken_back(job: Job, is_new: bool, found: Sequence[ShardDone]) -> Iterator[None]:
+    """Where the model does not load, a job that was only begun for it is taken back."""
     try:
-        return build(job)
+        yield
     except (InputError, UnsupportedModel):
-        if is_new:
+        if is_new and not found:
             shards.abandon(Path(job.out))
         raise
 
@@ -158,7 +162,8 @@ def work(
 ) -> None:
     """Embeds the shards `numbers` as one stream, and commits each while the next are computed.
 
-    `numbers` is read ahead of the results, by as many inputs as are decoded ahead.
+    `numbers` is read ahead of the results, by as many inputs as are decoded ahead. `committed` hears of the shards that
+    this call has committed, not of those that another process was faster with.
 
     Raises:
         InputError: a table does not read, or a shard cannot be written; earlier ones are committed.
@@ -171,8 +176,8 @@ def work(
             yield from sources(parts[number])
 
     def write(number: int, found: list[shards.Embedded], counted: ShardDone) -> None:
-        shards.commit(out, number, found, embedder.width, embedder.dtype)
-        committed(counted)
+        if shards.commit(out, number, found, embedder.width, embedder.dtype):  # else it is another job's work
+            committed(counted)
 
     start, before = time.perf_counter(), embedder.counters()
     results = embedder.embed(ahead())
@@ -203,7 +208,7 @@ def _counted(
 
 def _bytes_of(part: Sequence[Input]) -> int:
     """How large the files of a shard are: how long it takes, roughly. A table's rows count alike."""
-    return sum(each.path.stat().st_size if each.row < 0 and each.path.is_file() else 1 for each in part)
+    return sum(each.path.stat().st_size if each.row < 0 and os.path.isfile(each.path) else 1 for each in part)
 
 
 # ── several processes ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,7 @@ from fusedvit.pixels.processor_kinds import Backend, Kind, kind_of
 
 STATE = "_fusedvit"  # in a swapped processor's __dict__
 ORIGINAL = "_fusedvit_original"  # of a swapped class
+CHANNELS_LAST = "channels_last"  # as transformers calls the layout of decoded images
 _BICUBIC = 3  # of Pillow and transformers
 
 
@@ -173,7 +174,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
         home = self.__dict__.get(STATE)
         if home is None or args or not home.runs_ours(kwargs.get("device")) or not is_plain(self, original):
             return original.process_image(self, image, *args, **kwargs)
-        seen = _rgb(image, kwargs.get("input_data_format"))
+        seen = _rgb(image, kwargs.get("input_data_format"), 3)
         if seen is None:
             return original.process_image(self, image, **kwargs | {"device": None})
         return seen if classes.kind.backend.name == "pil" else _tensor(seen)
@@ -184,7 +185,7 @@ def _intake(classes: Classes) -> dict[str, Any]:
             return original._prepare_input_videos(self, videos, *args, **kwargs)
         if not (of_base and home.runs_ours(device)):
             return _Videos(original._prepare_input_videos(self, videos, **kwargs), device)
-        seen = [_rgb(video, kwargs.get("input_data_format")) for video in videos]
+        seen = [_rgb(video, kwargs.get("input_data_format"), 4) for video in videos]
         if any(video is None for video in seen):
             prepared = original._prepare_input_videos(self, videos, **kwargs | {"device": None})
         else:
@@ -218,16 +219,18 @@ class _Videos(list[torch.Tensor]):
         self.device = device
 
 
-def _rgb(image: Any, layout: Any) -> np.ndarray | None:
-    """A view with the channels before the height, of what every version takes for 8-bit RGB with channels last."""
-    if layout is not None:
+def _rgb(image: Any, layout: Any, axes: int) -> np.ndarray | None:
+    """A view with the channels before the height, of what every version takes for 8-bit RGB with channels last.
+
+    axes: 3 of an image, 4 of a video; the original code sees what has more or fewer.
+    """
+    if layout not in (None, CHANNELS_LAST):
         return None
     if getattr(image, "mode", None) == "RGB" and "transparency" not in image.info:
         image = np.array(image)
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim not in (3, 4):
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != axes or image.shape[-1] != 3:
         return None
-    first = image.shape[-3]
-    if image.shape[-1] != 3 or first in (1, 3, 4) or (image.ndim == 4 and image.shape[1] in (1, 3, 4)):
+    if layout is None and image.shape[-3] in (1, 3, 4):  # rows that the original code takes for channels
         return None
     return image.transpose(*range(image.ndim - 3), -1, -3, -2)  # a tenth of what numpy's moveaxis takes
 
@@ -245,7 +248,10 @@ def _bytes_of(
 ) -> Any:
     """The call's outputs with bytes; None where the original code must run."""
     normalization = classes.kind.normalization(kwargs)
-    if normalization is None or not images or not all(_is_bytes(image, normalization.channels) for image in images):
+    if normalization is None or not images:
+        return None
+    axes = 3 if classes.kind.still else 4
+    if not all(_is_bytes(image, axes, normalization.channels) for image in images):
         return None
     asked = kwargs | {"do_rescale": False, "do_normalize": False}
     outputs = None
@@ -258,9 +264,9 @@ def _bytes_of(
     return outputs
 
 
-def _is_bytes(image: Any, channels: int) -> bool:
+def _is_bytes(image: Any, axes: int, channels: int) -> bool:
     byte = torch.uint8 if isinstance(image, torch.Tensor) else np.uint8
-    return image.dtype == byte and image.shape[-3] == channels
+    return image.dtype == byte and image.ndim == axes and image.shape[-3] == channels
 
 
 @functools.cache

@@ -2,9 +2,11 @@
 
 Pillow finds an image's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone
 (of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open anything else. Colours and
-rotation are as in transformers' `load_image`. Nothing is downloaded.
+rotation are those of transformers' `load_image` and of the processor that is given its picture. Nothing is downloaded.
 """
 
+import functools
+import inspect
 import io
 import logging
 import operator
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fusedvit.errors import InputError
+from fusedvit.pixels.containers import missing_bytes
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
@@ -208,6 +211,8 @@ def _opened(source: Source, index: int) -> _Given:
         raise TypeError(f"sources must be paths or bytes, got {type(source).__name__}")
     if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
         raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
+    if not os.fspath(source):
+        raise MediaError("a path expected, got ''")
     path = Path(source)
     name, suffix = _printable(path.name or str(path)), path.suffix.lower()
     try:
@@ -241,7 +246,8 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         with given.open() as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             _check_limit(given.name, "pixels", image.width * image.height, limits.max_pixels)
             ImageOps.exif_transpose(image, in_place=True)
-            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+            # as `load_image` gives it to a processor: without alpha, but a colour of it may still be transparent
+            return rgb_of(image if image.mode == "RGB" else image.convert("RGB"))
     except Image.DecompressionBombError:
         # Pillow's own limit came first; its message may be trusted, the file may not
         limit = f"at most {limits.max_pixels} are read"
@@ -250,6 +256,23 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
         raise
     except Exception as error:  # Pillow raises struct.error, TypeError and others where a file is damaged
         raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
+
+
+def rgb_of(picture: Any) -> np.ndarray:
+    """`[H, W, 3]` of a Pillow image, as Hugging Face's processors convert it: where it has alpha, or a colour that is
+    transparent, by the function of the transformers that is installed, as versions differ."""
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        return np.array(_transformers_rgb()(picture))
+    return np.array(picture if picture.mode == "RGB" else picture.convert("RGB"))
+
+
+@functools.cache
+def _transformers_rgb() -> Callable[[Any], Any]:
+    from transformers.image_transforms import convert_to_rgb
+
+    if "return_numpy" in inspect.signature(convert_to_rgb).parameters:  # without it, it warns
+        return functools.partial(convert_to_rgb, return_numpy=True)
+    return convert_to_rgb
 
 
 def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int) -> Media:
@@ -280,19 +303,37 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
 
 
 def _facts_of(given: _Given, limits: Limits) -> VideoFacts:
-    """Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding."""
+    """Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding.
+
+    An AVI's index is taken as it was read: other containers' grow while packets are read, or leave frames out.
+    """
     count = 0
     with _video_stream(given) as (container, stream):
+        indexed = sum(entry.size > 0 for entry in stream.index_entries) if given.video == "avi" else 0
         for packet in container.demux(stream):
             count += packet.size > 0
             _check_limit(given.name, "frames", count, limits.max_frames)
             if packet.is_corrupt:
                 raise MediaError(f"{given.name}: cut off: frame {count - 1} is not whole")
+        if count < indexed:  # FFmpeg skips what it does not find
+            raise MediaError(f"{given.name}: damaged: {indexed} frames by its index, got {count}")
         fps = None if not stream.average_rate else float(stream.average_rate)
         facts = VideoFacts(count, fps, stream.width, stream.height)
     if not count:
         raise MediaError(f"{given.name}: at least 1 frame expected, got 0")
+    _check_whole(given)
     return facts
+
+
+def _check_whole(given: _Given) -> None:
+    assert given.video is not None
+    try:
+        with given.open() as file:
+            missing = missing_bytes(file, given.video)
+    except OSError as error:
+        raise MediaError(f"{given.name}: {error.strerror}") from None
+    if missing:
+        raise MediaError(f"{given.name}: cut off: {given.size + missing} bytes expected, got {given.size}")
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from fusedvit.pixels.resize import PILLOW, TORCH, Resizing
 _PIXELS = (("pixel_values", "image"), ("pixel_values_videos", "video"))
 _OUTPUTS = tuple((pixels, f"{kind}_{lying}") for lying in ("grid_thw", "position_ids") for pixels, kind in _PIXELS)
 
+_FACTORS = (1e-4, 1e4)  # that bytes may be multiplied by; processors' are 1/255 to 1/50
+
 
 class Backend(NamedTuple):
     """name: as `Normalization` has it; base: transformers' class; resizing: what it computes on a CPU."""
@@ -68,9 +70,25 @@ class Kind(NamedTuple):
             )
         except (ValueError, TypeError):  # the original code says what is wrong with them
             return None
-        # padded rows have the channels last, and padding is 0 whatever the mean
-        fits = not self.padded or (not any(found.mean or ()) and len(set(found.std or ())) <= 1)
+        fits = _suits_padding(found) if self.padded else _may_fold(found)
         return found if fits else None
+
+
+def _suits_padding(normalization: Normalization) -> bool:
+    """Whether padded rows, which have the channels last, may be bytes: their padding is 0 whatever the mean."""
+    return not any(normalization.mean or ()) and len(set(normalization.std or ())) <= 1
+
+
+def _may_fold(normalization: Normalization) -> bool:
+    """Whether weights can hold it. A factor of 0 leaves nothing to divide the shift by; very small and very large ones
+    would leave the range of half precision, which the normalised pixels may be in."""
+    low, high = _FACTORS
+    scale = 1.0 if normalization.rescale_factor is None else normalization.rescale_factor
+    stds, means = normalization.std or (1.0,), normalization.mean or (0.0,)
+    factors = [abs(scale / std) for std in stds]
+    return all(low <= each <= high for each in factors) and all(
+        abs(mean / std) <= high for mean, std in zip(means, stds, strict=True)
+    )
 
 
 def kind_of(original: Any) -> Kind | None:

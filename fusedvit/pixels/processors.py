@@ -9,17 +9,19 @@ import copy
 import logging
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from fusedvit.errors import UnsupportedModel
+from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.model.normalization import Normalization
+from fusedvit.model.spec import VisionSpec
 from fusedvit.pixels.byte_pixels import BytePixels, as_floats
 from fusedvit.pixels.byte_processors import ORIGINAL, STATE, Home, as_class, classes_of
 from fusedvit.pixels.pipeline import PIPELINE, pipeline_of
-from fusedvit.pixels.processor_kinds import backend_of, outputs_of
+from fusedvit.pixels.processor_kinds import backend_of, kind_of, outputs_of
 
 logger = logging.getLogger("fusedvit")
 
@@ -56,7 +58,7 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
         name: f"{name} ({_original_of(parts[name]).__name__}) {reason}" for name, (reason, _) in found.items() if reason
     }
     if len(reasons) == len(parts):
-        raise UnsupportedModel(f"{type(processor).__name__} cannot give bytes: {'; '.join(reasons.values())}")
+        raise UnsupportedModel(f"{name_of(processor)} cannot give bytes: {'; '.join(reasons.values())}")
     for reason in reasons.values():
         logger.warning("fusedvit: left as it is, giving floats: %s", reason)
     for name in parts.keys() - reasons.keys():
@@ -90,11 +92,38 @@ def normalizations_of(processor: Any) -> dict[bool, Normalization]:
     found = {}
     for part in filter(is_swapped, _parts_of(processor).values()):
         kind = classes_of(_original_of(part)).kind
-        options = {name: getattr(part, name, None) for name in _OPTIONS}
-        normalization = kind.normalization(options | {"return_tensors": "pt"})
+        normalization = kind.normalization(_options_of(part))
         if normalization is not None and not kind.padded:
             found[kind.still] = normalization
     return found
+
+
+def _options_of(part: Any) -> dict[str, Any]:
+    """Of a call that says nothing but that it wants tensors of torch."""
+    return {name: getattr(part, name, None) for name in _OPTIONS} | {"return_tensors": "pt"}
+
+
+def check_fits(processor: Any, spec: VisionSpec) -> None:
+    """Raises InputError where an image or video processor in `processor` cuts other patches than a tower takes."""
+    for part in _parts_of(processor).values():
+        kind = kind_of(_original_of(part))
+        if kind is None or kind.padded:  # no patches in a grid
+            continue
+        given = {name: getattr(part, name, None) for name in ("patch_size", "merge_size", "temporal_patch_size")}
+        given["temporal_patch_size"] = kind.frames(given)  # ERNIE's for videos has 2, and makes patches of one frame
+        wrong = {name: got for name, got in given.items() if got not in (None, getattr(spec, name))}
+        if wrong:
+            expected = ", ".join(f"{name} {getattr(spec, name)}" for name in wrong)
+            got = ", ".join(map(str, wrong.values()))
+            name = _original_of(part).__name__
+            raise InputError(f"fusedvit: {name} does not fit the tower: {expected} expected, got {got}")
+
+
+def name_of(processor: Any) -> str:
+    """What messages call `processor`: its class; where that says nothing, those of what it holds."""
+    if not isinstance(processor, SimpleNamespace):
+        return type(processor).__name__
+    return " and ".join(dict.fromkeys(_original_of(part).__name__ for part in _parts_of(processor).values()))
 
 
 def _parts_of(processor: Any) -> dict[str, Any]:
@@ -151,6 +180,8 @@ def _agrees(plain: Any, home: Home, height: int, width: int) -> bool:
     given = {"images": [frames[0]]} if kind.still else {"videos": [frames], "do_sample_frames": False}
     given |= {"return_tensors": "pt", "do_resize": True, "do_rescale": True, "do_normalize": True, "device": "cpu"}
     given["input_data_format"] = None  # whatever layout the processor expects of other images
+    if kind.normalization(_options_of(plain) | given) is None:  # calls without a factor of their own will give floats
+        given["rescale_factor"] = 1 / 255
     if hasattr(plain, "draw_on_frames"):
         given["draw_on_frames"] = False  # which takes a font and the video's times
     swapped = as_class(classes.swapped, plain)

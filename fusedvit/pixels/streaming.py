@@ -12,13 +12,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fusedvit.errors import UnsupportedModel, first_line
+from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
     ERRORS,
     Limits,
@@ -30,7 +31,7 @@ from fusedvit.pixels.media import (
     processors,
     started_ahead,
 )
-from fusedvit.pixels.processors import gives_grids, swap
+from fusedvit.pixels.processors import gives_grids, name_of, swap
 
 logger = logging.getLogger("fusedvit")
 
@@ -42,7 +43,8 @@ class Batch:
     """Sources that were packed together: several images, or one video.
 
     Attributes:
-        pixel_values: `[P, width]` bytes of all patches, as the processor's `pixel_values` or `pixel_values_videos`.
+        pixel_values: `[P, width]` bytes of all patches, as the processor's `pixel_values` or `pixel_values_videos`; its
+            floats where it is set to what bytes cannot stand for.
         grid_thw: `[n, 3]` int64 on the CPU.
         indices: of the sources, in the order given, ascending.
         names: of the sources.
@@ -133,7 +135,7 @@ def _parts_of(processor: Any, device: torch.device) -> _Parts:
     swap(SimpleNamespace(**{f"{name}_processor": part for name, part in copies.items()}), device)
     usable = {name: part if gives_grids(part) else None for name, part in copies.items()}
     if usable == {"image": None, "video": None}:
-        raise UnsupportedModel(f"{type(processor).__name__} gives no grid_thw, by which batches are made")
+        raise UnsupportedModel(f"{name_of(processor)} gives no grid_thw, by which batches are made")
     return _Parts(**usable, device=device)
 
 
@@ -175,6 +177,7 @@ def _good(
     for task in decoded:
         try:
             media = task.result()
+            _check_sides(media, parts)
             count = _patches_of(media, parts)
         except MediaError as error:
             _skip_or_raise(error, errors)
@@ -191,6 +194,18 @@ def _skip_or_raise(error: MediaError, errors: str | Callable[[MediaError], objec
         logger.warning("fusedvit: skipped: %s", error)
 
 
+def _check_sides(media: Media, parts: _Parts) -> None:
+    """Raises MediaError where a processor that does not resize could not cut the frames into merged patches."""
+    part = parts.video if media.kind == "video" else parts.image
+    if part is None or part.do_resize:
+        return
+    height, width = media.frames.shape[1:3]
+    side = int(part.patch_size) * int(part.merge_size)
+    if height % side or width % side:
+        expected = f"multiples of {side} pixels expected, as the processor does not resize"
+        raise MediaError(f"{media.name}: {expected}, got {height} x {width}", media.index)
+
+
 def _patches_of(media: Media, parts: _Parts) -> int:
     """How many patches an image gives; 0 for a video. Raises MediaError where the processor refuses it."""
     if media.kind == "video":
@@ -200,6 +215,8 @@ def _patches_of(media: Media, parts: _Parts) -> int:
     if parts.image is None:
         raise MediaError(f"{media.name}: an image, and no image processor gives bytes", media.index)
     height, width = media.frames.shape[1:3]
+    if not parts.image.do_resize:
+        return (height // int(parts.image.patch_size)) * (width // int(parts.image.patch_size))
     try:
         return int(parts.image.get_number_of_image_patches(height, width))
     except ValueError as error:
@@ -226,14 +243,19 @@ def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[M
 
 @dataclass(frozen=True)
 class _Packed:
-    """A batch and the event on its GPU after which it is there; None on a CPU."""
+    """A batch and the event on its GPU after which it is there; None on a CPU.
 
-    batch: Batch
-    ready: torch.cuda.Event | None
+    batch: None where the processor refuses all of its sources.
+    refused: what is wrong with those that are not in it.
+    """
 
-    def received(self) -> Batch:
+    batch: Batch | None
+    refused: tuple[MediaError, ...]
+    ready: torch.cuda.Event | None = None
+
+    def received(self) -> Batch | None:
         """The batch, for the current stream of the thread that calls."""
-        if self.ready is not None:
+        if self.batch is not None and self.ready is not None:
             current = torch.cuda.current_stream(self.batch.pixel_values.device)
             current.wait_event(self.ready)
             self.batch.pixel_values.record_stream(current)
@@ -241,21 +263,36 @@ class _Packed:
 
 
 def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], object]) -> Iterator[Batch]:
-    """The batch; none where the processor refuses its video."""
-    try:
-        found = packed.result()
-    except MediaError as error:
+    """The batch; none where the processor refuses all of its sources."""
+    found = packed.result()
+    for error in found.refused:
         _skip_or_raise(error, errors)
-        return
-    yield found.received()
+    batch = found.received()
+    if batch is not None:
+        yield batch
 
 
 def _pack(group: list[Media], parts: _Parts) -> _Packed:
     if parts.device.type != "cuda":
-        return _Packed(_batch(group, parts), None)
+        return _packed(group, parts)
     with torch.cuda.stream(_packing_stream(parts.device)):
-        batch = _batch(group, parts)
-        return _Packed(batch, torch.cuda.current_stream().record_event())
+        found = _packed(group, parts)
+        return replace(found, ready=torch.cuda.current_stream().record_event())
+
+
+def _packed(group: list[Media], parts: _Parts) -> _Packed:
+    """Without those that the processor refuses: where it refuses several at once, each is tried alone."""
+    try:
+        return _Packed(_batch(group, parts), ())
+    except ValueError as error:
+        if len(group) == 1:
+            return _Packed(None, (_refused(group[0], error),))
+    refused = [error for media in group for error in _packed([media], parts).refused]
+    wrong = {error.index for error in refused}
+    if not wrong:
+        return _Packed(_batch(group, parts), ())  # which says what is wrong with them together
+    good = [media for media in group if media.index not in wrong]
+    return _Packed(_batch(good, parts) if good else None, tuple(refused))
 
 
 @functools.cache
@@ -265,17 +302,16 @@ def _packing_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _batch(group: list[Media], parts: _Parts) -> Batch:
     kind = group[0].kind
+    told: dict[str, Any] = {"return_tensors": "pt", "input_data_format": CHANNELS_LAST}  # few rows are no channels
     if kind == "image":
-        found = parts.image(images=[media.frames[0] for media in group], return_tensors="pt")
+        found = parts.image(images=[media.frames[0] for media in group], **told)
         pixels, grid = found["pixel_values"], found["image_grid_thw"]
     else:
         (video,) = group
-        told = {"video_metadata": [_metadata_of(video)]}  # ERNIE's processor writes the time into frames
-        try:
-            found = parts.video(videos=[video.frames], **told, do_sample_frames=False, return_tensors="pt")
-        except ValueError as error:
-            raise _refused(video, error) from None
+        told["video_metadata"] = [_metadata_of(video)]  # ERNIE's processor writes the time into frames
+        found = parts.video(videos=[video.frames], do_sample_frames=False, **told)
         pixels, grid = found["pixel_values_videos"], found["video_grid_thw"]
+    pixels = pixels.to(parts.device)  # floats of the original code are on the CPU
     return Batch(pixels, grid, tuple(m.index for m in group), tuple(m.name for m in group), kind)
 
 

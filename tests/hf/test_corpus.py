@@ -28,8 +28,8 @@ import fusedvit  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
-from fusedvit.corpus import inputs, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
+from fusedvit.corpus import shards  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
 from tests.support.checkpoint import noisy_pictures, tiny_checkpoint, tiny_processor  # noqa: E402
@@ -332,29 +332,31 @@ def worker_of(job: corpus_job.Job) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda folder: folder / "absent", "no such file or folder"),
-        (lambda folder: "https://host/picture.png", "https://host/picture.png: a URL; download it and give the file"),
-        (lambda folder: folder, "no images or videos"),
-        (lambda folder: written(folder / "x.parquet", b"PAR1"), "no parquet file that reads"),
-        (lambda folder: written(folder / "x.csv", b"a"), "expected"),
-    ],
-)
-def test_inputs_that_are_none(tmp_path: Path, make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        inputs.collect([make(tmp_path)])
+def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """As a missing file is; the others go on."""
+    listed = tmp_path / "list.txt"
+    listed.write_text("\n".join([str(pictures / "00.png"), "x" * 300 + ".png", "gone.png"]))
+    job = corpus_job.Job(str(checkpoint), (str(listed),), str(tmp_path / "out"))
+    (done,) = corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    assert (done.inputs, done.errors) == (3, 2)
+    good, long, gone = shards.read(tmp_path / "out", 0)
+    assert not good.error and "File name too long" in long.error and "no such file" in gone.error
 
 
-def test_inputs_of_one_name(pictures: Path) -> None:
-    with pytest.raises(InputError, match="two inputs are called"):
-        inputs.collect([pictures, sorted(pictures.glob("*.png"))[0]])
+def test_a_shard_that_another_job_has_committed_is_not_reported(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4)
+    commit = shards.commit
 
+    def after_another(out: Path, number: int, *others: Any) -> bool:
+        return commit(out, number, *others) and (number != 1 or commit(out, number, *others))
 
-def written(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
+    monkeypatch.setattr(shards, "commit", after_another)
+    heard: list[int] = []
+    found = corpus_job.run(job, [], embedder_of, lambda shard, total: heard.append(shard.number))
+    assert heard == [shard.number for shard in found] and sorted(heard) == [0, 2]
+    assert shards.committed(tmp_path / "out") == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -380,4 +382,8 @@ def test_a_mistyped_model_keeps_nobody_out(pictures: Path, tmp_path: Path) -> No
     out = tmp_path / "out"
     result = RUNNER.invoke(app, ["embed", str(tmp_path / "absent"), str(pictures), str(out)])
     assert result.exit_code == 2 and "no such folder" in result.output
+    assert list(out.iterdir()) == []
+    job = corpus_job.Job(str(tmp_path / "absent"), (str(pictures),), str(out))
+    with pytest.raises(InputError, match="no such folder"):
+        corpus_job.run(job, [0], embedder_of, lambda shard, total: None)
     assert list(out.iterdir()) == []

@@ -4,6 +4,7 @@ import io
 import itertools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,33 @@ def test_batches_are_what_the_processor_gives() -> None:
     assert all(rows > 64 for rows in full)  # no image would have fitted into the batch before
 
 
+FEW_ROWS = ((1, 40), (3, 40), (4, 40), (4, 4), (40, 3))  # which a processor may take for channels
+
+
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+def test_images_of_few_rows(size: tuple[int, int]) -> None:
+    processor = image_processor()
+    wanted = processor(images=[Image.fromarray(noise(*size))], return_tensors="pt")
+    for source in (png(*size), noise(*size)):
+        (batch,) = stream([source], processor)
+        assert torch.equal(batch.grid_thw, wanted["image_grid_thw"])
+        assert torch.equal(batch.pixel_values.pixels().cpu(), wanted["pixel_values"])
+
+
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+def test_videos_of_few_rows(size: tuple[int, int]) -> None:
+    pytest.importorskip("torchvision")
+    processor = video_processor("Qwen2VLVideoProcessor")
+    both = type("Processor", (), {"image_processor": None, "video_processor": processor})()
+    video = noise(4, *size)
+    first = np.ascontiguousarray(video.transpose(0, 3, 1, 2))
+    given = {"do_sample_frames": False, "input_data_format": "channels_first", "return_tensors": "pt"}
+    wanted = processor(videos=[first], **given)
+    (batch,) = stream([video], both, device="cpu")
+    assert torch.equal(batch.grid_thw, wanted["video_grid_thw"])
+    assert torch.equal(batch.pixel_values.pixels(), wanted["pixel_values_videos"])
+
+
 def test_what_does_not_decode_is_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:
     sources = [png(40, 60), b"nothing", png(1, 300), png(64, 64), b""]
     with pytest.raises(MediaError, match="bytes 1: does not decode"):
@@ -84,6 +112,9 @@ def test_arguments_are_checked_before_anything_is_read() -> None:
             stream([], image_processor(), **wrong)
     with pytest.raises(UnsupportedModel, match="cannot give bytes"):
         stream([], object())
+    parts = SimpleNamespace(image_processor=object(), video_processor=None)
+    with pytest.raises(UnsupportedModel, match=r"fusedvit: object cannot give bytes: image_processor \(object\) is of"):
+        stream([], parts)
 
 
 def test_videos_are_sampled_by_their_processor() -> None:
@@ -131,6 +162,59 @@ def test_a_video_that_its_processor_refuses() -> None:
     assert all("Hugging Face's processor refuses it" in str(error) for error in refused[1:])
     with pytest.raises(MediaError, match="array 1"):
         list(stream(sources, both))
+
+
+def test_a_processor_that_does_not_resize() -> None:
+    """What cannot be cut into merged patches as it is, is named; batches are as large as the others are."""
+    processor = image_processor(do_resize=False)
+    side = processor.patch_size * processor.merge_size
+    sources = [png(side, 2 * side), png(side, side + 1), png(2 * side, side), png(side - 1, side), png(side, side)]
+    refused: list[MediaError] = []
+    found = list(stream(sources, processor, patches=17, errors=refused.append))
+    assert [batch.indices for batch in found] == [(0, 2), (4,)] and [error.index for error in refused] == [1, 3]
+    expected = f"bytes 1: multiples of {side} pixels expected, as the processor does not resize"
+    assert str(refused[0]) == f"{expected}, got {side} x {side + 1}"
+    wanted = processor(images=[noise(side, 2 * side), noise(2 * side, side)], return_tensors="pt")
+    assert torch.equal(found[0].pixel_values.pixels().cpu(), wanted["pixel_values"])
+    with pytest.raises(MediaError, match="bytes 1: multiples"):
+        list(stream(sources, processor))
+
+
+@pytest.mark.parametrize("setting", ({"rescale_factor": 0.0}, {"do_normalize": False}), ids=str)
+def test_what_bytes_cannot_stand_for_stays_floats(setting: dict[str, Any]) -> None:
+    processor = image_processor("Qwen2VLImageProcessorPil", **setting)
+    (batch,) = stream([png(40, 60)], processor)
+    wanted = processor(images=[noise(40, 60)], return_tensors="pt")["pixel_values"]
+    assert not isinstance(batch.pixel_values, BytePixels) and torch.equal(batch.pixel_values.cpu(), wanted)
+
+
+def test_a_video_that_is_not_resized() -> None:
+    pytest.importorskip("torchvision")
+    processor = video_processor("Qwen2VLVideoProcessor", do_resize=False)
+    both = type("Processor", (), {"image_processor": None, "video_processor": processor})()
+    refused: list[MediaError] = []
+    (batch,) = stream([noise(4, 56, 57), noise(4, 56, 84)], both, device="cpu", errors=refused.append)
+    assert batch.indices == (1,) and "multiples of 28 pixels expected" in str(refused[0])
+
+
+def test_what_a_processor_refuses_among_others() -> None:
+    """By whatever of its code: the others of that batch go on."""
+
+    class Choosy(type(image_processor())):  # type: ignore[misc]
+        def get_number_of_image_patches(self, height: int, width: int, images_kwargs: Any = None) -> int:
+            return 4  # also for the sizes that it refuses later
+
+    settings = image_processor().to_dict()
+    sources = [png(40, 60), png(1, 300), png(64, 64), png(300, 1)]
+    refused: list[MediaError] = []
+    (batch,) = stream(sources, Choosy(**settings), errors=refused.append)
+    assert batch.indices == (0, 2) and [error.index for error in refused] == [1, 3]
+    assert all("Hugging Face's processor refuses it" in str(error) for error in refused)
+    wanted = image_processor()(images=[noise(40, 60), noise(64, 64)], return_tensors="pt")
+    assert torch.equal(batch.pixel_values.pixels().cpu(), wanted["pixel_values"])
+    assert list(stream([sources[1], sources[3]], Choosy(**settings), errors=refused.append)) == []
+    with pytest.raises(MediaError, match="bytes 1: Hugging Face's processor refuses it"):
+        list(stream(sources, Choosy(**settings)))
 
 
 def _every_frame() -> np.ndarray:

@@ -22,6 +22,7 @@ from fusedvit.pixels import BytePixels, byte_processors, restore, swap
 from fusedvit.pixels.byte_pixels import as_floats
 from fusedvit.pixels.byte_processors import STATE, Home
 from fusedvit.pixels.processor_kinds import backend_of
+from fusedvit.pixels.processors import normalizations_of
 from tests.support.processors import PIXELS, image_processor, noise, video_processor
 
 Image = pytest.importorskip("PIL.Image")
@@ -190,6 +191,90 @@ def test_sizes_and_grids_of_random_images(name: str, monkeypatch: pytest.MonkeyP
             else:
                 assert torch.equal(got["image_grid_thw"], wanted["image_grid_thw"]), size
                 assert got["pixel_values"].pixels().shape == wanted["pixel_values"].shape, size
+
+
+FEW_ROWS = ((1, 40), (3, 40), (4, 40), (4, 4), (3, 3), (40, 3))  # which may pass for channels
+
+
+# what no weights can hold: a factor that is 0, denormal, or out of the range of half precision
+UNFOLDABLE: list[dict[str, Any]] = [
+    *({"rescale_factor": factor} for factor in (0.0, 1e-45, 1e-20, 1e30, float("inf"), float("nan"))),
+    {"image_std": [0.5, 0.5, 1e-9]},
+    {"image_mean": [0.5, 0.5, 1e9]},
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("setting", UNFOLDABLE, ids=str)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_a_normalisation_that_no_weights_hold(name: str, setting: dict[str, Any], checking: bool) -> None:
+    """The processor's own or a call's: the original's floats."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    given = {"images": [noise(56, 84)], "return_tensors": "pt"}
+    wanted = outcome(named(name, **setting), **given)
+    calls = [(named(name), setting)] + [(named(name, **setting), {})] * ("rescale_factor" in setting)
+    for processor, asked in calls:
+        with swapped(processor, checking) as ours:
+            got = outcome(ours, **given, **asked)
+            assert normalizations_of(ours).keys() == ({True} if asked else set())
+        if isinstance(wanted, tuple):  # torchvision's backend divides by 0
+            assert got == wanted
+        else:
+            pixels = got["pixel_values"]
+            assert type(pixels) is torch.Tensor
+            assert torch.equal(pixels.nan_to_num(), wanted["pixel_values"].nan_to_num())
+
+
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_images_of_few_rows(name: str, size: tuple[int, int], checking: bool) -> None:
+    """Pictures, and arrays whose channels are said to be last, are what the original makes of the pictures."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor, pixels = named(name), noise(*size)
+    wanted = processor(images=[Image.fromarray(pixels)], return_tensors="pt")
+    with swapped(processor, checking) as ours:
+        assert_equal(ours(images=[Image.fromarray(pixels)], return_tensors="pt"), wanted)
+        assert_equal(ours(images=[pixels], input_data_format="channels_last", return_tensors="pt"), wanted)
+
+
+@needs_torchvision
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("size", FEW_ROWS, ids=str)
+def test_videos_of_few_rows(size: tuple[int, int], checking: bool) -> None:
+    """Of a processor that takes such sizes: equal to the same frames with their channels first."""
+    processor = named("Qwen2VLVideoProcessor", video_processor)
+    video = noise(4, *size)
+    given = {"return_tensors": "pt", "do_sample_frames": False}
+    first = np.ascontiguousarray(video.transpose(0, 3, 1, 2))
+    wanted = outcome(processor, videos=[first], input_data_format="channels_first", **given)
+    with swapped(processor, checking) as ours:
+        got = outcome(ours, videos=[video], input_data_format="channels_last", **given)
+    if isinstance(wanted, tuple):
+        assert got == wanted
+    else:
+        assert_equal(got, wanted)
+
+
+@pytest.mark.parametrize("checking", (True, False), ids=("kernels", "backend"))
+@pytest.mark.parametrize("shape", ((1, 8, 3), (1, 56, 84), (7, 8, 3)), ids=str)
+@pytest.mark.parametrize("name", ("Qwen2VLImageProcessorPil", "Qwen2VLImageProcessor"))
+def test_an_array_of_four_axes_among_images(name: str, shape: tuple[int, ...], checking: bool) -> None:
+    """Is the original's business, whatever it makes of it."""
+    if not (TORCHVISION or name.endswith("Pil")):
+        pytest.skip("needs torchvision")
+    processor = named(name)
+    given = {"images": [noise(56, 84), noise(*shape)], "return_tensors": "pt"}
+    wanted = outcome(processor, **given)
+    with swapped(processor, checking) as ours:
+        got = outcome(ours, **given)
+    if isinstance(wanted, tuple):
+        assert got == wanted
+    else:
+        assert all(torch.equal(as_floats(got[key]), value) for key, value in wanted.items())
 
 
 @needs_torchvision

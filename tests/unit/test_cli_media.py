@@ -93,6 +93,15 @@ def test_agrees_with_the_video_processor() -> None:
     assert torch.equal(floats(ours), floats(theirs))
 
 
+@pytest.mark.parametrize("size", ((1, 40), (3, 40), (4, 4)), ids=str)
+def test_few_rows_are_no_channels(size: tuple[int, int]) -> None:
+    frames = _noise(2, *size)
+    image = prepare(Media("noise", "image", frames[:1], 1), LAYOUT)
+    _, height, width = image.grid_thw[0].tolist()
+    assert height <= width
+    assert rows_from_frames(frames, LAYOUT).grid_thw.tolist() == [[1, height, width]]
+
+
 def test_pixels_stay_within_the_layout() -> None:
     item = prepare(load_one(SAMPLE_IMAGE), PatchLayout(max_pixels=128 * 128))
     t, h, w = item.grid_thw[0].tolist()

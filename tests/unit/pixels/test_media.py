@@ -157,6 +157,12 @@ def _turned(orientation: int) -> "Image.Exif":
     return exif
 
 
+def _palette_with_alpha() -> "Image.Image":
+    picture = _PICTURE.convert("P")
+    picture.info["transparency"] = bytes(range(256))
+    return picture
+
+
 _PICTURE = Image.fromarray(_noise(1, 30, 41)[0])
 _ALPHA = Image.fromarray(np.random.default_rng(1).integers(0, 256, (30, 41, 4), dtype=np.uint8))
 KINDS = {
@@ -168,6 +174,9 @@ KINDS = {
     "alpha": lambda: _encoded(_ALPHA, "PNG"),
     "palette": lambda: _encoded(_PICTURE.convert("P"), "PNG"),
     "palette, one colour transparent": lambda: _encoded(_PICTURE.convert("P"), "PNG", transparency=7),
+    "palette, colours half transparent": lambda: _encoded(_palette_with_alpha(), "PNG"),
+    "one colour transparent": lambda: _encoded(_PICTURE, "PNG", transparency=_PICTURE.getpixel((3, 4))),
+    "grey, one colour transparent": lambda: _encoded(_PICTURE.convert("L"), "PNG", transparency=100),
     "one bit": lambda: _encoded(_PICTURE.convert("1"), "PNG"),
     "16 bits": lambda: _encoded(Image.fromarray(_noise(1, 30, 41)[0, :, :, 0].astype(np.uint16) * 257), "PNG"),
     "cmyk": lambda: _encoded(_PICTURE.convert("CMYK"), "JPEG"),
@@ -181,9 +190,12 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    image_utils = pytest.importorskip("transformers.image_utils")
+    """What a processor of Hugging Face's makes of the picture that `load_image` gives it."""
+    transformers = pytest.importorskip("transformers")
     data = KINDS[kind]()
-    wanted = np.array(image_utils.load_image(Image.open(io.BytesIO(data))))
+    picture = transformers.image_utils.load_image(Image.open(io.BytesIO(data)))
+    seen = transformers.Qwen2VLImageProcessorPil().process_image(picture, do_convert_rgb=True)
+    wanted = seen.transpose(1, 2, 0)
     path = tmp_path / "picture.png"  # the format is found in the file
     path.write_bytes(data)
     for media in load([data, str(path), path]):
@@ -213,6 +225,8 @@ def test_a_broken_file_is_named_and_the_others_go_on(caplog: pytest.LogCaptureFi
     assert [media.name for media in load(good)] == ["bytes 0"]
     with pytest.raises(MediaError, match="some/none.png: no such file"):
         load("some/none.png")
+    with pytest.raises(MediaError, match="a path expected, got ''"):
+        load("")
     with pytest.raises(MediaError, match="/dev/null: not a regular file"):
         load("/dev/null")
     with pytest.raises(TypeError, match="paths or bytes, got int"):
