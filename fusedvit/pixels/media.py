@@ -24,6 +24,7 @@ import numpy as np
 from fusedvit.errors import InputError
 from fusedvit.pixels.containers import missing_bytes
 
+LONGEST_NAME = 400  # characters of a name in a message
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
 # suffix -> what FFmpeg calls the format
@@ -361,4 +362,6 @@ def _check_limit(name: str, what: str, got: int, limit: int) -> None:
 
 
 def _printable(name: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in name)[:80]
+    """A name for a message: on one line, and its two ends where it is very long."""
+    text = "".join(c if c.isprintable() else "?" for c in name)
+    return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME // 2]}…{text[-LONGEST_NAME // 2 :]}"
