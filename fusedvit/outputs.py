@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def _hidden_states(
         *([TensorState.of(grid)] if isinstance(grid, torch.Tensor) else []),
     )
     rows = grid if isinstance(grid, torch.Tensor) else [*map(tuple, grid)]
-    selection = arguments.get(f"output_{HIDDEN_STATES}", getattr(tower.config, f"output_{HIDDEN_STATES}", True))
+    selection = _selection(tower, arguments)
     asked = dict(arguments) | {f"output_{HIDDEN_STATES}": selection, "return_dict": True}
     taken = pixels
     if isinstance(pixels, BytePixels) and not handle.spec.padded:  # as the call took them: casts were left undone
@@ -90,15 +90,34 @@ def _hidden_states(
 
     # As the original call would: capturing before any hook that is registered from now on.
     sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(tower)
-    last, ambient, changed = record.last_hidden_state, Ambient.now(device.type), _changed_since_now(tower, handle)
+    changed = _changed_since_now(tower, handle, isinstance(selection, list))
+    last, ambient = record.last_hidden_state, Ambient.now(device.type)
     return HiddenStates(original.__name__, run, inputs, ambient, changed, (last, version_of(last)))
 
 
-def _changed_since_now(tower: nn.Module, handle: FusedEncoder) -> Callable[[], str]:
-    """A question to ask later: what of the tower has changed since; "" for nothing."""
+def _selection(tower: nn.Module, arguments: dict[str, Any]) -> Any:
+    """Which hidden states a call asks for: a flag, or a list of indices that the caller does not hold."""
+    name = f"output_{HIDDEN_STATES}"
+    given = arguments.get(name, getattr(tower.config, name, True))
+    if isinstance(given, int) and not isinstance(given, bool):
+        return [given]
+    return list(given) if isinstance(given, Iterable) else given
+
+
+def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[], str]:
+    """A question to ask later: what of the tower has changed since; "" for nothing.
+
+    Args:
+        selected: hidden states are selected by indices, which transformers resolves by the config.
+    """
     unchanged, attention = handle.weights.unchanged_since_now(), _attention(tower)
+    options = _options_of_capturing(tower, selected)
 
     def changed() -> str:
+        now = _options_of_capturing(tower, selected)
+        other = next((name for name in options if now[name] != options[name]), None)
+        if other is not None:
+            return f"the tower has changed (its config's {other} is {now[other]} and was {options[other]})"
         if unchanged():
             return ""
         if _attention(tower) != attention:
@@ -107,6 +126,17 @@ def _changed_since_now(tower: nn.Module, handle: FusedEncoder) -> Callable[[], s
         return "the tower's weights have changed" if reason is None else f"the tower has changed ({reason})"
 
     return changed
+
+
+def _options_of_capturing(tower: nn.Module, selected: bool) -> dict[str, Any]:
+    """What transformers' output capturing reads of the tower's config beside `output_<name>` and `return_dict`, which
+    the run is given. No code of the tower mentions these, so change detection does not compare them.
+    """
+    names = ["tie_last_hidden_states"]
+    if selected:
+        specs = (getattr(tower, "_can_record_outputs", None) or {}).get(HIDDEN_STATES)
+        names.append(getattr(specs, "num_hidden_layers_key", "num_hidden_layers"))
+    return {name: getattr(tower.config, name, None) for name in names}
 
 
 def _attention(tower: nn.Module) -> Any:
