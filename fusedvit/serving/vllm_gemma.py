@@ -100,8 +100,8 @@ def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
     if batches is None:
         return None
     rows: dict[int, torch.Tensor] = {}
-    for chosen, images, places in batches:
-        found = answer_of(handle, tower, images, places)
+    for chosen, images, at in batches:
+        found = answer_of(handle, tower, images, at)
         if found is None:
             return None
         tokens = [item.tokens // handle.spec.merge_unit for item in found.items]

@@ -270,6 +270,18 @@ def test_reading_after_a_change_raises(name: str, inference: bool) -> None:
         assert ours.pooler_output.isfinite().all() and len(ours) == 4
 
 
+def test_pixels_that_change_their_order_within_a_row() -> None:
+    """By so little that the answer hardly differs: what is read is of the call's input or it raises."""
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    call.pixels[2, 1] = call.pixels[2, 0] + 1e-4
+    ours = call.record(tower, output_hidden_states=True)
+    call.pixels.numpy()[2, :2] = call.pixels.numpy()[2, 1::-1].copy()
+    with pytest.raises(RuntimeError, match="pixel_values or grid_thw have changed since"):
+        _ = ours.hidden_states
+
+
 def test_reading_later_needs_neither_the_handle_nor_the_caller_s_tower() -> None:
     ours, ref, tower, _ = asked()
     tower(torch.randn(4, 96), grid_thw=torch.tensor([[1, 2, 2]]))  # another call
