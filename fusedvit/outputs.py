@@ -18,6 +18,8 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.pixels.byte_pixels import BytePixels
 
+_CAPTURING = "transformers.utils.output_capturing"
+
 
 def to_hugging_face(
     original: Any,
@@ -89,19 +91,25 @@ def _hidden_states(
         return original.forward(tower, *for_original(tower, taken, rows, handle.spec.padded), **asked)
 
     # As the original call would: capturing before any hook that is registered from now on.
-    sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(tower)
-    changed = _changed_since_now(tower, handle, isinstance(selection, list))
+    sys.modules[_CAPTURING].maybe_install_capturing_hooks(tower)
+    selected = _resolves_indices() and not isinstance(selection, bool)
+    changed = _changed_since_now(tower, handle, selected)
     last, ambient = record.last_hidden_state, Ambient.now(device.type)
     return HiddenStates(original.__name__, run, inputs, ambient, changed, (last, version_of(last)))
 
 
 def _selection(tower: nn.Module, arguments: dict[str, Any]) -> Any:
-    """Which hidden states a call asks for: a flag, or a list of indices that the caller does not hold."""
+    """Which hidden states a call asks for: a flag, an index, or a list of indices that the caller does not hold."""
     name = f"output_{HIDDEN_STATES}"
     given = arguments.get(name, getattr(tower.config, name, True))
-    if isinstance(given, int) and not isinstance(given, bool):
-        return [given]
-    return list(given) if isinstance(given, Iterable) else given
+    # Older releases of transformers take any other object that can be iterated for a flag.
+    selects = isinstance(given, list | tuple | set) or (_resolves_indices() and isinstance(given, Iterable))
+    return list(given) if selects else given
+
+
+def _resolves_indices() -> bool:
+    """Whether transformers resolves indices of hidden states by the tower's config, as 5.23 and newer releases do."""
+    return hasattr(sys.modules[_CAPTURING], "resolve_hidden_states_indices")
 
 
 def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[], str]:

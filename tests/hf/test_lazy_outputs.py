@@ -221,13 +221,16 @@ CONFIGURED: dict[str, tuple[Any, Callable[[Any], Any], bool]] = {
 def test_what_transformers_reads_of_the_config_to_record(name: str) -> None:
     """Reading gives what the call would have given, or says that it cannot any more."""
     selection, change, told = CONFIGURED[name]
+    resolves = hasattr(pytest.importorskip("transformers.utils.output_capturing"), "resolve_hidden_states_indices")
+    told = told and (selection is True or resolves)  # older releases record all, whatever is selected
     ours, ref, tower, _ = asked(output_hidden_states=selection)
     change(tower.config)
     if told:
         with pytest.raises(RuntimeError, match=r"the tower has changed \(its config's \w+ is \w+ and was \w+\)"):
             _ = ours.hidden_states
     else:
-        assert_record(ours, ref)
+        for a, b in zip(ours.hidden_states, ref.hidden_states, strict=True):
+            assert (a is None) is (b is None) and (b is None or error_of(a, b) < 1e-5)
 
 
 def test_transformers_reads_no_more_of_the_config_to_record() -> None:
