@@ -108,7 +108,7 @@ def _selection(tower: nn.Module, arguments: dict[str, Any]) -> Any:
 
 
 def _resolves_indices() -> bool:
-    """Whether transformers resolves indices of hidden states by the tower's config, as 5.23 and newer releases do."""
+    """Whether transformers resolves indices of hidden states by the tower's config, as 5.24 does and 5.20 does not."""
     return hasattr(sys.modules[_CAPTURING], "resolve_hidden_states_indices")
 
 
