@@ -440,13 +440,17 @@ class FusedEncoder:
             outputs = run(runtime, pixels, items, self._stats.eager_runs, rows)
         return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, counted: bool = False) -> None:
         """Counts a call that an engine's adapter leaves to the original code.
+
+        Args:
+            counted: `answer` has counted it as a call, before it refused its input.
 
         Raises:
             RuntimeError: `strict`.
         """
-        self._stats.add(calls=1)
+        if not counted:
+            self._stats.add(calls=1)
         self._fall_back(Reason(fallback.ENGINE, why))
 
     def _fall_back(self, reason: Reason) -> None:

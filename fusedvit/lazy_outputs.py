@@ -37,14 +37,14 @@ class TensorState:
         tensor: itself.
         layout: its address, shape, strides and dtype.
         version: of its content; None for an inference tensor, which has none.
-        checksums: of its rows' bits, on its device, or a copy of few integers: they find writes past the version.
-            Nothing waits for them until they are compared.
+        checksums: of the bits of its rows and of its columns, on its device, or a copy of few integers: they find
+            writes past the version. Nothing waits for them until they are compared.
     """
 
     tensor: torch.Tensor
     layout: tuple[Any, ...]
     version: int | None
-    checksums: torch.Tensor
+    checksums: tuple[torch.Tensor, ...]
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "TensorState":
@@ -55,18 +55,20 @@ class TensorState:
         t = self.tensor
         if _layout(t) != self.layout or version_of(t) != self.version:
             return False
-        return bool(torch.equal(_checksums(t), self.checksums))
+        return all(map(torch.equal, _checksums(t), self.checksums))
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
     return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
-def _checksums(t: torch.Tensor) -> torch.Tensor:
+def _checksums(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with torch.no_grad():
         if not t.is_floating_point():
-            return t.detach().clone()
-        return t.detach().resolve_neg().view(_INTEGERS[t.element_size()]).sum(-1)
+            return (t.detach().clone(),)
+        bits = t.detach().resolve_neg().view(_INTEGERS[t.element_size()])
+        columns = tuple(range(bits.ndim - 1))  # a row's sum is the same in any order
+        return (bits.sum(-1), bits.sum(columns)) if columns else (bits.clone(),)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.pixels.byte_pixels import BytePixels
+
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 def to_hugging_face(
@@ -79,7 +81,7 @@ def _hidden_states(
         *([TensorState.of(grid)] if isinstance(grid, torch.Tensor) else []),
     )
     rows = grid if isinstance(grid, torch.Tensor) else [*map(tuple, grid)]
-    selection = arguments.get(f"output_{HIDDEN_STATES}", getattr(tower.config, f"output_{HIDDEN_STATES}", True))
+    selection = _selection(tower, arguments)
     asked = dict(arguments) | {f"output_{HIDDEN_STATES}": selection, "return_dict": True}
     taken = pixels
     if isinstance(pixels, BytePixels) and not handle.spec.padded:  # as the call took them: casts were left undone
@@ -89,16 +91,41 @@ def _hidden_states(
         return original.forward(tower, *for_original(tower, taken, rows, handle.spec.padded), **asked)
 
     # As the original call would: capturing before any hook that is registered from now on.
-    sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(tower)
-    last, ambient, changed = record.last_hidden_state, Ambient.now(device.type), _changed_since_now(tower, handle)
+    sys.modules[_CAPTURING].maybe_install_capturing_hooks(tower)
+    selected = _resolves_indices() and not isinstance(selection, bool)
+    changed = _changed_since_now(tower, handle, selected)
+    last, ambient = record.last_hidden_state, Ambient.now(device.type)
     return HiddenStates(original.__name__, run, inputs, ambient, changed, (last, version_of(last)))
 
 
-def _changed_since_now(tower: nn.Module, handle: FusedEncoder) -> Callable[[], str]:
-    """A question to ask later: what of the tower has changed since; "" for nothing."""
+def _selection(tower: nn.Module, arguments: dict[str, Any]) -> Any:
+    """Which hidden states a call asks for: a flag, an index, or a list of indices that the caller does not hold."""
+    name = f"output_{HIDDEN_STATES}"
+    given = arguments.get(name, getattr(tower.config, name, True))
+    # Older releases of transformers take any other object that can be iterated for a flag.
+    selects = isinstance(given, list | tuple | set) or (_resolves_indices() and isinstance(given, Iterable))
+    return list(given) if selects else given
+
+
+def _resolves_indices() -> bool:
+    """Whether transformers resolves indices of hidden states by the tower's config, as 5.24 does and 5.20 does not."""
+    return hasattr(sys.modules[_CAPTURING], "resolve_hidden_states_indices")
+
+
+def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[], str]:
+    """A question to ask later: what of the tower has changed since; "" for nothing.
+
+    Args:
+        selected: hidden states are selected by indices, which transformers resolves by the config.
+    """
     unchanged, attention = handle.weights.unchanged_since_now(), _attention(tower)
+    options = _options_of_capturing(tower, selected)
 
     def changed() -> str:
+        now = _options_of_capturing(tower, selected)
+        other = next((name for name in options if now[name] != options[name]), None)
+        if other is not None:
+            return f"the tower has changed (its config's {other} is {now[other]} and was {options[other]})"
         if unchanged():
             return ""
         if _attention(tower) != attention:
@@ -107,6 +134,17 @@ def _changed_since_now(tower: nn.Module, handle: FusedEncoder) -> Callable[[], s
         return "the tower's weights have changed" if reason is None else f"the tower has changed ({reason})"
 
     return changed
+
+
+def _options_of_capturing(tower: nn.Module, selected: bool) -> dict[str, Any]:
+    """What transformers' output capturing reads of the tower's config beside `output_<name>` and `return_dict`, which
+    the run is given. No code of the tower mentions these, so change detection does not compare them.
+    """
+    names = ["tie_last_hidden_states"]
+    if selected:
+        specs = (getattr(tower, "_can_record_outputs", None) or {}).get(HIDDEN_STATES)
+        names.append(getattr(specs, "num_hidden_layers_key", "num_hidden_layers"))
+    return {name: getattr(tower.config, name, None) for name in names}
 
 
 def _attention(tower: nn.Module) -> Any:

@@ -7,6 +7,7 @@ nothing. accelerate itself is not imported.
 
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -15,14 +16,28 @@ import torch
 from torch import nn
 
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.source_code import Definition, definition_of, wrapped_by
+from fusedvit.checks.source_code import Definition, cells_of, definition_of, wrapped_by
 
 _MODULE = "accelerate.hooks"
 _HOOK, _OLD = "_hf_hook", "_old_forward"
 _STATE = ("execution_device", "offload", "io_same_device", "hooks")  # what a hook goes by
 _METHODS = ("pre_forward", "post_forward")  # what it runs
 _HELPERS = ("send_to_device", "find_device")  # and what these call, where nothing is offloaded
+_COMPILED = "_compiled_fn"  # where a wrapper of `_METHODS` keeps what torch made of the function, once it has run
+_MAKES_COMPILED = Definition("torch.compiler", "disable")
 _WRAPPER = Definition(_MODULE, "add_hook_to_module.<locals>.new_forward")
+
+
+@dataclass(frozen=True)
+class _Decorated:
+    """A function that a decorator of accelerate's made: what it runs, as an attribute that can be compared."""
+
+    wrapper: FunctionType
+
+    @property
+    def runs(self) -> FunctionType | None:
+        """The function that it wraps, if it runs that; the same one before and after its first run."""
+        return _run_by(self.wrapper)
 
 
 def own_forwards(plain: Plain) -> set[str]:
@@ -56,7 +71,10 @@ def code_slots(plain: Plain) -> tuple[tuple[Any, str], ...]:
     classes = dict.fromkeys(type(hook) for module in modules for hook in hooks_of(module))
     home = sys.modules.get(_MODULE)
     helpers = [(home, name) for name in _HELPERS if hasattr(home, name)] if classes else []
-    return (*((cls, name) for cls in classes for name in _METHODS), *helpers)
+    methods = [(cls, name) for cls in classes for name in _METHODS]
+    found = functions_of(methods).values()
+    decorated = ((_Decorated(f), "runs") for f in found if _is_decorated(f))
+    return (*methods, *helpers, *decorated)
 
 
 def functions_of(slots: Iterable[tuple[Any, str]]) -> dict[int, FunctionType]:
@@ -107,11 +125,37 @@ def _runs_accelerates(hook: Any) -> bool:
 
 
 def _undecorated(function: Any) -> Definition | None:
-    """Where what accelerate's decorators wrap is defined."""
+    """Where what accelerate's decorators wrap, and run, is defined."""
+    while isinstance(function, FunctionType) and _is_decorated(function):
+        function = _run_by(function)
+    return definition_of(function)
+
+
+def _is_decorated(function: FunctionType) -> bool:
     found = definition_of(function)
-    while found is not None and found.module == _MODULE and (inner := wrapped_by(function)) is not None:
-        function, found = inner, definition_of(inner)
-    return found
+    return found is not None and found.module == _MODULE and wrapped_by(function) is not None
+
+
+def _run_by(wrapper: FunctionType) -> FunctionType | None:
+    """What a wrapper of accelerate's runs: the function that it wraps, or None for anything else.
+
+    It looks up an attribute of itself for that, where it keeps the function with torch's compiler off.
+    """
+    inner = wrapped_by(wrapper)
+    if any(cell.cell_contents not in (inner, wrapper) for cell in cells_of(wrapper)):
+        return None
+    if _COMPILED not in vars(wrapper):
+        return inner if definition_of(torch.compiler.disable) == _MAKES_COMPILED else None
+    compiled = vars(wrapper)[_COMPILED]
+    return inner if compiled is inner or _only_calls(compiled, inner) else None
+
+
+def _only_calls(compiled: object, inner: FunctionType | None) -> bool:
+    """Whether `compiled` is what torch made of `inner`."""
+    found = definition_of(compiled)
+    if not isinstance(compiled, FunctionType) or found is None or not found.module.startswith("torch._dynamo."):
+        return False
+    return wrapped_by(compiled) is inner and all(cell.cell_contents is inner for cell in cells_of(compiled))
 
 
 def _is_accelerates(function: object, name: str) -> bool:

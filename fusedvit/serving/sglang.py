@@ -28,6 +28,7 @@ from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import side_by_side
 from fusedvit.serving.agreement import EngineGroup
+from fusedvit.serving.engine_calls import answer_of, grid_of
 from fusedvit.serving.plugin import install, may_gather, options, wrap
 from fusedvit.serving.served import Served, writing
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
@@ -267,14 +268,15 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
 
 def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
     """As `run`, of a tower with shards: every rank encodes its share, and has all rows."""
-    if _spans_frames(handle, grid_thw):
+    grid = grid_of(handle, grid_thw)  # every rank has the same, and refuses the same
+    if grid is None or _spans_frames(handle, grid):
         return None
-    found: torch.Tensor | None = vars(tower)[_SERVED].sharded(x, grid_thw)
+    found: torch.Tensor | None = vars(tower)[_SERVED].sharded(x, grid)
     return found
 
 
-def _spans_frames(handle: FusedEncoder, grid_thw: Any) -> bool:
-    if not handle.spec.window or int(torch.as_tensor(grid_thw)[:, 0].max()) <= 1:
+def _spans_frames(handle: FusedEncoder, grid: torch.Tensor) -> bool:
+    if not handle.spec.window or not len(grid) or int(grid[:, 0].max()) <= 1:  # a rank's share may be empty
         return False
     handle.leave("several frames: SGLang's full attention spans them")
     return True
@@ -294,12 +296,14 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) 
 
     Args:
         x: `[patches, patch_width]`, normalised.
-        grid_thw: `[items, 3]` or a list of triples.
+        grid_thw: `[items, 3]`, an array too, or a list of triples. What SGLang takes and the encoder does not, or only
+            SGLang can refuse as it does, is left to SGLang.
     """
-    if len(grid_thw) and _spans_frames(handle, grid_thw):  # a rank's share may be empty
+    grid = grid_of(handle, grid_thw)
+    if grid is None or _spans_frames(handle, grid):
         return None
-    outputs = handle(tower, x, grid_thw, {})
-    return None if outputs is None else side_by_side(outputs, handle.spec)
+    found = answer_of(handle, tower, x, grid)
+    return None if found is None else side_by_side(found.outputs, handle.spec)
 
 
 # memory

@@ -72,15 +72,15 @@ def divided(shares: list[Share]) -> list[Share]:
 
 
 class _Baseline(NamedTuple):
-    """What a rank's shards and their modules were when they were gathered."""
+    """What a rank's shards, its buffers and their modules were when they were gathered."""
 
     snapshot: Snapshot
     content: ContentCheck | None
 
     @staticmethod
     def of(source: CheckedTower, content: bool) -> "_Baseline":
-        parameters = [*source.parameters().values()]
-        check = ContentCheck.of(parameters, ops_for(parameters[0].device)) if content else None
+        tensors = [*source.parameters().values(), *source.buffers()]
+        check = ContentCheck.of(tensors, ops_for(tensors[0].device)) if content else None
         return _Baseline(source.snapshot(), check)
 
     def begin(self) -> Callable[[], bool]:

@@ -14,6 +14,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from operator import is_
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
+from fusedvit.checks.change_detection import version_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
@@ -32,6 +34,7 @@ from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
 from fusedvit.serving import vllm_gemma
 from fusedvit.serving.agreement import EngineGroup
+from fusedvit.serving.engine_calls import answer_of, grid_of, rows_of
 from fusedvit.serving.plugin import CONFIG, VARIABLES, install, may_gather, options, wrap
 from fusedvit.serving.sharded import ShardedTower, agreed_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
@@ -51,6 +54,7 @@ _RAY = "vllm.ray.ray_env"
 _ADAPTERS = "vllm.model_executor.models.adapters"  # makes pooling models of others, whose towers they leave alone
 _REPLICATED = "ReplicatedLinear"  # whole on every rank, whatever its tp_size
 _NORM = "FusedMMInputNorm"  # vLLM's, of bytes on the device
+_OVERTAKEN = 3  # runs of a call that may end with another normalisation than they began with
 
 
 # what vLLM calls
@@ -240,7 +244,8 @@ def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: An
     kept = mode.mm_encoder_tp_mode
     mode.mm_encoder_tp_mode = "data"
     try:
-        original(whole, *args, **kwargs)
+        with torch.inference_mode(False):  # it is written to in any mode, whichever the model is built in
+            original(whole, *args, **kwargs)
     finally:
         mode.mm_encoder_tp_mode = kept
     return whole, _fuse(whole, family, vision_config)
@@ -270,7 +275,8 @@ def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_t
     """As `run`, of a tower with shards: every rank encodes its share, and has all rows."""
     if grid_thw is None or any(value is not None for value in more.values()):
         return None
-    return vars(tower)[SERVED].sharded(x, grid_thw)
+    grid = grid_of(handle, grid_thw)  # every rank has the same, and refuses the same
+    return None if grid is None else vars(tower)[SERVED].sharded(x, grid)
 
 
 def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -296,9 +302,10 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     if reason is not None:
         unfuse(tower)
         return str(reason)
-    served = vars(tower)[SERVED] = ServedTower(handle)
-    if type(tower._modules.get("input_norm")).__name__ == _NORM:
-        _read_normalization(tower, served)
+    vars(tower)[SERVED] = ServedTower(handle)
+    normalization = _normalization(tower)
+    if normalization is not None:  # so that weights are prepared for bytes before the first call
+        handle.expect(normalization, still=False)
     return ""
 
 
@@ -328,41 +335,81 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
 
     Args:
         x: `[patches, patch_width]`, normalised, or bytes where vLLM normalises on the device.
-        grid_thw: `[items, 3]` or a list of triples.
+        grid_thw: `[items, 3]`, an array too, or a list of triples. What vLLM takes and the encoder does not, or only
+            vLLM can refuse as it does, is left to vLLM.
         more: `encoder_metadata`, which vLLM's own graphs bring.
     """
     if grid_thw is None or any(value is not None for value in more.values()):
         return None
-    outputs = handle(tower, _pixels(tower, x), grid_thw, {})
-    return None if outputs is None else side_by_side(outputs, handle.spec)
+    rows = rows_of(grid_thw)
+    for _ in range(_OVERTAKEN):
+        pixels = _pixels(tower, x)
+        found = answer_of(handle, tower, pixels, rows)
+        if found is None:
+            return None
+        if type(pixels) is not BytePixels or _is_still(tower, pixels.normalization):
+            return side_by_side(found.outputs, handle.spec)
+    handle.leave("somebody writes to input_norm all the time")
+    return None
 
 
 def _pixels(tower: Any, x: torch.Tensor) -> torch.Tensor:
     """Bytes with their normalisation, which is folded into the weights; else what vLLM's `forward` begins with."""
-    norm, served = tower._modules.get("input_norm"), vars(tower)[SERVED]
+    norm = tower._modules.get("input_norm")
     if norm is None:
         return x
-    if x.dtype == torch.uint8 and served.normalization is not None:
-        if _versions(norm) != served.versions:
-            _read_normalization(tower, served)
-        return BytePixels.mark(x, served.normalization)
+    normalization = _normalization(tower) if x.dtype == torch.uint8 else None
+    if normalization is not None:
+        return BytePixels.mark(x, normalization)
     pixels: torch.Tensor = norm(x.to(device=tower.device, non_blocking=True), tower.dtype)
     return pixels
 
 
-def _read_normalization(tower: Any, served: ServedTower) -> None:
-    """vLLM computes `byte * weight + bias` per channel, in fp32."""
-    norm, spec = tower._modules["input_norm"], served.handle.spec
+def _is_still(tower: nn.Module, normalization: Normalization) -> bool:
+    """Whether a call ran with the normalisation that the tower has. The call itself is what notices other content in
+    the same buffers, by fingerprints, and prepares the weights again."""
+    return _normalization(tower) == normalization
+
+
+def _normalization(tower: nn.Module) -> Normalization | None:
+    """What vLLM makes of bytes, as its buffers say now: read from the device where they may have changed since."""
+    norm, served = tower._modules.get("input_norm"), vars(tower)[SERVED]
+    state = _state_of(norm, served.handle)
+    if not _same_state(state, served.read_from):
+        served.normalization, served.read_from = _read_normalization(norm, served.handle), state
+    normalization: Normalization | None = served.normalization
+    return normalization
+
+
+def _state_of(norm: nn.Module | None, handle: FusedEncoder) -> tuple[Any, ...]:
+    """What must not have changed for the buffers of `norm` to hold what was read of them; nothing waits for a GPU.
+
+    Assigning a buffer makes another object, of the same version perhaps; buffers made in inference mode have none.
+    Content that is written past all of this (`.data`) is among the fingerprints that are taken at each call, and
+    weights are prepared again: how often they were is part of the state.
+    """
+    buffers = (getattr(norm, "weight", None), getattr(norm, "bias", None))
+    facts = [(t.data_ptr(), version_of(t), t.dtype) for t in buffers if isinstance(t, torch.Tensor)]
+    return norm, *buffers, (getattr(norm, "channel", None), handle.weights.prepared, *facts)
+
+
+def _same_state(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    return len(now) == len(then) and all(map(is_, now[:-1], then[:-1])) and now[-1] == then[-1]
+
+
+def _read_normalization(norm: Any, handle: FusedEncoder) -> Normalization | None:
+    """What vLLM computes of a byte: `byte * weight + bias` per channel, in fp32. None where it is anything else."""
+    spec = handle.spec
+    if type(norm).__name__ != _NORM or norm.channel != spec.in_channels:
+        return None
+    if any(t.dtype != torch.float32 or t.shape != (norm.channel,) or t.is_meta for t in (norm.weight, norm.bias)):
+        return None  # in the buffers' own dtype, if vLLM takes them at all
     weight, bias = norm.weight.double().cpu(), norm.bias.double().cpu()
-    mean, std = (-bias / weight).tolist(), (1 / weight).tolist()
+    mean, std = -bias / weight, 1 / weight
+    if not (mean.isfinite().all() and std.isfinite().all() and (std > 0).all()):
+        return None
     layout = spec.patch_size, spec.temporal_patch_size, spec.in_channels
-    served.normalization = Normalization(None, tuple(mean), tuple(std), *layout)
-    served.versions = _versions(norm)
-    served.handle.expect(served.normalization, still=False)
-
-
-def _versions(norm: Any) -> tuple[int, ...]:
-    return norm.weight._version, norm.bias._version
+    return Normalization(None, tuple(mean.tolist()), tuple(std.tolist()), *layout)
 
 
 def _patch_ray(module: ModuleType) -> None:

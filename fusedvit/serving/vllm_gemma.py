@@ -8,6 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from itertools import islice
+from operator import index
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import nn
 
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.ownership import own_class
+from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs import to_hugging_face
+from fusedvit.serving.engine_calls import answer_of
 from fusedvit.serving.plugin import unwrapped, wrap
 
 TOWER = "vision_tower"  # the attribute of a model
@@ -52,10 +55,11 @@ def replace_methods(cls: type) -> None:
 
 def run(handle: FusedEncoder, tower: nn.Module, pixel_values: Any, pixel_position_ids: Any, **more: Any) -> Any:
     """A fused tower's `forward`, which nothing in vLLM calls: Hugging Face's record, or None, and its own runs."""
-    outputs = handle(tower, pixel_values, pixel_position_ids, more)
-    if outputs is None:
+    found = answer_of(handle, tower, pixel_values, pixel_position_ids, more)
+    if found is None:
         return None
-    return to_hugging_face(own_class(type(tower)), tower, handle, outputs, (pixel_values, pixel_position_ids, more))
+    call = pixel_values, pixel_position_ids, more
+    return to_hugging_face(own_class(type(tower)), tower, handle, found.outputs, call)
 
 
 def _images(original: Callable[..., Rows], model: Any, image_input: Any) -> Rows:
@@ -66,9 +70,25 @@ def _images(original: Callable[..., Rows], model: Any, image_input: Any) -> Rows
 
 def _videos(original: Callable[..., Rows], model: Any, video_input: Any) -> Rows:
     """`[tokens of all its frames, text width]` of each video."""
-    given = [video_input[f"{name}_videos"] for name in ("pixel_values", "pixel_position_ids")]
-    rows, frames = _encoded(model.vision_tower, *given), torch.as_tensor(video_input["video_frame_counts"])
-    return original(model, video_input) if rows is None else _projected(model, rows, frames.tolist())
+    pixels, positions = (video_input[f"{name}_videos"] for name in ("pixel_values", "pixel_position_ids"))
+    counts = _counts(model.vision_tower, video_input["video_frame_counts"], pixels)
+    rows = None if counts is None else _encoded(model.vision_tower, pixels, positions)
+    return original(model, video_input) if rows is None or counts is None else _projected(model, rows, counts)
+
+
+def _counts(tower: nn.Module, given: Any, frames: Any) -> list[int] | None:
+    """How many frames each video has; None, counted, where they are not those of `frames`: vLLM takes what there is."""
+    handle: FusedEncoder | None = vars(tower).get(HANDLE)
+    if handle is None:
+        return None
+    try:
+        counts = [index(n) for n in torch.as_tensor(given).tolist()]
+        if min(counts, default=0) >= 0 and sum(counts) == len(frames):
+            return counts
+        handle.leave(f"video_frame_counts {counts} are not those of {len(frames)} frames")
+    except (TypeError, ValueError) as error:
+        handle.leave(f"video_frame_counts: {unnamed(error)}")
+    return None
 
 
 def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
@@ -76,17 +96,35 @@ def _encoded(tower: nn.Module, pixels: Batch, positions: Batch) -> Rows | None:
     handle: FusedEncoder | None = vars(tower).get(HANDLE)
     if handle is None:
         return None
-    alike: dict[int, list[int]] = {}
-    for i, image in enumerate(pixels):
-        alike.setdefault(len(image), []).append(i)
+    batches = _batches(handle, pixels, positions)
+    if batches is None:
+        return None
     rows: dict[int, torch.Tensor] = {}
-    for chosen in alike.values():
-        found = handle.answer(tower, _stacked(pixels, chosen), _stacked(positions, chosen), {})
+    for chosen, images, at in batches:
+        found = answer_of(handle, tower, images, at)
         if found is None:
             return None
         tokens = [item.tokens // handle.spec.merge_unit for item in found.items]
         rows.update(zip(chosen, found.outputs.pooled.split(tokens), strict=True))
     return [rows[i] for i in range(len(rows))]
+
+
+def _batches(
+    handle: FusedEncoder, pixels: Batch, positions: Batch
+) -> list[tuple[list[int], torch.Tensor, torch.Tensor]] | None:
+    """Which images have as many patches, their pixels and their positions; None, counted, where there are none or
+    they do not stack."""
+    alike: dict[int, list[int]] = {}
+    try:
+        for i, image in enumerate(pixels):
+            alike.setdefault(len(image), []).append(i)
+        found = [(chosen, _stacked(pixels, chosen), _stacked(positions, chosen)) for chosen in alike.values()]
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        handle.leave(unnamed(error))
+        return None
+    if not found:
+        handle.leave("no images")
+    return found or None
 
 
 def _stacked(given: Batch, chosen: list[int]) -> torch.Tensor:

@@ -28,12 +28,12 @@ class ServedTower(Served):
     """A fused tower of this process; `lost`: asleep on level 2, or woken from it and not loaded yet.
 
     Attributes:
-        normalization: what vLLM would make of bytes on the device; None where pixels come normalised.
-        versions: of the buffers that say so.
+        normalization: what vLLM would make of bytes on the device; None where its own module does that.
+        read_from: the buffers that say so, as they were when they were read; see `vllm._state_of`.
     """
 
     normalization: Normalization | None = None
-    versions: tuple[int, ...] = ()
+    read_from: tuple[Any, ...] = ()
 
 
 def stats(worker: Any) -> dict[str, Any]:

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,6 +190,57 @@ def test_option_of_the_config() -> None:
     ran_fused(handle, calls=2)
 
 
+def test_a_selection_that_the_caller_edits() -> None:
+    """What counts is the selection of the call, whichever object it came in."""
+    for make in (lambda: [0], lambda: [0, 1], lambda: {0, 1}):
+        selection: Any = make()
+        ours, ref, _, _ = asked(output_hidden_states=selection)
+        selection.clear()
+        assert [h is None for h in ours.hidden_states] == [h is None for h in ref.hidden_states]
+
+
+def test_a_selection_of_the_config_that_is_edited() -> None:
+    tower, original = pair()
+    for t in (tower, original):
+        t.config.output_hidden_states = [0]
+    ours, ref, tower, _ = asked(towers=(tower, original), output_hidden_states=tower.config.output_hidden_states)
+    tower.config.output_hidden_states[0] = 1
+    assert [h is None for h in ours.hidden_states] == [h is None for h in ref.hidden_states]
+
+
+CONFIGURED: dict[str, tuple[Any, Callable[[Any], Any], bool]] = {
+    "depth": ([-1], lambda c: setattr(c, "depth", 1), True),
+    "depth, one index": (-1, lambda c: setattr(c, "depth", 1), True),
+    "depth, nothing selected": (True, lambda c: setattr(c, "depth", 1), False),
+    "what the last one is": (True, lambda c: setattr(c, "tie_last_hidden_states", False), True),
+    "what nothing reads": (True, lambda c: setattr(c, "nothing", 1), False),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_what_transformers_reads_of_the_config_to_record(name: str) -> None:
+    """Reading gives what the call would have given, or says that it cannot any more."""
+    selection, change, told = CONFIGURED[name]
+    resolves = hasattr(pytest.importorskip("transformers.utils.output_capturing"), "resolve_hidden_states_indices")
+    told = told and (selection is True or resolves)  # older releases record all, whatever is selected
+    ours, ref, tower, _ = asked(output_hidden_states=selection)
+    change(tower.config)
+    if told:
+        with pytest.raises(RuntimeError, match=r"the tower has changed \(its config's \w+ is \w+ and was \w+\)"):
+            _ = ours.hidden_states
+    else:
+        for a, b in zip(ours.hidden_states, ref.hidden_states, strict=True):
+            assert (a is None) is (b is None) and (b is None or error_of(a, b) < 1e-5)
+
+
+def test_transformers_reads_no_more_of_the_config_to_record() -> None:
+    """Else `outputs._options_of_capturing` must compare that, too."""
+    code = inspect.getsource(pytest.importorskip("transformers.utils.output_capturing"))
+    read = set(re.findall(r"getattr\(\w+\.config, f?\"?([\w{}]+)\"?", code))
+    assert read <= {"return_dict", "output_{k}", "output_attentions", "tie_last_hidden_states", "num_hidden_layers_key"}
+    assert not re.findall(r"[^`]\b(?:self|model)\.config\.(\w+)", code)
+
+
 CHANGES: dict[str, Callable[[Any, Call], Any]] = {
     "pixels": lambda t, c: c.pixels.add_(1),
     "pixels past their version": lambda t, c: c.pixels.data.mul_(1.1),
@@ -218,6 +271,18 @@ def test_reading_after_a_change_raises(name: str, inference: bool) -> None:
             with pytest.raises(RuntimeError, match="fusedvit: hidden_states of Qwen3VLVisionModel .*changed since"):
                 _ = ours.hidden_states
         assert ours.pooler_output.isfinite().all() and len(ours) == 4
+
+
+def test_pixels_that_change_their_order_within_a_row() -> None:
+    """By so little that the answer hardly differs: what is read is of the call's input or it raises."""
+    tower = tiny_tower()
+    fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    call.pixels[2, 1] = call.pixels[2, 0] + 1e-4
+    ours = call.record(tower, output_hidden_states=True)
+    call.pixels.numpy()[2, :2] = call.pixels.numpy()[2, 1::-1].copy()
+    with pytest.raises(RuntimeError, match="pixel_values or grid_thw have changed since"):
+        _ = ours.hidden_states
 
 
 def test_reading_later_needs_neither_the_handle_nor_the_caller_s_tower() -> None:

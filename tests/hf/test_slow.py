@@ -427,6 +427,81 @@ def test_what_accelerates_hooks_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handle.stats()["original"] == {fallback.MODIFIED: 1}
 
 
+def _kept_elsewhere(self: Any, module: Any, *arguments: Any, **named: Any) -> Any:
+    return tuple(a * 1.5 for a in arguments), named
+
+
+def _other_compiled(wrapper: Any) -> None:
+    wrapper._compiled_fn = _kept_elsewhere
+
+
+def _other_disabled(wrapper: Any) -> None:
+    wrapper._compiled_fn = torch.compiler.disable(_kept_elsewhere)
+
+
+def _other_inside_compiled(wrapper: Any) -> None:
+    wrapper._compiled_fn = torch.compiler.disable(wrapper.__wrapped__)
+    cells = dict(zip(wrapper._compiled_fn.__code__.co_freevars, wrapper._compiled_fn.__closure__, strict=True))
+    cells["fn"].cell_contents = _kept_elsewhere
+
+
+COMPILED = {f.__name__: f for f in (_other_compiled, _other_disabled, _other_inside_compiled)}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["before fuse", "after a call"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_a_wrapper_of_accelerates_keeps_to_run(name: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper runs what it finds in an attribute of itself."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    wrapper = hooks.AlignDevicesHook.pre_forward
+    if "_compiled_fn" not in wrapper.__code__.co_names:
+        pytest.skip("this release of accelerate has no such wrapper")
+    monkeypatch.setattr(wrapper, "_compiled_fn", torch.compiler.disable(wrapper.__wrapped__), raising=False)
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    for t in (tower, original):
+        align(t.blocks[0].mlp, execution_device="cpu")
+    handle = None
+    if used:
+        handle = fusedvit.fuse(tower)
+        call.run(tower)
+    COMPILED[name](wrapper)
+    handle = handle or fusedvit.fuse(tower)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == used and "blocks.0.mlp" in handle.report()
+
+
+def test_a_wrapper_of_accelerates_that_runs_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps what it makes then; that is no change, of the tower or of what a record waits for."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    wrapper = hooks.AlignDevicesHook.pre_forward
+    monkeypatch.setattr(wrapper, "_compiled_fn", None, raising=False)  # put back afterwards, if there was one
+    monkeypatch.delattr(wrapper, "_compiled_fn")
+    tower = tiny_tower()
+    align(tower.blocks[0].mlp, execution_device="cpu")
+    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, GRIDS["mix"])
+    records = [call.record(tower, output_hidden_states=True) for _ in range(2)]
+    assert all(len(record.hidden_states) > 1 for record in records)
+    call.run(tower)
+    ran_fused(handle, calls=3)
+    assert handle.stats()["refreshes"] == 1
+
+
+def test_a_wrapper_of_accelerates_that_would_keep_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    wrapper = hooks.AlignDevicesHook.pre_forward
+    monkeypatch.setattr(wrapper, "_compiled_fn", None, raising=False)
+    monkeypatch.delattr(wrapper, "_compiled_fn")
+    monkeypatch.setattr(torch.compiler, "disable", lambda function: _kept_elsewhere)
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    for t in (tower, original):
+        align(t.blocks[0].mlp, execution_device="cpu")
+    handle = fusedvit.fuse(tower)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 0
+
+
 def _lying(module: Any, arguments: Any, output: Any) -> Any:
     return 2 * output
 

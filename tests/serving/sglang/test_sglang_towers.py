@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
+import numpy as np
 import pytest
 import sglang.version
 import torch
@@ -78,6 +79,48 @@ def test_unfused_is_as_before() -> None:
     answer = embed(tower, IMAGES)
     fusedvit.unfuse(model)
     assert type(tower) is before and close(answer, embed(tower, IMAGES))
+
+
+def outcome(call: Callable[[], torch.Tensor]) -> Any:
+    with torch.inference_mode():
+        try:
+            return call()
+        except Exception as error:  # whatever it is: both must raise it
+            return type(error), str(error)
+
+
+JUDGED: dict[str, Callable[[], Any]] = {
+    "an image without rows": lambda: torch.tensor([*IMAGES, (1, 0, 4)]),
+    "floats": lambda: torch.tensor(IMAGES, dtype=torch.float32),
+    "too many": lambda: torch.tensor([*IMAGES, (1, 4, 4)]),
+    "one row": lambda: torch.tensor(IMAGES[0]),
+    "two columns": lambda: torch.tensor([[8, 8]]),
+    "three dimensions": lambda: torch.tensor(IMAGES)[None],
+    "strings": lambda: [["1", "8", "8"]],
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("architecture", [QWEN25, "Qwen3VLForConditionalGeneration"])
+@pytest.mark.parametrize("name", JUDGED)
+def test_grids_that_are_sglangs_to_judge(name: str, architecture: str) -> None:
+    """What the fused encoder refuses SGLang answers, or refuses in its own way."""
+    tower, grid = tower_of(loaded(build(architecture))), JUDGED[name]()
+    pixels, forward = pixels_of(tower, IMAGES), type(tower).__mro__[1].forward
+    got = outcome(lambda: tower(pixels, grid_thw=grid))
+    want = outcome(lambda: forward(tower, pixels, grid))
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    stats = handle_of(tower).stats()
+    assert stats["original"] == {"engine": 1} and stats["calls"] == 1
+
+
+@pytest.mark.parametrize("kind", ["array", "list of tensors"])
+def test_grids_that_are_no_tensor(kind: str) -> None:
+    tower = tower_of(loaded(build()))
+    grid: Any = np.array(IMAGES) if kind == "array" else [torch.tensor(row) for row in IMAGES]
+    with torch.inference_mode():
+        assert close(tower(pixels_of(tower, IMAGES), grid_thw=grid), own(tower, IMAGES))
+    assert handle_of(tower).stats()["fused"] == 1
 
 
 def _hook(tower: Any) -> None:

@@ -170,6 +170,39 @@ def differences(rank: int) -> None:
     check(config, model)
 
 
+def judged(rank: int) -> None:
+    """Grids that the fused encoder refuses: every rank runs vLLM's code. Arrays run fused; bytes are normalised as the
+    tower's buffers say, whichever way they came to hold it."""
+    from tests.serving.vllm import support
+
+    config, model = load(rank)
+    check(config, model)
+    tower, grid = model.visual, support.GRIDS["mixed"]
+    pixels = support.pixels_of(model, grid, torch.float32)
+
+    def answers(given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode(), support.under(config):
+            return tower(pixels, given), type(tower).__mro__[1].forward(tower, pixels, given)
+
+    before = stats(model)
+    got, want = answers(torch.tensor([*grid, (1, 0, 4)]))
+    assert torch.equal(got, want) and stats(model)["original"] == {"engine": 1}
+    assert stats(model)["fused"] == before["fused"] and stats(model)["calls"] == before["calls"] + 1
+    got, want = answers([torch.tensor(row) for row in grid])
+    assert (got - want).norm() <= 1e-5 * want.norm() and stats(model)["fused"] > before["fused"]
+    try:
+        answers(torch.tensor(grid, dtype=torch.float32))
+    except TypeError:  # vLLM's own, on every rank
+        assert stats(model)["original"] == {"engine": 2}
+    else:
+        raise AssertionError("vLLM takes floats")
+
+    norm = tower.input_norm
+    for write in (lambda: norm.bias.data.mul_(2), lambda: setattr(norm, "bias", norm.bias * 2)):
+        write()
+        check(config, model)
+
+
 def delay(rank: int) -> None:
     """A rank that comes too late, to its first call or another: both raise."""
     from tests.serving.vllm.support import GRIDS, embed

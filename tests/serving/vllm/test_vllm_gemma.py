@@ -148,6 +148,53 @@ def test_odd_positions_run_vllms_own_code(served: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, own(config, model, calls), strict=True))
 
 
+JUDGED: dict[str, Any] = {
+    "bytes": lambda c: c | {"pixel_values_videos": (c["pixel_values_videos"] * 255).to(torch.uint8)},
+    "fewer videos than frames": lambda c: c | {"video_frame_counts": c["video_frame_counts"][:1]},
+    "fewer frames": lambda c: c | {"video_frame_counts": c["video_frame_counts"] - 1},
+    "more frames": lambda c: c | {"video_frame_counts": c["video_frame_counts"] + 1},
+    "a negative count": lambda c: c | {"video_frame_counts": torch.tensor([7, -1])},
+    "no videos": lambda c: c | {"video_frame_counts": torch.tensor([], dtype=torch.long)},
+    "counts as floats": lambda c: c | {"video_frame_counts": c["video_frame_counts"].float()},
+    "positions as floats": lambda c: c | {"pixel_position_ids_videos": c["pixel_position_ids_videos"].float()},
+    "nothing": lambda c: {name: value[:0] for name, value in c.items()},
+}
+
+
+def outcome(run: Any, *arguments: Any) -> Any:
+    try:
+        return run(*arguments)
+    except Exception as error:  # whatever it is: both must raise it
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_calls_that_are_vllms_to_judge(served: Any, name: str) -> None:
+    """What the fused encoder refuses vLLM answers, or refuses in its own way."""
+    config, model, handle = served
+    calls = JUDGED[name](padded_calls_of(model, [(2, 8, 8), (4, 4, 12)], seed=6))
+    before = handle.stats()
+    got, want = outcome(run, config, model, calls), outcome(own, config, model, calls)
+    if isinstance(want, list):
+        assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    else:
+        assert got == want
+    after = handle.stats()
+    assert after["original"]["engine"] == before["original"].get("engine", 0) + 1
+    assert after["calls"] == before["calls"] + 1 and after["fused"] == before["fused"]
+
+
+def test_the_towers_own_forward_of_bytes(served: Any) -> None:
+    _, model, handle = served
+    pixels, positions = list(padded_calls_of(model, GRIDS["images"], seed=4).values())
+    given, before = ((pixels * 255).to(torch.uint8), positions), handle.stats()["calls"]
+    with torch.inference_mode():
+        got = outcome(lambda: model.vision_tower(*given).last_hidden_state)
+        want = outcome(lambda: modeling_gemma4.Gemma4VisionModel.forward(model.vision_tower, *given).last_hidden_state)
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    assert handle.stats()["calls"] == before + 1
+
+
 CHANGES: dict[str, Any] = {
     "LoRA around a layer": lambda b: (b.self_attn.o_proj, "linear", Lora(b.self_attn.o_proj.linear)),
     "quantised": lambda b: (b.mlp.down_proj.linear, "quant_method", Quantized()),

@@ -1,7 +1,7 @@
 """What a server does to a model while it runs: reload, sleep, options; and what keeps a tower from running fused."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -334,6 +334,87 @@ def test_normalisation_that_changes(served: Any, own: Any) -> None:
     finally:
         norm.weight.copy_(kept)
     assert close(embed(config, model, GRID), own())
+
+
+def _in_inference_mode(norm: Any) -> None:
+    with torch.inference_mode():
+        norm.bias = norm.bias * 2
+
+
+NORMALISATIONS: dict[str, Callable[[Any], Any]] = {
+    "a buffer replaced": lambda n: setattr(n, "bias", n.bias * 2),
+    "past its version": lambda n: n.bias.data.mul_(2),
+    "of inference mode": _in_inference_mode,
+    "rounded": lambda n: n.to(torch.bfloat16).to(torch.float32),
+    "in bf16": lambda n: n.to(torch.bfloat16),
+    "nothing is left of bytes": lambda n: n.weight.data.zero_(),
+    "negated": lambda n: n.weight.mul_(-1),
+}
+
+
+@pytest.mark.parametrize("change", NORMALISATIONS)
+def test_normalisation_is_what_its_buffers_hold(served: Any, own: Any, change: str) -> None:
+    """Whichever way they came to hold it."""
+    config, model, handle = served
+    norm = model.visual.input_norm
+    kept = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    embed(config, model, GRID)
+    before, plain = fused_calls(handle), own()
+    NORMALISATIONS[change](norm)
+    try:
+        got, want = embed(config, model, GRID), own()
+        assert close(got, want) and not torch.equal(want, plain)
+        assert fused_calls(handle) > before and not original(handle).get("engine")
+        twice = fused_calls(handle)
+        assert close(embed(config, model, GRID), want) and fused_calls(handle) == twice + 2  # images, videos: once each
+    finally:
+        for name, buffer in kept.items():
+            setattr(norm, name, buffer)
+    assert close(embed(config, model, GRID), plain)
+
+
+def test_normalisation_that_is_written_to_all_the_time(served: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model, handle = served
+    bias = model.visual.input_norm.bias
+    kept, answer = bias.clone(), FusedEncoder.answer
+
+    def overtaken(self: Any, *arguments: Any) -> Any:
+        found = answer(self, *arguments)
+        bias.add_(1e-3)
+        return found
+
+    monkeypatch.setattr(FusedEncoder, "answer", overtaken)
+    before = original(handle).get("engine", 0)
+    try:
+        got = embed(config, model, GRIDS["image"])
+        assert original(handle)["engine"] == before + 1 and torch.equal(got, own(GRIDS["image"]))
+    finally:
+        bias.copy_(kept)
+
+
+def test_a_model_that_is_loaded_in_inference_mode() -> None:
+    """Its tensors have no versions; the fingerprints notice what is written to them."""
+    with torch.inference_mode():
+        config, model = load()
+    tower, handle = model.visual, fusedvit.fuse(model)
+    assert tower.input_norm.bias.is_inference()
+
+    def answers() -> tuple[torch.Tensor, torch.Tensor]:
+        got = embed(config, model, GRID)
+        cls, kept = type(tower), vars(tower).pop(HANDLE)
+        tower.__class__ = cls.__mro__[1]
+        want = embed(config, model, GRID)
+        tower.__class__, vars(tower)[HANDLE] = cls, kept
+        return got, want
+
+    assert close(*answers())
+    with torch.inference_mode():
+        tower.input_norm.bias.mul_(2)
+    assert close(*answers())
+    with torch.inference_mode():
+        tower.blocks[0].norm1.weight.mul_(2)
+    assert close(*answers())
+    assert fused_calls(handle) and not original(handle)
 
 
 # what is left alone as it is loaded

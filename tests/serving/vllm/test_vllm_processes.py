@@ -85,7 +85,7 @@ def test_data_parallel() -> None:
     assert found["holds"] and found["same bits"] and found["ranks fused"] == 2 and found["parity"]["passed"]
 
 
-@pytest.mark.parametrize("scenario", ["parity", "differences", "sleep", "delay", "fails_on_one"])
+@pytest.mark.parametrize("scenario", ["parity", "differences", "judged", "sleep", "delay", "fails_on_one"])
 def test_sharded_weights(scenario: str) -> None:
     output = run(str(HERE / "sharded.py"), scenario)
     assert output.count("holds") == 2 and "shards of 2 GPUs gathered" in output, output[-3000:]
