@@ -224,7 +224,7 @@ class Snapshot:
         contents: lists and dictionaries among these, and copies of what they held.
         hidden: live keys of every inner module's `__dict__`, and names that would hide what it has now.
         partials: partial functions among the attributes, and what they held: their parts can be set.
-        tower: the class of the tower itself, which it holds weakly.
+        tower: the class of the tower itself as transformers defines it; it is held weakly.
         code: what would run.
     """
 
@@ -279,7 +279,7 @@ class Snapshot:
             (mutable, tuple(value.copy() for value in mutable)),
             (tuple(vars(m).keys() for m in inner), tuple(hidden)),
             (partials, [(p.func, p.args, dict(p.keywords)) for p in partials]),
-            (weakref.ref(tower), type(tower)),
+            (weakref.ref(tower), own_class(type(tower))),
             _Code.of(own, tower, modules),
         )
 
@@ -314,13 +314,18 @@ class Snapshot:
             and self.contents[0] == self.contents[1]
             and all(map(_KEYS.isdisjoint, *self.hidden))
             and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]
-            and type(self.tower[0]()) is self.tower[1]
+            and self._is_of_its_class()
             and self.parameters.unchanged()
             and self.buffers.unchanged()
             and self.buffers.in_place()
             and not self.buffers.wants_gradients()
             and self.code.unchanged()
         )
+
+    def _is_of_its_class(self) -> bool:
+        """Whether nobody has given the tower another class, but `fuse` and `unfuse`."""
+        tower = self.tower[0]()
+        return tower is None or own_class(type(tower)) is self.tower[1]
 
 
 def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) -> Iterator[tuple[dict[str, Any], str]]:
@@ -329,7 +334,8 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
     configs: dict[int, dict[str, Any]] = {}
     for module in modules:
         attributes = vars(module)
-        yield from ((attributes, name) for name in attributes.keys() & own.names if name != "training")
+        read = attributes.keys() & own.names - {"training", *_REGISTRIES}
+        yield from ((attributes, name) for name in read)
         yield from ((attributes, name) for name in own.methods.get(own_class(type(module)), ()))
         yield from ((attributes, name) for name in _REGISTRIES)
         yield from adapters.slots_read(module)

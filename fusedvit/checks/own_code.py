@@ -333,7 +333,7 @@ class _Walk:
         """Methods that were followed, by their class."""
         found: dict[type, tuple[str, ...]] = {}
         for owner, name in self.slots.values():
-            if isinstance(owner, type) and name not in _CALL:
+            if isinstance(owner, type) and name not in _CALL and not name.startswith("__"):  # these of classes alone
                 found[owner] = (*found.get(owner, ()), name)
         return found
 

@@ -318,7 +318,7 @@ MUTANTS = (
     _without(
         "the class of a fused tower",
         CHANGE,
-        "            and type(self.tower[0]()) is self.tower[1]\n",
+        "            and self._is_of_its_class()\n",
         "hf/changed_in_place:the_towers",
     ),
     _without(
