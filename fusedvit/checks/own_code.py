@@ -77,6 +77,7 @@ _MASK = {  # as `_ATTENTION`, of masks
 _ASKED = ("get_interface", "__getitem__", "__contains__")  # how code looks a registry up
 _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps `forward` of every class that is derived from it
 _CALL = ("forward", *CALL)
+_METHODS = (property, FunctionType, staticmethod, classmethod)
 _CONTEXTS = "torch.utils._contextlib"  # whose wrapper enters a context around a function
 # By these a forward finds modules.
 _LOOKUP = (
@@ -206,7 +207,7 @@ class _Walk:
 
     def follow_classes(self, plain: Plain) -> None:
         """What classes have by names of what their instances hold, and Python finds first: anything before what is
-        registered, a descriptor before other attributes. Properties are methods, which are followed."""
+        registered, a descriptor before other attributes. Properties and methods are followed elsewhere."""
         known: set[tuple[type, str]] = set()
         for module in plain.modules.values():
             cls, registered = own_class(type(module)), {*module._parameters, *module._buffers, *module._modules}
@@ -215,7 +216,7 @@ class _Walk:
             for of, name in (held | optional) - known:
                 value = next((vars(c)[name] for c in of.__mro__ if name in vars(c)), None)
                 first = name in registered or hasattr(type(value), "__set__") or name not in vars(module)
-                if value is not None and first and not isinstance(value, property):
+                if value is not None and first and not isinstance(value, _METHODS):
                     self.found_foreign(f"{of.__qualname__}.{name} is {describe(value)}")
             known |= held | optional
         for cls in {cls for cls, _ in known}:
@@ -520,12 +521,17 @@ class _Walk:
 
 
 def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> bool:
-    """Whether a decorator's wrapper is one that the source puts there, or sets a mode of gradients."""
+    """Whether a decorator's wrapper is one that the source puts there, or sets a mode of gradients.
+
+    An engine's decorators choose a wrapper of another name; they are taken wherever they are.
+    """
     found = definition_of(wrapper)
-    if found is None or decorators is None:
-        return found is not None
+    if found is None:
+        return False
     if found.module == _CONTEXTS:
         return sets_gradients(wrapper)
+    if decorators is None or not found.module.startswith(HUGGING_FACE.packages):
+        return True
     return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)
 
 

@@ -275,7 +275,7 @@ MUTANTS = (
     _never(
         "descriptors",
         CODE,
-        "value is not None and first and not isinstance(value, property)",
+        "value is not None and first and not isinstance(value, _METHODS)",
         "hf/changed_in_place:what_every",
     ),
     Mutant(
