@@ -278,8 +278,10 @@ class _Walk:
         name = getattr(vars(tower).get("config"), "_attn_implementation", None)
         if self._is_registry(interface, _MASKS, _MASKS_CLASS):
             self._follow_registry(interface, name)
-            found = interface.get(name)
-            if found is not None and definition_of(found) != _MASK.get(name):
+            found, expected = interface.get(name), _MASK.get(name)
+            if found is not None and expected is not None:
+                self._follow(found, expected, f"the mask function {name!r}")
+            elif found is not None:
                 self.found_foreign(f"the mask function {name!r} is {describe(found)}")
 
     def _is_registry(self, interface: Any, where: str, expected: tuple[str, str]) -> bool:
