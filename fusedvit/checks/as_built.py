@@ -45,7 +45,7 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
 }
 _GELU = ("GELU", "none")
 _FULL_ATTENTION = "fullatt_block_indexes"
-_CAUSAL = "is_causal"
+CAUSAL = "is_causal"
 _NUMBERS = ("eps", "variance_epsilon", "swiglu_limit")
 DROPOUT = "attention_dropout"  # only in training mode
 _REGISTRIES = (dict, OrderedDict)  # the latter in modules that an older torch has pickled
@@ -114,9 +114,9 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
         now = family.spec_from_config(tower.config)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         return f"its config: {error}"
-    causal = getattr(tower.config, _CAUSAL, None)
+    causal = getattr(tower.config, CAUSAL, None)
     if causal:  # transformers hands it to the forward, where nobody else gives it
-        return _differs(f"its config's {_CAUSAL}", causal, None)
+        return _differs(f"its config's {CAUSAL}", causal, None)
     other = [f.name for f in fields(spec) if getattr(now, f.name) != getattr(spec, f.name)]
     return _differs(f"its config's {other[0]}", getattr(now, other[0]), getattr(spec, other[0])) if other else ""
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import accelerate_hooks, adapters, module_calls
-from fusedvit.checks.as_built import dropouts
+from fusedvit.checks.as_built import CAUSAL, dropouts
 from fusedvit.checks.own_code import OwnCode
 from fusedvit.checks.ownership import own_class
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
@@ -163,7 +163,7 @@ class _Code:
         given more attributes, by transformers for one."""
         modules = list(modules)
         shadows = {(own_class(type(m)), name) for m in modules for name in _attributes(m) & own.names}
-        configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()
+        configs = _configs_of(modules)
         shadows |= {(type(c), name) for c in configs for name in vars(c).keys() & own.names}
         shadows |= {(type(c), name) for c in configs for name in _CONFIG if hasattr(type(c), name)}
         there = {(cls, name) for cls, name in shadows if hasattr(cls, name)}
@@ -199,6 +199,11 @@ class _Code:
 def _attributes(module: nn.Module) -> set[str]:
     """Names of what an instance has: its own attributes, and what is registered."""
     return {*vars(module), *_registered(module)}
+
+
+def _configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Configs that modules keep, each once."""
+    return [*{id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()]
 
 
 def _registered(module: nn.Module) -> set[str]:
@@ -250,7 +255,7 @@ class Snapshot:
         """The tower as it stands; `own` is the code that it would run."""
         modules = list(tower.modules())
         inner = modules[1:]
-        configs = {id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()
+        configs = _configs_of(modules)
         classed = (*inner, *configs, *(hook for m in inner for hook in accelerate_hooks.hooks_of(m)))
         holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
         registries = (*holding, *(m._parameters for m in modules), *(m._buffers for m in modules))
@@ -331,7 +336,6 @@ class Snapshot:
 def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) -> Iterator[tuple[dict[str, Any], str]]:
     """Attributes of modules and of their configs that the code mentions, and where one would shadow a method; training
     mode where it matters."""
-    configs: dict[int, dict[str, Any]] = {}
     for module in modules:
         attributes = vars(module)
         read = attributes.keys() & own.names - {"training", *_REGISTRIES}
@@ -341,11 +345,9 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
         yield from adapters.slots_read(module)
         yield from module_calls.slots_read(module)
         yield from (accelerate_hooks.slots_read(module) if module is not tower else ())
-        if "config" in attributes:
-            configs.setdefault(id(attributes["config"]), vars(attributes["config"]))
-    for attributes in configs.values():
+    for attributes in map(vars, _configs_of(modules)):
         yield from ((attributes, name) for name in attributes.keys() & own.names)
-        yield from ((attributes, name) for name in ("_attn_implementation_internal", "is_causal"))
+        yield from ((attributes, name) for name in ("_attn_implementation_internal", CAUSAL))
     yield from ((vars(module), "training") for module in dropouts(tower))
 
 

@@ -272,9 +272,10 @@ class _Walk:
 
     def follow_masks(self, tower: nn.Module) -> None:
         """What builds the masks of attention, where the code looks that up by the tower's config."""
-        interface: Any = vars(sys.modules.get(_MASKS_CLASS[0], object)).get(_MASKS)
-        if (id(sys.modules.get(_MASKS_CLASS[0])), _MASKS) not in self.slots:
+        module = sys.modules.get(_MASKS_CLASS[0])
+        if module is None or (id(module), _MASKS) not in self.slots:
             return
+        interface = vars(module)[_MASKS]
         name = getattr(vars(tower).get("config"), "_attn_implementation", None)
         if self._is_registry(interface, _MASKS, _MASKS_CLASS):
             self._follow_registry(interface, name)

@@ -90,8 +90,8 @@ MUTANTS = (
     Mutant(
         "the chosen attention",
         CHANGE,
-        '("_attn_implementation_internal", "is_causal")',
-        '("is_causal",)',
+        '("_attn_implementation_internal", CAUSAL)',
+        "(CAUSAL,)",
         "hf/own_code:an_att",
     ),
     Mutant("LoRA's state", CHANGE, "yield from adapters.slots_read(module)", "pass", "hf/adapters:what_can"),
