@@ -345,7 +345,8 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
         yield from adapters.slots_read(module)
         yield from module_calls.slots_read(module)
         yield from (accelerate_hooks.slots_read(module) if module is not tower else ())
-    for attributes in map(vars, _configs_of(modules)):
+    for config in _configs_of(modules):
+        attributes = vars(config)
         yield from ((attributes, name) for name in attributes.keys() & own.names)
         yield from ((attributes, name) for name in ("_attn_implementation_internal", CAUSAL))
     yield from ((vars(module), "training") for module in dropouts(tower))
