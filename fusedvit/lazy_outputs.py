@@ -18,7 +18,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedvit.checks.change_detection import version_of
+from fusedvit.checks.recorded import version_of
 
 HIDDEN_STATES = "hidden_states"
 _PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed

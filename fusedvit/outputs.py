@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks.arguments import asked_for, configured, rules_of
-from fusedvit.checks.change_detection import version_of
+from fusedvit.checks.recorded import version_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.lazy_outputs import HIDDEN_STATES, Ambient, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.model.encoder import EncoderOutputs

@@ -22,6 +22,7 @@ from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import CAUSAL, dropouts
 from fusedvit.checks.own_code import OwnCode
 from fusedvit.checks.ownership import own_class
+from fusedvit.checks.recorded import HOOKS, REGISTRIES, Bodies, Entries, Instances, Tensors, registered
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
 
 HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
@@ -29,115 +30,12 @@ _CAPTURING_HOOKS = "transformers.utils.output_capturing"  # installed lazily, id
 _MARKS_FOR_GRADIENTS = Definition(
     "transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 )
-# Looked up at each call, as a registry may be replaced. Backward hooks never fire: a call with gradients falls back.
-_HOOKS = (attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks"))
-_dtype_of, _version_of, _wants_gradient = attrgetter("dtype"), attrgetter("_version"), attrgetter("requires_grad")
-_LAYOUT: tuple[Callable[[torch.Tensor], Any], ...] = (
-    type,
-    attrgetter("shape"),
-    torch.Tensor.stride,
-    torch.Tensor.is_neg,
-)
-_body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
 _held_by = attrgetter("cell_contents")
 _KEYS: Any = type({}.keys())
-_REGISTRIES = ("_modules", "_parameters", "_buffers")
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
-_HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # what instances may have before their class
 _CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
 _parts_of_partial = attrgetter("func", "args", "keywords")
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """Entries of dictionaries (a module's `_modules`, `_parameters`, `__dict__`): each value, and where it is kept."""
-
-    registries: tuple[dict[str, Any], ...]
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-
-    @staticmethod
-    def of(found: Iterable[tuple[dict[str, Any], str]]) -> "_Entries":
-        slots = list(found)
-        registries, names = zip(*slots, strict=True) if slots else ((), ())
-        return _Entries(registries, names, tuple(map(dict.get, registries, names)))
-
-    def current(self) -> Iterator[Any]:
-        """What is registered there now; None for nothing."""
-        return map(dict.get, self.registries, self.names)
-
-    def unchanged(self) -> bool:
-        return all(map(is_, self.current(), self.values))
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """Parameters or buffers, and the address, dtype, layout and version of each.
-
-    Assigning `p.data` or `p.__class__` counts no version: `layouts` are classes, shapes, strides and whether the memory
-    holds negated values. `versions` are of `counted`: those that were not made in inference mode, and keep their
-    counter whatever `p.data` becomes.
-    """
-
-    entries: _Entries
-    present: tuple[torch.Tensor, ...]
-    pointers: list[int]
-    dtypes: list[torch.dtype]
-    layouts: tuple[list[Any], ...]
-    counted: list[torch.Tensor]
-    versions: list[int]
-
-    @staticmethod
-    def of(registries: Iterable[dict[str, Any]]) -> "_Tensors":
-        entries = _Entries.of((registry, name) for registry in registries for name in registry)
-        present = tuple(t for t in entries.values if t is not None)
-        counted = [t for t in present if version_of(t) is not None]
-        return _Tensors(
-            entries,
-            present,
-            _addresses(present),
-            [t.dtype for t in present],
-            _layouts(present),
-            counted,
-            [t._version for t in counted],
-        )
-
-    def in_place(self) -> bool:
-        return _addresses(self.present) == self.pointers
-
-    def unchanged(self) -> bool:
-        """Their addresses are left to `in_place`."""
-        with _plainly():
-            return (
-                self.entries.unchanged()
-                and list(map(_dtype_of, self.present)) == self.dtypes
-                and _layouts(self.present) == self.layouts
-                and list(map(_version_of, self.counted)) == self.versions
-            )
-
-    def wants_gradients(self) -> bool:
-        with _plainly():
-            return any(map(_wants_gradient, self.present))
-
-
-def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    with _plainly():
-        return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def _layouts(tensors: Iterable[torch.Tensor]) -> tuple[list[Any], ...]:
-    with _plainly():
-        return tuple(list(map(fact, tensors)) for fact in _LAYOUT)
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """The version of its content; None for one that was made in inference mode, whatever its `data` has become."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -151,9 +49,8 @@ class _Code:
     owners: tuple[Any, ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
-    registries: _Entries
-    functions: tuple[FunctionType, ...]
-    bodies: list[Any]
+    registries: Entries
+    bodies: Bodies
     wrapped: tuple[tuple[Any, ...], tuple[Any, ...]]
     absent: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
 
@@ -180,34 +77,29 @@ class _Code:
         views, hidden = zip(*absent, strict=True)
         owners, names = zip(*own.slots, *there, strict=True)
         values = tuple(map(getattr, owners, names, repeat(None)))
-        bodies = list(map(_body_of, own.functions))
         cells = tuple(cell for function in own.functions for cell in cells_of(function))
         wrapped = cells, tuple(map(_held_by, cells))
-        registries = _Entries.of(own.registries)
-        return _Code(owners, names, values, registries, own.functions, bodies, wrapped, (views, hidden))
+        registries = Entries.of(own.registries)
+        return _Code(owners, names, values, registries, Bodies(own.functions), wrapped, (views, hidden))
 
     def unchanged(self) -> bool:
         return (
             all(map(is_, map(getattr, self.owners, self.names, repeat(None)), self.values))
             and all(map(_KEYS.isdisjoint, *self.absent))
             and self.registries.unchanged()
-            and list(map(_body_of, self.functions)) == self.bodies
+            and self.bodies.unchanged()
             and all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))
         )
 
 
 def _attributes(module: nn.Module) -> set[str]:
     """Names of what an instance has: its own attributes, and what is registered."""
-    return {*vars(module), *_registered(module)}
+    return {*vars(module), *registered(module)}
 
 
 def _configs_of(modules: Iterable[nn.Module]) -> list[Any]:
     """Configs that modules keep, each once."""
     return [*{id(c): c for m in modules if (c := vars(m).get("config")) is not None}.values()]
-
-
-def _registered(module: nn.Module) -> set[str]:
-    return {*module._parameters, *module._buffers, *module._modules}
 
 
 @dataclass(frozen=True)
@@ -218,34 +110,29 @@ class Snapshot:
         children: every inner module.
         registries: registries of modules and parameters, and their lengths.
         orders: registries of modules that run in their order, and that order.
-        instances: `__dict__` of every inner module, and how many entries it has: a new one may hide what the class or
-            a registry has by that name.
-        called: inner modules whose hooks would fire.
+        instances: `__dict__` of every inner module: a new entry may hide what the class or a registry has by that name.
         parameters: every parameter.
         buffers: every buffer.
         classes: the class of each of `classed`, which assigning `__class__` changes.
         classed: every inner module once, and accelerate's hooks on them.
         attributes: what a forward reads of modules and of the config, compared by identity.
         contents: lists and dictionaries among these, and copies of what they held.
-        hidden: live keys of every inner module's `__dict__`, and names that would hide what it has now.
         partials: partial functions among the attributes, and what they held: their parts can be set.
         tower: the class of the tower itself as transformers defines it; it is held weakly.
         code: what would run.
     """
 
-    children: _Entries
+    children: Entries
     registries: tuple[dict[str, Any], ...]
     lengths: list[int]
     orders: tuple[tuple[dict[str, Any], ...], list[tuple[str, ...]]]
-    instances: tuple[tuple[dict[str, Any], ...], list[int]]
-    called: tuple[nn.Module, ...]
-    parameters: _Tensors
-    buffers: _Tensors
+    instances: Instances
+    parameters: Tensors
+    buffers: Tensors
     classes: list[type]
     classed: tuple[Any, ...]
-    attributes: _Entries
+    attributes: Entries
     contents: tuple[tuple[Any, ...], tuple[Any, ...]]
-    hidden: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
     partials: tuple[tuple[Any, ...], list[Any]]
     tower: tuple[weakref.ref[nn.Module], type]
     code: _Code
@@ -260,29 +147,26 @@ class Snapshot:
         holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
         registries = (*holding, *(m._parameters for m in modules), *(m._buffers for m in modules))
         ordered = tuple(m._modules for m in modules if isinstance(m, _CONTAINERS))
-        attributes = _Entries.of(_slots_read(tower, modules, own))
+        attributes = Entries.of(_slots_read(tower, modules, own))
         mutable = tuple(
             value
             for name, value in zip(attributes.names, attributes.values, strict=True)
-            if isinstance(value, list | dict) and name not in _REGISTRIES
+            if isinstance(value, list | dict) and name not in REGISTRIES
         )
         mutable = (*mutable, *(m for c in configs if isinstance(m := getattr(c, "attribute_map", None), dict)))
         partials = tuple(value for value in attributes.values if isinstance(value, partial))
-        hidden = (frozenset(_registered(m) | _HIDING - vars(m).keys()) for m in inner)
         return Snapshot(
-            _Entries.of((m._modules, name) for m in modules for name in m._modules),
+            Entries.of((m._modules, name) for m in modules for name in m._modules),
             registries,
             list(map(len, registries)),
             (ordered, list(map(tuple, ordered))),
-            (tuple(map(vars, inner)), [len(vars(m)) for m in inner]),
-            tuple(m for m in inner if not isinstance(m, _NEVER_CALLED)),
-            _Tensors.of(m._parameters for m in modules),
-            _Tensors.of(m._buffers for m in modules),
+            Instances.of(inner, (m for m in inner if not isinstance(m, _NEVER_CALLED))),
+            Tensors.of(m._parameters for m in modules),
+            Tensors.of(m._buffers for m in modules),
             list(map(type, classed)),
             classed,
             attributes,
             (mutable, tuple(value.copy() for value in mutable)),
-            (tuple(vars(m).keys() for m in inner), tuple(hidden)),
             (partials, [(p.func, p.args, dict(p.keywords)) for p in partials]),
             (weakref.ref(tower), own_class(type(tower))),
             _Code.of(own, tower, modules),
@@ -302,7 +186,7 @@ class Snapshot:
 
     def readdressed(self) -> "Snapshot":
         """This snapshot, with the addresses that parameters have now."""
-        return replace(self, parameters=replace(self.parameters, pointers=_addresses(self.parameters.present)))
+        return replace(self, parameters=self.parameters.readdressed())
 
     def unchanged(self) -> bool:
         """No module added, replaced or removed, none with a `forward` of its own, no hook that would fire, no attribute
@@ -312,12 +196,11 @@ class Snapshot:
             self.children.unchanged()
             and list(map(len, self.registries)) == self.lengths
             and list(map(tuple, self.orders[0])) == self.orders[1]
-            and list(map(len, self.instances[0])) == self.instances[1]
-            and not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)
+            and self.instances.unchanged()
+            and not _fire(self.instances.hooks)
             and list(map(type, self.classed)) == self.classes
             and self.attributes.unchanged()
             and self.contents[0] == self.contents[1]
-            and all(map(_KEYS.isdisjoint, *self.hidden))
             and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]
             and self._is_of_its_class()
             and self.parameters.unchanged()
@@ -336,12 +219,12 @@ class Snapshot:
 def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) -> Iterator[tuple[dict[str, Any], str]]:
     """Attributes of modules and of their configs that the code mentions, and where one would shadow a method; training
     mode where it matters."""
+    yield from ((vars(tower), name) for name in REGISTRIES)  # of inner modules `Instances` compares them
     for module in modules:
         attributes = vars(module)
-        read = attributes.keys() & own.names - {"training", *_REGISTRIES}
+        read = attributes.keys() & own.names - {"training", *REGISTRIES}
         yield from ((attributes, name) for name in read)
         yield from ((attributes, name) for name in own.methods.get(own_class(type(module)), ()))
-        yield from ((attributes, name) for name in _REGISTRIES)
         yield from adapters.slots_read(module)
         yield from module_calls.slots_read(module)
         yield from (accelerate_hooks.slots_read(module) if module is not tower else ())
@@ -352,14 +235,14 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
     yield from ((vars(module), "training") for module in dropouts(tower))
 
 
-def _fire(registries: Iterator[dict[int, Callable[..., Any]]]) -> bool:
+def _fire(registries: Iterable[dict[int, Callable[..., Any]]]) -> bool:
     return any(map(fires, filter(None, registries)))
 
 
 def hooked(tower: nn.Module) -> str:
     """The path of an inner module with a hook that would fire; "" if there is none."""
     for path, module in tower.named_modules():
-        if path and not isinstance(module, _NEVER_CALLED) and any(fires(hooks(module)) for hooks in _HOOKS):
+        if path and not isinstance(module, _NEVER_CALLED) and any(fires(getattr(module, name)) for name in HOOKS):
             return path
     return ""
 

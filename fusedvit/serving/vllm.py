@@ -23,7 +23,7 @@ from torch import nn
 
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
-from fusedvit.checks.change_detection import version_of
+from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import unnamed
 from fusedvit.families.base import Family

@@ -23,7 +23,7 @@ class Mutant(NamedTuple):
 CHANGE, CHECKED, BUILT = (f"fusedvit/checks/{name}.py" for name in ("change_detection", "checked_tower", "as_built"))
 CODE, FALLBACK, ARGUMENTS = (f"fusedvit/checks/{name}.py" for name in ("own_code", "fallback", "arguments"))
 ADAPTERS, ACCELERATE = "fusedvit/checks/adapters.py", "fusedvit/checks/accelerate_hooks.py"
-SOURCE = "fusedvit/checks/source_code.py"
+SOURCE, RECORDED = "fusedvit/checks/source_code.py", "fusedvit/checks/recorded.py"
 CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
@@ -56,8 +56,14 @@ MUTANTS = (
         "hf/numbers:another hf/numbers:a_module",
     ),
     _clause("order of lists", "list(map(tuple, self.orders[0])) == self.orders[1]", "hf/numbers:another"),
-    _clause("entries of instances", "list(map(len, self.instances[0])) == self.instances[1]", "hf/numbers:another"),
-    _clause("hooks", "not any(_fire(map(hooks, self.called)) for hooks in _HOOKS)", "hf/fallback:hooks"),
+    _without(
+        "entries of instances",
+        RECORDED,
+        "list(map(len, self.live)) == self.lengths\n            and ",
+        "hf/numbers:another hf/changed_in_place:what_a_tower",
+    ),
+    _clause("registries of instances", "self.registries.unchanged()", "hf/changed_in_place:what_a_tower", RECORDED),
+    _clause("hooks", "not _fire(self.instances.hooks)", "hf/fallback:hooks"),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/numbers:another"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
     _clause(
@@ -65,20 +71,28 @@ MUTANTS = (
         "all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))",
         "hf/own_code:ways_to_replace",
     ),
-    _without("layouts", CHANGE, "                and _layouts(self.present) == self.layouts\n", "hf/layouts"),
+    _clause("layouts", "self.layouts.unchanged()", "hf/layouts", RECORDED),
+    _never("layouts that guards doubt", RECORDED, "_facts(self._tensors) != self._facts", "hf/layouts"),
+    _without("what guards see", RECORDED, " and guard.check(*self._tensors)", "hf/layouts"),
+    _without("guards that see little", RECORDED, " and not any(map(guard.check, others))", "unit/recorded:guards_that"),
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
     _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
     _clause("parameters", "self.parameters.unchanged()", "hf/weights:answer"),
     _clause("buffers", "self.buffers.unchanged()", "hf/numbers:every_attribute hf/messages:a_reason"),
     _clause("addresses of buffers", "self.buffers.in_place()", "hf/numbers:every_attribute"),
     _clause("code", "self.code.unchanged()", "hf/own_code:every_function"),
-    _clause("dtypes", "list(map(_dtype_of, self.present)) == self.dtypes", "hf/fallback:a_dtype"),
+    _without("dtypes", RECORDED, '    attrgetter("dtype"),\n', "hf/fallback:a_dtype"),
     _clause(
-        "versions", "list(map(_version_of, self.counted)) == self.versions", "hf/weights:answer hf/weights:unwatched"
+        "versions",
+        "list(map(_version_of, self.counted)) == self.versions",
+        "hf/weights:answer hf/weights:unwatched",
+        RECORDED,
     ),
     _clause("attention registries", "self.registries.unchanged()", "hf/own_code:entries"),
-    _clause("bodies of functions", "list(map(_body_of, self.functions)) == self.bodies", "hf/own_code:ways"),
-    Mutant("pre-hooks", CHANGE, ', attrgetter("_forward_pre_hooks"))', ",)", "hf/fallback:hooks"),
+    _clause("bodies of functions", "self.bodies.unchanged()", "hf/own_code:ways"),
+    _never("bodies that differ", RECORDED, "list(map(_body_of, self._functions)) != self._bodies", "hf/own_code:ways"),
+    _without("bodies that nobody lists", RECORDED, "self._listed and ", "unit/recorded:functions"),
+    Mutant("pre-hooks", RECORDED, ', "_forward_pre_hooks")', ",)", "hf/fallback:hooks"),
     Mutant("training mode", CHANGE, "for module in dropouts(tower))", "for module in ())", "hf/numbers:dropout"),
     Mutant(
         "shadows of attributes",
@@ -323,7 +337,7 @@ MUTANTS = (
     ),
     _without(
         "names that hide",
-        CHANGE,
+        RECORDED,
         "            and all(map(_KEYS.isdisjoint, *self.hidden))\n",
         "hf/changed_in_place:what_a_tower",
     ),

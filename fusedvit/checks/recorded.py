@@ -1,0 +1,229 @@
+"""What a snapshot of a tower records, and how it is compared: entries of dictionaries, attributes of modules, tensors.
+
+A call compares some thousand of these, so each loop here is C's.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, is_
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.checks import module_calls
+
+REGISTRIES = ("_modules", "_parameters", "_buffers")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # what instances may have before their class
+_KEYS: Any = type({}.keys())
+_body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
+_shape_of, _version_of, _wants_gradient = map(attrgetter, ("shape", "_version", "requires_grad"))
+_LAYOUT: tuple[Callable[[torch.Tensor], Any], ...] = (
+    type,
+    attrgetter("dtype"),
+    _shape_of,
+    torch.Tensor.stride,
+    torch.Tensor.is_neg,
+)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of dictionaries (a module's `_modules`, `_parameters`, `__dict__`): each value, and where it is kept."""
+
+    registries: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @staticmethod
+    def of(found: Iterable[tuple[dict[str, Any], str]]) -> "Entries":
+        slots = list(found)
+        registries, names = zip(*slots, strict=True) if slots else ((), ())
+        return Entries(registries, names, tuple(map(dict.get, registries, names)))
+
+    def current(self) -> Iterator[Any]:
+        """What is registered there now; None for nothing."""
+        return map(dict.get, self.registries, self.names)
+
+    def unchanged(self) -> bool:
+        return all(map(is_, self.current(), self.values))
+
+
+@dataclass(frozen=True)
+class Instances:
+    """What modules have of their own: their registries, and no attribute that hides what these or the class have.
+
+    Attributes:
+        live: `__dict__` of each.
+        lengths: how many entries each had.
+        registries: of modules, parameters, buffers and hooks, in these.
+        hidden: live keys, and names that would hide what the module has now.
+        hooks: registries of hooks that would fire. Backward hooks never do: a call with gradients falls back.
+    """
+
+    live: tuple[dict[str, Any], ...]
+    lengths: list[int]
+    registries: Entries
+    hidden: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
+    hooks: tuple[dict[int, Any], ...]
+
+    @staticmethod
+    def of(modules: Sequence[nn.Module], called: Iterable[nn.Module]) -> "Instances":
+        """`called`: those whose hooks would fire."""
+        live = tuple(map(vars, modules))
+        hidden = tuple(frozenset(registered(m) | HIDING - vars(m).keys()) for m in modules)
+        return Instances(
+            live,
+            list(map(len, live)),
+            Entries.of((attributes, name) for attributes in live for name in (*REGISTRIES, *HOOKS)),
+            (tuple(map(dict.keys, live)), hidden),
+            tuple(m.__dict__[name] for m in called for name in HOOKS),
+        )
+
+    def unchanged(self) -> bool:
+        """What hooks are there is not compared."""
+        return (
+            list(map(len, self.live)) == self.lengths
+            and self.registries.unchanged()
+            and all(map(_KEYS.isdisjoint, *self.hidden))
+        )
+
+
+def registered(module: nn.Module) -> set[str]:
+    """Names of its parameters, buffers and modules."""
+    return {*module._parameters, *module._buffers, *module._modules}
+
+
+class Bodies:
+    """The code, defaults and keyword defaults of functions.
+
+    Reading these raises an audit event each (`sys.audit`), 0.7 us where somebody listens. The garbage collector's list
+    of what the functions refer to, these among it, is one event; where it differs, as by annotations that somebody
+    reads, they are read themselves.
+    """
+
+    def __init__(self, functions: tuple[FunctionType, ...]) -> None:
+        self._functions = functions
+        self._bodies = list(map(_body_of, functions))
+        self._referents = gc.get_referents(*functions)
+        there = {*map(id, self._referents)}
+        self._listed = all(id(part) in there for body in self._bodies for part in body if part is not None)
+
+    def unchanged(self) -> bool:
+        referents = gc.get_referents(*self._functions)
+        if self._listed and referents == self._referents:
+            return True
+        if list(map(_body_of, self._functions)) != self._bodies:
+            return False
+        self._referents = referents
+        return True
+
+
+class Layouts:
+    """Class, dtype, shape and strides of tensors, and whether they hold negated values.
+
+    The guards that PyTorch has for compiled code compare all of that in one call: of 351 parameters in 20 us instead of
+    125. They compare more (`requires_grad`, inference mode, autocast), so there is one for each state that calls run
+    in, and where it sees a difference the facts themselves are compared.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._facts = _facts(tensors)
+        self._guards: dict[tuple[bool, ...], Any] = {}
+
+    def unchanged(self) -> bool:
+        state = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+        guard = self._guards.get(state)
+        if guard is not None and guard.check(*self._tensors):
+            return True
+        guard = _guard_of(self._tensors) if _guards_work() else None  # of what is compared next
+        if _facts(self._tensors) != self._facts:
+            return False
+        self._guards[state] = guard
+        return True
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    return [list(map(fact, tensors)) for fact in _LAYOUT]
+
+
+def _guard_of(tensors: Sequence[torch.Tensor]) -> Any:
+    shapes, strides = ([list(map(int, fact(t))) for t in tensors] for fact in (_shape_of, torch.Tensor.stride))
+    guards: Any = torch._C._dynamo.guards
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+
+
+@functools.cache
+def _guards_work() -> bool:
+    """Whether PyTorch's guards, which are no part of its public interface, notice each fact of `_LAYOUT`."""
+    plain = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
+    others = plain.double(), plain.t(), plain.view(1, 4), plain._neg_view(), nn.Parameter(plain, requires_grad=False)
+    try:
+        guard = _guard_of([plain])
+        return bool(guard.check(plain)) and not any(map(guard.check, others))
+    except Exception:  # another release's names or arguments
+        return False
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Parameters or buffers, and the address, layout and version of each.
+
+    Assigning `p.data` or `p.__class__` counts no version, hence layouts. `versions` are of `counted`: those that were
+    not made in inference mode, and keep their counter whatever `p.data` becomes.
+    """
+
+    entries: Entries
+    present: tuple[torch.Tensor, ...]
+    pointers: list[int]
+    layouts: Layouts
+    counted: list[torch.Tensor]
+    versions: list[int]
+
+    @staticmethod
+    def of(registries: Iterable[dict[str, Any]]) -> "Tensors":
+        entries = Entries.of((registry, name) for registry in registries for name in registry)
+        present = tuple(t for t in entries.values if t is not None)
+        counted = [t for t in present if version_of(t) is not None]
+        with _plainly():
+            layouts = Layouts(present)
+        return Tensors(entries, present, _addresses(present), layouts, counted, [t._version for t in counted])
+
+    def readdressed(self) -> "Tensors":
+        """The same, with the addresses that they have now."""
+        return replace(self, pointers=_addresses(self.present))
+
+    def in_place(self) -> bool:
+        return _addresses(self.present) == self.pointers
+
+    def unchanged(self) -> bool:
+        """Their addresses are left to `in_place`."""
+        with _plainly():
+            return (
+                self.entries.unchanged()
+                and self.layouts.unchanged()
+                and list(map(_version_of, self.counted)) == self.versions
+            )
+
+    def wants_gradients(self) -> bool:
+        with _plainly():
+            return any(map(_wants_gradient, self.present))
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    with _plainly():
+        return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """The version of its content; None for one that was made in inference mode, whatever its `data` has become."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None

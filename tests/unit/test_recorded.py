@@ -1,0 +1,150 @@
+"""What a snapshot compares quickly is compared as exactly as what it compares slowly."""
+
+import contextlib
+import gc
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusedvit.checks import recorded
+from fusedvit.checks.recorded import Bodies, Layouts
+
+
+class Weight(nn.Parameter):
+    pass
+
+
+def _retype(p: nn.Parameter) -> None:
+    p.__class__ = Weight  # type: ignore[assignment]
+
+
+def _set(value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Parameter], None]:
+    def change(p: nn.Parameter) -> None:
+        p.data = value(p.data)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], None]] = {
+    "class": _retype,
+    "dtype": _set(torch.Tensor.double),
+    "shape": _set(lambda d: d.view(2, 8)),
+    "one more dimension": _set(lambda d: d[None]),
+    "strides": _set(torch.Tensor.t),
+    "negated": _set(torch._neg_view),
+}
+MODES: dict[str, Callable[[], Any]] = {
+    "with gradients": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.fixture(params=[True, False], ids=["guards", "no guards"])
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(recorded, "_guards_work", lambda: False)
+    return bool(request.param)
+
+
+def _parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_fact_of_a_layout_is_compared(guards: bool, change: str, mode: str) -> None:
+    parameters = _parameters()
+    layouts = Layouts(parameters)
+    with MODES[mode]():
+        assert layouts.unchanged() and layouts.unchanged()
+    CHANGES[change](parameters[1])
+    with MODES[mode]():
+        assert not layouts.unchanged()
+        assert not layouts.unchanged()
+
+
+def test_what_is_no_fact_of_a_layout_changes_nothing(guards: bool) -> None:
+    parameters = _parameters()
+    layouts = Layouts(parameters)
+    for mode in MODES.values():
+        with mode():
+            assert layouts.unchanged()
+    parameters[0].requires_grad_(False)
+    parameters[1].data = torch.zeros(4, 4)
+    parameters[2].grad = torch.zeros(4, 4)
+    for mode in MODES.values():
+        with mode():
+            assert layouts.unchanged() and layouts.unchanged()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_facts_are_read_once_in_each_state(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    layouts = Layouts(_parameters())
+    with MODES[mode]():
+        assert layouts.unchanged()
+        monkeypatch.setattr(recorded, "_facts", lambda tensors: pytest.fail("the guard compares them"))
+        assert layouts.unchanged()
+
+
+def test_guards_that_miss_a_change_or_are_not_there_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorded._guards_work()
+
+    class Blind:
+        def check(self, *tensors: torch.Tensor) -> bool:
+            return True
+
+    work = recorded._guards_work.__wrapped__
+    monkeypatch.setattr(recorded, "_guard_of", lambda tensors: Blind())
+    assert not work()
+    monkeypatch.setattr(recorded, "_guard_of", lambda tensors: torch._C._no_such_module)
+    assert not work()
+
+
+def _double(x: int, y: int = 2, *, z: int = 3) -> int:
+    return x * y * z
+
+
+def _halve(x: int, y: int = 2) -> float:
+    return x / y
+
+
+def _change_code(f: FunctionType) -> None:
+    f.__code__ = (lambda x, y=2, *, z=3: x).__code__
+
+
+def _change_defaults(f: FunctionType) -> None:
+    f.__defaults__ = (5,)
+
+
+def _change_keyword_defaults(f: FunctionType) -> None:
+    f.__kwdefaults__ = {"z": 5}
+
+
+@pytest.mark.parametrize("change", [_change_code, _change_defaults, _change_keyword_defaults])
+@pytest.mark.parametrize("listed", [True, False])
+def test_functions_that_change_in_place(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[FunctionType], None], listed: bool
+) -> None:
+    function = FunctionType(_double.__code__, globals(), "f", _double.__defaults__)
+    function.__kwdefaults__ = dict(_double.__kwdefaults__)
+    if not listed:  # an interpreter whose collector does not list them
+        monkeypatch.setattr(gc, "get_referents", lambda *functions: [])
+    bodies = Bodies((function, _halve))  # type: ignore[arg-type]
+    assert bodies.unchanged()
+    change(function)
+    assert not bodies.unchanged()
+    assert not bodies.unchanged()
+
+
+def test_functions_whose_annotations_are_read_are_compared_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = Bodies((_halve, _double))  # type: ignore[arg-type]
+    _halve.__annotations__ = dict(_halve.__annotations__) | {"w": int}
+    assert bodies.unchanged()
+    monkeypatch.setattr(recorded, "_body_of", lambda function: pytest.fail("the collector's list tells"))
+    assert bodies.unchanged()
