@@ -5,7 +5,8 @@ not loaded.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,8 @@ from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"  # from_pretrained loads what it names as well
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Step = Callable[[str], None]  # told what comes next
 
 
@@ -90,20 +93,35 @@ def _check_folder(where: str) -> None:
 
 
 def _tower_alone(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.Module | None:
-    """The tower by itself, or None where its class or its weights cannot be told."""
+    """The tower by itself, or None where its class or its weights cannot be told, or loading it takes more than reading
+    them: quantised ones, an adapter beside them, other weights than the config says."""
     found = next(_tower_classes(config), None)
-    if found is None:
+    if found is None or _file_of(where, ADAPTER) is not None:
         return None
     cls, tower_config = found
     with torch.device("meta"):
-        wanted = set(_empty(where, cls, tower_config).state_dict())
-    shards = _shards_of(where)
+        empty = _empty(where, cls, tower_config)
+    wanted, shards = set(empty.state_dict()), _shards_of(where)
     prefix = _prefix_of(wanted, shards)
-    if prefix is None:
+    if prefix is None or any(_others(empty, wanted, prefix, shards)):
         return None
     step("loading the vision tower's weights")
     weights = _read_weights(where, {name: shards[prefix + name] for name in wanted}, prefix)
+    if not all(weight.dtype in _PLAIN for weight in weights.values()):
+        return None
     return _from_weights(where, cls, tower_config, weights, dtype)
+
+
+def _others(empty: nn.Module, wanted: set[str], prefix: str, shards: Iterable[str]) -> Iterator[str]:
+    """Names beside the tower's weights that it has no place for, such as scales of quantised ones or further blocks."""
+    parts = {name.partition(".")[0] for name in wanted}
+    buffers = {name for name, _ in empty.named_buffers()}  # some checkpoints have what a tower computes by itself
+    ignored = getattr(empty, "_keys_to_ignore_on_load_unexpected", None) or ()
+    for name in shards:
+        own = name.removeprefix(prefix)
+        inside = name.startswith(prefix) and (prefix or own.partition(".")[0] in parts)
+        if inside and own not in wanted | buffers and not any(re.search(pattern, name) for pattern in ignored):
+            yield name
 
 
 def _tower_classes(config: Any) -> Iterator[tuple[Any, Any]]:
@@ -121,18 +139,21 @@ def _tower_classes(config: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _shards_of(where: str) -> dict[str, str]:
-    """Name of a tensor -> the file that holds it; empty for a checkpoint in another format than safetensors."""
-    index = _file_of(where, INDEX)
-    if index is not None:
-        try:
-            return _weight_map(json.loads(index.read_text(encoding="utf-8")))
-        except (ValueError, OSError) as error:
-            raise InputError(f"{where}: {INDEX} is no index of weights: {first_line(error)}") from None
+    """Name of a tensor -> the file that holds it; empty for a checkpoint in another format than safetensors.
+
+    Of one file and an index transformers takes the file.
+    """
     single = _file_of(where, SINGLE)
-    if single is None:
+    if single is not None:
+        with _opened(single) as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    index = _file_of(where, INDEX)
+    if index is None:
         return {}
-    with _opened(single) as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    try:
+        return _weight_map(json.loads(index.read_text(encoding="utf-8")))
+    except (ValueError, OSError) as error:
+        raise InputError(f"{where}: {INDEX} is no index of weights: {first_line(error)}") from None
 
 
 def _weight_map(document: Any) -> dict[str, str]:
@@ -207,7 +228,7 @@ def _loaded(where: str, cls: Any, source: str | None, **arguments: Any) -> tuple
         with _transformers_silent():
             model, found = cls.from_pretrained(source, **arguments)
     except Exception as error:  # pickle's, EOFError, TypeError …: whatever damaged files and indices lead to
-        told = isinstance(error, OSError | ValueError | RuntimeError | SafetensorError)
+        told = isinstance(error, OSError | ValueError | RuntimeError | ImportError | SafetensorError)
         why = (
             first_line(error) if told else f"whole files of weights expected, got damaged ones ({type(error).__name__})"
         )
@@ -245,6 +266,11 @@ def _whole_model(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.
     absent = sorted(name for name in found["missing_keys"] if name.startswith(prefix))
     if absent:  # transformers fills them with random numbers
         raise InputError(f"{where}: lacks {len(absent)} of the vision tower's weights, {absent[0]} among them")
+    more = sorted(_others(tower, set(tower.state_dict()), prefix, found["unexpected_keys"]))
+    if more:  # transformers leaves them out
+        raise InputError(
+            f"{where}: has {len(more)} weights that the config's vision tower has no place for, {more[0]} among them"
+        )
     return model
 
 

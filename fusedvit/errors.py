@@ -8,6 +8,7 @@ from typing import NamedTuple
 ODD_POSITIONS = "odd positions"  # kinds of `Reason`
 SPARSE = "sparse pixels"
 PREFIX = "fusedvit: "  # of every message
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class Reason(NamedTuple):
@@ -44,6 +45,12 @@ def unnamed(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line: its first sentence lines up to an empty one."""
     return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host's or a GPU's memory ran out; PyTorch says so of the host's in words alone."""
+    said = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    return said or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 class WeightsReleased(Exception):

@@ -22,7 +22,7 @@ from fusedvit.cli.console import (
     spell_out_names,
     write,
 )
-from fusedvit.errors import InputError, UnsupportedModel, first_line
+from fusedvit.errors import InputError, UnsupportedModel, first_line, is_out_of_memory
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2  # exit codes; UNUSABLE is click's own for bad usage
 NO_READER = 141  # as of what SIGPIPE ends: click's own 1 would mean that answers differ
@@ -103,6 +103,10 @@ def run(command: str, json: str | None, **arguments: Any) -> None:
     except OSError as error:
         _drop_stdout()
         _refuse(f"{error.filename or 'standard output'}: {error.strerror}" if error.errno else first_line(error))
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _refuse(f"out of memory: {first_line(error)}")
     raise typer.Exit(PASSED if outcome.passed else FAILED)
 
 

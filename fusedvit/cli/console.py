@@ -199,9 +199,8 @@ def write(document: Any, path: str | Path) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    path = Path(path)
     try:
-        _write_file(text, path)
+        _write_file(text, _target(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
@@ -212,7 +211,7 @@ def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
     Raises:
         InputError: no file can be written there, or its suffix is none of `suffixes`, if there are any.
     """
-    path = Path(path)
+    path = _target(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -225,12 +224,17 @@ def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
         raise InputError(f"{path}: the suffix must be one of {', '.join(suffixes)}")
 
 
+def _target(path: str | Path) -> Path:
+    """What a link points to, if it is one."""
+    return Path(os.path.realpath(path))
+
+
 def _write_file(text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a pipe, a terminal
         path.write_text(text, encoding="utf-8")
         return
-    whole = path.with_name(path.name + ".new")
+    whole = path.with_name(f".{os.getpid()}.new")  # short: a name may be as long as a file system takes
     whole.write_text(text, encoding="utf-8")
     whole.replace(path)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fusedvit.runtime.inputs import check_grid, check_items
+
 
 @dataclass(frozen=True)
 class VisionEmbeddings:
@@ -17,6 +19,10 @@ class VisionEmbeddings:
         grid_thw: `[N, 3]`, frames and rows and columns of patches of each item.
         merge_size: patches per side of a merged token.
         levels: n, the deepstack mergers.
+
+    Raises:
+        TypeError: no tensors, or numbers that are no integers.
+        ValueError: a grid that no image has, or other rows than it needs.
     """
 
     rows: torch.Tensor
@@ -25,8 +31,15 @@ class VisionEmbeddings:
     levels: int = 0
 
     def __post_init__(self) -> None:
-        if self.grid_thw.ndim != 2 or self.grid_thw.shape[1] != 3:
-            raise ValueError(f"fusedvit: grid_thw must be [N, 3], got shape {tuple(self.grid_thw.shape)}")
+        _check_whole("merge_size", self.merge_size, 1)
+        _check_whole("levels", self.levels, 0)
+        for name in ("rows", "grid_thw"):
+            if not isinstance(getattr(self, name), torch.Tensor):
+                raise TypeError(f"fusedvit: {name} must be a tensor, got {type(getattr(self, name)).__name__}")
+        if not self.rows.is_floating_point():
+            raise TypeError(f"fusedvit: rows must be floats, got {self.rows.dtype}")
+        sides = check_grid(self.grid_thw).tolist()
+        check_items(sides, sum(t * h * w for t, h, w in sides), self.merge_size)
         tokens = sum(self.tokens())
         if self.rows.ndim != 2 or self.rows.shape[0] != tokens or self.rows.shape[1] % (1 + self.levels):
             raise ValueError(
@@ -55,6 +68,7 @@ class VisionEmbeddings:
                 seconds of each of its `grid_thw` frames.
 
         Raises:
+            TypeError: timestamps that are no numbers.
             ValueError: another modality; timestamps of images, or not one a frame.
         """
         _check_modality(modality)
@@ -62,6 +76,9 @@ class VisionEmbeddings:
         if timestamps is None:
             return {modality: found}
         frames, got = self.grid_thw[:, 0].tolist(), [len(item) for item in timestamps]
+        odd = next((t for item in timestamps for t in item if not isinstance(t, int | float)), None)
+        if odd is not None:
+            raise TypeError(f"fusedvit: timestamps must be seconds, got {odd!r}")
         if modality != "video" or got != frames:
             raise ValueError(f"fusedvit: timestamps must be {frames} of the items of a video, got {got} of {modality}")
         return {modality: found | {"timestamps": [list(item) for item in timestamps]}}
@@ -95,6 +112,13 @@ class VisionEmbeddings:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
         return {modality: BaseModelOutputWithDeepstackFeatures(pooler_output=merged, deepstack_features=deepstack)}
+
+
+def _check_whole(name: str, given: object, least: int) -> None:
+    if type(given) is not int:
+        raise TypeError(f"fusedvit: {name} must be an integer, got {given!r}")
+    if given < least:
+        raise ValueError(f"fusedvit: {name} must be {least} or more, got {given}")
 
 
 def _check_modality(modality: str) -> None:

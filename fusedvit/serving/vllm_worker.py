@@ -87,6 +87,23 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
     return found
 
 
+def _update(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """A part of an update, after which another may come or none: the next call prepares."""
+    with writing([served for _, served in _served_by(worker)], "updated"):
+        return original(worker, *args, **kwargs)
+
+
+def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Memory that loses its content and is asleep already, or is not."""
+    tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags", ())
+    for _, served in _served_by(worker):
+        if "weights" in tags:
+            served.handle.release()
+            served.changed("discarded")
+            served.lost = True
+    return original(worker, *args, **kwargs)
+
+
 def _awake(worker: Any) -> list[tuple[nn.Module, ServedTower]]:
     """Towers that are not prepared though their weights are there."""
     towers = served_in(_model_of(getattr(worker, "model_runner", None)))
@@ -138,6 +155,10 @@ def patch_worker(module: ModuleType) -> None:
         ("wake_up", _wake_up),
         ("reload_weights", _reload),
         ("finish_weight_update", _reload),
+        ("reset_weights", _reload),
+        ("update_weights", _update),
+        ("elastic_ep_execute", _update),
+        ("discard", _discard),
         ("shutdown", _shut_down),
     ):
         wrap(worker, name, around)

@@ -440,3 +440,34 @@ def test_a_standard_output_that_is_closed() -> None:
     done = _python("-c", code, "env", "--json", "-")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "standard output: cannot be written (closed)" in done.stderr
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (
+        MemoryError("Unable to allocate 3 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 99 bytes"),
+    ):
+
+        def fail(error: Exception = error, **arguments: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(env, "run", fail)
+        _refused(_run("env"), f"out of memory: {error}")
+    monkeypatch.setattr(env, "run", lambda **arguments: (_ for _ in ()).throw(RuntimeError("a fault of ours")))
+    assert isinstance(_run("env").exception, RuntimeError)
+
+
+def test_a_document_of_a_long_name_or_behind_a_link(tmp_path: Path) -> None:
+    named = tmp_path / ("n" * 255)
+    assert _run("env", "--json", named).exit_code == 0 and json.loads(named.read_text())
+    (tmp_path / "share").mkdir()
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "share" / "found.json")
+    assert _run("env", "--json", link).exit_code == 0
+    assert link.is_symlink() and json.loads((tmp_path / "share" / "found.json").read_text())
+    assert [path.name for path in (tmp_path / "share").iterdir()] == ["found.json"]
+
+
+def test_a_console_of_no_width_prints_all_the_same() -> None:
+    assert _python("-m", "fusedvit", "env", COLUMNS="0").stdout.strip()

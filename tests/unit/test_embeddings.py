@@ -1,5 +1,7 @@
 """Ready embeddings in the forms of vLLM, SGLang and transformers."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -33,7 +35,10 @@ def test_transformers_record(levels: int) -> None:
     [
         (ROWS[:9], GRID, r"rows must be \[10, a multiple of 3\]"),
         (ROWS[:, :23], GRID, "multiple of 3"),
-        (ROWS, GRID[0], r"grid_thw must be \[N, 3\]"),
+        (ROWS, GRID[0], r"grid_thw must have shape \(n, 3\), got \(3,\)"),
+        (ROWS, torch.tensor([[1, 4, 5], [2, 2, 5]]), "w to be a multiple of the merge size 2, got 5"),
+        (ROWS, torch.tensor([[-1, -4, 6], [2, 2, 4]]), "t >= 0, got -1"),
+        (ROWS, GRID.float(), "an integer dtype, got torch.float32"),
     ],
 )
 def test_what_does_not_fit(rows: torch.Tensor, grid: torch.Tensor, expected: str) -> None:
@@ -47,3 +52,25 @@ def test_what_does_not_fit(rows: torch.Tensor, grid: torch.Tensor, expected: str
 def test_timestamps_that_do_not_fit(modality: str, timestamps: list[list[float]]) -> None:
     with pytest.raises(ValueError, match=r"timestamps must be \[1, 2\] of the items of a video"):
         VisionEmbeddings(ROWS, GRID, 2, levels=2).for_vllm(modality, timestamps)
+
+
+@pytest.mark.parametrize(
+    "change, error, expected",
+    [
+        ({"grid_thw": [[1, 4, 6], [2, 2, 4]]}, TypeError, "grid_thw must be a tensor, got list"),
+        ({"rows": ROWS.numpy()}, TypeError, "rows must be a tensor, got ndarray"),
+        ({"rows": ROWS.long()}, TypeError, "rows must be floats, got torch.int64"),
+        ({"merge_size": 0}, ValueError, "merge_size must be 1 or more, got 0"),
+        ({"merge_size": 2.0}, TypeError, r"merge_size must be an integer, got 2\.0"),
+        ({"levels": -1}, ValueError, "levels must be 0 or more, got -1"),
+        ({"levels": True}, TypeError, "levels must be an integer, got True"),
+    ],
+)
+def test_what_is_of_another_type(change: dict[str, Any], error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=f"fusedvit: {expected}"):
+        VisionEmbeddings(**{"rows": ROWS, "grid_thw": GRID, "merge_size": 2, "levels": 2} | change)
+
+
+def test_timestamps_that_are_no_numbers() -> None:
+    with pytest.raises(TypeError, match="timestamps must be seconds, got 'b'"):
+        VisionEmbeddings(ROWS, GRID, 2, levels=2).for_vllm("video", ["a", "bc"][1:] * 2)  # type: ignore[list-item]

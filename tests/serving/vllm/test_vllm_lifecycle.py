@@ -1,5 +1,6 @@
 """What a server does to a model while it runs: reload, sleep, options; and what keeps a tower from running fused."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -147,6 +148,38 @@ def test_what_vllm_writes_is_prepared_again_whatever_fingerprints_say(
     handle.refresh()
     assert torch.equal(got, embed(config, model, GRID)) and not close(got, before)
     assert prepared == 2 and not original(handle)
+
+
+@pytest.mark.parametrize("how", ["reset_weights", "part of an update", "part that fails", "discard"])
+def test_other_writers_of_vllms_worker(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `watch_data` off, as only the hooks tell."""
+    monkeypatch.setenv(CONFIG, '{"watch_data": false}')
+    config, model = load()
+    handle, tower, worker = fusedvit.fuse(model), tower_of(model), worker_of(model)
+    before = embed(config, model, GRID)
+
+    def receive(info: Any) -> None:
+        for parameter in list(tower.parameters())[:20]:
+            parameter.data.mul_(1.3)
+        if info == "part that fails":
+            raise InterruptedError
+
+    if how == "reset_weights":
+        worker.model_runner.get_model = lambda: model
+        worker.reset_weights()
+    elif how == "discard":
+        monkeypatch.setattr(Worker, "sleep_mode_backend", SimpleNamespace(discard=lambda tags: receive(tags)))
+        worker.discard(("kv_cache", "weights"))
+    else:
+        engine = SimpleNamespace(update_weights=receive, reset_weight_update_target=lambda: None)
+        worker.weight_transfer_engine, worker._weight_update_active = engine, True
+        worker._weight_update_is_draft = False
+        with pytest.raises(InterruptedError) if how == "part that fails" else contextlib.nullcontext():
+            worker.update_weights(how)
+    got = embed(config, model, GRID)
+    handle.refresh()
+    assert torch.equal(got, embed(config, model, GRID)) and not close(got, before)
+    assert not original(handle)
 
 
 def worker_of(model: Any) -> Any:
