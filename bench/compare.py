@@ -10,6 +10,7 @@ the graph alone between two events, `host` their difference. The other checkout 
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -160,18 +161,14 @@ def main() -> int:
     parser.add_argument("--tower", nargs="*", default=list(TOWERS))
     parser.add_argument("--workload", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--commit", default="", help="of this checkout, where git does not tell")
+    parser.add_argument("--before-commit", default="", help="of the other one")
     args = parser.parse_args()
     roots = {"before": args.before.resolve(), "after": ROOT}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    command = f"python -m fusedvit.bench.compare BEFORE --rounds {args.rounds} --seconds {args.seconds} --tower"
     document = {
-        "passport": {
-            "command": " ".join([command, *args.tower, "--json", args.json.name]),
-            "commit": commit_of(ROOT),
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-        },
-        "before": commit_of(args.before),
+        "passport": _passport(args),
+        "before": args.before_commit or commit_of(args.before),
         "unit": "microseconds",
         "towers": found,
     }
@@ -189,10 +186,25 @@ def main() -> int:
     return 0
 
 
+def _passport(args: argparse.Namespace) -> dict[str, str]:
+    command = f"python -m fusedvit.bench.compare BEFORE --rounds {args.rounds} --seconds {args.seconds} --tower"
+    command += " " + " ".join(args.tower)
+    if args.workload != list(WORKLOADS):
+        command += " --workload " + shlex.join(args.workload)
+    return {
+        "command": f"{command} --json {args.json.name}",
+        "commit": args.commit or commit_of(ROOT),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+
+
 def commit_of(root: Path) -> str:
-    """The commit of a checkout, or "unknown"."""
-    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The commit of a checkout; "unknown" of a folder that is none, though it may lie in one."""
+    asked = ["git", "-C", str(root), "rev-parse", "HEAD", "--show-toplevel"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    commit, _, top = done.stdout.strip().partition("\n")
+    return commit if top and Path(top).resolve() == root.resolve() else "unknown"
 
 
 def describe(found: Mapping[str, Any]) -> str:
