@@ -7,6 +7,7 @@ them. The record is an instance of Hugging Face's class, and becomes a plain one
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from fusedvit.unread_states import CannotRead, Hidden, Source, UnreadStates
 HIDDEN_STATES = "hidden_states"
 _PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed: its `UnreadStates`
 _ASKED = "_fusedvit_asked"  # in the `__dict__` of a tower: how to compute what is unread of its calls
+# Packages that read every field of a record to search it or to copy it: they get the hidden states unread.
+_WALKING = ("torch.distributed", "torch.nn.parallel", "dataclasses", "accelerate", "deepspeed")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative error in the 2-norm; of other dtypes:
 _CLOSE_OF_HALF = 0.1
@@ -177,6 +180,12 @@ class _Asked(weakref.WeakKeyDictionary[Source, HiddenStates]):
     Copies and pickles of a tower have none.
     """
 
+    def __init__(self, tower: nn.Module) -> None:
+        """Nothing yet. What will be there knows of the tower's `__dict__`: without the callback that would be a cycle,
+        and memory would stay until somebody collects garbage."""
+        super().__init__()
+        self._tower = weakref.ref(tower, functools.partial(_let_go, weakref.ref(self)))
+
     def __deepcopy__(self, memo: Any) -> Any:
         return {}
 
@@ -186,9 +195,15 @@ class _Asked(weakref.WeakKeyDictionary[Source, HiddenStates]):
     @staticmethod
     def of(tower: nn.Module) -> "_Asked":
         kept = tower.__dict__.get(_ASKED)
-        if not isinstance(kept, _Asked):
-            kept = tower.__dict__[_ASKED] = _Asked()
+        if not isinstance(kept, _Asked) or kept._tower() is not tower:  # of what this is a copy of
+            kept = tower.__dict__[_ASKED] = _Asked(tower)
         return kept
+
+
+def _let_go(kept: "weakref.ref[_Asked]", tower: Any) -> None:
+    asked = kept()
+    if asked is not None:
+        asked.clear()
 
 
 def _computed(name: str, held: weakref.ref[nn.Module], source: Source) -> Hidden:
@@ -233,7 +248,7 @@ class _Incomplete:
     """What a record does until its hidden states are there; it comes before Hugging Face's class among the bases.
 
     Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed. Who reads
-    them too late gets a tuple that says so when its content is used: code that searches outputs reads every field.
+    them too late gets a tuple that says so when its content is used, as code that searches outputs reads every field.
     """
 
     __slots__ = ()
@@ -284,13 +299,13 @@ class _Incomplete:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == HIDDEN_STATES:
-            _become_plain(self)[key] = value
+            _replace(self, value)
         else:
             super().__setitem__(key, value)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == HIDDEN_STATES:
-            setattr(_become_plain(self), name, value)
+            _replace(self, value)
         else:
             super().__setattr__(name, value)
 
@@ -331,12 +346,31 @@ def _complete(record: Any) -> Any:
 
 
 def _read(record: Any) -> Any:
-    """Its hidden states, or what is left of them where they cannot be computed any more."""
+    """Its hidden states, or what is left of them where they cannot be computed any more or the reader searches."""
     pending = record.__dict__.get(_PENDING)
+    if pending is not None and pending.unread() and _reader().startswith(_WALKING):
+        return pending
     try:
         return dict.__getitem__(_complete(record), HIDDEN_STATES)
     except CannotRead:
         return pending
+
+
+def _reader() -> str:
+    """The module that reads a record."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
+
+
+def _replace(record: Any, value: Any) -> None:
+    """Puts `value` in place of the hidden states: what is unread, perhaps converted, leaves the record incomplete."""
+    plain = _become_plain(record)
+    if isinstance(value, UnreadStates) and value.unread():
+        _become_lazy(plain, value)
+    else:
+        plain[HIDDEN_STATES] = value
 
 
 def _become_plain(record: Any) -> Any:

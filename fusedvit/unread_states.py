@@ -64,6 +64,7 @@ class Source:
         return hidden
 
     def unread(self) -> bool:
+        """Whether nobody has read them yet."""
         return self._hidden is None
 
     def will_convert(self, tensor: "UnreadTensor") -> None:
@@ -145,7 +146,9 @@ class UnreadTensor(torch.Tensor):
         return function(*read(args), **read(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is of a function that does nothing
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return function(*read(args), **read(kwargs or {}))
 
 
