@@ -7,21 +7,27 @@ them. The record is an instance of Hugging Face's class, and becomes a plain one
 
 import contextlib
 import functools
-import threading
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedvit.checks.recorded import version_of
+from fusedvit.unread_states import CannotRead, Hidden, Source, UnreadStates
 
 HIDDEN_STATES = "hidden_states"
-_PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed
+_PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed: its `UnreadStates`
+_ASKED = "_fusedvit_asked"  # in the `__dict__` of a tower: how to compute what is unread of its calls
+# Packages that read every field of a record to search it or to copy it: they get the hidden states unread.
+_WALKING = ("torch.distributed", "torch.nn.parallel", "dataclasses", "accelerate", "deepspeed")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative error in the 2-norm; of other dtypes:
 _CLOSE_OF_HALF = 0.1
@@ -117,54 +123,98 @@ class Ambient:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """How to compute the hidden states of one call.
+    """How to compute the hidden states of one call. It holds the tower weakly, as the tower keeps it.
 
     Attributes:
         tower: name of the tower's class, for messages.
-        run: the original code on the call's input: gives Hugging Face's record.
+        run: the original code of a tower on the call's input: gives Hugging Face's record.
         inputs: pixels and grid as they were.
         ambient: what the call ran in.
         changed: what of the tower has changed since the call, for messages; "" for nothing.
         last: the call's last hidden state and its version: what `run` must give again.
-        lock: two readers compute them once.
+        count: how many there are; None where the call selects some.
     """
 
     tower: str
-    run: Callable[[], Any]
+    run: Callable[[nn.Module], Any]
     inputs: tuple[TensorState, ...]
     ambient: Ambient
-    changed: Callable[[], str]
+    changed: Callable[[nn.Module], str]
     last: tuple[torch.Tensor, int | None]
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    count: int | None
 
-    def compute(self) -> tuple[torch.Tensor | None, ...]:
+    def compute(self, tower: nn.Module) -> Hidden:
         """The hidden states.
 
         Raises:
-            RuntimeError: the input or the tower has changed since the call.
+            CannotRead: the input or the tower has changed since the call.
         """
         with self.ambient.restored():
-            return self._compute()
+            return self._compute(tower)
 
-    def _compute(self) -> tuple[torch.Tensor | None, ...]:
+    def _compute(self, tower: nn.Module) -> Hidden:
         if not all(state.unchanged() for state in self.inputs):
-            raise self._changed("pixel_values or grid_thw have changed")
-        what = self.changed()
+            raise _cannot_read(self.tower, "pixel_values or grid_thw have changed")
+        what = self.changed(tower)
         if what:
-            raise self._changed(what)
-        found = self.run()
+            raise _cannot_read(self.tower, what)
+        found = self.run(tower)
         last, version = self.last
-        hidden: tuple[torch.Tensor | None, ...] = found.hidden_states
+        hidden: Hidden = found.hidden_states
         if version is None or version_of(last) != version:  # written to by the caller, or no telling
             return hidden
         if not _close(last, found.last_hidden_state):
-            raise self._changed("its input or the tower have changed")
+            raise _cannot_read(self.tower, "its input or the tower have changed")
         if hidden and hidden[-1] is found.last_hidden_state:
             hidden = (*hidden[:-1], last)  # one tensor, as in Hugging Face's record
         return hidden
 
-    def _changed(self, what: str) -> RuntimeError:
-        return RuntimeError(_CHANGED.format(self.tower, what, _ADVICE))
+
+def _cannot_read(tower: str, what: str) -> CannotRead:
+    return CannotRead(_CHANGED.format(tower, what, _ADVICE))
+
+
+class _Asked(weakref.WeakKeyDictionary[Source, HiddenStates]):
+    """What is unread of a tower's calls: it goes with the tower, and each entry with the last that could read it.
+
+    Copies and pickles of a tower have none.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        """Nothing yet. What will be there knows of the tower's `__dict__`: without the callback that would be a cycle,
+        and memory would stay until somebody collects garbage."""
+        super().__init__()
+        self._tower = weakref.ref(tower, functools.partial(_let_go, weakref.ref(self)))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, ()
+
+    @staticmethod
+    def of(tower: nn.Module) -> "_Asked":
+        kept = tower.__dict__.get(_ASKED)
+        if not isinstance(kept, _Asked) or kept._tower() is not tower:  # of what this is a copy of
+            kept = tower.__dict__[_ASKED] = _Asked(tower)
+        return kept
+
+
+def _let_go(kept: "weakref.ref[_Asked]", tower: Any) -> None:
+    asked = kept()
+    if asked is not None:
+        asked.clear()
+
+
+def _computed(name: str, held: weakref.ref[nn.Module], source: Source) -> Hidden:
+    """Hidden states of a tower of class `name`, if somebody still holds it; what they came from is let go."""
+    tower = held()
+    hidden = None if tower is None else _Asked.of(tower).get(source)
+    if tower is None or hidden is None:
+        raise _cannot_read(name, "the tower is gone, freed")
+    found = hidden.compute(tower)
+    _Asked.of(tower).pop(source, None)
+    return found
 
 
 def _close(ours: torch.Tensor, ref: torch.Tensor) -> bool:
@@ -175,11 +225,20 @@ def _close(ours: torch.Tensor, ref: torch.Tensor) -> bool:
     return not bool(error > limit * norm)  # NaN is no difference
 
 
-def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
-    """`record`, a fresh output record of Hugging Face's, with hidden states that are yet to be computed."""
+def with_lazy_hidden_states(record: Any, hidden: HiddenStates, tower: nn.Module) -> Any:
+    """`record`, a fresh output record of Hugging Face's, with hidden states of `tower` that are yet to be computed."""
+    like = hidden.last[0].detach().new_empty(0)
+    uniform = hidden.ambient.autocast[1] is None
+    compute = functools.partial(_computed, hidden.tower, weakref.ref(tower))
+    source = Source(compute, hidden.count, like, uniform)
+    _Asked.of(tower)[source] = hidden
+    return _become_lazy(record, UnreadStates.of(source))
+
+
+def _become_lazy(record: Any, unread: UnreadStates) -> Any:
     record.__dict__.pop(HIDDEN_STATES, None)
     OrderedDict.__setitem__(record, HIDDEN_STATES, None)  # its position among the keys
-    record.__dict__[_PENDING] = hidden
+    record.__dict__[_PENDING] = unread
     plain: Any = type(record)
     object.__setattr__(record, "__class__", _lazy_class(plain))
     return record
@@ -188,28 +247,49 @@ def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
 class _Incomplete:
     """What a record does until its hidden states are there; it comes before Hugging Face's class among the bases.
 
-    Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed.
+    Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed. Who reads
+    them too late gets a tuple that says so when its content is used, as code that searches outputs reads every field.
     """
 
     __slots__ = ()
     _fusedvit_plain: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Of a record built anew from its class, as `torch.utils._pytree` does: it is complete."""
-        _become_plain(self).__init__(*args, **kwargs)
+        """Of a record built anew from its class, as `torch.utils._pytree` does: complete, or with what is unread."""
+        record = _become_plain(self)
+        record.__init__(*args, **kwargs)
+        found = record.__dict__.get(HIDDEN_STATES)
+        if isinstance(found, UnreadStates):
+            _become_lazy(record, found)
 
     @property
     def hidden_states(self) -> Any:
-        return _complete(self).hidden_states
+        return _read(self)
 
     def __getitem__(self, key: Any) -> Any:
         names = list(self.keys())  # type: ignore[attr-defined]
-        wanted = [key] if isinstance(key, str) else names[key] if isinstance(key, slice) else [names[key]]
-        if HIDDEN_STATES in wanted:
-            return _complete(self)[key]
+        if isinstance(key, slice):
+            return self.to_tuple()[key]
+        name = key if isinstance(key, str) else names[key]
         record: Any = self
-        values = tuple(dict.__getitem__(record, name) for name in wanted)
-        return values if isinstance(key, slice) else values[0]
+        return _read(record) if name == HIDDEN_STATES else dict.__getitem__(record, name)
+
+    def _unread(self) -> dict[str, Any]:
+        record: Any = self
+        pending: UnreadStates | None = record.__dict__.get(_PENDING)
+        known = {name: dict.__getitem__(record, name) for name in OrderedDict.keys(record)}
+        if pending is not None:
+            known[HIDDEN_STATES] = pending if pending.unread() else _complete(record).hidden_states
+        return known
+
+    def items(self) -> Any:
+        return self._unread().items()
+
+    def values(self) -> Any:
+        return self._unread().values()
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self._unread().values())
 
     def get(self, key: Any, default: Any = None) -> Any:
         try:
@@ -219,13 +299,13 @@ class _Incomplete:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == HIDDEN_STATES:
-            _become_plain(self)[key] = value
+            _replace(self, value)
         else:
             super().__setitem__(key, value)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == HIDDEN_STATES:
-            setattr(_become_plain(self), name, value)
+            _replace(self, value)
         else:
             super().__setattr__(name, value)
 
@@ -245,20 +325,52 @@ def _completing(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("items", "values", "to_tuple", "copy", "popitem", "__reduce__", "__reduce_ex__", "__eq__", "__ne__"):
+for _name in ("copy", "popitem", "__reduce__", "__reduce_ex__", "__eq__", "__ne__"):
     setattr(_Incomplete, _name, _completing(_name))
 for _name in ("__or__", "__ror__"):
     setattr(_Incomplete, _name, _completing(_name))
 
 
 def _complete(record: Any) -> Any:
-    """`record` with its hidden states, a plain one from now on."""
-    pending: HiddenStates | None = record.__dict__.get(_PENDING)
+    """`record` with its hidden states, a plain one from now on.
+
+    Raises:
+        CannotRead: they cannot be computed any more.
+    """
+    pending: UnreadStates | None = record.__dict__.get(_PENDING)
     if pending is not None:
-        with pending.lock:
-            if _PENDING in record.__dict__:
-                record[HIDDEN_STATES] = pending.compute()
+        hidden = pending.read()
+        if _PENDING in record.__dict__:  # else somebody has replaced them meanwhile
+            record[HIDDEN_STATES] = hidden
     return record
+
+
+def _read(record: Any) -> Any:
+    """Its hidden states, or what is left of them where they cannot be computed any more or the reader searches."""
+    pending = record.__dict__.get(_PENDING)
+    if pending is not None and pending.unread() and _reader().startswith(_WALKING):
+        return pending
+    try:
+        return dict.__getitem__(_complete(record), HIDDEN_STATES)
+    except CannotRead:
+        return pending
+
+
+def _reader() -> str:
+    """The module that reads a record."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
+
+
+def _replace(record: Any, value: Any) -> None:
+    """Puts `value` in place of the hidden states: what is unread, perhaps converted, leaves the record incomplete."""
+    plain = _become_plain(record)
+    if isinstance(value, UnreadStates) and value.unread():
+        _become_lazy(plain, value)
+    else:
+        plain[HIDDEN_STATES] = value
 
 
 def _become_plain(record: Any) -> Any:

@@ -40,7 +40,8 @@ def to_hugging_face(
         if name != HIDDEN_STATES:
             record[name] = ()  # what Hugging Face records where no module gives any; any other call fell back
         elif given:
-            record = with_lazy_hidden_states(record, _hidden_states(original, tower, handle, call, record))
+            hidden = _hidden_states(original, tower, handle, call, record)
+            record = with_lazy_hidden_states(record, hidden, tower)
     wants_dict = arguments.get("return_dict", getattr(tower.config, "return_dict", True))
     return record.to_tuple() if wants_dict is False else record
 
@@ -87,7 +88,7 @@ def _hidden_states(
     if isinstance(pixels, BytePixels) and not handle.spec.padded:  # as the call took them: casts were left undone
         taken = BytePixels.mark(pixels.unmarked(), pixels.normalization, pixels.still)
 
-    def run() -> Any:
+    def run(tower: nn.Module) -> Any:
         return original.forward(tower, *for_original(tower, taken, rows, handle.spec.padded), **asked)
 
     # As the original call would: capturing before any hook that is registered from now on.
@@ -95,7 +96,14 @@ def _hidden_states(
     selected = _resolves_indices() and not isinstance(selection, bool)
     changed = _changed_since_now(tower, handle, selected)
     last, ambient = record.last_hidden_state, Ambient.now(device.type)
-    return HiddenStates(original.__name__, run, inputs, ambient, changed, (last, version_of(last)))
+    count = _count(tower) if isinstance(selection, bool) else None
+    return HiddenStates(original.__name__, run, inputs, ambient, changed, (last, version_of(last)), count)
+
+
+def _count(tower: nn.Module) -> int | None:
+    """How many hidden states transformers records of a tower: its blocks' answers, and the first one's input."""
+    recorded: Any = (getattr(tower, "_can_record_outputs", None) or {}).get(HIDDEN_STATES)
+    return 1 + sum(isinstance(m, recorded) for m in tower.modules()) if isinstance(recorded, type) else None
 
 
 def _selection(tower: nn.Module, arguments: dict[str, Any]) -> Any:
@@ -112,8 +120,8 @@ def _resolves_indices() -> bool:
     return hasattr(sys.modules[_CAPTURING], "resolve_hidden_states_indices")
 
 
-def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[], str]:
-    """A question to ask later: what of the tower has changed since; "" for nothing.
+def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[nn.Module], str]:
+    """A question to ask later of the tower, which it does not hold: what has changed since; "" for nothing.
 
     Args:
         selected: hidden states are selected by indices, which transformers resolves by the config.
@@ -121,7 +129,7 @@ def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -
     unchanged, attention = handle.weights.unchanged_since_now(), _attention(tower)
     options = _options_of_capturing(tower, selected)
 
-    def changed() -> str:
+    def changed(tower: nn.Module) -> str:
         now = _options_of_capturing(tower, selected)
         other = next((name for name in options if now[name] != options[name]), None)
         if other is not None:

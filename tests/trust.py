@@ -116,12 +116,12 @@ FAULTS = {
     "F33": Fault("whose handle it is", "hf/handles", "data_parallel"),
     "F34": Fault("memory that moves or is freed", "hf/memory", "sharded"),
     "F35": Fault("outputs that share storage", "hf/memory:outputs_are_tensors_of_their_own kernels/store_outputs"),
-    "F36": Fault("memory kept", "hf/memory:memory_goes"),
+    "F36": Fault("memory kept", "hf/memory:memory_goes hf/unread_in_models:what_is_unread"),
     "F37": Fault("transforms", "hf/transforms"),
     "F38": Fault("hook registries replaced", "hf/fallback:hooks_in_a_registry_that_was_replaced"),
     "F39": Fault("remote code under a known name", "hf/own_code:remote_code"),
     "F40": Fault("a large common mean", "hf/large_mean"),
-    "F41": Fault("silently slow", "hf/slow hf/lazy_outputs"),
+    "F41": Fault("silently slow", "hf/slow hf/lazy_outputs hf/unread_states hf/unread_in_models:a_whole"),
     "F42": Fault("messages that name nothing", "hf/messages"),
 }
 

@@ -135,7 +135,7 @@ def test_hidden_states_read_later() -> None:
     changed = tower(pixels, grid_thw=torch.tensor(GRID), output_hidden_states=True)
     pixels.unmarked()[0] += 1
     with pytest.raises(RuntimeError, match="pixel_values or grid_thw have changed"):
-        _ = changed.hidden_states
+        _ = changed.hidden_states[0]
 
 
 def test_hidden_states_of_bytes_that_were_cast() -> None:

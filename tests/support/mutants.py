@@ -28,7 +28,8 @@ CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 PREPARED = "fusedvit/prepared_tower.py"
-LAZY, API, LIMITS = "fusedvit/lazy_outputs.py", "fusedvit/api.py", "graphs/limits.py"
+LAZY, UNREAD = "fusedvit/lazy_outputs.py", "fusedvit/unread_states.py"
+API, LIMITS = "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
 LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
 REFERENCE = "kernels/reference/linear.py"
@@ -458,6 +459,43 @@ MUTANTS = (
         "hf/lazy_outputs:reading",
     ),
     _never("hidden states of other weights", LAZY, "what", "hf/lazy_outputs:reading"),
+    Mutant("unread records with their tower", LAZY, "asked.clear()", "pass", "hf/unread_in_models:what_is_unread"),
+    _without(
+        "inputs of what was read",
+        LAZY,
+        "    _Asked.of(tower).pop(source, None)\n",
+        "hf/unread_in_models:a_tower_keeps",
+    ),
+    _without("records of a copy", LAZY, " or kept._tower() is not tower", "hf/unread_in_models:copies"),
+    Mutant(
+        "who searches records", LAZY, "_reader().startswith(_WALKING)", "False", "hf/unread_states:walking_computes"
+    ),
+    _without(
+        "casts before writes",
+        UNREAD,
+        "        self._source.will_convert(found)\n",
+        "hf/unread_states:what_is_written",
+    ),
+    Mutant(
+        "dtypes under autocast",
+        UNREAD,
+        "(function in _OF_LAYOUT and this._source.uniform)",
+        "function in _OF_LAYOUT",
+        "hf/unread_states:under_autocast",
+    ),
+    _without("other casts", UNREAD, " or self._conversion != other._conversion", "hf/unread_states:tensors_out"),
+    _without(
+        "places of unread tensors",
+        UNREAD,
+        " or [t._index for t in found] not in ([None], [*range(len(found))])",
+        "hf/unread_states:tensors_out",
+    ),
+    _without(
+        "sizes of unread tensors",
+        UNREAD,
+        ', dispatch_sizes_strides_policy="sizes"',
+        "hf/unread_states:uses_of_a_tensor",
+    ),
     # graphs and kernels
     Mutant(
         "memory that is not the value",
