@@ -247,8 +247,8 @@ def _become_lazy(record: Any, unread: UnreadStates) -> Any:
 class _Incomplete:
     """What a record does until its hidden states are there; it comes before Hugging Face's class among the bases.
 
-    Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed. Who reads
-    them too late gets a tuple that says so when its content is used, as code that searches outputs reads every field.
+    Reading, replacing or copying them makes the record a plain one; anything else leaves them uncomputed, also code of
+    `_WALKING` that reads every field: where they cannot be computed any more, that is no reason for it to fail.
     """
 
     __slots__ = ()
@@ -346,14 +346,11 @@ def _complete(record: Any) -> Any:
 
 
 def _read(record: Any) -> Any:
-    """Its hidden states, or what is left of them where they cannot be computed any more or the reader searches."""
+    """Its hidden states; unread where the reader searches."""
     pending = record.__dict__.get(_PENDING)
     if pending is not None and pending.unread() and _reader().startswith(_WALKING):
         return pending
-    try:
-        return dict.__getitem__(_complete(record), HIDDEN_STATES)
-    except CannotRead:
-        return pending
+    return dict.__getitem__(_complete(record), HIDDEN_STATES)
 
 
 def _reader() -> str:

@@ -184,7 +184,15 @@ def test_what_was_read_too_late_says_so(gone: Callable[[Any], None]) -> None:
     ours, ref, tower = asked()
     gone(tower)
     del tower
-    for late in (ours.hidden_states, ours.to_tuple()[-1], ours["hidden_states"], ours.get("hidden_states"), ours[-1]):
+    for read in (
+        lambda: ours.hidden_states,
+        lambda: ours["hidden_states"],
+        lambda: ours.get("hidden_states"),
+        lambda: ours[-1],
+    ):
+        with pytest.raises(RuntimeError, match=LOST):
+            read()
+    for late in (ours.to_tuple()[-1], list(ours.values())[-1], dict(ours.items())["hidden_states"]):
         assert isinstance(late, tuple) and len(late) == len(ref.hidden_states) and late
         for use in USES.values():
             with pytest.raises(RuntimeError, match=LOST):
