@@ -25,6 +25,7 @@ from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
+from fusedvit.own_forward import bypass
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.prepared_tower import CAPTURING, CannotPrepare, PreparedTower, Progress
 from fusedvit.runtime import speculative_replay
@@ -34,7 +35,7 @@ from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, chec
 from fusedvit.runtime.kernel_loader import KernelsNotReady, Run, collect_garbage
 from fusedvit.runtime.runner import Runtime, on_device, run
 from fusedvit.runtime.speculative_replay import SpeculativeReplay
-from fusedvit.stats import Stats, compiles, describe, describe_ended
+from fusedvit.stats import Stats, compiles, describe, describe_ended, logger
 
 OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
 MOST_RUNS = 8
@@ -155,13 +156,25 @@ class FusedEncoder:
         state, counted = self.state(), f"{self._stats.fused} of {self._stats.calls} calls fused"
         if state != "fused":
             return f"<FusedEncoder of {self._name} ({self.family.name}): {_STATES[state]}; {counted}>"
-        reason = self._source().reason()
+        reason = self.reason()
         where = self.weights.first_parameter()
         how = "runs fused" if reason is None else f"runs its original code: {reason}"
         return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
 
     def _source(self) -> CheckedTower:
         return CheckedTower(self.tower, self.family, self.spec, self.built)
+
+    def check_reached(self) -> None:
+        """Warns if calls of the tower go past the fused encoder, by a `forward` that somebody put on it.
+
+        Raises:
+            RuntimeError: `strict`, and they do.
+        """
+        why = bypass(self.tower)
+        if why is not None and self.config.strict:
+            raise RuntimeError(fallback.message(self._name, why))
+        if why is not None:
+            logger.warning("%s", fallback.message(self._name, why))
 
     def check_early(self) -> None:
         """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
@@ -206,14 +219,14 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower is gone.
         """
-        return self._source().reason()
+        return bypass(self.tower) or self._source().reason()
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
         stats = self.stats()
         if stats["state"] != "fused":
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
-        return describe(self.tower, self.family.name, self.spec, stats, self._source().reason())
+        return describe(self.tower, self.family.name, self.spec, stats, self.reason())
 
     def warmup(self, progress: Progress | None = None, *, calls: Iterable[Grid] | None = None) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.

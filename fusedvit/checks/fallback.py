@@ -19,6 +19,7 @@ COMPILING = "compiling"
 CAPTURING = "capturing"
 AUTOCAST = "autocast"
 HOOKS = "hooks"
+BYPASSED = "forward of its own"
 MODIFIED = "modified modules"
 ADAPTER = "adapter"
 FOREIGN_CODE = "replaced code"
@@ -45,6 +46,7 @@ ADVICE = {
     CAPTURING: "pass grid_thw as a CPU tensor or a list inside a CUDA graph capture",
     AUTOCAST: "load the tower in the dtype that autocast computes in",
     HOOKS: "a hook on an inner module would not fire in the fused encoder",
+    BYPASSED: "it does not lead to the fused encoder: take it off, fuse, and then put it on",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
     FOREIGN_CODE: "what would run is not the code that transformers, or the engine, defines",
     ADAPTER: "LoRA without dropout is folded into the weights; merge any other adapter to run fused",

@@ -27,7 +27,7 @@ SOURCE, RECORDED = "fusedvit/checks/source_code.py", "fusedvit/checks/recorded.p
 CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
-PREPARED = "fusedvit/prepared_tower.py"
+PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
 LAZY, API, LIMITS = "fusedvit/lazy_outputs.py", "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
 LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
@@ -490,6 +490,8 @@ MUTANTS = (
         "None",
         "unit/graphs/manager",
     ),
+    _without("a forward past the fused one", ENCODER, "bypass(self.tower) or ", "hf/own_forward:put_before"),
+    Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
         "a use ends whatever is raised",
         MANAGER,
