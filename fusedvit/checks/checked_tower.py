@@ -101,12 +101,12 @@ class CheckedTower:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
         plain = Plain.of(self.tower)
         buffers = dict(self.tower.named_buffers(remove_duplicate=False))
+        new: frozenset[str] = frozenset()
         if plain.layers:
             parameters, new = folded(plain)
-            own = frozenset(self.family.aliases.get(name, name) for name in new)
-        else:
-            own = frozenset()
-        tensors = {name: t.data for name, t in {**buffers, **parameters}.items()}  # see `kernels.fingerprint`
+        turned = {name: p.data.contiguous() for name, p in parameters.items() if not p.is_contiguous()}
+        own = frozenset(self.family.aliases.get(name, name) for name in (*new, *turned))
+        tensors = {name: t.data for name, t in {**buffers, **parameters, **turned}.items()}  # see `kernels.fingerprint`
         source, names = self.family.source(tensors), self.family.names
         rotary = None
         if self.family.engine == HUGGING_FACE:  # casting a tower rounds its frequencies, for good
@@ -148,7 +148,7 @@ def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | No
     sparse = _first(parameters, lambda p: not _is_dense(p))
     if not sparse:
         return None
-    what = "a negated view" if parameters[sparse].is_neg() else "not contiguous"
+    what = "a negated view" if parameters[sparse].is_neg() else "not dense in memory"
     return Reason(fallback.MODIFIED, f"{sparse} is {what}")
 
 
@@ -169,6 +169,8 @@ def _device_runs(device: torch.device) -> bool:
 
 
 def _is_dense(p: torch.Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in whatever order of dimensions: fingerprints read it so."""
     if p.is_neg():
         return False
-    return p.is_contiguous() or (p.ndim == 5 and p.is_contiguous(memory_format=torch.channels_last_3d))
+    outermost_first = sorted(range(p.ndim), key=p.stride, reverse=True)
+    return p.is_contiguous() or p.data.permute(outermost_first).is_contiguous()

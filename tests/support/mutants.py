@@ -28,6 +28,7 @@ CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
+PREPARE = "fusedvit/model/prepare_weights.py"
 LAZY, API, LIMITS = "fusedvit/lazy_outputs.py", "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
 LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
@@ -491,6 +492,20 @@ MUTANTS = (
         "unit/graphs/manager",
     ),
     _without("a forward past the fused one", ENCODER, "bypass(self.tower) or ", "hf/own_forward:put_before"),
+    Mutant(
+        "parameters that lie in other orders",
+        CHECKED,
+        "**parameters, **turned}",
+        "**parameters}",
+        "hf/transposed:every_parameter",
+    ),
+    Mutant(
+        "a table of our own",
+        PREPARE,
+        'if f"{names.position}.weight" in own else',
+        "if False else",
+        "hf/transposed:held",
+    ),
     Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
         "a use ends whatever is raised",
