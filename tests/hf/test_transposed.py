@@ -63,7 +63,7 @@ def test_every_write_is_noticed(write: str) -> None:
     ran_fused(handle, calls=len(turned) + 2)
 
 
-def test_one_that_is_transposed_after_a_call_and_then_no_more() -> None:
+def test_a_matrix_laid_out_by_columns_after_a_call() -> None:
     tower = tiny_tower()
     handle = fusedvit.fuse(tower, STRICT)
     call = Call.of(tower, GRIDS["mix"])
