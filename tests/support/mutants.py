@@ -506,6 +506,20 @@ MUTANTS = (
         "if False else",
         "hf/transposed:held",
     ),
+    Mutant("calls pause after a change", ENCODER, "self._pause.begin(found)", "pass", "hf/pauses:weights_written"),
+    Mutant(
+        "equal content is no news",
+        CACHE,
+        "torch.equal(before.expected[:count], now.expected)",
+        "True",
+        "hf/pauses:other",
+    ),
+    _never(
+        "a pause ends",
+        ENCODER,
+        "not isinstance(found, Reason) and weights.prepared == before",
+        "hf/pauses:weights_written",
+    ),
     Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
         "a use ends whatever is raised",
