@@ -520,6 +520,20 @@ MUTANTS = (
         "not isinstance(found, Reason) and weights.prepared == before",
         "hf/pauses:weights_written",
     ),
+    Mutant(
+        "what idle adapters hold",
+        CODE,
+        "adapters.modules_run(layer)",
+        "layer.modules()",
+        "hf/adapters:adapters_of_other",
+    ),
+    Mutant(
+        "what a layer runs",
+        ADAPTERS,
+        "for name in _RUN:",
+        "for name in ():",
+        "hf/adapters:a_class_that",
+    ),
     Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
         "a use ends whatever is raised",
