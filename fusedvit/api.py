@@ -104,7 +104,7 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
     except RuntimeError:
         unfuse(tower)
         raise
-    take(next(tower.parameters()).device)
+    take(handle.weights.first_parameter().device)
     handle.check_early()
     return handle
 

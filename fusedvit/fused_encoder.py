@@ -222,7 +222,7 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower is gone.
         """
-        return bypass(self.tower) or self._source().reason()
+        return bypass(self.tower) or transforms.active(None) or self._source().reason()
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""

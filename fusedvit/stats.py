@@ -107,7 +107,8 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
         stats: of the tower's handle.
         reason: why the tower as it stands cannot run fused, or None.
     """
-    parameter = next(tower.parameters())
+    first = next(tower.parameters(), None)
+    parameter = torch.empty(0, device="cpu") if first is None else first
     fused = f"fused on {ops_for(parameter.device).name} operations"
     state = fused if reason is None else f"original code: {with_advice(reason)}"
     where = torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "no GPU"

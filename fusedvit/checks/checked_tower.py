@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import fallback
+from fusedvit.checks.accelerate_hooks import hooks_of
 from fusedvit.checks.adapters import Plain, cannot_fold, folded
 from fusedvit.checks.as_built import (
     Built,
@@ -64,6 +65,9 @@ class CheckedTower:
         adapter = cannot_fold(plain)
         if adapter:
             return Reason(fallback.ADAPTER, adapter)
+        meta = _offloaded(plain)
+        if meta:
+            return Reason(fallback.META, meta)
         wrong = wrong_parameters(plain, family, spec) or wrong_spec(tower, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
@@ -126,10 +130,14 @@ class CheckedTower:
         return self._code
 
 
+def _offloaded(plain: Plain) -> str:
+    """The first parameter without memory, and whether accelerate brings it in; "" if there is none."""
+    name = _first(plain.parameters(), lambda p: getattr(p, "is_meta", False))
+    by_accelerate = name and hooks_of(plain.modules[name.rpartition(".")[0]])
+    return f"{name}, which accelerate offloads" if by_accelerate else name
+
+
 def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | None:
-    meta = _first(parameters, lambda p: p.device.type == "meta")
-    if meta:
-        return Reason(fallback.META, meta)
     freed = _first(parameters, lambda p: type(p) is nn.Parameter and _is_freed(p))
     if freed:
         return Reason(fallback.FREED, freed)

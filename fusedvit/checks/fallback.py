@@ -102,7 +102,9 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
         reason = _reason_of_autocast(module)
         if reason is not None:
             return reason
-    on_gpu = isinstance(grid, torch.Tensor) and (grid.is_cuda or (grid.ndim == 3 and next(module.parameters()).is_cuda))
+    on_gpu = isinstance(grid, torch.Tensor) and (
+        grid.is_cuda or (grid.ndim == 3 and next(module.parameters(), grid).is_cuda)
+    )
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return Reason(CAPTURING)
     return None
@@ -129,9 +131,9 @@ def _reason_of_arguments(module: torch.nn.Module, extra: Mapping[str, Any]) -> R
 
 def _reason_of_autocast(module: torch.nn.Module) -> Reason | None:
     """Under autocast in the tower's own dtype Hugging Face's tower computes what it does without, norms in fp32."""
-    parameter = next(module.parameters())
-    device = parameter.device.type
-    if device not in _AUTOCASTING or not torch.is_autocast_enabled(device):
+    parameter = next(module.parameters(), None)
+    device = "" if parameter is None else parameter.device.type
+    if parameter is None or device not in _AUTOCASTING or not torch.is_autocast_enabled(device):
         return None
     dtype = torch.get_autocast_dtype(device)
     if dtype != parameter.dtype:

@@ -155,11 +155,14 @@ class WeightCache:
     def first_parameter(self) -> torch.Tensor:
         """A parameter, for its device and dtype: without a walk of the tower where weights are prepared.
 
-        In a tower that has changed since it may be an old one; `read_back` notices that.
+        In a tower that has changed since it may be an old one; `read_back` notices that. Where a tower has none, as
+        sharding leaves it that joins parameters, it is an empty tensor, and `prepare` says what is missing.
         """
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.first_parameter()
-        return next(iter(self._source().parameters().values())) if found is None else found
+        if found is None:
+            found = next(iter(self._source().parameters().values()), None)
+        return torch.empty(0, device="cpu") if found is None else found
 
     def trained(self) -> bool:
         """Whether a parameter of the tower that they were prepared from wants a gradient."""

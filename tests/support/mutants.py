@@ -534,6 +534,10 @@ MUTANTS = (
         "for name in ():",
         "hf/adapters:a_class_that",
     ),
+    _without(
+        "offloading by its name", CHECKED, ", which accelerate offloads", "hf/messages:a_reason_names_the_wrapper"
+    ),
+    _without("modes that see operations", ENCODER, "transforms.active(None) or ", "hf/messages:questions"),
     Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
         "a use ends whatever is raised",
