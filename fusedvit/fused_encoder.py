@@ -18,6 +18,7 @@ from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
+from fusedvit.forks import renew_in_children
 from fusedvit.graphs.manager import MIB
 from fusedvit.kernels.launch import KernelFailed
 from fusedvit.kernels.load_inputs import FLOATS, kind_of
@@ -100,6 +101,12 @@ class FusedEncoder:
         source = functools.partial(_source_of, self._tower, self._name, family, spec, self.built, normalizations)
         self.prepared = PreparedTower(spec, config, source, normalizations)
         self.weights = self.prepared.weights
+        renew_in_children(self)
+
+    def renew_locks(self) -> None:
+        """See `forks`."""
+        self._stats.renew_locks()
+        self.prepared.renew_locks()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}

@@ -538,6 +538,10 @@ MUTANTS = (
         "offloading by its name", CHECKED, ", which accelerate offloads", "hf/messages:a_reason_names_the_wrapper"
     ),
     _without("modes that see operations", ENCODER, "transforms.active(None) or ", "hf/messages:questions"),
+    _without("locks of a child", ENCODER, "        renew_in_children(self)\n", "hf/forks:a_child_waits"),
+    _without(
+        "half-prepared weights of a child", PREPARED, "            self.weights.outdate()\n", "hf/forks:weights_half"
+    ),
     Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
         "a use ends whatever is raised",
