@@ -49,6 +49,7 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
             cannot give bytes.
         TypeError: `model` is no module, or `config` no `FuseConfig`.
         ValueError: an option that this tower cannot meet; the message names it. Or a processor of other patches.
+        RuntimeError: `strict`, and the tower has a `forward` of its own that calls its original code.
     """
     if config is not None and not isinstance(config, FuseConfig):
         raise TypeError(f"fusedvit: config must be a FuseConfig, got {type(config).__name__}")
@@ -83,6 +84,7 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
     if known is not None and known.serves(tower):
         if config is not None and config != known.config:
             known.reconfigure(config)
+            known.check_reached()
         return known
     original = own_class(type(tower))
     family = family_of(original.__name__)
@@ -97,7 +99,12 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
         raise UnsupportedModel(f"{original.__name__} cannot be fused: {error}") from error
     handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig())
     _replace_base(tower, original, _fused_class(original))
-    take(next(tower.parameters()).device)
+    try:
+        handle.check_reached()
+    except RuntimeError:
+        unfuse(tower)
+        raise
+    take(handle.weights.first_parameter().device)
     handle.check_early()
     return handle
 
@@ -198,12 +205,19 @@ def _replace_base(tower: nn.Module, old: Any, new: Any) -> None:
 
 
 def _set_class(tower: nn.Module, cls: type) -> None:
-    left = tower.__dict__.get("forward")  # accelerate's remove_hook_from_module leaves a bound method
-    if isinstance(left, types.MethodType) and left.__self__ is tower and left.__func__ is type(tower).forward:
+    if _is_its_own(tower, "forward"):  # accelerate's remove_hook_from_module leaves a bound method
         del tower.__dict__["forward"]
+    hooked = _is_its_own(tower, "_old_forward")
     tower.__class__ = cls
-    if "_old_forward" in tower.__dict__:  # accelerate's wrapper calls what it found when it was put on
+    if hooked:  # accelerate's wrapper calls what it found when it was put on
         tower.__dict__["_old_forward"] = types.MethodType(cls.forward, tower)  # type: ignore[attr-defined]
+
+
+def _is_its_own(tower: nn.Module, name: str) -> bool:
+    """Whether the attribute is the `forward` of the tower's class, bound to it."""
+    found: Any = tower.__dict__.get(name)
+    cls: Any = type(tower)
+    return isinstance(found, types.MethodType) and found.__self__ is tower and found.__func__ is cls.forward
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.families.base import Family
+from fusedvit.forks import renew_in_children
 from fusedvit.graphs.manager import MIB
 from fusedvit.kernels.launch import KernelFailed
 from fusedvit.kernels.load_inputs import FLOATS, kind_of
@@ -25,6 +26,8 @@ from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
+from fusedvit.own_forward import bypass
+from fusedvit.pauses import Pause
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.prepared_tower import CAPTURING, CannotPrepare, PreparedTower, Progress
 from fusedvit.runtime import speculative_replay
@@ -34,10 +37,11 @@ from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, chec
 from fusedvit.runtime.kernel_loader import KernelsNotReady, Run, collect_garbage
 from fusedvit.runtime.runner import Runtime, on_device, run
 from fusedvit.runtime.speculative_replay import SpeculativeReplay
-from fusedvit.stats import Stats, compiles, describe, describe_ended
+from fusedvit.stats import Stats, compiles, describe, describe_ended, logger
 
 OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
 MOST_RUNS = 8
+MOST_REPEATS = 3  # preparations in a row from other parameters of the same values, before calls do without
 
 
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
@@ -90,12 +94,19 @@ class FusedEncoder:
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._stands_for: Callable[[], nn.Module | None] = self._tower
         self._ran_fused = True  # the last call
+        self._pause = Pause()
         self._stats = Stats()
         self.processors: list[Any] = []
         normalizations: dict[bool, Normalization] = {}
         source = functools.partial(_source_of, self._tower, self._name, family, spec, self.built, normalizations)
         self.prepared = PreparedTower(spec, config, source, normalizations)
         self.weights = self.prepared.weights
+        renew_in_children(self)
+
+    def renew_locks(self) -> None:
+        """See `forks`."""
+        self._stats.renew_locks()
+        self.prepared.renew_locks()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
@@ -155,13 +166,25 @@ class FusedEncoder:
         state, counted = self.state(), f"{self._stats.fused} of {self._stats.calls} calls fused"
         if state != "fused":
             return f"<FusedEncoder of {self._name} ({self.family.name}): {_STATES[state]}; {counted}>"
-        reason = self._source().reason()
+        reason = self.reason()
         where = self.weights.first_parameter()
         how = "runs fused" if reason is None else f"runs its original code: {reason}"
         return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
 
     def _source(self) -> CheckedTower:
         return CheckedTower(self.tower, self.family, self.spec, self.built)
+
+    def check_reached(self) -> None:
+        """Warns if calls of the tower go past the fused encoder, by a `forward` that somebody put on it.
+
+        Raises:
+            RuntimeError: `strict`, and they do.
+        """
+        why = bypass(self.tower)
+        if why is not None and self.config.strict:
+            raise RuntimeError(fallback.message(self._name, why))
+        if why is not None:
+            logger.warning("%s", fallback.message(self._name, why))
 
     def check_early(self) -> None:
         """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
@@ -206,14 +229,14 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower is gone.
         """
-        return self._source().reason()
+        return bypass(self.tower) or transforms.active(None) or self._source().reason()
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
         stats = self.stats()
         if stats["state"] != "fused":
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
-        return describe(self.tower, self.family.name, self.spec, stats, self._source().reason())
+        return describe(self.tower, self.family.name, self.spec, stats, self.reason())
 
     def warmup(self, progress: Progress | None = None, *, calls: Iterable[Grid] | None = None) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
@@ -232,6 +255,7 @@ class FusedEncoder:
         self._live_tower()
         if calls is not None and not isinstance(calls, Iterable):
             raise TypeError(f"fusedvit: calls must be an iterable of grid_thw, got {type(calls).__name__}")
+        self._pause.end()
         wanted = None if calls is None else [self._items_of(grid) for grid in calls]
         with on_device(self.weights.first_parameter().device), self._raising():
             self.prepared.warm_up(progress, wanted)
@@ -247,6 +271,7 @@ class FusedEncoder:
             RuntimeError: the tower as it stands cannot run fused, was unfused, or is gone; the message says why.
         """
         self._live_tower()
+        self._pause.end()
         with on_device(self.weights.first_parameter().device), self._raising():
             self.prepared.refresh()
 
@@ -266,6 +291,7 @@ class FusedEncoder:
             ValueError: an option that it cannot meet.
         """
         self._live_tower()
+        self._pause.end()
         self.prepared.reconfigure(config)
 
     def release(self) -> None:
@@ -346,7 +372,7 @@ class FusedEncoder:
         try:
             self._stats.add(calls=1)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra)
-            found = reason or self._run_until_unchanged(pixels, grid_thw, replay, marked)
+            found = reason or self._run_unless_in_vain(pixels, grid_thw, replay, marked)
         except (KernelsNotReady, KernelFailed) as why:
             found = Reason(fallback.NOT_READY, str(why))
         finally:
@@ -360,6 +386,27 @@ class FusedEncoder:
         assert found.outputs is not None, "a run on unchanged weights has outputs"
         return Answer(found.outputs, found.items)
 
+    def _run_unless_in_vain(
+        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
+    ) -> Attempt | Reason:
+        """Runs a call, or leaves it to the original code at once where calls just before prepared weights in vain."""
+        paused = self._pause.take()
+        if paused is not None:
+            return paused
+        weights, before = self.weights, self.weights.prepared
+        found = self._run_until_unchanged(pixels, grid_thw, replay, marked)
+        if not isinstance(found, Reason) and weights.prepared == before:
+            weights.repeats = 0
+            self._pause.end()
+        elif self.prepared.config.strict:
+            return found
+        elif isinstance(found, Reason) and found.kind == fallback.CHANGING:
+            self._pause.begin(found)
+        elif weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
+            self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
+            self.prepared.release()  # whoever offloads a tower wants its memory
+        return found
+
     def _run_until_unchanged(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
     ) -> Attempt | Reason:
@@ -367,7 +414,7 @@ class FusedEncoder:
 
         Whoever refreshes in a loop would overtake every run: the last ones keep others out.
         """
-        prepared, parameter = self.prepared, self.weights.first_parameter()
+        prepared, parameter, again = self.prepared, self.weights.first_parameter(), self._pause.again
         with on_device(parameter.device):
             kind = kind_of(pixels, self.spec.patch_width) if marked else FLOATS
             reason = prepared.ensure_weights(parameter, kind)
@@ -376,7 +423,7 @@ class FusedEncoder:
             inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
             if isinstance(inputs, Reason):
                 return inputs
-            for _ in range(OVERTAKEN):
+            for _ in range(1 if again else OVERTAKEN):
                 found = self._run(inputs, replay)
                 if isinstance(found, Reason):
                     return found
@@ -386,14 +433,15 @@ class FusedEncoder:
                 if reason is not None:
                     return reason
             with prepared.nothing_launched():
-                for _ in range(MOST_RUNS):
+                for _ in range(1 if again else MOST_RUNS):
                     found = self._run(inputs, None)
                     if isinstance(found, Reason) or found.unchanged:
                         return found
                     reason = prepared.prepare_now(found.weights_version)
                     if reason is not None:
                         return reason
-        return Reason(fallback.CHANGING, f"other weights after each of {OVERTAKEN + MOST_RUNS} runs than before it")
+        runs = 2 if again else OVERTAKEN + MOST_RUNS
+        return Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
 
     def _run(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
         """One run; one that loses its weights to `release` meanwhile counts as one on changed weights, and so does one

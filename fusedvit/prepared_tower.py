@@ -15,6 +15,7 @@ from fusedvit.checks import fallback
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.config import SMALL, FuseConfig
 from fusedvit.errors import Reason
+from fusedvit.forks import is_held
 from fusedvit.graphs.limits import Limits
 from fusedvit.graphs.manager import MIB
 from fusedvit.kernels.launch import KernelMissing
@@ -92,6 +93,14 @@ class PreparedTower:
             functools.partial(_loaded_ops, this),
             functools.partial(_told, this, PreparedTower.expect_kernels),
         )
+
+    def renew_locks(self) -> None:
+        """See `forks`. Where a thread of the parent was at it, weights are half prepared: they are prepared again."""
+        if is_held(self._lock):
+            self._lock = threading.RLock()
+            self.weights.outdate()
+        if is_held(self._turn):
+            self._turn = threading.Lock()
 
     # options
 

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from fusedvit.checks.fallback import message, with_advice
 from fusedvit.errors import Reason
+from fusedvit.forks import is_held
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.ops import ops_for
@@ -45,6 +46,11 @@ class Stats:
     items: int = 0
     patch_tokens: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def renew_locks(self) -> None:
+        """See `forks`."""
+        if is_held(self._lock):
+            self._lock = threading.Lock()
 
     def add(self, **amounts: int) -> None:
         """Adds to counters by name."""
@@ -107,7 +113,8 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
         stats: of the tower's handle.
         reason: why the tower as it stands cannot run fused, or None.
     """
-    parameter = next(tower.parameters())
+    first = next(tower.parameters(), None)
+    parameter = torch.empty(0, device="cpu") if first is None else first
     fused = f"fused on {ops_for(parameter.device).name} operations"
     state = fused if reason is None else f"original code: {with_advice(reason)}"
     where = torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "no GPU"

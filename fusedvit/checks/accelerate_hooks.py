@@ -19,7 +19,8 @@ from fusedvit.checks.adapters import Plain
 from fusedvit.checks.source_code import Definition, cells_of, definition_of, wrapped_by
 
 _MODULE = "accelerate.hooks"
-_HOOK, _OLD = "_hf_hook", "_old_forward"
+_HOOK = "_hf_hook"
+OLD = "_old_forward"  # what such a wrapper calls, an attribute of the module
 _STATE = ("execution_device", "offload", "io_same_device", "hooks")  # what a hook goes by
 _METHODS = ("pre_forward", "post_forward")  # what it runs
 _HELPERS = ("send_to_device", "find_device")  # and what these call, where nothing is offloaded
@@ -55,7 +56,7 @@ def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     attributes = vars(module)
     if "forward" not in attributes:
         return
-    yield from ((attributes, name) for name in ("forward", _OLD, _HOOK))
+    yield from ((attributes, name) for name in ("forward", OLD, _HOOK))
     for hook in hooks_of(module):
         yield from ((vars(hook), name) for name in (*_STATE, *_METHODS))
 
@@ -97,13 +98,18 @@ def _hooks_of(hook: Any) -> Iterator[Any]:
 
 def _only_moves_inputs(module: nn.Module, device: torch.device) -> bool:
     attributes = vars(module)
-    forward, old, hook = (attributes.get(name) for name in ("forward", _OLD, _HOOK))
+    forward, old, hook = (attributes.get(name) for name in ("forward", OLD, _HOOK))
     if _is_of_class(forward, module):  # what removing a hook leaves
         return True
     if not isinstance(forward, partial):
         return False
-    wraps = definition_of(forward.func) == _WRAPPER and forward.args == (module,) and _is_of_class(old, module)
-    return wraps and not forward.keywords and _runs_accelerates(hook) and _is_harmless(hook, device)
+    calls_class = wraps(forward, module) and _is_of_class(old, module)
+    return calls_class and not forward.keywords and _runs_accelerates(hook) and _is_harmless(hook, device)
+
+
+def wraps(forward: partial[Any], module: nn.Module) -> bool:
+    """Whether it is accelerate's wrapper of what `module` keeps as `OLD`."""
+    return definition_of(forward.func) == _WRAPPER and forward.args == (module,)
 
 
 def _is_of_class(forward: Any, module: nn.Module) -> bool:

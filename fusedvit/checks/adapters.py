@@ -24,6 +24,7 @@ _KINDS: dict[str, tuple[type[nn.Module], str]] = {
     "Conv3d": (nn.Conv3d, "_ConvNd.forward"),
 }
 _BASE = "base_layer"
+_RUN = (_BASE, "lora_A", "lora_B", "lora_dropout")
 # What a LoRA layer's forward goes by beside its parameters.
 _STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
 # What its forward mentions and does not run: for adapters to undo, and for a batch that names its adapters.
@@ -68,6 +69,14 @@ class Plain(NamedTuple):
             for name, parameter in module._parameters.items()
             if parameter is not None
         }
+
+
+def modules_run(layer: Any) -> Iterator[nn.Module]:
+    """A LoRA layer, and what its forward calls where no active adapter is of another kind, which `cannot_fold` refuses:
+    what adapters of other kinds hold beside A and B is theirs alone."""
+    yield layer
+    for name in _RUN:
+        yield from getattr(layer, name).modules()
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

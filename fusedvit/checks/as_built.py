@@ -134,7 +134,7 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
         return compiled
     for name, shape in expected.items():
         if name not in found:
-            return f"parameter {name} is missing"
+            return _missing(plain, name)
         if nn.parameter.is_lazy(found[name]):  # it has no shape yet
             return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
         if _flat(tuple(found[name].shape)) != shape:
@@ -145,6 +145,21 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
             return _differs(f"the layout of {name}", found[name].layout, torch.strided)
     left = found.keys() - expected.keys()
     return f"parameter {min(left)} is not expected" if left else ""
+
+
+def _missing(plain: Plain, name: str) -> str:
+    """What became of a parameter that is not there: a wrapper around a module on its path, as those of checkpointing
+    and sharding, or a tensor that is no parameter, as sharding leaves where it joins parameters."""
+    path, _, last = name.rpartition(".")
+    parts = path.split(".")
+    for i in range(1, len(parts)):
+        outer = plain.modules.get(".".join(parts[:i]))
+        if outer is not None and not isinstance(outer, nn.ModuleList) and parts[i] not in outer._modules:
+            return f"{'.'.join(parts[:i])} is {_name_of(type(outer))}, expected a module with {parts[i]}"
+    module = plain.modules.get(path)
+    if module is not None and isinstance(vars(module).get(last), torch.Tensor):
+        return f"{name} is a plain tensor, expected a parameter (FSDP keeps them with use_orig_params=True)"
+    return f"parameter {name} is missing"
 
 
 def _wrapped_to_compile(plain: Plain) -> str:

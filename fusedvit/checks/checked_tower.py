@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import fallback
+from fusedvit.checks.accelerate_hooks import hooks_of
 from fusedvit.checks.adapters import Plain, cannot_fold, folded
 from fusedvit.checks.as_built import (
     Built,
@@ -64,6 +65,9 @@ class CheckedTower:
         adapter = cannot_fold(plain)
         if adapter:
             return Reason(fallback.ADAPTER, adapter)
+        meta = _offloaded(plain)
+        if meta:
+            return Reason(fallback.META, meta)
         wrong = wrong_parameters(plain, family, spec) or wrong_spec(tower, family, spec)
         if wrong:
             return Reason(fallback.MODIFIED, wrong)
@@ -101,12 +105,12 @@ class CheckedTower:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
         plain = Plain.of(self.tower)
         buffers = dict(self.tower.named_buffers(remove_duplicate=False))
+        new: frozenset[str] = frozenset()
         if plain.layers:
             parameters, new = folded(plain)
-            own = frozenset(self.family.aliases.get(name, name) for name in new)
-        else:
-            own = frozenset()
-        tensors = {name: t.data for name, t in {**buffers, **parameters}.items()}  # see `kernels.fingerprint`
+        turned = {name: p.data.contiguous() for name, p in parameters.items() if not p.is_contiguous()}
+        own = frozenset(self.family.aliases.get(name, name) for name in (*new, *turned))
+        tensors = {name: t.data for name, t in {**buffers, **parameters, **turned}.items()}  # see `kernels.fingerprint`
         source, names = self.family.source(tensors), self.family.names
         rotary = None
         if self.family.engine == HUGGING_FACE:  # casting a tower rounds its frequencies, for good
@@ -126,10 +130,14 @@ class CheckedTower:
         return self._code
 
 
+def _offloaded(plain: Plain) -> str:
+    """The first parameter without memory, and whether accelerate brings it in; "" if there is none."""
+    name = _first(plain.parameters(), lambda p: getattr(p, "is_meta", False))
+    by_accelerate = name and hooks_of(plain.modules[name.rpartition(".")[0]])
+    return f"{name}, which accelerate offloads" if by_accelerate else name
+
+
 def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | None:
-    meta = _first(parameters, lambda p: p.device.type == "meta")
-    if meta:
-        return Reason(fallback.META, meta)
     freed = _first(parameters, lambda p: type(p) is nn.Parameter and _is_freed(p))
     if freed:
         return Reason(fallback.FREED, freed)
@@ -148,7 +156,7 @@ def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | No
     sparse = _first(parameters, lambda p: not _is_dense(p))
     if not sparse:
         return None
-    what = "a negated view" if parameters[sparse].is_neg() else "not contiguous"
+    what = "a negated view" if parameters[sparse].is_neg() else "not dense in memory"
     return Reason(fallback.MODIFIED, f"{sparse} is {what}")
 
 
@@ -169,6 +177,8 @@ def _device_runs(device: torch.device) -> bool:
 
 
 def _is_dense(p: torch.Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in whatever order of dimensions: fingerprints read it so."""
     if p.is_neg():
         return False
-    return p.is_contiguous() or (p.ndim == 5 and p.is_contiguous(memory_format=torch.channels_last_3d))
+    outermost_first = sorted(range(p.ndim), key=p.stride, reverse=True)
+    return p.is_contiguous() or p.data.permute(outermost_first).is_contiguous()

@@ -19,6 +19,7 @@ COMPILING = "compiling"
 CAPTURING = "capturing"
 AUTOCAST = "autocast"
 HOOKS = "hooks"
+BYPASSED = "forward of its own"
 MODIFIED = "modified modules"
 ADAPTER = "adapter"
 FOREIGN_CODE = "replaced code"
@@ -29,6 +30,7 @@ FREED = "freed parameters"
 ANOTHER_TOWER = "another tower"
 TRANSFORM = "transform"
 CHANGING = "changing weights"
+REPLACED = "replaced parameters"
 RELEASED = "unfused during the call"
 NOT_READY = "kernels not ready"
 ENGINE = "engine"
@@ -45,6 +47,7 @@ ADVICE = {
     CAPTURING: "pass grid_thw as a CPU tensor or a list inside a CUDA graph capture",
     AUTOCAST: "load the tower in the dtype that autocast computes in",
     HOOKS: "a hook on an inner module would not fire in the fused encoder",
+    BYPASSED: "it does not lead to the fused encoder: take it off, fuse, and then put it on",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
     FOREIGN_CODE: "what would run is not the code that transformers, or the engine, defines",
     ADAPTER: "LoRA without dropout is folded into the weights; merge any other adapter to run fused",
@@ -57,6 +60,7 @@ ADVICE = {
     ODD_POSITIONS: "fused run images whose patches come row by row, padding last, in whole squares that are pooled",
     SPARSE: "the fused encoder takes dense pixels",
     CHANGING: "somebody writes the tower's parameters all the time",
+    REPLACED: "offloading brings them in so: keep the tower on its device",
     RELEASED: "calls that are under way end in the original code",
     NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',
     ENGINE: "the serving engine computes something else for such calls",
@@ -98,7 +102,9 @@ def reason_of_call(module: torch.nn.Module, pixels: object, grid: object, extra:
         reason = _reason_of_autocast(module)
         if reason is not None:
             return reason
-    on_gpu = isinstance(grid, torch.Tensor) and (grid.is_cuda or (grid.ndim == 3 and next(module.parameters()).is_cuda))
+    on_gpu = isinstance(grid, torch.Tensor) and (
+        grid.is_cuda or (grid.ndim == 3 and next(module.parameters(), grid).is_cuda)
+    )
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return Reason(CAPTURING)
     return None
@@ -125,9 +131,9 @@ def _reason_of_arguments(module: torch.nn.Module, extra: Mapping[str, Any]) -> R
 
 def _reason_of_autocast(module: torch.nn.Module) -> Reason | None:
     """Under autocast in the tower's own dtype Hugging Face's tower computes what it does without, norms in fp32."""
-    parameter = next(module.parameters())
-    device = parameter.device.type
-    if device not in _AUTOCASTING or not torch.is_autocast_enabled(device):
+    parameter = next(module.parameters(), None)
+    device = "" if parameter is None else parameter.device.type
+    if parameter is None or device not in _AUTOCASTING or not torch.is_autocast_enabled(device):
         return None
     dtype = torch.get_autocast_dtype(device)
     if dtype != parameter.dtype:

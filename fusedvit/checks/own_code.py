@@ -160,7 +160,7 @@ def _code_of_layers(plain: Plain, engine: Engine) -> "_Walk":
     """What calling PEFT's layers runs; their names say nothing of the tower's attributes."""
     walk = _Walk(replace(engine, packages=(*engine.packages, "peft.")), skipped=adapters.NOT_RUN)
     for path, layer in plain.layers.items():
-        for cls in dict.fromkeys(map(type, layer.modules())):
+        for cls in dict.fromkeys(map(type, adapters.modules_run(layer))):
             walk.follow_class(cls)
         for name in sorted(vars(layer).keys() & walk.methods().get(type(layer), ())):
             if callable(getattr(type(layer), name)):  # a property wins over the instance

@@ -68,7 +68,7 @@ def prepare(
     """Prepared weights from `source(name) -> tensor`.
 
     Args:
-        own: names whose tensors are nobody else's: adapters were folded into them.
+        own: names whose tensors are nobody else's: adapters were folded into them, or they were laid out in rows.
         reuse: earlier weights of the same tower: prepared copies are rewritten in place where shape, dtype and
             device agree, so that captured graphs stay valid.
         normalizations: of bytes that the tower is to take, by whether they are of still images.
@@ -88,6 +88,7 @@ def prepare(
             inv_freq=frequencies.to(device, torch.float32, copy=True),
             byte_patch=maker.byte_patch(names.patch, by_still[False], False) if False in by_still else None,
             still_patch=maker.byte_patch(names.patch, by_still[True], True) if True in by_still else None,
+            own=("inv_freq", "position") if f"{names.position}.weight" in own else ("inv_freq",),
         )
         return prepared if reuse is None else rewrite(reuse, prepared)
 

@@ -1,6 +1,7 @@
 """Prepared weights, kept in step with a tower's parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
 from typing import NamedTuple, Protocol
 
 import torch
@@ -71,6 +72,14 @@ class _Borrowed(NamedTuple):
         return _Borrowed([t.data_ptr() for t in tensors], storages, list(map(_address_of, storages)))
 
 
+def _is_repeat(before: ContentCheck | None, now: ContentCheck) -> bool:
+    """Whether other parameters hold what those of before did, as far as fingerprints tell."""
+    count = len(now.parameters)
+    if before is None or len(before.parameters) != count or not any(map(is_not, before.parameters, now.parameters)):
+        return False
+    return torch.equal(before.expected[:count], now.expected)
+
+
 class WeightCache:
     """Weights prepared when first needed, and again when the tower has changed.
 
@@ -78,6 +87,7 @@ class WeightCache:
         version: a run that began with an older version is not accepted.
         prepared: how often weights were prepared.
         moves: how often parameters have moved with their content unchanged, since weights were last released.
+        repeats: preparations in a row from other parameters that held what those before them did.
         kinds: of pixels that the weights take, of `kernels.load_inputs.KINDS`.
     """
 
@@ -98,7 +108,7 @@ class WeightCache:
             ops: what fingerprints are taken with outside a call.
             on_prepare: called before weights are prepared on a device.
         """
-        self.version = self.prepared = self.moves = 0
+        self.version = self.prepared = self.moves = self.repeats = 0
         self.kinds: tuple[int, ...] = ()
         self._source = source
         self._on_move = on_move
@@ -145,11 +155,14 @@ class WeightCache:
     def first_parameter(self) -> torch.Tensor:
         """A parameter, for its device and dtype: without a walk of the tower where weights are prepared.
 
-        In a tower that has changed since it may be an old one; `read_back` notices that.
+        In a tower that has changed since it may be an old one; `read_back` notices that. Where a tower has none, as
+        sharding leaves it that joins parameters, it is an empty tensor, and `prepare` says what is missing.
         """
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.first_parameter()
-        return next(iter(self._source().parameters().values())) if found is None else found
+        if found is None:
+            found = next(iter(self._source().parameters().values()), None)
+        return torch.empty(0, device="cpu") if found is None else found
 
     def trained(self) -> bool:
         """Whether a parameter of the tower that they were prepared from wants a gradient."""
@@ -266,6 +279,7 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
             content = self._read(source)
+            self.repeats = self.repeats + 1 if _is_repeat(self._content, content) else 0
             weights = source.prepare(parameters, self._weights)
             content = content.with_copies(weights.copies(), self._ops(device))
         if device.type == "cuda":

@@ -258,6 +258,54 @@ def test_what_can_no_longer_be_folded_shows_at_the_next_call(name: str) -> None:
     assert pair.handle.stats()["fused"] == fused
 
 
+OTHER_KINDS: dict[str, dict[str, Any]] = {
+    "DoRA": {"target_modules": LINEAR, "use_dora": True},
+    "DoRA of a convolution": {"target_modules": r".*patch_embed.proj", "use_dora": True},
+    "aLoRA": {"target_modules": LINEAR, "alora_invocation_tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_adapters_of_other_kinds_that_are_idle(kind: str) -> None:
+    """Loaded and not active, merged, or switched off: what they would run is not run."""
+    options = OTHER_KINDS[kind]
+    pair = Pair(targets=options["target_modules"])
+    pair.change(lambda m: m.add_adapter("other", peft.LoraConfig(r=4, **options)))
+    pair.change(randomise)
+    pair.same()
+    pair.change(lambda m: m.requires_grad_(False).set_adapter("other"))
+    pair.change(lambda m: m.requires_grad_(False))
+    pair.same()
+    reason = pair.handle.reason()
+    assert reason is not None and reason.kind == fallback.ADAPTER and "is of another kind than LoRA" in reason.detail
+    assert pair.handle.stats()["original"] == {fallback.ADAPTER: 1}
+    if kind != "aLoRA":  # which PEFT does not merge
+        pair.change(lambda m: m.merge_adapter())
+        pair.same()
+        pair.change(lambda m: m.unmerge_adapter())
+    pair.change(lambda m: m.base_model.disable_adapter_layers())
+    pair.same()
+    pair.change(lambda m: m.base_model.enable_adapter_layers())
+    pair.change(lambda m: m.requires_grad_(False))
+    pair.same()
+    pair.change(lambda m: m.set_adapter("default"))
+    pair.change(lambda m: m.requires_grad_(False))
+    pair.same()
+    assert pair.handle.reason() is None
+    assert pair.handle.stats()["original"] == {fallback.ADAPTER: 2}
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
+def test_a_class_that_only_adapters_run_replaced(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for dropout in a LoRA layer that has none."""
+    pair = Pair()
+    if used:
+        pair.same()
+    monkeypatch.setattr(nn.Identity, "forward", lambda self, x: 2 * x)
+    pair.same()
+    assert pair.handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+
+
 @pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "OFTConfig"])
 def test_other_adapters_run_the_original_code(kind: str) -> None:
     options = {"feedforward_modules": []} if kind == "IA3Config" else {}

@@ -160,9 +160,9 @@ def parameter_subclass(tower: Tower) -> None:
     linear.weight = Mine(linear.weight.detach(), requires_grad=False)
 
 
-def columns_first_in_memory(tower: Tower) -> None:
+def every_other_row_of_a_table(tower: Tower) -> None:
     linear = tower.blocks[0].attn.proj
-    linear.weight.data = linear.weight.detach().t().contiguous().t()
+    linear.weight.data = linear.weight.detach().repeat_interleave(2, 0)[::2]
 
 
 def forward_hook(tower: Tower) -> None:
@@ -221,7 +221,7 @@ ODD_TOWERS = [
     fewer_blocks,
     blocks_swapped_for_one,
     tied_weights,
-    columns_first_in_memory,
+    every_other_row_of_a_table,
     another_deepstack,
     position_table_of_another_size,
 ]

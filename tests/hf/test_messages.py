@@ -4,6 +4,7 @@ import ast
 import gc
 import logging
 import re
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
-from tests.support.towers import GRIDS, Call, copy_of, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +63,7 @@ def config_field(tower: Any) -> None:
 
 def sparse(tower: Any) -> None:
     weight = tower.blocks[0].attn.proj.weight
-    weight.data = weight.detach().t().contiguous().t()
+    weight.data = weight.detach().repeat_interleave(2, 0)[::2]
 
 
 def hook(tower: Any) -> None:
@@ -96,7 +97,7 @@ CASES: list[tuple[Callable[[Any], None], str, str]] = [
     ),
     (option, fallback.MODIFIED, "merger.act_fn.approximate is tanh, expected none"),
     (config_field, fallback.MODIFIED, "its config's num_heads is 4, expected 2"),
-    (sparse, fallback.MODIFIED, "blocks.0.attn.proj.weight is not contiguous"),
+    (sparse, fallback.MODIFIED, "blocks.0.attn.proj.weight is not dense in memory"),
     (hook, fallback.HOOKS, "on blocks.1.attn"),
     (half, fallback.DTYPES, "blocks.1.mlp.linear_fc1.weight is torch.float16, patch_embed.proj.weight torch.float32"),
     (on_meta, fallback.META, "blocks.1.mlp.linear_fc1.weight"),
@@ -290,3 +291,115 @@ def test_a_subclass_of_a_fused_class_is_named_and_goes_with_its_towers() -> None
         del tower
     gc.collect()
     assert [cls() for cls in kept] == [None, None]
+
+
+def offloaded_to_the_cpu(tower: Any) -> None:
+    from accelerate import cpu_offload
+
+    cpu_offload(tower, execution_device="cpu")
+
+
+def offloaded_to_disk(tower: Any) -> None:
+    from accelerate import disk_offload
+
+    with tempfile.TemporaryDirectory() as folder:
+        disk_offload(tower, folder, execution_device="cpu")
+
+
+def checkpointed_blocks(tower: Any) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    checkpoint_wrapper.apply_activation_checkpointing(tower, check_fn=lambda m: m in list(tower.blocks))
+
+
+def checkpointed_mlp(tower: Any) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    tower.blocks[1].mlp = checkpoint_wrapper.checkpoint_wrapper(tower.blocks[1].mlp)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def wrapped_merger(tower: Any) -> None:
+    tower.merger = Wrapper(tower.merger)
+
+
+def joined_parameters(tower: Any) -> None:
+    """As FSDP leaves them without `use_orig_params`, where it wraps the tower or what holds it."""
+    norm = tower.blocks[0].norm1
+    weight = norm._parameters.pop("weight")
+    norm.weight = weight.detach()
+
+
+_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper"
+WRAPPED: list[tuple[Callable[[Any], None], str, str]] = [
+    (offloaded_to_the_cpu, fallback.META, "patch_embed.proj.weight, which accelerate offloads"),
+    (offloaded_to_disk, fallback.META, "patch_embed.proj.weight, which accelerate offloads"),
+    (on_meta, fallback.META, "blocks.1.mlp.linear_fc1.weight"),
+    (checkpointed_blocks, fallback.MODIFIED, f"blocks.0 is {_CHECKPOINT}, expected a module with norm1"),
+    (checkpointed_mlp, fallback.MODIFIED, f"blocks.1.mlp is {_CHECKPOINT}, expected a module with linear_fc1"),
+    (wrapped_merger, fallback.MODIFIED, f"merger is {__name__}.Wrapper, expected a module with norm"),
+    (joined_parameters, fallback.MODIFIED, "blocks.0.norm1.weight is a plain tensor, expected a parameter (FSDP"),
+]
+
+
+@pytest.mark.parametrize("change, kind, detail", WRAPPED, ids=[change.__name__ for change, _, _ in WRAPPED])
+def test_a_reason_names_the_wrapper(change: Callable[[Any], None], kind: str, detail: str) -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    change(tower)
+    reason = handle.reason()
+    assert reason is not None and reason.kind == kind and reason.detail.startswith(detail)
+    if kind == fallback.MODIFIED:
+        assert "is missing" not in reason.detail
+    else:
+        assert reason.detail == detail
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("when", ["before fuse", "after fuse"])
+def test_a_tower_whose_parameters_were_all_joined(when: str, used: bool) -> None:
+    """FSDP around the whole tower leaves it plain tensors alone: it answers as Hugging Face's does."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    if when == "before fuse":
+        join_all(tower)
+    handle = fusedvit.fuse(tower)
+    if used:
+        assert_same(call.run(tower), expected)
+    if when == "after fuse":
+        join_all(tower)
+    original = copy_of(tower)
+    fusedvit.unfuse(original)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(call.run(tower), call.run(original))
+    assert_same(call.run(tower), call.run(original))
+    reason = handle.reason()
+    assert reason is not None and "patch_embed.proj.weight is a plain tensor" in reason.detail
+    assert str(reason) in handle.report() and str(reason) in repr(handle)
+
+
+def join_all(tower: Any) -> None:
+    for module in tower.modules():
+        for name in list(module._parameters):
+            setattr(module, name, module._parameters.pop(name).detach())
+
+
+def test_questions_in_a_mode_that_sees_operations() -> None:
+    """They need numbers of real tensors: the reason is the mode's."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    for mode in (FakeTensorMode, TorchDispatchMode):
+        with mode():
+            reason = handle.reason()
+            assert reason is not None and reason.kind == fallback.TRANSFORM and mode.__name__ in reason.detail
+            assert mode.__name__ in handle.report() and mode.__name__ in repr(handle)
+    assert handle.reason() is None

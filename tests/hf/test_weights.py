@@ -328,6 +328,41 @@ def test_parameters_made_in_inference_mode_and_cast() -> None:
     assert handle.stats()["refreshes"] == 2
 
 
+def one_in_numpy(weight: torch.Tensor) -> None:
+    weight.detach().numpy()[3, 7] += 300
+
+
+def one_by_dlpack(weight: torch.Tensor) -> None:
+    torch.from_dlpack(weight.detach())[3, 7] += 300
+
+
+def one_in_shared_memory(weight: torch.Tensor) -> None:
+    other = torch.empty(0, dtype=weight.dtype).set_(weight.share_memory_().untyped_storage(), 0, weight.shape)
+    other[3, 7] += 300
+
+
+def one_in_place(weight: torch.Tensor) -> None:
+    with torch.inference_mode():
+        weight[3, 7] += 300
+
+
+@pytest.mark.parametrize("write", [one_in_numpy, one_by_dlpack, one_in_shared_memory, one_in_place])
+def test_refresh_takes_a_write_that_counts_no_version(write: Callable[[torch.Tensor], None]) -> None:
+    """docs/using.md: to one element, it may be none of those that the fingerprint reads."""
+    tower = tiny_tower()
+    if write is one_in_place:
+        with torch.inference_mode():
+            new_parameters(tiny_owner(tower))
+    handle = fusedvit.fuse(tower, STRICT)
+    call = Call.of(tower, GRIDS["mix"])
+    before = call.run(tower)
+    write(tower.blocks[0].mlp.linear_fc1.weight)
+    handle.refresh()
+    ours = call.run(tower)
+    assert_different(ours, before)
+    assert_same(ours, expected_of(tower, call))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda tower: pickle.loads(pickle.dumps(tower))])
 def test_copies_take_the_frequencies_that_casting_has_rounded(copied: Callable[[Any], Any]) -> None:
     """The record of a copy's family is a copy too, and says the same."""

@@ -27,7 +27,8 @@ SOURCE, RECORDED = "fusedvit/checks/source_code.py", "fusedvit/checks/recorded.p
 CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
-PREPARED = "fusedvit/prepared_tower.py"
+PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
+PREPARE = "fusedvit/model/prepare_weights.py"
 LAZY, UNREAD = "fusedvit/lazy_outputs.py", "fusedvit/unread_states.py"
 API, LIMITS = "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
@@ -528,6 +529,58 @@ MUTANTS = (
         "None",
         "unit/graphs/manager",
     ),
+    _without("a forward past the fused one", ENCODER, "bypass(self.tower) or ", "hf/own_forward:put_before"),
+    Mutant(
+        "parameters that lie in other orders",
+        CHECKED,
+        "**parameters, **turned}",
+        "**parameters}",
+        "hf/transposed:every_parameter",
+    ),
+    Mutant(
+        "a table of our own",
+        PREPARE,
+        'if f"{names.position}.weight" in own else',
+        "if False else",
+        "hf/transposed:held",
+    ),
+    Mutant("calls pause after a change", ENCODER, "self._pause.begin(found)", "pass", "hf/pauses:weights_written"),
+    Mutant(
+        "equal content is no news",
+        CACHE,
+        "torch.equal(before.expected[:count], now.expected)",
+        "True",
+        "hf/pauses:other",
+    ),
+    _never(
+        "a pause ends",
+        ENCODER,
+        "not isinstance(found, Reason) and weights.prepared == before",
+        "hf/pauses:weights_written",
+    ),
+    Mutant(
+        "what idle adapters hold",
+        CODE,
+        "adapters.modules_run(layer)",
+        "layer.modules()",
+        "hf/adapters:adapters_of_other",
+    ),
+    Mutant(
+        "what a layer runs",
+        ADAPTERS,
+        "for name in _RUN:",
+        "for name in ():",
+        "hf/adapters:a_class_that",
+    ),
+    _without(
+        "offloading by its name", CHECKED, ", which accelerate offloads", "hf/messages:a_reason_names_the_wrapper"
+    ),
+    _without("modes that see operations", ENCODER, "transforms.active(None) or ", "hf/messages:questions"),
+    _without("locks of a child", ENCODER, "        renew_in_children(self)\n", "hf/forks:a_child_waits"),
+    _without(
+        "half-prepared weights of a child", PREPARED, "            self.weights.outdate()\n", "hf/forks:weights_half"
+    ),
+    Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
         "a use ends whatever is raised",
         MANAGER,

@@ -1,0 +1,75 @@
+"""A `forward` that somebody put on the tower itself: whether calls reach the fused one through it.
+
+`Accelerator.prepare` under mixed precision, `tower.forward = torch.compile(tower.forward)` and other wrappers keep the
+method that the tower had when they were put on. After `fuse` that is the fused one, and calls run fused; before it,
+it is the original code, which they then call whatever class the tower has.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from fusedvit.checks import accelerate_hooks, fallback
+from fusedvit.checks.ownership import ORIGINAL
+from fusedvit.errors import Reason
+
+_MOST = 5000  # objects that are looked at: more than any wrapper holds
+
+
+def bypass(tower: nn.Module) -> Reason | None:
+    """Why calls of a fused tower do not reach the fused forward, or None: by what its own `forward` holds."""
+    own = vars(tower).get("forward")
+    fused = next((vars(cls)["forward"] for cls in type(tower).__mro__ if ORIGINAL in vars(cls)), None)
+    if own is None or fused is None or _leads_to(fused, own, tower):
+        return None
+    return Reason(fallback.BYPASSED, f"its attribute `forward` is {_named(own)}")
+
+
+def _leads_to(fused: object, own: object, tower: nn.Module) -> bool:
+    """Whether `own` is `fused`, or holds it, or something that does."""
+    seen, rest = {id(tower)}, [own]
+    while rest and len(seen) < _MOST:
+        held = rest.pop()
+        if held is fused:
+            return True
+        if id(held) not in seen:
+            seen.add(id(held))
+            rest += _held_by(held, tower)
+    return False
+
+
+def _held_by(value: Any, tower: nn.Module) -> Iterator[Any]:
+    """What `value` may call: what it is bound to, wraps or closes over, its arguments and attributes."""
+    if isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_assigned(cell))
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        yield from (v for v in named if isinstance(v, FunctionType | MethodType | partial))
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+        if accelerate_hooks.wraps(value, tower):  # it looks up what it calls at each call
+            yield vars(tower).get(accelerate_hooks.OLD)
+    elif isinstance(value, list | tuple | dict):
+        yield from value.values() if isinstance(value, dict) else value
+    elif not isinstance(value, type | ModuleType | nn.Module):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _is_assigned(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _named(value: Any) -> str:
+    """The function that a bound or wrapped one is, by its module and name."""
+    while isinstance(value, MethodType | partial):
+        value = value.__func__ if isinstance(value, MethodType) else value.func
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return f"{module}.{name}" if module and name else f"of {type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,145 @@
+"""A `forward` put on the tower itself: where it leads past the fused encoder we say so, else calls run fused."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.own_forward import bypass
+from tests.support.families import BY_GRID, each_of, family_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, ran_fused, tiny_tower
+
+STRICT = fusedvit.FuseConfig(strict=True)
+Put = Callable[[Any], None]
+
+
+def prepared(tower: Any) -> None:
+    from accelerate import Accelerator
+
+    assert Accelerator(mixed_precision="bf16", cpu=True).prepare(tower) is tower
+
+
+def compiled(tower: Any) -> None:
+    tower.forward = torch.compile(tower.forward, backend="eager")
+
+
+def closure(tower: Any) -> None:
+    inner = tower.forward
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    tower.forward = outer
+
+
+def bound(tower: Any) -> None:
+    inner = type(tower).forward
+    tower.forward = types.MethodType(lambda self, *args, **kwargs: inner(self, *args, **kwargs), tower)
+
+
+def partial(tower: Any) -> None:
+    tower.forward = functools.partial(type(tower).forward, tower)
+
+
+def default(tower: Any) -> None:
+    def outer(*args: Any, inner: Any = tower.forward, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    tower.forward = outer
+
+
+def called_object(tower: Any) -> None:
+    class Wrapper:
+        def __init__(self, inner: Any) -> None:
+            self.held = {"inner": [inner]}
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.held["inner"][0](*args, **kwargs)
+
+    tower.forward = Wrapper(tower.forward)
+
+
+def hook_on_a_wrapper(tower: Any) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    closure(tower)
+    add_hook_to_module(tower, ModelHook())
+
+
+def wrapper_of_a_hook(tower: Any) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    add_hook_to_module(tower, ModelHook())
+    closure(tower)
+
+
+PUTS = [prepared, compiled, closure, bound, partial, default, called_object, hook_on_a_wrapper]
+
+
+def bf16_tower() -> Any:
+    return tiny_tower().bfloat16()
+
+
+@pytest.mark.parametrize("put", PUTS, ids=lambda put: put.__name__)
+def test_put_before_fuse_is_told_of(put: Put, caplog: pytest.LogCaptureFixture) -> None:
+    tower = bf16_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    put(tower)
+    own, cls, expected = dict(vars(tower)), type(tower), call.run(tower)
+    with pytest.raises(RuntimeError, match=f"{fallback.BYPASSED}.*`forward`.*take it off, fuse"):
+        fusedvit.fuse(tower, STRICT)
+    assert type(tower) is cls and vars(tower) == own
+    handle = fusedvit.fuse(tower)
+    assert [fallback.BYPASSED in r.getMessage() for r in caplog.records if r.name == "fusedvit"] == [True]
+    assert_bitwise(call.run(tower), expected)
+    reason = handle.reason()
+    assert reason is not None and reason.kind == fallback.BYPASSED
+    assert str(reason) in repr(handle) and str(reason) in handle.report() and "runs fused" not in repr(handle)
+    with pytest.raises(RuntimeError, match=fallback.BYPASSED):
+        fusedvit.fuse(tower, STRICT)
+    fusedvit.unfuse(tower)
+    assert type(tower) is cls and vars(tower) == own
+    assert_bitwise(call.run(tower), expected)
+
+
+@pytest.mark.parametrize("put", [*PUTS, wrapper_of_a_hook], ids=lambda put: put.__name__)
+def test_put_after_fuse_runs_fused(put: Put) -> None:
+    tower = bf16_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower, STRICT)
+    put(tower)
+    assert handle.reason() is None and "runs fused" in repr(handle)
+    call.run(tower)
+    ran_fused(handle, calls=1)
+    assert fusedvit.fuse(tower, STRICT) is handle
+    fusedvit.unfuse(tower)
+    call.run(tower)
+    ran_fused(handle, calls=1)
+
+
+def test_wrapper_of_a_hook_put_before_fuse_runs_fused() -> None:
+    """accelerate's wrapper looks up what it calls, which `fuse` replaces, whatever is around it."""
+    tower = bf16_tower()
+    wrapper_of_a_hook(tower)
+    handle = fusedvit.fuse(tower, STRICT)
+    Call.of(tower, GRIDS["mix"]).run(tower)
+    ran_fused(handle, calls=1)
+
+
+@each_of(BY_GRID)
+def test_original_forward_put_after_fuse_is_told_of(name: str) -> None:
+    tower = family_tower(name)
+    original = type(tower).forward
+    handle = fusedvit.fuse(tower)
+    assert bypass(tower) is None
+    tower.forward = types.MethodType(original, tower)
+    reason = handle.reason()
+    assert reason is not None and reason.kind == fallback.BYPASSED and name in reason.detail
+    del tower.forward
+    assert handle.reason() is None

@@ -1,0 +1,210 @@
+"""Calls that prepared weights in vain: the next ones run the original code at once, and try again later."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.errors import Reason
+from fusedvit.fused_encoder import MOST_REPEATS, MOST_RUNS, OVERTAKEN
+from fusedvit.pauses import FIRST, MOST, Pause
+from tests.hf.test_weights import like
+from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_tower
+
+STRICT = fusedvit.FuseConfig(strict=True)
+Replace = Callable[[Any], None]
+
+
+def test_a_pause_doubles_up_to_a_limit_and_ends() -> None:
+    pause, why, lengths = Pause(), Reason(fallback.CHANGING), []
+    assert pause.take() is None and not pause.again
+    for _ in range(10):
+        pause.begin(why)
+        assert pause.again
+        count = 0
+        while pause.take() is why:
+            count += 1
+        lengths.append(count)
+    assert lengths[:3] == [FIRST, 2 * FIRST, 4 * FIRST] and lengths[-2:] == [MOST, MOST]
+    pause.begin(why)
+    pause.end()
+    assert pause.take() is None and not pause.again
+
+
+def written_during_each_run(handle: Any, tower: Any, write: Callable[[Any], None]) -> Callable[[], None]:
+    """Writes weights during every run on them; returns what ends it."""
+    real = handle.weights.read_back
+
+    def after_a_write(*arguments: Any) -> Any:
+        write(tower)
+        return real(*arguments)
+
+    handle.weights.read_back = after_a_write
+
+    def stop() -> None:
+        del handle.weights.read_back
+
+    return stop
+
+
+def add(tower: Any) -> None:
+    with torch.no_grad():
+        tower.merger.linear_fc2.bias.add_(0.125)
+
+
+def add_through_data(tower: Any) -> None:
+    tower.blocks[0].attn.qkv.weight.data.mul_(1.01)
+
+
+def assign(tower: Any) -> None:
+    tower.blocks[1].norm1.weight = nn.Parameter(tower.blocks[1].norm1.weight.detach() * 1.01, requires_grad=False)
+
+
+def expected_of(tower: Any, call: Call) -> Any:
+    return call.run(fusedvit.unfuse(copy_of(tower)))
+
+
+@pytest.mark.parametrize("write", [add, add_through_data, assign], ids=lambda write: write.__name__)
+def test_weights_written_during_every_run_are_not_prepared_again_and_again(write: Callable[[Any], None]) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    stop = written_during_each_run(handle, tower, write)
+    for _ in range(1 + FIRST + 1 + 2 * FIRST):
+        found = call.run(tower)
+        assert_bitwise(found, expected_of(tower, call))
+    stats = handle.stats()
+    assert stats["original"] == {fallback.CHANGING: stats["calls"]} and stats["fused"] == 0
+    assert stats["refreshes"] <= 1 + OVERTAKEN + MOST_RUNS + 3
+    stop()
+    call.run(tower)  # prepares
+    call.run(tower)  # and is found as it was left
+    assert handle.stats()["fused"] == 2
+    for _ in range(3):  # a change between calls is nothing to pause for
+        write(tower)
+        assert_same(call.run(tower), expected_of(tower, call))
+    assert handle.stats()["fused"] == 5
+    written_during_each_run(handle, tower, write)
+    before = handle.stats()["refreshes"]
+    call.run(tower)
+    assert handle.stats()["refreshes"] >= before + OVERTAKEN + MOST_RUNS, "the pause is over: a call tries in full"
+
+
+@pytest.mark.parametrize("act", ["refresh", "warmup", "reconfigure"])
+def test_what_ends_a_pause(act: str) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    stop = written_during_each_run(handle, tower, add)
+    call.run(tower)
+    stop()
+    call.run(tower)
+    assert handle.stats()["fused"] == 0
+    handle.reconfigure(fusedvit.FuseConfig(graphs=False)) if act == "reconfigure" else getattr(handle, act)()
+    assert_same(call.run(tower), expected_of(tower, call))
+    assert handle.stats()["fused"] == 1
+
+
+def test_strict_pauses_for_nothing() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower, STRICT)
+    stop = written_during_each_run(handle, tower, add)
+    with pytest.raises(RuntimeError, match=fallback.CHANGING):
+        call.run(tower)
+    stop()
+    for _ in range(2 * MOST_REPEATS):
+        replace_all(tower)
+        assert_same(call.run(tower), expected_of(tower, call))
+    assert handle.stats()["fused"] == 2 * MOST_REPEATS
+
+
+def replace_all(tower: Any) -> None:
+    for module in tower.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                module._parameters[name] = nn.Parameter(p.detach().clone(), requires_grad=False)
+
+
+def replace_one(tower: Any) -> None:
+    bias = tower.merger.linear_fc2.bias
+    tower.merger.linear_fc2.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+
+def load_assigned(tower: Any) -> None:
+    tower.load_state_dict({name: t.clone() for name, t in tower.state_dict().items()}, assign=True)
+    tower.requires_grad_(False)
+
+
+REPLACES = [replace_all, replace_one, load_assigned]
+
+
+@pytest.mark.parametrize("replace", REPLACES, ids=lambda replace: replace.__name__)
+def test_equal_parameters_at_each_call(replace: Replace, caplog: pytest.LogCaptureFixture) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    for i in range(1 + MOST_REPEATS + FIRST):
+        assert_same(call.run(tower), expected)
+        assert handle.stats()["fused"] == min(i + 1, 1 + MOST_REPEATS)
+        replace(tower)
+    stats = handle.stats()
+    assert stats["refreshes"] == 1 + MOST_REPEATS and stats["original"] == {fallback.REPLACED: FIRST}
+    assert stats["weights_mib"] == 0 and handle.reason() is None
+    assert [fallback.REPLACED in r.getMessage() for r in caplog.records if r.name == "fusedvit"] == [True]
+    for i, p in enumerate(tower.parameters()):  # what the next calls take is what is there by then
+        p.data.copy_(like(p, i))
+    for _ in range(2 + 2 * FIRST):
+        assert_same(call.run(tower), expected_of(tower, call))
+        replace(tower)
+    assert handle.stats()["original"] == {fallback.REPLACED: FIRST + 2 * FIRST}
+    call.run(tower)
+    before = handle.stats()["fused"]
+    for _ in range(2):  # nobody replaces them any more
+        assert_same(call.run(tower), expected_of(tower, call))
+    assert handle.stats()["fused"] == before + 2
+
+
+@pytest.mark.parametrize("replace", REPLACES, ids=lambda replace: replace.__name__)
+def test_other_values_at_each_call_run_fused(replace: Replace) -> None:
+    """Training between calls."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    for i in range(3 * MOST_REPEATS):
+        replace(tower)
+        tower.merger.linear_fc2.bias.data.add_(0.1 * (i + 1))
+        assert_same(call.run(tower), expected_of(tower, call))
+    ran_fused(handle, calls=3 * MOST_REPEATS)
+
+
+def test_equal_parameters_now_and_then_run_fused() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    for _ in range(3 * MOST_REPEATS):
+        replace_all(tower)
+        call.run(tower)
+        call.run(tower)
+    ran_fused(handle, calls=6 * MOST_REPEATS)
+
+
+def test_tower_that_accelerate_offloads_as_one() -> None:
+    from accelerate import cpu_offload
+
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    owner = nn.Module()
+    owner.visual = tower
+    owner.forward = lambda *args, **kwargs: owner.visual(*args, **kwargs)  # type: ignore[method-assign]
+    cpu_offload(owner, execution_device="cpu", preload_module_classes=[type(tower).__name__])
+    for _ in range(MOST_REPEATS + 1 + FIRST):
+        assert_same(call.run(tower), expected)
+    assert handle.stats()["original"].get(fallback.REPLACED, 0) >= FIRST - 1
