@@ -22,7 +22,7 @@ from fusedvit.api import fuse, unfuse
 from fusedvit.checkpoint import load_tower
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
-from fusedvit.corpus.job import Job
+from fusedvit.corpus.job import Job, device_of, dtype_on
 from fusedvit.corpus.shards import Embedded
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, rgb_of, started_ahead
@@ -314,8 +314,8 @@ def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
 
 
 def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return load_tower(str(where), on, dtype or (torch.bfloat16 if on.type == "cuda" else torch.float32))
+    on = device_of(device)
+    return load_tower(str(where), on, dtype or dtype_on(on))
 
 
 def processors_of(where: str) -> Any:

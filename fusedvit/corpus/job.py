@@ -19,13 +19,24 @@ from typing import Any, Protocol
 
 import torch
 
-from fusedvit.corpus import shards
+from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Source
 
+VERSION = 2  # of what `Job.document` records
 UNWRITTEN = 2  # shards that may wait for the disk
 WORKER = "fusedvit.corpus.worker"
+
+
+def device_of(device: str | torch.device | None) -> torch.device:
+    """The device that is named; else the GPU if there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """That a checkpoint's tower has there, unless it is told another."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 class Embedder(Protocol):
@@ -62,10 +73,28 @@ class Job:
     shard_size: int = 512
     device: str | None = None
 
-    def document(self, inputs: Sequence[Input]) -> dict[str, Any]:
-        """What another run must agree with to go on: everything that decides a shard's content."""
+    def document(self, inputs: Sequence[Input], dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """What another run must agree with to go on: everything that decides a shard's content.
+
+        `dtype` is the tower's; None where it is not known here, as on the driver of a cluster.
+
+        Raises:
+            InputError: the checkpoint or a table cannot be read.
+        """
         kept = {name: getattr(self, name) for name in ("model", "output", "deepstack", "shard_size")}
-        return kept | {"inputs": len(inputs), "inputs_digest": digest(inputs)}
+        return kept | {
+            "version": VERSION,
+            "inputs": len(inputs),
+            "inputs_digest": digest(inputs),
+            "tables_digest": origin.tables(inputs),
+            "working_directory": origin.working_directory(self.given),
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            **origin.checkpoint(self.model),
+        }
+
+    def dtype(self) -> torch.dtype:
+        """Of the tower, in a process that sees the job's device."""
+        return dtype_on(device_of(self.device))
 
 
 @dataclass(frozen=True)
@@ -100,7 +129,7 @@ def run(
             committed stays.
     """
     is_new = not shards.holds_job(Path(job.out))
-    parts, todo = remaining(job)
+    parts, todo = remaining(job, job.dtype())
     found: list[ShardDone] = []
 
     def committed(shard: ShardDone) -> None:
@@ -119,8 +148,10 @@ def run(
     return found
 
 
-def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
+def remaining(job: Job, dtype: torch.dtype | None = None) -> tuple[list[Sequence[Input]], list[int]]:
     """The inputs of each shard, and the numbers of those to do, the longest first; the folder is made or checked.
+
+    `dtype` is what the tower will have, as far as that is known.
 
     Raises:
         InputError: see `inputs.collect` and `shards.start`; a shard that is there does not read.
@@ -128,7 +159,7 @@ def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
     if job.shard_size < 1:
         raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
     inputs = collect(job.given)
-    shards.start(Path(job.out), job.document(inputs))
+    shards.start(Path(job.out), job.document(inputs, dtype))
     parts = shards_of(inputs, job.shard_size)
     there = shards.committed(Path(job.out)) & set(range(len(parts)))
     for number in sorted(there):

@@ -29,6 +29,14 @@ from fusedvit.errors import InputError, first_line
 JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
 _PREFIX, _UNFINISHED = "shard-", ".unfinished-"
 _ATTEMPTS = 3
+_ELSEWHERE = "choose another output folder"
+_DIGESTS = {  # what is behind a digest, in a message
+    "inputs_digest": "inputs (names or order)",
+    "tables_digest": "tables",
+    "weights": "checkpoint's weights",
+    "config": "checkpoint's config",
+    "processor": "processor's settings",
+}
 
 
 @dataclass(frozen=True)
@@ -83,14 +91,22 @@ def check(out: Path, job: dict[str, Any]) -> None:
         raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
     if not isinstance(known, dict):
         raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
-    job = json.loads(json.dumps(job))
+    _compare(out, known, json.loads(json.dumps(job)))
+
+
+def _compare(out: Path, known: dict[str, Any], job: dict[str, Any]) -> None:
+    """Raises InputError where two documents of a job differ; null is what its writer did not know."""
+    if known.get("version") != job.get("version"):
+        recorded = f"{JOB} of version {job.get('version')} expected, got {known.get('version') or 'none'}"
+        raise InputError(f"{out}: begun by another version of fusedvit: {recorded}; {_ELSEWHERE}")
     for name in sorted(known.keys() | job.keys()):
-        if known.get(name) != job.get(name):
-            if name == "inputs_digest":
-                expected = "the inputs that it was begun with expected, got others (names or order)"
-                raise InputError(f"{out}: holds another job: {expected}; choose another output folder")
-            was, now = (str(document.get(name, "nothing"))[:80] for document in (known, job))
-            raise InputError(f"{out}: holds another job: {name} was {was} and is {now}; choose another output folder")
+        was, now = known.get(name, "nothing"), job.get(name, "nothing")
+        if was == now or was is None or now is None:
+            continue
+        if name in _DIGESTS:
+            expected = f"the {_DIGESTS[name]} that it was begun with expected, got others"
+            raise InputError(f"{out}: holds another job: {expected} (digest {was}, now {now}); {_ELSEWHERE}")
+        raise InputError(f"{out}: holds another job: {name} was {str(was)[:200]} and is {str(now)[:200]}; {_ELSEWHERE}")
 
 
 def abandon(out: Path) -> None:

@@ -22,6 +22,7 @@ pytest.importorskip("pyarrow")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 from PIL import Image  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
@@ -269,6 +270,48 @@ def test_what_is_gone_is_done_again(
     assert_complete(tmp_path / "out", expected)
 
 
+def other_weights(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bias of the tower, by a thousandth; the file is as large, and its head the same."""
+    file = given / "model" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "visual" in name and name.endswith("bias"))
+    save_file({n: t + 1e-3 * (n == name) for n, t in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def other_table(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [path.read_bytes() for path in sorted((given / "pictures").glob("*.png"))]
+    pyarrow.parquet.write_table(pyarrow.table({"image": contents[::-1]}), given / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_weights, "the checkpoint's weights that it was begun with"),
+        (lambda given, _: tiny_processor(32).save_pretrained(given / "model"), "the processor's settings that"),
+        (other_table, "the tables that it was begun with"),
+        (lambda given, patch: patch.chdir(shutil.copytree(given, given / "b")), "working_directory was"),
+        (lambda given, patch: patch.setattr(corpus_job, "dtype_on", lambda on: torch.float16), "dtype was float32 and"),
+    ],
+)
+def test_a_job_goes_on_from_what_it_was_begun_with(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    given, out = tmp_path / "given", tmp_path / "out"
+    shutil.copytree(checkpoint, given / "model")
+    shutil.copytree(pictures, given / "pictures")
+    other_table(given, monkeypatch)
+    table = pyarrow.parquet.read_table(given / "t.parquet")
+    pyarrow.parquet.write_table(table.take(list(range(COUNT))[::-1]), given / "t.parquet")
+    monkeypatch.chdir(given)
+    command = ["embed", str(given / "model"), "pictures", "t.parquet", str(out), "--shard-size", "6"]
+    assert RUNNER.invoke(app, command).exit_code == 1
+    shutil.rmtree(out / "shard-00001")  # as if killed before it
+    change(given, monkeypatch)
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 2 and "holds another job" in result.output and said in result.output, result.output
+    assert 1 not in shards.committed(out)
+
+
 def test_a_damaged_shard_is_no_shard_that_is_done(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
     """Nothing is lost unsaid; what is committed beside it stays."""
     out = tmp_path / "out"
@@ -382,8 +425,8 @@ def test_a_mistyped_model_keeps_nobody_out(pictures: Path, tmp_path: Path) -> No
     out = tmp_path / "out"
     result = RUNNER.invoke(app, ["embed", str(tmp_path / "absent"), str(pictures), str(out)])
     assert result.exit_code == 2 and "no such folder" in result.output
-    assert list(out.iterdir()) == []
+    assert not out.exists() or list(out.iterdir()) == []
     job = corpus_job.Job(str(tmp_path / "absent"), (str(pictures),), str(out))
     with pytest.raises(InputError, match="no such folder"):
         corpus_job.run(job, [0], embedder_of, lambda shard, total: None)
-    assert list(out.iterdir()) == []
+    assert not out.exists() or list(out.iterdir()) == []

@@ -207,12 +207,20 @@ def _die_while_writing(out: Path, number: int) -> None:
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("{")), "cannot be used"),
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("[]")), "no job of"),
         (lambda out: shards.start(out, JOB | {"shard_size": 4}), "shard_size was 4 and is 3"),
+        (lambda out: shards.start(out, JOB | {"weights": "1a"}), "checkpoint's weights .* got others .digest 1a, now"),
+        (lambda out: shards.start(out, JOB | {"version": 1}), "another version of fusedvit: job.json of version"),
     ],
 )
 def test_folders_that_are_no_output(tmp_path: Path, prepare: Callable[[Path], object], expected: str) -> None:
     prepare(tmp_path / "out")
     with pytest.raises(InputError, match=expected):
         shards.start(tmp_path / "out", JOB)
+
+
+@pytest.mark.parametrize("dtypes", [(None, "bfloat16"), ("bfloat16", None), ("float32", "float32")])
+def test_what_one_run_did_not_know_is_not_compared(tmp_path: Path, dtypes: tuple[str | None, str | None]) -> None:
+    for dtype in dtypes:
+        shards.start(tmp_path / "out", JOB | {"dtype": dtype})
 
 
 @pytest.mark.parametrize("file", [shards.INDEX, shards.ROWS])
