@@ -114,9 +114,20 @@ class ShardDone:
     padding: float
 
 
-def run(
-    job: Job, gpus: Sequence[int], build: Callable[[Job], Embedder], done: Callable[[ShardDone, int], None]
-) -> list[ShardDone]:
+@dataclass(frozen=True)
+class Ran:
+    """What a run has found.
+
+    Attributes:
+        shards: that it has committed.
+        others: "shards", "inputs" and "errors" of what was there before, and of what another run has committed since.
+    """
+
+    shards: list[ShardDone]
+    others: dict[str, int]
+
+
+def run(job: Job, gpus: Sequence[int], build: Callable[[Job], Embedder], done: Callable[[ShardDone, int], None]) -> Ran:
     """Embeds what is not committed yet, the longest shards first.
 
     Args:
@@ -136,16 +147,21 @@ def run(
         found.append(shard)
         done(shard, len(parts))
 
-    if not todo:
-        return []
-    if gpus:
+    if todo and gpus:
         with _taken_back(job, is_new, found):
             _run_on(job, gpus[: len(todo)], todo, committed)
-    else:
+    elif todo:
         with _taken_back(job, is_new, found):
             embedder = build(job)
         work(embedder, parts, Path(job.out), iter(todo), committed)
-    return found
+    others = set(range(len(parts))) - {shard.number for shard in found}
+    return Ran(found, _counts(Path(job.out), others))
+
+
+def _counts(out: Path, numbers: Iterable[int]) -> dict[str, int]:
+    """What is in those of the shards that are committed."""
+    counts = [shards.count(out, number) for number in sorted(shards.committed(out) & set(numbers))]
+    return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
 
 
 def remaining(job: Job, dtype: torch.dtype | None = None) -> tuple[list[Sequence[Input]], list[int]]:

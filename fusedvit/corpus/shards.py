@@ -201,6 +201,17 @@ def check_committed(out: Path, number: int, inputs: int) -> None:
         raise InputError(f"{folder}: {wrong}; remove it, and it is made again")
 
 
+def count(out: Path, number: int) -> tuple[int, int]:
+    """How many inputs a committed shard has, and how many of them are errors. Raises InputError as `read` does."""
+    import pyarrow.parquet
+
+    try:
+        said = pyarrow.parquet.read_table(_folder(out, number) / INDEX, columns=["error"])["error"].to_pylist()
+    except Exception as error:  # as in `read`
+        raise InputError(f"{_folder(out, number)}: does not read: {first_line(error)}") from None
+    return len(said), sum(map(bool, said))
+
+
 def _folder(out: Path, number: int) -> Path:
     return out / f"{_PREFIX}{number:05d}"
 

@@ -254,7 +254,32 @@ def test_the_command(
     summary = json.loads(written.read_text())["summary"]
     assert (summary["shards"], summary["inputs"], summary["errors"]) == (4, COUNT, 1)
     again = RUNNER.invoke(app, command)
-    assert again.exit_code == 0 and "nothing left to do" in again.output
+    assert again.exit_code == 1 and "nothing left to do" in again.output
+    assert f"1 of {COUNT} inputs are errors" in again.output
+
+
+@pytest.mark.parametrize("gone", [[0], [1], [2], [0, 1, 2], []])
+def test_errors_count_whichever_run_has_committed_them(
+    checkpoint: Path, pictures: Path, tmp_path: Path, gone: list[int]
+) -> None:
+    """Shard 1 holds the picture that does not decode."""
+    out, written = tmp_path / "out", tmp_path / "e.json"
+    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4", "--json", str(written)]
+    assert RUNNER.invoke(app, command).exit_code == 1
+    for number in gone:
+        shutil.rmtree(out / f"shard-{number:05d}")
+    assert RUNNER.invoke(app, command).exit_code == 1
+    document = json.loads(written.read_text())
+    summary, kept = document["summary"], {0, 1, 2} - set(gone)
+    assert (summary["shards"], summary["inputs"], summary["errors"]) == (3, COUNT, 1)
+    assert summary["others"]["shards"] == len(kept) and summary["others"]["errors"] == (1 in kept)
+    assert sorted(shard["number"] for shard in document["shards"]) == gone
+    (pictures / "05.png").rename(tmp_path / "05.png")
+    try:
+        command[3] = str(tmp_path / "whole")
+        assert [RUNNER.invoke(app, command).exit_code for _ in range(2)] == [0, 0]
+    finally:
+        (tmp_path / "05.png").rename(pictures / "05.png")
 
 
 def test_what_is_gone_is_done_again(
@@ -380,7 +405,7 @@ def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path
     listed = tmp_path / "list.txt"
     listed.write_text("\n".join([str(pictures / "00.png"), "x" * 300 + ".png", "gone.png"]))
     job = corpus_job.Job(str(checkpoint), (str(listed),), str(tmp_path / "out"))
-    (done,) = corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    (done,) = corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards
     assert (done.inputs, done.errors) == (3, 2)
     good, long, gone = shards.read(tmp_path / "out", 0)
     assert not good.error and "File name too long" in long.error and "no such file" in gone.error
@@ -398,7 +423,8 @@ def test_a_shard_that_another_job_has_committed_is_not_reported(
     monkeypatch.setattr(shards, "commit", after_another)
     heard: list[int] = []
     found = corpus_job.run(job, [], embedder_of, lambda shard, total: heard.append(shard.number))
-    assert heard == [shard.number for shard in found] and sorted(heard) == [0, 2]
+    assert heard == [shard.number for shard in found.shards] and sorted(heard) == [0, 2]
+    assert found.others == {"shards": 1, "inputs": 4, "errors": 1}
     assert shards.committed(tmp_path / "out") == {0, 1, 2}
 
 
