@@ -25,7 +25,17 @@ from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job, device_of, dtype_on
 from fusedvit.corpus.shards import Embedded
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, rgb_of, started_ahead
+from fusedvit.pixels.media import (
+    SOURCES,
+    Limits,
+    MediaError,
+    Source,
+    load_one,
+    processors,
+    raise_of_machine,
+    rgb_of,
+    started_ahead,
+)
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, stream
 
@@ -372,6 +382,7 @@ def _source_of(value: Any) -> Source:
         try:
             return rgb_of(value)
         except Exception as error:  # a file that is read only now, and damaged
+            raise_of_machine(error, "an image")
             return MediaError(f"an image that does not decode ({type(error).__name__})")
     if isinstance(value, SOURCES):
         return value

@@ -5,12 +5,14 @@ Pillow finds an image's format in the file, among a few that it is allowed. A vi
 rotation are those of transformers' `load_image` and of the processor that is given its picture. Nothing is downloaded.
 """
 
+import errno
 import functools
 import inspect
 import io
 import logging
 import operator
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +33,12 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls
 VIDEO_FORMATS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
 
 ERRORS = ("raise", "skip")
+# What the system says of a file; all else that it says is about the machine. A file that may not be read is the file's:
+# it stays so until somebody changes it.
+_OF_A_FILE = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+    + (errno.EINVAL, errno.EILSEQ, errno.EOVERFLOW, errno.EFBIG)
+)
 
 logger = logging.getLogger("fusedvit")
 
@@ -115,6 +123,7 @@ def load(
     Raises:
         MediaError: no such file, an unknown suffix, or a file that does not decode, or not to its end.
         MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
+        InputError: the machine fails, of open files, memory, disks or shares, whatever `errors` says.
         TypeError, ValueError: an argument that is none of these.
     """
     if errors not in ERRORS:
@@ -217,18 +226,20 @@ def _opened(source: Source, index: int) -> _Given:
     path = Path(source)
     name, suffix = _printable(path.name or str(path)), path.suffix.lower()
     try:
-        is_folder, size = path.is_dir(), path.stat().st_size if path.is_file() else None
-    except OSError as error:  # too long a name, a folder that may not be read
-        raise MediaError(f"{name}: {error.strerror}") from None
-    if is_folder:
+        found = path.stat()
+    except FileNotFoundError:
+        raise MediaError(f"{_printable(str(path))}: no such file") from None
+    except (OSError, ValueError, MemoryError) as error:  # too long a name, a folder not to be entered; a 0 in the name
+        raise_of_machine(error, name)
+        raise MediaError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(found.st_mode):
         raise MediaError(f"{_printable(str(path))}: a folder; give images and videos")
-    if size is None:
-        what = "not a regular file" if path.exists() else "no such file"
-        raise MediaError(f"{_printable(str(path))}: {what}")
+    if not stat.S_ISREG(found.st_mode):
+        raise MediaError(f"{_printable(str(path))}: not a regular file")
     if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
         known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
         raise MediaError(f"{name}: the suffix must be one of {known}")
-    return _Given(name, path, size, VIDEO_FORMATS.get(suffix))
+    return _Given(name, path, found.st_size, VIDEO_FORMATS.get(suffix))
 
 
 def _video_format(head: bytes) -> str | None:
@@ -256,7 +267,16 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
     except MediaError:
         raise
     except Exception as error:  # Pillow raises struct.error, TypeError and others where a file is damaged
+        raise_of_machine(error, given.name)
         raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
+
+
+def raise_of_machine(error: Exception, name: str) -> None:
+    """Raises InputError, which is no MediaError, where `error` is the machine's and not that of the file `name`."""
+    if isinstance(error, MemoryError):
+        raise InputError(f"{name}: not read: out of memory") from None
+    if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_A_FILE:
+        raise InputError(f"{name}: not read: {error.strerror or os.strerror(error.errno)}") from None
 
 
 def rgb_of(picture: Any) -> np.ndarray:
@@ -331,8 +351,9 @@ def _check_whole(given: _Given) -> None:
     try:
         with given.open() as file:
             missing = missing_bytes(file, given.video)
-    except OSError as error:
-        raise MediaError(f"{given.name}: {error.strerror}") from None
+    except (OSError, MemoryError) as error:
+        raise_of_machine(error, given.name)
+        raise MediaError(f"{given.name}: {error}") from None
     if missing:
         raise MediaError(f"{given.name}: cut off: {given.size + missing} bytes expected, got {given.size}")
 
@@ -353,6 +374,8 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
     except MediaError:
         raise
     except Exception as error:  # FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
+        if not isinstance(error, av.FFmpegError):  # which has a system's names for what is wrong with a file
+            raise_of_machine(error, given.name)
         raise MediaError(f"{given.name}: does not decode as {given.video} ({type(error).__name__})") from None
 
 

@@ -1,6 +1,8 @@
 """Decoding within limits: colours and rotation as transformers' `load_image`, errors that name the file."""
 
+import errno
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 
 from fusedvit.cli.media import ASSETS, SAMPLE_IMAGE, SAMPLE_VIDEO
-from fusedvit.pixels import Limits, MediaError, MediaTooLarge, load
+from fusedvit.errors import InputError
+from fusedvit.pixels import Limits, MediaError, MediaTooLarge, load, media
 from fusedvit.pixels.media import VideoFacts, load_one
 
 Image = pytest.importorskip("PIL.Image")
@@ -119,6 +122,51 @@ def test_missing_file_and_odd_names(tmp_path: Path) -> None:
         load_one(SAMPLE_VIDEO, frames=0)
 
 
+OF_THE_MACHINE = [
+    *(OSError(number, os.strerror(number)) for number in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM)),
+    *(OSError(number, os.strerror(number)) for number in (errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)),
+    MemoryError(),
+]
+
+
+def fail(patch: pytest.MonkeyPatch, where: object, step: str, error: Exception) -> None:
+    """Has a step raise `error`."""
+    patch.setattr(where, step, lambda *args, **kwargs: (_ for _ in ()).throw(error))
+
+
+@pytest.mark.parametrize("error", OF_THE_MACHINE, ids=str)
+@pytest.mark.parametrize("step", ["stat", "open", "read", "decode"])
+@pytest.mark.parametrize("source", [SAMPLE_IMAGE, SAMPLE_VIDEO], ids=["image", "video"])
+def test_errors_of_the_machine_are_not_the_files(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, step: str, source: Path
+) -> None:
+    pytest.importorskip("av")
+    where, name = {
+        "stat": (Path, "stat"),
+        "open": (Path, "open"),
+        "read": (io.BytesIO, "read"),
+        "decode": (media, "rgb_of" if source == SAMPLE_IMAGE else "missing_bytes"),
+    }[step]
+    if step == "read":
+        reading = type("Reading", (io.BytesIO,), {"read": lambda *args: (_ for _ in ()).throw(error)})
+        monkeypatch.setattr(Path, "open", lambda *args: reading(b"x"))
+    else:
+        fail(monkeypatch, where, name, error)
+    for errors in ("raise", "skip"):
+        with pytest.raises(InputError, match=f"{source.name}: not read: ") as caught:
+            load([source], errors=errors)
+        assert not isinstance(caught.value, MediaError) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, None])
+@pytest.mark.parametrize("step", ["stat", "open"])
+def test_errors_of_a_file_are_its_own(monkeypatch: pytest.MonkeyPatch, number: int | None, step: str) -> None:
+    error = OSError("odd") if number is None else OSError(number, os.strerror(number))
+    fail(monkeypatch, Path, step, error)
+    with pytest.raises(MediaError):
+        load_one(SAMPLE_IMAGE)
+
+
 def test_rotated_and_transparent_pictures(tmp_path: Path) -> None:
     picture = Image.fromarray(_noise(1, 40, 60)[0])
     exif = Image.Exif()
@@ -198,8 +246,8 @@ def test_pixels_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     wanted = seen.transpose(1, 2, 0)
     path = tmp_path / "picture.png"  # the format is found in the file
     path.write_bytes(data)
-    for media in load([data, str(path), path]):
-        assert media.frames.flags.writeable and np.array_equal(media.frames[0], wanted)
+    for each in load([data, str(path), path]):
+        assert each.frames.flags.writeable and np.array_equal(each.frames[0], wanted)
 
 
 def test_order_names_and_indices(tmp_path: Path) -> None:
