@@ -58,7 +58,8 @@ class Embedder:
 
         embedding   [out] fp32, the mean of an image's tokens; or [tokens, width] with `output="tokens"`
         grid_thw    (frames, rows, columns) in patches; zeros on an error
-        error       "" or what is wrong with this row: its embedding is NaN then (no tokens), and the others go on
+        error       "" or what is wrong with this row: its embedding is NaN then (no tokens), and the others go on; also
+                    where the tower's answer is not finite
 
     Args:
         model: a checkpoint (a folder or a hub name), or a model or tower of Hugging Face's.
@@ -204,16 +205,18 @@ class Embedder:
                 lengths = counts.to(rows.device, non_blocking=True)
                 rows = torch.segment_reduce(rows.float(), "mean", lengths=lengths, axis=0, unsafe=True)
                 counts = torch.ones_like(counts)
-        return _Started(batch, rows, counts.tolist(), begin, _mark(self._device))
+            finite = rows.isfinite().all(1)
+        return _Started(batch, rows, finite, counts.tolist(), begin, _mark(self._device))
 
     def _fetched(self, started: "_Started") -> dict[int, Embedded]:
         batch = started.batch
         parts = _on_host(started.rows, started.end).split(started.counts)
+        finite = _on_host(started.finite, started.end).split(started.counts)
         self._tower_seconds += _between(started.begin, started.end)
         self._patches += int(batch.grid_thw.prod(1).sum())
         grids = [(int(t), int(h), int(w)) for t, h, w in batch.grid_thw.tolist()]
-        found = zip(batch.indices, parts, grids, strict=True)
-        return {index: Embedded("", part, grid) for index, part, grid in found}
+        found = zip(batch.indices, parts, finite, grids, strict=True)
+        return {index: _embedded(part, flags, grid) for index, part, flags, grid in found}
 
     def _encoded(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
         """What `encode` makes, of so many images at a time as it is given."""
@@ -254,7 +257,8 @@ class Embedder:
             return dict.fromkeys(images, Embedded("", None, error=f"encode= refuses it: {first_line(error)}"))
         rows = _rows_of(found, len(images))
         self._vectors, self._encoded_width = rows[0].ndim > 1, rows[0].shape[-1]
-        return {i: Embedded("", each.reshape(-1, each.shape[-1])) for i, each in zip(images, rows, strict=True)}
+        parts = [each.reshape(-1, each.shape[-1]) for each in rows]
+        return {i: _embedded(each, each.isfinite().all(1)) for i, each in zip(images, parts, strict=True)}
 
     def _array(self, each: Embedded) -> np.ndarray:
         """`[width]`, or `[n, width]` of tokens and of what `encode` makes several vectors of."""
@@ -271,13 +275,23 @@ def embedder_of(job: Job) -> Embedder:
 
 
 class _Started(NamedTuple):
-    """A call of the tower: its rows, how many are of each input, and when it began and ended (`_mark`)."""
+    """A call of the tower: its rows, which of them are finite, how many are of each input, and when it began and ended
+    (`_mark`)."""
 
     batch: Batch
     rows: torch.Tensor
+    finite: torch.Tensor
     counts: list[int]
     begin: Any
     end: Any
+
+
+def _embedded(rows: torch.Tensor, finite: torch.Tensor, grid_thw: tuple[int, int, int] = (0, 0, 0)) -> Embedded:
+    """An input's rows on the CPU; its error where some of them are not finite, as NaN is what marks an error."""
+    bad = int((~finite).sum())
+    if bad:
+        return Embedded("", None, error=f"no finite embedding: {bad} of {len(rows)} rows hold NaN or infinity")
+    return Embedded("", rows, grid_thw)
 
 
 def _mark(device: torch.device) -> Any:

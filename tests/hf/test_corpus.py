@@ -120,6 +120,38 @@ def test_values_that_are_no_images(checkpoint: Path, pictures: Path, value: Any,
     assert said in found["error"][0] and found["error"][1] == "" and np.isfinite(found["embedding"][1]).all()
 
 
+@pytest.mark.parametrize("output", ["mean", "tokens"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_answers_that_are_not_finite_are_errors(checkpoint: Path, pictures: Path, output: str, value: float) -> None:
+    """Of every picture, by a bias; the one that does not decode keeps its own error."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        merger = model.model.visual.merger
+        merger.linear_fc2.bias[1] = value
+        merger.linear_fc2.weight[1] = value if value == 3e38 else 0.0
+    found = fusedvit.Embedder(model, tiny_processor(), output=output)({"path": columns_of(pictures)["path"]})
+    for i, (rows, error, grid) in enumerate(zip(found["embedding"], found["error"], found["grid_thw"], strict=True)):
+        assert ("does not decode" if i == 5 else "no finite embedding") in error and grid == [0, 0, 0]
+        assert len(rows) == 0 if output == "tokens" else np.isnan(rows).all()
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (4, 3)])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_encode_returns_may_not_be_finite(
+    checkpoint: Path, pictures: Path, shape: tuple[int, ...], value: float
+) -> None:
+    """Of two among twenty; the others go on."""
+
+    def encode(model: Any, processor: Any, images: list[Any]) -> list[torch.Tensor]:
+        return [torch.full(shape, value if image.size == (9, 9) else 1.0) for image in images]
+
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    images = [np.zeros((9, 9, 3) if i in (2, 18) else (40, 50, 3), np.uint8) for i in range(20)]
+    found = fusedvit.Embedder(model, tiny_processor(), encode=encode)({"image": images})
+    assert [i for i, error in enumerate(found["error"]) if "no finite embedding" in error] == [2, 18]
+    assert all(np.isfinite(found["embedding"][i]).all() for i in set(range(20)) - {2, 18})
+
+
 def mean_of(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
     """An `encode`: the mean of an image's tokens."""
     given = processor(images=images, return_tensors="pt")
