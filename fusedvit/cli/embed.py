@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from fusedvit.cli.console import Outcome, new_console, progress_bar, quiet
 from fusedvit.cli.towers import device_of
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import OUTPUTS, embedder_of
+from fusedvit.corpus.inputs import in_words
 from fusedvit.corpus.job import Job, Ran, ShardDone
 from fusedvit.errors import InputError
 
@@ -43,8 +45,8 @@ def run(
     job = Job(model, tuple(inputs), out, output, deepstack, shard_size, device)
     if device is not None:
         device_of(device)
-    start = time.perf_counter()
-    with quiet(), _ended_by_sigterm(), progress_bar() as step:
+    start, left_out = time.perf_counter(), Counter[str]()
+    with _said_at_the_end(left_out), quiet(), _ended_by_sigterm(), progress_bar() as step:
         workers = _gpus(gpus, device)
         so_far: list[ShardDone] = []
 
@@ -54,12 +56,22 @@ def run(
             shown = ", ".join(f"{name} {figure}" for name, figure in figures.items())
             step(f"shard {shard.number}: {shard.inputs} inputs, {shard.errors} errors; {shown}", len(so_far), total)
 
-        ran = corpus_job.run(job, workers, embedder_of, done)
+        ran = corpus_job.run(job, workers, embedder_of, done, left_out)
     summary = _summary(ran, time.perf_counter() - start) | _rates(ran.shards, max(1, len(workers)))
     _show(summary, Path(out))
     return Outcome(
         {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in ran.shards]}, not summary["errors"]
     )
+
+
+@contextlib.contextmanager
+def _said_at_the_end(left_out: Counter[str]) -> Iterator[None]:
+    """Says which files of folders were no inputs, however the job ends."""
+    try:
+        yield
+    finally:
+        if left_out:
+            new_console(stderr=True).print(escape(in_words(left_out)), highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -94,6 +106,7 @@ def _summary(ran: Ran, wall: float) -> dict[str, Any]:
         "inputs": sum(s.inputs for s in ran.shards) + ran.others["inputs"],
         "errors": sum(s.errors for s in ran.shards) + ran.others["errors"],
         "others": ran.others,
+        "left_out": ran.left_out,
         "wall_seconds": wall,
     }
 

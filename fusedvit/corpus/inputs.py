@@ -3,6 +3,7 @@
 import hashlib
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import IMAGE_SUFFIXES, VIDEO_FORMATS, MediaError, Source
+from fusedvit.pixels.media import MediaError, Source, suffixes
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
 CONTENTS = ("image", "bytes")  # columns of a table that hold files' contents, or {"bytes": …, "path": …}
 PATHS = ("path", "file", "image_path")
+_NAMED = 8  # suffixes in a message
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,34 @@ class Input:
     row: int = -1
 
 
-def collect(given: Sequence[str | Path]) -> list[Input]:
+def collect(given: Sequence[str | Path], left_out: Counter[str] | None = None) -> list[Input]:
     """Every input of folders (searched through, also those that are links; sorted), media files, `.txt` lists with a
     path a line, and `.parquet`.
+
+    `left_out` is given the files of folders that are taken for no image or video, by their suffixes.
 
     Raises:
         InputError: something is no such thing, cannot be read, or two inputs have the same id.
     """
-    found = [each for source in given for each in _inputs_of(source)]
+    left_out = Counter() if left_out is None else left_out
+    found = [each for source in given for each in _inputs_of(source, left_out)]
     seen: set[str] = set()
     for each in found:
         if each.id in seen:
             raise InputError(f"two inputs are called {each.id!r}: give each once, and tables an id column of their own")
         seen.add(each.id)
     if not found:
-        raise InputError(f"no images or videos in {', '.join(map(str, given))}")
+        others = f" ({in_words(left_out)})" if left_out else ""
+        raise InputError(f"no images or videos in {', '.join(map(str, given))}{others}")
     return found
+
+
+def in_words(left_out: Counter[str]) -> str:
+    """What `collect` has left out, in one line."""
+    found = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{suffix!r} {count}" if suffix else f"none {count}" for suffix, count in found[:_NAMED]]
+    others = sum(count for _, count in found[_NAMED:])
+    return f"left out of folders, by suffix: {', '.join([*named, *([f'others {others}'] if others else [])])}"
 
 
 def digest(inputs: Iterable[Input]) -> str:
@@ -74,21 +88,21 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
         yield table.content(each.row)
 
 
-def _inputs_of(given: str | Path) -> Iterator[Input]:
+def _inputs_of(given: str | Path, left_out: Counter[str]) -> Iterator[Input]:
     if not str(given):
         raise InputError("an input without a name: a folder, file, list or table expected, got ''")
     _check_no_url(str(given))  # before Path() makes one slash of its two
     source = Path(given)
     suffix = source.suffix.lower()
     if os.path.isdir(source):
-        yield from (Input(_text(path), path) for path in _media_in(source))
+        yield from (Input(_text(path), path) for path in _media_in(source, left_out))
     elif not os.path.isfile(source):
         raise InputError(f"{_text(source)}: {_why_no_file(source)}")
     elif suffix in LISTS:
         yield from (Input(line, source.parent / line) for line in _lines_of(source))
     elif suffix in TABLES:
         yield from _rows_of(source)
-    elif suffix in (*IMAGE_SUFFIXES, *VIDEO_FORMATS):
+    elif not suffix or suffix in suffixes():
         yield Input(_text(source), source)
     else:
         known = "a folder, an image or video, a .txt with a path a line or a .parquet with a column of paths or bytes"
@@ -105,11 +119,17 @@ def _why_no_file(source: Path) -> str:
     return "neither a folder nor a regular file"
 
 
-def _media_in(folder: Path) -> list[Path]:
-    """Every image and video of a folder and those in it, also of folders that are links; and links to files that are
-    gone, and files that may not be reached, which become errors."""
-    media = (path for path in _files_in(folder, ()) if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_FORMATS))
-    return sorted(path for path in media if os.path.isfile(path) or not os.path.exists(path))
+def _media_in(folder: Path, left_out: Counter[str]) -> list[Path]:
+    """Every image and video of a folder and those in it, by suffix, also of folders that are links; and links to files
+    that are gone, and files that may not be reached, which become errors. The rest is counted in `left_out`."""
+    known, found = suffixes(), []
+    for path in _files_in(folder, ()):
+        suffix = path.suffix.lower()
+        if suffix in known and (os.path.isfile(path) or not os.path.exists(path)):
+            found.append(path)
+        else:
+            left_out[suffix] += 1
+    return sorted(found)
 
 
 def _files_in(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:

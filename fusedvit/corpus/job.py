@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -121,26 +122,36 @@ class Ran:
     Attributes:
         shards: that it has committed.
         others: "shards", "inputs" and "errors" of what was there before, and of what another run has committed since.
+        left_out: files of folders that are no inputs, by their suffixes.
     """
 
     shards: list[ShardDone]
     others: dict[str, int]
+    left_out: dict[str, int]
 
 
-def run(job: Job, gpus: Sequence[int], build: Callable[[Job], Embedder], done: Callable[[ShardDone, int], None]) -> Ran:
+def run(
+    job: Job,
+    gpus: Sequence[int],
+    build: Callable[[Job], Embedder],
+    done: Callable[[ShardDone, int], None],
+    left_out: Counter[str] | None = None,
+) -> Ran:
     """Embeds what is not committed yet, the longest shards first.
 
     Args:
         gpus: none: in this process, on `job.device`. Else a process on each of these GPUs.
         build: makes the embedder of a job in this process.
         done: called with each committed shard and the number of shards of the job.
+        left_out: is given what `inputs.collect` leaves out, also where the job fails later.
 
     Raises:
         InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. What was
             committed stays.
     """
     is_new = not shards.holds_job(Path(job.out))
-    parts, todo = remaining(job, job.dtype())
+    left_out = Counter() if left_out is None else left_out
+    parts, todo = remaining(job, job.dtype(), left_out)
     found: list[ShardDone] = []
 
     def committed(shard: ShardDone) -> None:
@@ -155,7 +166,7 @@ def run(job: Job, gpus: Sequence[int], build: Callable[[Job], Embedder], done: C
             embedder = build(job)
         work(embedder, parts, Path(job.out), iter(todo), committed)
     others = set(range(len(parts))) - {shard.number for shard in found}
-    return Ran(found, _counts(Path(job.out), others))
+    return Ran(found, _counts(Path(job.out), others), dict(left_out))
 
 
 def _counts(out: Path, numbers: Iterable[int]) -> dict[str, int]:
@@ -164,17 +175,19 @@ def _counts(out: Path, numbers: Iterable[int]) -> dict[str, int]:
     return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
 
 
-def remaining(job: Job, dtype: torch.dtype | None = None) -> tuple[list[Sequence[Input]], list[int]]:
+def remaining(
+    job: Job, dtype: torch.dtype | None = None, left_out: Counter[str] | None = None
+) -> tuple[list[Sequence[Input]], list[int]]:
     """The inputs of each shard, and the numbers of those to do, the longest first; the folder is made or checked.
 
-    `dtype` is what the tower will have, as far as that is known.
+    `dtype` is what the tower will have, as far as that is known; `left_out` as of `inputs.collect`.
 
     Raises:
         InputError: see `inputs.collect` and `shards.start`; a shard that is there does not read.
     """
     if job.shard_size < 1:
         raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
-    inputs = collect(job.given)
+    inputs = collect(job.given, left_out)
     shards.start(Path(job.out), job.document(inputs, dtype))
     parts = shards_of(inputs, job.shard_size)
     there = shards.committed(Path(job.out)) & set(range(len(parts)))

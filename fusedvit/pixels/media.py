@@ -1,8 +1,9 @@
 """Files and bytes of images and videos, decoded within limits and in threads; pixels are taken as they are.
 
-Pillow finds an image's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone
-(of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open anything else. Colours and
-rotation are those of transformers' `load_image` and of the processor that is given its picture. Nothing is downloaded.
+Pillow finds an image's format in the file, among those that it decodes itself. A video's decoder goes by the suffix
+alone (without one, and of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open
+anything else. Colours and rotation are those of transformers' `load_image` and of the processor that is given its
+picture. Nothing is downloaded.
 """
 
 import errno
@@ -27,10 +28,20 @@ from fusedvit.errors import InputError
 from fusedvit.pixels.containers import missing_bytes
 
 LONGEST_NAME = 400  # characters of a name in a message
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
+# Pillow runs Ghostscript on EPS, which holds a program; others it only recognises, or decodes on Windows alone.
+NO_IMAGES = frozenset(("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"))
 # suffix -> what FFmpeg calls the format
-VIDEO_FORMATS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
+VIDEO_FORMATS = {
+    **dict.fromkeys((".mp4", ".m4v", ".3gp", ".3g2"), "mp4"),
+    **dict.fromkeys((".mov", ".qt"), "mov"),
+    **dict.fromkeys((".mkv", ".webm"), "matroska"),
+    **dict.fromkeys((".mpg", ".mpeg"), "mpeg"),
+    **dict.fromkeys((".m2ts", ".mts"), "mpegts"),
+    **dict.fromkeys((".wmv", ".asf"), "asf"),
+    **{".avi": "avi", ".flv": "flv", ".ogv": "ogg"},
+}
+# kinds of MP4 that hold pictures: AVIF and HEIF
+_PICTURES = frozenset((b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"))
 
 ERRORS = ("raise", "skip")
 # What the system says of a file; all else that it says is about the machine. A file that may not be read is the file's:
@@ -100,6 +111,23 @@ Source = str | os.PathLike[str] | bytes | bytearray | memoryview | np.ndarray | 
 SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, MediaError)
 Result = TypeVar("Result")
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
+
+
+def suffixes() -> frozenset[str]:
+    """Suffixes, in lower case, of images that the installed Pillow decodes, also by plugins that are registered with
+    it, and of videos."""
+    from PIL import Image
+
+    known = Image.registered_extensions()
+    return frozenset(VIDEO_FORMATS) | {suffix for suffix, name in known.items() if name in _image_formats()}
+
+
+def _image_formats() -> tuple[str, ...]:
+    """As Pillow calls those that it decodes and has a suffix of."""
+    from PIL import Image
+
+    named = dict.fromkeys(Image.registered_extensions().values())
+    return tuple(name for name in named if name in Image.OPEN and name not in NO_IMAGES)
 
 
 def load(
@@ -236,16 +264,26 @@ def _opened(source: Source, index: int) -> _Given:
         raise MediaError(f"{_printable(str(path))}: a folder; give images and videos")
     if not stat.S_ISREG(found.st_mode):
         raise MediaError(f"{_printable(str(path))}: not a regular file")
-    if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
-        known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
-        raise MediaError(f"{name}: the suffix must be one of {known}")
-    return _Given(name, path, found.st_size, VIDEO_FORMATS.get(suffix))
+    if suffix and suffix not in suffixes():
+        raise MediaError(f"{name}: the suffix must be one of Pillow's images or a video's, got {_printable(suffix)}")
+    video = VIDEO_FORMATS.get(suffix) if suffix else _video_format(_head_of(path, name))
+    return _Given(name, path, found.st_size, video)
+
+
+def _head_of(path: Path, name: str) -> bytes:
+    """How a file without a suffix begins."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise_of_machine(error, name)
+        raise MediaError(f"{name}: {error.strerror}") from None
 
 
 def _video_format(head: bytes) -> str | None:
     """FFmpeg's name of the video format that begins with `head`; None for anything else."""
     if head[4:8] == b"ftyp":
-        return "mp4"
+        return None if head[8:12] in _PICTURES else "mp4"
     if head[:4] == b"\x1aE\xdf\xa3":
         return "matroska"
     return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
@@ -255,7 +293,7 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        with given.open() as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+        with given.open() as file, Image.open(file, formats=_image_formats()) as image:
             _check_limit(given.name, "pixels", image.width * image.height, limits.max_pixels)
             ImageOps.exif_transpose(image, in_place=True)
             # as `load_image` gives it to a processor: without alpha, but a colour of it may still be transparent

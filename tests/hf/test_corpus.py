@@ -314,6 +314,24 @@ def test_errors_count_whichever_run_has_committed_them(
         (tmp_path / "05.png").rename(pictures / "05.png")
 
 
+def test_files_that_are_left_out_are_said(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """Also where the job fails."""
+    given, written = tmp_path / "given", tmp_path / "e.json"
+    given.mkdir()
+    shutil.copy(pictures / "00.png", given / "a.png")
+    Image.open(pictures / "01.png").save(given / "b.jfif", "JPEG")
+    for name in ("c.heic", "d.heic", "notes.txt", "e"):
+        (given / name).write_bytes(b"x")
+    command = ["embed", str(checkpoint), str(given), str(tmp_path / "out"), "--json", str(written)]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(written.read_text())["summary"]
+    assert summary["inputs"] == 2 and summary["left_out"] == {".heic": 2, ".txt": 1, "": 1}
+    command[1] = str(tmp_path / "absent")
+    for code, said in ((0, result.output), (2, RUNNER.invoke(app, command).output)):
+        assert "left out of folders, by suffix: '.heic' 2, none 1, '.txt' 1" in said, code
+
+
 def test_what_is_gone_is_done_again(
     checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

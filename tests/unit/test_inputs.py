@@ -1,6 +1,7 @@
 """A corpus as a list of inputs: what is odd becomes an error of its own, a row with its error, or is taken as it is."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ pytest.importorskip("pyarrow")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
-from fusedvit.corpus.inputs import collect, digest, sources  # noqa: E402
+from fusedvit.corpus.inputs import collect, digest, in_words, sources  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
 from fusedvit.pixels.media import MediaError  # noqa: E402
 
@@ -39,6 +40,42 @@ def test_a_folder(tmp_path: Path) -> None:
     found = [each.id for each in collect([tmp_path])]
     names = [".hidden.png", "a b\n☃.JPG", "b.png", "gone.png", "in/c.mp4", "self.png"]
     assert found == [str(tmp_path / name) for name in names]
+
+
+def test_suffixes_of_a_folder(tmp_path: Path) -> None:
+    """Those that Pillow decodes here, and videos, in any case; the rest is counted by suffix."""
+    image = pytest.importorskip("PIL.Image")
+    image.init()
+    wanted = {".jfif", ".jpe", ".jp2", ".ppm", ".pgm", ".ico", ".tga", ".apng", ".Mp4", ".mpg", ".wmv", ".3gp"}
+    wanted |= {".avif", ".AVIFS"} if "AVIF" in image.OPEN else set()
+    others = {".heic": 2, ".eps": 1, ".h5": 1, ".txt": 3, "": 1, ".json": 1}
+    for suffix in wanted:
+        (tmp_path / f"x{suffix}").touch()
+    for suffix, count in others.items():
+        for i in range(count):
+            (tmp_path / f"{i}{suffix}").touch()
+    left_out: Counter[str] = Counter()
+    assert {each.path.suffix for each in collect([tmp_path], left_out)} == wanted
+    assert left_out == others
+    assert in_words(left_out).startswith("left out of folders, by suffix: '.txt' 3, '.heic' 2, ")
+
+
+def test_a_folder_of_other_files(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"a.x{i}").touch()
+    with pytest.raises(
+        InputError, match=r"no images or videos in .*left out of folders, by suffix: '.x\d+' 1.*others 12"
+    ):
+        collect([tmp_path])
+
+
+def test_a_plugin_of_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.init()
+    (tmp_path / "a.heic").touch()
+    monkeypatch.setitem(image.OPEN, "HEIF", (lambda *args: None, None))
+    monkeypatch.setitem(image.EXTENSION, ".heic", "HEIF")
+    assert [each.path.name for each in collect([tmp_path])] == ["a.heic"]
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:

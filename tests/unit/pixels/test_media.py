@@ -185,6 +185,53 @@ def test_a_pictures_format_is_found_in_the_file(tmp_path: Path, name: str, kind:
     assert load_one(tmp_path / name).frames.shape == (1, 40, 60, 3)
 
 
+@pytest.mark.parametrize(
+    "name, kind",
+    [("a.jfif", "JPEG"), ("a.jpe", "JPEG"), ("a.avif", "AVIF"), ("a.jp2", "JPEG2000"), ("a.ppm", "PPM"), ("a", "PNG")]
+    + [("a.tga", "TGA"), ("a.ICO", "ICO"), ("a.pcx", "PCX"), ("a.dds", "DDS"), ("a.sgi", "SGI"), ("a.qoi", "QOI")],
+)
+def test_whatever_pillow_decodes(tmp_path: Path, name: str, kind: str) -> None:
+    """With its suffix, or without any; as bytes too."""
+    Image.init()
+    if kind not in Image.OPEN or kind not in Image.SAVE:
+        pytest.skip(f"no {kind} in this Pillow")
+    picture = Image.fromarray(_noise(1, 48, 48)[0])
+    picture.save(tmp_path / name, format=kind)
+    wanted = np.asarray(Image.open(tmp_path / name).convert("RGB"))
+    for source in (tmp_path / name, (tmp_path / name).read_bytes()):
+        assert np.array_equal(load_one(source).frames[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["a.eps", "a.wmf", "a.h5", "a.heic", "a.tar"])
+def test_what_pillow_does_not_decode(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(MediaError, match=f"the suffix must be one of .* got {Path(name).suffix}"):
+        load_one(tmp_path / name)
+    (tmp_path / name).rename(tmp_path / "a.png")
+    with pytest.raises(MediaError, match="does not decode"):
+        load_one(tmp_path / "a.png")
+
+
+CONTAINERS = {".mpg": "mpeg", ".m2ts": "mpegts", ".asf": "asf", ".flv": "flv", ".3gp": "mp4", ".qt": "mov", "": "mp4"}
+
+
+@pytest.mark.parametrize("suffix", CONTAINERS)
+def test_containers_of_videos(tmp_path: Path, suffix: str) -> None:
+    av = pytest.importorskip("av")
+    path = tmp_path / f"a{suffix}"
+    codec = {"mpeg": "mpeg2video", "mpegts": "mpeg2video", "flv": "flv1"}.get(CONTAINERS[suffix], "mpeg4")
+    try:
+        with av.open(path, "w", format=CONTAINERS[suffix]) as file:
+            stream = file.add_stream(codec, rate=25)
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+            for pixels in _noise(10, 48, 64):
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+            file.mux(stream.encode())
+    except (ValueError, av.FFmpegError) as error:
+        pytest.skip(f"this FFmpeg does not write it: {error}")
+    assert load_one(path, frames=4).frames.shape == (4, 48, 64, 3)
+
+
 def test_short_video_gives_what_it_has() -> None:
     pytest.importorskip("av")
     assert load_one(SAMPLE_VIDEO, frames=500).frames.shape[0] == 50
