@@ -32,9 +32,11 @@ from fusedvit.pixels.media import (
     Source,
     load_one,
     processors,
+    raise_met,
     raise_of_machine,
     rgb_of,
     started_ahead,
+    until_error,
 )
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, stream
@@ -160,6 +162,9 @@ class Embedder:
         Args:
             sources: paths, contents of files, or pixels, as `pixels.media.load` takes them; endless ones are fine.
             names: ids of the sources; their numbers if left out.
+
+        Raises:
+            InputError: the machine fails, or what `sources` itself raises; what came before comes out first.
         """
         found: dict[int, Embedded] = {}
         done = 0
@@ -182,7 +187,8 @@ class Embedder:
             sources, self._processor, self._device, PATCHES, self._threads, limits=self._limits, errors=note
         )
         asked = time.perf_counter()
-        for batch in batches:
+        met: list[Exception] = []
+        for batch in until_error(batches, met):
             self._waited += time.perf_counter() - asked
             started = self._start(batch)
             if waiting is not None:
@@ -193,6 +199,7 @@ class Embedder:
         if waiting is not None:
             yield self._fetched(waiting)
         yield failed
+        raise_met(met)
 
     def _start(self, batch: Batch) -> "_Started":
         """Runs the tower on `batch`; its rows may be under way on the GPU."""
@@ -221,7 +228,8 @@ class Embedder:
     def _encoded(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
         """What `encode` makes, of so many images at a time as it is given."""
         ready: dict[int, Any] = {}
-        for index, image in enumerate(self._images(sources)):
+        met: list[Exception] = []
+        for index, image in enumerate(until_error(self._images(sources), met)):
             if isinstance(image, MediaError):
                 yield {index: Embedded("", None, error=str(image))}
                 continue
@@ -231,6 +239,7 @@ class Embedder:
                 ready = {}
         if ready:
             yield self._encode_all(ready)
+        raise_met(met)
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or what is wrong with it; decoded ahead in threads."""

@@ -461,6 +461,44 @@ def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path
     assert not good.error and "File name too long" in long.error and "no such file" in gone.error
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 9, 30])
+def test_what_came_before_an_error_of_the_sources(checkpoint: Path, pictures: Path, own: bool, at: int) -> None:
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=mean_of if own else None)
+
+    def given() -> Any:
+        yield from [(pictures / "00.png").read_bytes()] * at
+        raise InputError("the table ends")
+
+    found = []
+    with pytest.raises(InputError, match="the table ends"):
+        for each in embedder.embed(given()):
+            found.append(each.id)
+    assert found == [str(i) for i in range(at)]
+
+
+@pytest.mark.parametrize("damaged", [1, 2, 4])
+def test_shards_before_what_does_not_read_are_committed(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
+    """A group of rows is a shard."""
+    table, out = tmp_path / "t.parquet", tmp_path / "out"
+    content = (pictures / "00.png").read_bytes()
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": [content] * 20}), table, row_group_size=4, use_dictionary=False, compression="zstd"
+    )
+    chunk = pyarrow.parquet.read_metadata(table).row_group(damaged).column(0)
+    data = bytearray(table.read_bytes())
+    data[chunk.data_page_offset : chunk.data_page_offset + chunk.total_compressed_size] = (
+        b"\xff" * chunk.total_compressed_size
+    )
+    table.write_bytes(data)
+    result = RUNNER.invoke(app, ["embed", str(checkpoint), str(table), str(out), "--shard-size", "4"])
+    assert result.exit_code == 2 and "no parquet file that reads" in result.output, result.output
+    assert shards.committed(out) == set(range(damaged))
+
+
 def test_a_shard_that_another_job_has_committed_is_not_reported(
     checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
