@@ -158,13 +158,12 @@ def run(
         found.append(shard)
         done(shard, len(parts))
 
-    if todo and gpus:
-        with _taken_back(job, is_new, found):
-            _run_on(job, gpus[: len(todo)], todo, committed)
-    elif todo:
-        with _taken_back(job, is_new, found):
-            embedder = build(job)
-        work(embedder, parts, Path(job.out), iter(todo), committed)
+    if todo:
+        with _taken_back(job, is_new), shards.in_use(Path(job.out)):
+            if gpus:
+                _run_on(job, gpus[: len(todo)], todo, committed)
+            else:
+                work(build(job), parts, Path(job.out), iter(todo), committed)
     others = set(range(len(parts))) - {shard.number for shard in found}
     return Ran(found, _counts(Path(job.out), others), dict(left_out))
 
@@ -198,12 +197,12 @@ def remaining(
 
 
 @contextlib.contextmanager
-def _taken_back(job: Job, is_new: bool, found: Sequence[ShardDone]) -> Iterator[None]:
-    """Where the model does not load, a job that was only begun for it is taken back."""
+def _taken_back(job: Job, is_new: bool) -> Iterator[None]:
+    """Where a job ends without a shard, as its model does not load, and was only begun for that, it is taken back."""
     try:
         yield
     except (InputError, UnsupportedModel):
-        if is_new and not found:
+        if is_new:
             shards.abandon(Path(job.out))
         raise
 

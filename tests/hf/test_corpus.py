@@ -1,5 +1,6 @@
 """`Embedder` and `fusedvit embed` on a tiny checkpoint: against Hugging Face's own processor and tower, and killed."""
 
+import contextlib
 import io
 import json
 import os
@@ -516,6 +517,43 @@ def test_a_shard_that_another_job_has_committed_is_not_reported(
     assert shards.committed(tmp_path / "out") == {0, 1, 2}
 
 
+@pytest.mark.parametrize("committed", [0, 1, 2, 3])
+def test_a_start_that_fails_while_another_is_at_work(
+    checkpoint: Path, pictures: Path, tmp_path: Path, committed: int
+) -> None:
+    """On a new folder, where the other has committed some of its shards, and ended or not."""
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
+    done: list[int] = []
+
+    def failing(given: corpus_job.Job) -> Any:
+        raise InputError("model does not load on this host")
+
+    def another(shard: corpus_job.ShardDone, total: int) -> None:
+        done.append(shard.number)
+        if len(done) == committed:
+            raise KeyboardInterrupt
+
+    def build(given: corpus_job.Job) -> Any:
+        if committed:
+            with contextlib.suppress(KeyboardInterrupt):
+                corpus_job.run(job, [], embedder_of, another)
+        else:  # it is at work, and fails here; the first one goes on
+            with pytest.raises(InputError, match="does not load"):
+                corpus_job.run(job, [], failing, another)
+            return embedder_of(given)
+        raise InputError("model does not load on this host")
+
+    if committed:
+        with pytest.raises(InputError, match="does not load"):
+            corpus_job.run(job, [], build, lambda shard, total: None)
+    else:
+        corpus_job.run(job, [], build, lambda shard, total: None)
+    assert (tmp_path / "out" / shards.JOB).is_file()
+    corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    assert shards.committed(tmp_path / "out") == {0, 1, 2}
+    assert {path.name for path in (tmp_path / "out").glob(".*")} == set()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -535,11 +573,18 @@ def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, monkeypat
     assert any(part in result.output for part in message.split("|")), result.output
 
 
-def test_a_mistyped_model_keeps_nobody_out(pictures: Path, tmp_path: Path) -> None:
+def test_a_mistyped_model_keeps_nobody_out(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = RUNNER.invoke(app, ["embed", str(tmp_path / "absent"), str(pictures), str(out)])
     assert result.exit_code == 2 and "no such folder" in result.output
     assert not out.exists() or list(out.iterdir()) == []
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    os.truncate(broken / "model.safetensors", 5000)
+    job = corpus_job.Job(str(broken), (str(pictures),), str(out))
+    for gpus in ([], [0]):
+        with pytest.raises(InputError, match="no whole safetensors file"):
+            corpus_job.run(job, gpus, embedder_of, lambda shard, total: None)
+        assert list(out.iterdir()) == []
     job = corpus_job.Job(str(tmp_path / "absent"), (str(pictures),), str(out))
     with pytest.raises(InputError, match="no such folder"):
         corpus_job.run(job, [0], embedder_of, lambda shard, total: None)
