@@ -1,5 +1,6 @@
 """A corpus as a list of inputs: folders, files, lists of files and parquet tables, in an order that never changes."""
 
+import functools
 import hashlib
 import os
 from bisect import bisect_right
@@ -84,8 +85,14 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
             yield each.path
             continue
         if table is None or table.path != each.path:
-            table = _Table(each.path)
+            table = _table_of(each.path)
         yield table.content(each.row)
+
+
+def _table_of(path: Path) -> "_Table":
+    """The table as it is now. The last one stays open, with a group of rows in memory, for the shards that follow."""
+    known = _reading(path, path.stat)
+    return _open_table(path, known.st_mtime_ns, known.st_size)
 
 
 def _inputs_of(given: str | Path, left_out: Counter[str]) -> Iterator[Input]:
@@ -208,10 +215,18 @@ def _check_type(table: Path, field: Any) -> None:
     kind = getattr(field.type, "storage_type", field.type)
     parts = [kind.field(i) for i in range(kind.num_fields)] if pyarrow.types.is_struct(kind) else []
     kinds = [part.type for part in parts if part.name in ("bytes", "path")] if parts else [kind]
-    kinds = [each.value_type if pyarrow.types.is_dictionary(each) else each for each in kinds]
-    if not any("binary" in str(each) or "string" in str(each) for each in kinds):
+    if not any(map(_may_name_a_file, kinds)):
         expected = "binary, string or a struct of bytes and path expected"
         raise InputError(f"{table}: column {field.name}: {expected}, got {str(field.type)[:80]}")
+
+
+def _may_name_a_file(kind: Any) -> bool:
+    """Whether values of an Arrow type are bytes or text, also those of a dictionary."""
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    asked = "is_binary is_large_binary is_binary_view is_fixed_size_binary is_string is_large_string is_string_view"
+    return any(getattr(types, name)(kind) for name in asked.split())
 
 
 class _Table:
@@ -225,23 +240,28 @@ class _Table:
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._ends = list(accumulate(groups))
         self._column = _column_of(path, self._file.schema_arrow)
-        self._group = -1
-        self._values: Any = []
+        self._last: tuple[int, Any] = (-1, None)  # a group's number and values, one object for threads
 
     def content(self, row: int) -> Source:
         """A file's bytes, or its path beside the table; an error where the row holds neither."""
         group = bisect_right(self._ends, row)
         if group == len(self._ends):
             raise InputError(f"{self.path}: row {row} is gone since the job began")
-        if group != self._group:
-            read = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))
-            self._group, self._values = group, read[self._column]
-        value = self._values[row - (self._ends[group - 1] if group else 0)].as_py()
+        known, values = self._last
+        if known != group:
+            values = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))[self._column]
+            self._last = group, values
+        value = values[row - (self._ends[group - 1] if group else 0)].as_py()
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value:
             return value if "://" in value[:20] else self.path.parent / value
         return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")
+
+
+@functools.lru_cache(maxsize=1)
+def _open_table(path: Path, changed: int, size: int) -> _Table:
+    return _Table(path)
 
 
 def _reading(path: Path, read: Callable[[], Any]) -> Any:

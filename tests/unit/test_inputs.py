@@ -181,6 +181,20 @@ def test_ids_of_rows(tmp_path: Path, columns: dict[str, Any], ids: list[str]) ->
         ({"x": [1]}, r"a column of .* expected, got \['x'\]"),
         ({"image": [1]}, "column image: .* expected, got int64"),
         ({"image": [[1.0]]}, "column image: .* expected, got list"),
+        ({"image": [[b"1"]]}, "column image: .* expected, got list<.*binary"),
+        ({"bytes": [["1", "2"]]}, "column bytes: .* expected, got list<.*string"),
+        ({"path": pyarrow.array([[b"1"]], pyarrow.large_list(pyarrow.binary()))}, "column path: .* got large_list"),
+        (
+            {"image": pyarrow.array([[b"1"]], pyarrow.list_(pyarrow.binary(), 1))},
+            "column image: .* got fixed_size_list",
+        ),
+        (
+            {"image": pyarrow.array([[("bytes", b"1")]], pyarrow.map_(pyarrow.string(), pyarrow.binary()))},
+            "column image: .* expected, got map<string, binary",
+        ),
+        ({"image": [{"bytes": [b"1"], "path": ["p"]}]}, "column image: .* expected, got struct<bytes: list"),
+        ({"image": [{"bytes": {"binary": 1}}]}, "column image: .* expected, got struct<bytes: struct"),
+        ({"image": [{"string": "a", "path": 7}]}, "column image: .* expected, got struct"),
         ({"image": pyarrow.nulls(2)}, "column image: .* expected, got null"),
         ({"path": [1]}, "column path: .* expected, got int64"),
         ({"image": [{"x": 1}]}, "column image: .* expected, got struct"),
@@ -192,6 +206,53 @@ def test_ids_of_rows(tmp_path: Path, columns: dict[str, Any], ids: list[str]) ->
 def test_tables_that_are_none(tmp_path: Path, columns: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         collect([table(tmp_path, **columns)])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.binary(),
+        pyarrow.large_binary(),
+        pyarrow.binary(1),
+        pyarrow.binary_view(),
+        pyarrow.dictionary("int32", pyarrow.binary()),
+    ]
+    + [pyarrow.struct([("bytes", pyarrow.large_binary()), ("path", pyarrow.int8())])],
+    ids=str,
+)
+def test_types_that_hold_contents(tmp_path: Path, kind: Any) -> None:
+    values = [{"bytes": b"1"}, {"bytes": b"2"}] if pyarrow.types.is_struct(kind) else [b"1", b"2"]
+    assert content(
+        table(
+            tmp_path,
+            image=pyarrow.array(values).cast(kind)
+            if pyarrow.types.is_dictionary(kind)
+            else pyarrow.array(values, kind),
+        )
+    ) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("group", [3, 10, 40])
+@pytest.mark.parametrize("shard", [1, 4, 40])
+def test_a_group_of_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, shard: int) -> None:
+    """However many shards lie in it; a table that is replaced is read anew, and of several each."""
+    read, reads = pyarrow.parquet.ParquetFile.read_row_group, []
+
+    def counted(self: Any, number: int, **options: Any) -> Any:
+        reads.append(number)
+        return read(self, number, **options)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for version in (b"1", b"2"):
+        for path in paths:
+            rows = [b"%d %s %s" % (i, version, path.stem.encode()) for i in range(40)]
+            pyarrow.parquet.write_table(pyarrow.table({"image": rows}), path, row_group_size=group)
+        reads.clear()
+        found = collect(paths)
+        taken = [each for i in range(0, 80, shard) for each in sources(found[i : i + shard])]
+        assert taken == [b"%d %s %s" % (i, version, path.stem.encode()) for path in paths for i in range(40)]
+        assert len(reads) == 2 * -(-40 // group)
 
 
 def test_a_table_that_shrinks_or_vanishes(tmp_path: Path) -> None:
