@@ -7,8 +7,9 @@ Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stre
 """
 
 import functools
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,12 +144,17 @@ class Embedder:
 
         Raises:
             ValueError: the batch has no column that is read.
+            TypeError: the column holds one row's value, as calls without batches give it.
         """
         column = next((name for name in COLUMNS if name in batch), None)
         if column is None:
             raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {sorted(batch)}")
-        values = list(batch[column])
-        found = list(self.embed(map(_source_of, values)))
+        if _is_one_row(batch[column]):
+            got = f"one value, {type(batch[column]).__name__}"
+            raise TypeError(
+                f"fusedvit: column {column}: a list of values, one a row, expected, got {got}; call with batches"
+            )
+        found = list(self.embed(map(_source_of, batch[column])))
         return {
             **batch,
             "embedding": [self._array(each) for each in found],
@@ -161,18 +167,22 @@ class Embedder:
 
         Args:
             sources: paths, contents of files, or pixels, as `pixels.media.load` takes them; endless ones are fine.
-            names: ids of the sources; their numbers if left out.
+            names: ids of the sources, as many; their numbers if left out.
 
         Raises:
+            ValueError: fewer or more names than sources.
             InputError: the machine fails, or what `sources` itself raises; what came before comes out first.
         """
+        if names is not None:
+            sources = _as_many(sources, len(names))
         found: dict[int, Embedded] = {}
         done = 0
         for part in self._encoded(sources) if self._encode else self._streamed(sources):
             found |= part
             while done in found:
                 each = found.pop(done)
-                yield Embedded(names[done] if names else str(done), each.rows, each.grid_thw, each.error)
+                name = str(done) if names is None else names[done]
+                yield Embedded(name, each.rows, each.grid_thw, each.error)
                 done += 1
 
     def _streamed(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
@@ -391,6 +401,29 @@ def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
         shapes = ", ".join(sorted({str(tuple(row.shape)) for row in rows}))
         raise ValueError(f"fusedvit: encode must return [n, d] or n tensors [t, d], got tensors of {shapes}")
     return rows
+
+
+def _as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
+    """The sources; raises ValueError where they are not as many as names, at once where their number is known."""
+    expected = f"fusedvit: embed: a name of each source expected, got {names} names and"
+    if isinstance(sources, Sized) and len(sources) != names:
+        raise ValueError(f"{expected} {len(sources)} sources")
+    count = 0
+    for source in sources:
+        if count == names:
+            raise ValueError(f"{expected} more sources")
+        yield source
+        count += 1
+    if count != names:
+        raise ValueError(f"{expected} {count} sources")
+
+
+def _is_one_row(values: Any) -> bool:
+    """Whether a column holds one image instead of a list of them: a path, a file's bytes, a picture or its pixels."""
+    if isinstance(values, np.ndarray):
+        return values.ndim == 0 or (values.ndim == 3 and values.shape[-1] == 3)
+    one = (str, os.PathLike, bytes, bytearray, memoryview, Mapping)
+    return isinstance(values, one) or hasattr(values, "as_py") or hasattr(values, "convert")
 
 
 def _source_of(value: Any) -> Source:

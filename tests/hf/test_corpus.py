@@ -225,6 +225,50 @@ def test_decoded_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Pa
 
 
 @pytest.mark.parametrize(
+    ("column", "as_value"),
+    [
+        ("path", str),
+        ("path", Path),
+        ("bytes", Path.read_bytes),
+        ("bytes", lambda path: bytearray(path.read_bytes())),
+        ("image", lambda path: {"bytes": path.read_bytes(), "path": None}),
+        ("image", Image.open),
+        ("image", lambda path: np.asarray(Image.open(path))),
+        ("file", lambda path: pyarrow.scalar(str(path))),
+    ],
+)
+def test_a_row_instead_of_a_batch(checkpoint: Path, pictures: Path, column: str, as_value: Any) -> None:
+    """As `datasets.map` without batches gives it."""
+    embedder, value = fusedvit.Embedder(checkpoint), as_value(pictures / "00.png")
+    with pytest.raises(TypeError, match=f"column {column}: a list of values, one a row, expected, got one value"):
+        embedder({column: value})
+    for batch in ([value], (value, value)):
+        found = embedder({column: batch})
+        assert found["error"] == [""] * len(batch) and len(found["embedding"]) == len(batch)
+
+
+def test_columns_of_arrays(checkpoint: Path) -> None:
+    """Pixels `[n, H, W, 3]`, as Ray gives them, and an array of objects."""
+    embedder = fusedvit.Embedder(checkpoint)
+    objects = np.empty(2, object)
+    objects[:] = [np.zeros((40, 50, 3), np.uint8), np.zeros((60, 50, 3), np.uint8)]
+    for values in (np.zeros((2, 40, 50, 3), np.uint8), objects):
+        assert embedder({"image": values})["error"] == ["", ""]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("names", [0, 1, 2, 4, 40])
+@pytest.mark.parametrize("given", [list, iter])
+def test_as_many_names_as_sources(checkpoint: Path, pictures: Path, own: bool, names: int, given: Any) -> None:
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=mean_of if own else None)
+    sources = [str(pictures / "00.png")] * 3
+    with pytest.raises(ValueError, match=f"a name of each source expected, got {names} names and (more|3) sources"):
+        list(embedder.embed(given(sources), [f"n{i}" for i in range(names)]))
+    assert [each.id for each in embedder.embed(given(sources), ["a", "b", "c"])] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
     "arguments, error, expected",
     [
         ({"output": "max"}, ValueError, "'mean', 'tokens'"),
