@@ -7,9 +7,8 @@ Decoding and resizing run ahead in threads and on the GPU (`fusedvit.pixels.stre
 """
 
 import functools
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,20 +24,10 @@ from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job, device_of, dtype_on
 from fusedvit.corpus.shards import Embedded
+from fusedvit.corpus.values import as_many, image_of, is_one_row, source_of
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import (
-    SOURCES,
-    Limits,
-    MediaError,
-    Source,
-    load_one,
-    processors,
-    raise_met,
-    raise_of_machine,
-    rgb_of,
-    started_ahead,
-    until_error,
-)
+from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
+from fusedvit.pixels.media import Limits, MediaError, Source
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, stream
 
@@ -149,12 +138,12 @@ class Embedder:
         column = next((name for name in COLUMNS if name in batch), None)
         if column is None:
             raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {sorted(batch)}")
-        if _is_one_row(batch[column]):
+        if is_one_row(batch[column]):
             got = f"one value, {type(batch[column]).__name__}"
             raise TypeError(
                 f"fusedvit: column {column}: a list of values, one a row, expected, got {got}; call with batches"
             )
-        found = list(self.embed(map(_source_of, batch[column])))
+        found = list(self.embed(map(source_of, batch[column])))
         return {
             **batch,
             "embedding": [self._array(each) for each in found],
@@ -174,7 +163,7 @@ class Embedder:
             InputError: the machine fails, or what `sources` itself raises; what came before comes out first.
         """
         if names is not None:
-            sources = _as_many(sources, len(names))
+            sources = as_many(sources, len(names))
         found: dict[int, Embedded] = {}
         done = 0
         for part in self._encoded(sources) if self._encode else self._streamed(sources):
@@ -254,7 +243,7 @@ class Embedder:
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or what is wrong with it; decoded ahead in threads."""
         pool = ThreadPoolExecutor(self._threads or processors(), "fusedvit-decode")
-        loads = (functools.partial(_image_of, source, self._limits, i) for i, source in enumerate(sources))
+        loads = (functools.partial(image_of, source, self._limits, i) for i, source in enumerate(sources))
         try:
             for task in started_ahead(pool, loads, DECODED):
                 yield task.result()
@@ -378,19 +367,6 @@ def processors_of(where: str) -> Any:
     return SimpleNamespace(image_processor=image, video_processor=video)
 
 
-def _image_of(source: Source, limits: Limits | None, index: int) -> Any:
-    """A Pillow image, or what is wrong with the source."""
-    from PIL import Image
-
-    try:
-        media = load_one(source, 1, limits, index)
-    except MediaError as error:
-        return error
-    if media.kind == "video":
-        return MediaError(f"{media.name}: a video, and encode= takes images", index)
-    return Image.fromarray(media.frames[0])
-
-
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
     """What `encode` returned, on the CPU: a vector an image, or `[t, d]` of each. Raises ValueError for the rest."""
     got = len(found) if hasattr(found, "__len__") else type(found).__name__
@@ -401,45 +377,3 @@ def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
         shapes = ", ".join(sorted({str(tuple(row.shape)) for row in rows}))
         raise ValueError(f"fusedvit: encode must return [n, d] or n tensors [t, d], got tensors of {shapes}")
     return rows
-
-
-def _as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
-    """The sources; raises ValueError where they are not as many as names, at once where their number is known."""
-    expected = f"fusedvit: embed: a name of each source expected, got {names} names and"
-    if isinstance(sources, Sized) and len(sources) != names:
-        raise ValueError(f"{expected} {len(sources)} sources")
-    count = 0
-    for source in sources:
-        if count == names:
-            raise ValueError(f"{expected} more sources")
-        yield source
-        count += 1
-    if count != names:
-        raise ValueError(f"{expected} {count} sources")
-
-
-def _is_one_row(values: Any) -> bool:
-    """Whether a column holds one image instead of a list of them: a path, a file's bytes, a picture or its pixels."""
-    if isinstance(values, np.ndarray):
-        return values.ndim == 0 or (values.ndim == 3 and values.shape[-1] == 3)
-    one = (str, os.PathLike, bytes, bytearray, memoryview, Mapping)
-    return isinstance(values, one) or hasattr(values, "as_py") or hasattr(values, "convert")
-
-
-def _source_of(value: Any) -> Source:
-    """A row's value as a source of pixels; an error where it is none."""
-    if hasattr(value, "as_py"):  # of Arrow
-        value = value.as_py()
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, np.generic):
-        value = value.item()
-    if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
-        try:
-            return rgb_of(value)
-        except Exception as error:  # a file that is read only now, and damaged
-            raise_of_machine(error, "an image")
-            return MediaError(f"an image that does not decode ({type(error).__name__})")
-    if isinstance(value, SOURCES):
-        return value
-    return MediaError(f"a path, a file's bytes, an image or pixels expected, got {type(value).__name__}")

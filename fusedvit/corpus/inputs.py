@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import MediaError, Source, suffixes
+from fusedvit.pixels.formats import suffixes
+from fusedvit.pixels.media import MediaError, Source
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
 CONTENTS = ("image", "bytes")  # columns of a table that hold files' contents, or {"bytes": …, "path": …}

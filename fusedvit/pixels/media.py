@@ -14,35 +14,21 @@ import logging
 import operator
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fusedvit.errors import InputError
+from fusedvit.pixels.ahead import processors
 from fusedvit.pixels.containers import missing_bytes
+from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
 
 LONGEST_NAME = 400  # characters of a name in a message
-# Pillow runs Ghostscript on EPS, which holds a program; others it only recognises, or decodes on Windows alone.
-NO_IMAGES = frozenset(("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"))
-# suffix -> what FFmpeg calls the format
-VIDEO_FORMATS = {
-    **dict.fromkeys((".mp4", ".m4v", ".3gp", ".3g2"), "mp4"),
-    **dict.fromkeys((".mov", ".qt"), "mov"),
-    **dict.fromkeys((".mkv", ".webm"), "matroska"),
-    **dict.fromkeys((".mpg", ".mpeg"), "mpeg"),
-    **dict.fromkeys((".m2ts", ".mts"), "mpegts"),
-    **dict.fromkeys((".wmv", ".asf"), "asf"),
-    **{".avi": "avi", ".flv": "flv", ".ogv": "ogg"},
-}
-# kinds of MP4 that hold pictures: AVIF and HEIF
-_PICTURES = frozenset((b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"))
-
 ERRORS = ("raise", "skip")
 # What the system says of a file; all else that it says is about the machine. A file that may not be read is the file's:
 # it stays so until somebody changes it.
@@ -109,25 +95,7 @@ class Media:
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | np.ndarray | Media | MediaError
 SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, MediaError)
-Result = TypeVar("Result")
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
-
-
-def suffixes() -> frozenset[str]:
-    """Suffixes, in lower case, of images that the installed Pillow decodes, also by plugins that are registered with
-    it, and of videos."""
-    from PIL import Image
-
-    known = Image.registered_extensions()
-    return frozenset(VIDEO_FORMATS) | {suffix for suffix, name in known.items() if name in _image_formats()}
-
-
-def _image_formats() -> tuple[str, ...]:
-    """As Pillow calls those that it decodes and has a suffix of."""
-    from PIL import Image
-
-    named = dict.fromkeys(Image.registered_extensions().values())
-    return tuple(name for name in named if name in Image.OPEN and name not in NO_IMAGES)
 
 
 def load(
@@ -178,41 +146,6 @@ def load(
     return found
 
 
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def started_ahead(
-    pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]], ahead: int
-) -> Iterator["Future[Result]"]:
-    """Each call in its order, begun in the pool when the one `ahead` places before it is asked for; an error of `calls`
-    comes behind the calls before it."""
-    tasks: deque[Future[Result]] = deque()
-    met: list[Exception] = []
-    for call in until_error(calls, met):
-        tasks.append(pool.submit(call))
-        if len(tasks) > ahead:
-            yield tasks.popleft()
-    while tasks:
-        yield tasks.popleft()
-    raise_met(met)
-
-
-def until_error(values: Iterable[Result], met: list[Exception]) -> Iterator[Result]:
-    """The values before the first error, which goes into `met`: what waits of them comes out before it is raised."""
-    try:
-        yield from values
-    except Exception as error:
-        met.append(error)
-
-
-def raise_met(met: Sequence[Exception]) -> None:
-    """Raises what `until_error` has put into `met`, if anything."""
-    for error in met:
-        raise error
-
-
 def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None, index: int = 0) -> Media:
     """`load` of one; `index` is what results and errors say."""
     try:
@@ -261,7 +194,7 @@ class _Given(NamedTuple):
 
 def _opened(source: Source, index: int) -> _Given:
     if isinstance(source, bytes | bytearray | memoryview):
-        return _Given(f"bytes {index}", bytes(source), len(source), _video_format(bytes(source[:16])))
+        return _Given(f"bytes {index}", bytes(source), len(source), video_format(bytes(source[:16])))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"sources must be paths or bytes, got {type(source).__name__}")
     if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
@@ -283,7 +216,7 @@ def _opened(source: Source, index: int) -> _Given:
         raise MediaError(f"{_printable(str(path))}: not a regular file")
     if suffix and suffix not in suffixes():
         raise MediaError(f"{name}: the suffix must be one of Pillow's images or a video's, got {_printable(suffix)}")
-    video = VIDEO_FORMATS.get(suffix) if suffix else _video_format(_head_of(path, name))
+    video = VIDEO_FORMATS.get(suffix) if suffix else video_format(_head_of(path, name))
     return _Given(name, path, found.st_size, video)
 
 
@@ -297,20 +230,11 @@ def _head_of(path: Path, name: str) -> bytes:
         raise MediaError(f"{name}: {error.strerror}") from None
 
 
-def _video_format(head: bytes) -> str | None:
-    """FFmpeg's name of the video format that begins with `head`; None for anything else."""
-    if head[4:8] == b"ftyp":
-        return None if head[8:12] in _PICTURES else "mp4"
-    if head[:4] == b"\x1aE\xdf\xa3":
-        return "matroska"
-    return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
-
-
 def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        with given.open() as file, Image.open(file, formats=_image_formats()) as image:
+        with given.open() as file, Image.open(file, formats=image_formats()) as image:
             _check_limit(given.name, "pixels", image.width * image.height, limits.max_pixels)
             ImageOps.exif_transpose(image, in_place=True)
             # as `load_image` gives it to a processor: without alpha, but a colour of it may still be transparent

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fusedvit.errors import UnsupportedModel, first_line
+from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
     ERRORS,
@@ -28,10 +29,6 @@ from fusedvit.pixels.media import (
     Source,
     VideoFacts,
     load_one,
-    processors,
-    raise_met,
-    started_ahead,
-    until_error,
 )
 from fusedvit.pixels.processors import gives_grids, name_of, swap
 
