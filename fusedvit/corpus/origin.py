@@ -16,7 +16,7 @@ from fusedvit.checkpoint import tower_config
 from fusedvit.corpus.inputs import Input
 from fusedvit.errors import InputError, first_line
 
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _SAMPLE = 512  # bytes, at the beginning, the middle and the end of a tensor
@@ -39,7 +39,7 @@ def checkpoint(where: str) -> dict[str, str]:
     try:
         weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
         return {
-            "config": _digest([_document(folder / CONFIG)]),
+            "config": _digest(_document(folder / name) for name in (CONFIG, ADAPTER)),
             "processor": _digest(_document(folder / name) for name in PROCESSORS),
             "weights": _digest(part for path in weights for part in _weights(path)),
         }

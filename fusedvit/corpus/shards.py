@@ -221,17 +221,19 @@ def _locked(path: Path) -> Iterator[bool]:
 def _renamed(unfinished: Path, out: Path, number: int) -> bool:
     """Commits what is written; False where somebody was faster."""
     folder = _folder(out, number)
-    try:
-        unfinished.rename(folder)
-    except OSError:  # a folder that is not empty is never replaced
-        if _is_whole(folder):
-            return False
-        if not _is_half(folder):
-            if folder.exists():
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            unfinished.rename(folder)
+            break
+        except OSError:  # a folder that is not empty is never replaced
+            if _is_whole(folder):
+                return False
+            if _is_half(folder) and left:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.exists():
                 raise OSError(f"{folder} is in the way; remove it") from None
-            raise
-        shutil.rmtree(folder)
-        unfinished.rename(folder)
+            else:
+                raise
     _sync(out)
     return True
 

@@ -332,7 +332,7 @@ def _check_whole(given: _Given) -> None:
             missing = missing_bytes(file, given.video)
     except (OSError, MemoryError) as error:
         raise_of_machine(error, given.name)
-        raise MediaError(f"{given.name}: {error}") from None
+        raise MediaError(f"{given.name}: {getattr(error, 'strerror', None) or error}") from None
     if missing:
         raise MediaError(f"{given.name}: cut off: {given.size + missing} bytes expected, got {given.size}")
 

@@ -62,6 +62,7 @@ def text(name: str, content: str) -> Callable[[Path], object]:
         (lambda folder: os.truncate(folder / WEIGHTS, 100), "weights"),
         (text("model.safetensors.index.json", "{}"), "weights"),
         (text("config.json", '{"a": 1, "b": {"c": 3}}'), "config"),
+        (text("adapter_config.json", '{"r": 8}'), "config"),
         (text("preprocessor_config.json", '{"size": 336}'), "processor"),
         (text("video_preprocessor_config.json", "{}"), "processor"),
         (text("processor_config.json", "["), "processor"),

@@ -127,6 +127,26 @@ def test_a_start_while_another_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_whole(out, {0})
 
 
+@pytest.mark.parametrize("half", [[], [shards.INDEX], [shards.ROWS]])
+def test_two_writers_replace_half_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: list[str]) -> None:
+    """The second commits between the first one's removal of the half and its rename."""
+    out, real, removed = tmp_path / "out", shutil.rmtree, []
+    shards.start(out, JOB)
+    for name in half:
+        (out / "shard-00000").mkdir(exist_ok=True)
+        (out / "shard-00000" / name).write_text("half")
+
+    def slower(path: Path, *args: Any, **kwargs: Any) -> None:
+        real(path, *args, **kwargs)
+        if path.name == "shard-00000" and not removed:
+            removed.append(path)
+            assert commit(out)
+
+    monkeypatch.setattr(shutil, "rmtree", slower)
+    assert commit(out) == (not half) and len(removed) == len(half)
+    assert_whole(out, {0})
+
+
 @pytest.mark.parametrize("step", ["save_file", "write_table"])
 def test_a_folder_that_is_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """By whoever does not ask for locks, whatever is raised then; not without end."""
