@@ -25,7 +25,7 @@ from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
-from fusedvit.outputs import to_hugging_face
+from fusedvit.outputs.hugging_face import to_hugging_face
 from fusedvit.pixels.processors import normalizations_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 

@@ -19,7 +19,7 @@ from fusedvit.bench.tables import VLLM_PEERS, vllm_table
 from fusedvit.bench.timing import Contender, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import pixels_for, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
-from fusedvit.outputs import side_by_side
+from fusedvit.outputs.hugging_face import side_by_side
 
 EAGER, GRAPHS, EXACT, REPLAY = VLLM_PEERS
 OURS, MODULE, DIRECT = "ours", "vLLM's module", "fused tower"

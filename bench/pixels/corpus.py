@@ -13,7 +13,7 @@ import torch
 from fusedvit.bench.pixels.table import HF_CPU, HF_CPU_HF, HF_CUDA, OURS, Setting, Workload, pictures, processor_for
 from fusedvit.bench.timing import wait
 from fusedvit.pixels import load, stream, swap
-from fusedvit.pixels.media import processors
+from fusedvit.pixels.ahead import processors
 
 LOADER = "HF DataLoader + HF tower"
 _DISTINCT = 64  # files; a corpus repeats them

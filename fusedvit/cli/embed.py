@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,8 @@ from fusedvit.cli.console import Outcome, new_console, progress_bar, quiet
 from fusedvit.cli.towers import device_of
 from fusedvit.corpus import job as corpus_job
 from fusedvit.corpus.embedder import OUTPUTS, embedder_of
-from fusedvit.corpus.job import Job, ShardDone
+from fusedvit.corpus.inputs import in_words
+from fusedvit.corpus.job import Job, Ran, ShardDone
 from fusedvit.errors import InputError
 
 
@@ -30,7 +32,10 @@ def run(
     device: str | None = None,
     json: Any = None,
 ) -> Outcome:
-    """Embeds a corpus; passes if every input has an embedding. The last of `given` is the folder of the output."""
+    """Embeds a corpus; passes if every input has an embedding, whichever run has committed it.
+
+    The last of `given` is the folder of the output.
+    """
     _check_packages()
     *inputs, out = given
     if not inputs or not all(given):
@@ -40,23 +45,33 @@ def run(
     job = Job(model, tuple(inputs), out, output, deepstack, shard_size, device)
     if device is not None:
         device_of(device)
-    start = time.perf_counter()
-    with quiet(), _ended_by_sigterm(), progress_bar() as step:
+    start, left_out = time.perf_counter(), Counter[str]()
+    with _said_at_the_end(left_out), quiet(), _ended_by_sigterm(), progress_bar() as step:
         workers = _gpus(gpus, device)
         so_far: list[ShardDone] = []
 
         def done(shard: ShardDone, total: int) -> None:
             so_far.append(shard)
-            figures = _figures(_summary(so_far, time.perf_counter() - start, max(1, len(workers))))
+            figures = _figures(_rates(so_far, max(1, len(workers))))
             shown = ", ".join(f"{name} {figure}" for name, figure in figures.items())
             step(f"shard {shard.number}: {shard.inputs} inputs, {shard.errors} errors; {shown}", len(so_far), total)
 
-        found = corpus_job.run(job, workers, embedder_of, done)
-    summary = _summary(found, time.perf_counter() - start, max(1, len(workers)))
+        ran = corpus_job.run(job, workers, embedder_of, done, left_out)
+    summary = _summary(ran, time.perf_counter() - start) | _rates(ran.shards, max(1, len(workers)))
     _show(summary, Path(out))
     return Outcome(
-        {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in found]}, not summary["errors"]
+        {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in ran.shards]}, not summary["errors"]
     )
+
+
+@contextlib.contextmanager
+def _said_at_the_end(left_out: Counter[str]) -> Iterator[None]:
+    """Says which files of folders were no inputs, however the job ends."""
+    try:
+        yield
+    finally:
+        if left_out:
+            new_console(stderr=True).print(escape(in_words(left_out)), highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -84,15 +99,23 @@ def _gpus(named: str | None, device: str | None) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def _summary(found: Sequence[ShardDone], wall: float, workers: int) -> dict[str, Any]:
-    """What was done in this run; rates since the workers were ready, shares of their time together."""
+def _summary(ran: Ran, wall: float) -> dict[str, Any]:
+    """What the whole job has by now; `others` is the part of it that this run has not committed."""
+    return {
+        "shards": len(ran.shards) + ran.others["shards"],
+        "inputs": sum(s.inputs for s in ran.shards) + ran.others["inputs"],
+        "errors": sum(s.errors for s in ran.shards) + ran.others["errors"],
+        "others": ran.others,
+        "left_out": ran.left_out,
+        "wall_seconds": wall,
+    }
+
+
+def _rates(found: Sequence[ShardDone], workers: int) -> dict[str, float]:
+    """Of what this run has committed: rates since the workers were ready, shares of their time together."""
     inputs, patches = sum(s.inputs for s in found), sum(s.patches for s in found)
     seconds = max((s.seconds for s in found), default=0.0)  # since the workers were ready
     return {
-        "shards": len(found),
-        "inputs": inputs,
-        "errors": sum(s.errors for s in found),
-        "wall_seconds": wall,
         "seconds": seconds,
         "images_per_second": inputs / seconds if seconds else 0.0,
         "patches_per_second": patches / seconds if seconds else 0.0,
@@ -104,8 +127,10 @@ def _summary(found: Sequence[ShardDone], wall: float, workers: int) -> dict[str,
 
 def _show(summary: dict[str, Any], out: Path) -> None:
     console = new_console()
-    if not summary["shards"]:
+    if summary["shards"] == summary["others"]["shards"]:
         console.print(f"nothing left to do: every shard is in {escape(str(out))}", highlight=False)
+        if summary["errors"]:
+            console.print(f"{summary['errors']} of {summary['inputs']} inputs are errors", highlight=False)
         return
     table = Table(title=f"embedded into {escape(str(out))}", title_justify="left")
     row = {"inputs": str(summary["inputs"]), "errors": str(summary["errors"])} | _figures(summary)
@@ -113,16 +138,19 @@ def _show(summary: dict[str, Any], out: Path) -> None:
         table.add_column(column, justify="right")
     table.add_row(*row.values())
     console.print(table)
+    if summary["others"]["shards"]:
+        others = "{shards} shards, {inputs} inputs and {errors} errors".format(**summary["others"])
+        console.print(f"of these, {others} were committed by other runs", highlight=False)
 
 
-def _figures(summary: dict[str, Any]) -> dict[str, str]:
-    """Rates and shares of a summary, as they are shown."""
+def _figures(rates: dict[str, Any]) -> dict[str, str]:
+    """Rates and shares, as they are shown."""
     return {
-        "images/s": f"{summary['images_per_second']:.0f}",
-        "patches/s": f"{summary['patches_per_second']:.0f}",
-        "tower busy": f"{summary['gpu_busy']:.0%}",
-        "waited for pixels": f"{summary['waited_for_pixels']:.0%}",
-        "padding": f"{summary['padding']:.0%}",
+        "images/s": f"{rates['images_per_second']:.0f}",
+        "patches/s": f"{rates['patches_per_second']:.0f}",
+        "tower busy": f"{rates['gpu_busy']:.0%}",
+        "waited for pixels": f"{rates['waited_for_pixels']:.0%}",
+        "padding": f"{rates['padding']:.0%}",
     }
 
 

@@ -22,10 +22,12 @@ from fusedvit.api import fuse, unfuse
 from fusedvit.checkpoint import load_tower
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
-from fusedvit.corpus.job import Job
+from fusedvit.corpus.job import Job, device_of, dtype_on
 from fusedvit.corpus.shards import Embedded
+from fusedvit.corpus.values import as_many, image_of, is_one_row, source_of
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, processors, rgb_of, started_ahead
+from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
+from fusedvit.pixels.media import Limits, MediaError, Source
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, stream
 
@@ -48,7 +50,8 @@ class Embedder:
 
         embedding   [out] fp32, the mean of an image's tokens; or [tokens, width] with `output="tokens"`
         grid_thw    (frames, rows, columns) in patches; zeros on an error
-        error       "" or what is wrong with this row: its embedding is NaN then (no tokens), and the others go on
+        error       "" or what is wrong with this row: its embedding is NaN then (no tokens), and the others go on; also
+                    where the tower's answer is not finite
 
     Args:
         model: a checkpoint (a folder or a hub name), or a model or tower of Hugging Face's.
@@ -130,12 +133,17 @@ class Embedder:
 
         Raises:
             ValueError: the batch has no column that is read.
+            TypeError: the column holds one row's value, as calls without batches give it.
         """
         column = next((name for name in COLUMNS if name in batch), None)
         if column is None:
             raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {sorted(batch)}")
-        values = list(batch[column])
-        found = list(self.embed(map(_source_of, values)))
+        if is_one_row(batch[column]):
+            got = f"one value, {type(batch[column]).__name__}"
+            raise TypeError(
+                f"fusedvit: column {column}: a list of values, one a row, expected, got {got}; call with batches"
+            )
+        found = list(self.embed(map(source_of, batch[column])))
         return {
             **batch,
             "embedding": [self._array(each) for each in found],
@@ -148,15 +156,22 @@ class Embedder:
 
         Args:
             sources: paths, contents of files, or pixels, as `pixels.media.load` takes them; endless ones are fine.
-            names: ids of the sources; their numbers if left out.
+            names: ids of the sources, as many; their numbers if left out.
+
+        Raises:
+            ValueError: fewer or more names than sources.
+            InputError: the machine fails, or what `sources` itself raises; what came before comes out first.
         """
+        if names is not None:
+            sources = as_many(sources, len(names))
         found: dict[int, Embedded] = {}
         done = 0
         for part in self._encoded(sources) if self._encode else self._streamed(sources):
             found |= part
             while done in found:
                 each = found.pop(done)
-                yield Embedded(names[done] if names else str(done), each.rows, each.grid_thw, each.error)
+                name = str(done) if names is None else names[done]
+                yield Embedded(name, each.rows, each.grid_thw, each.error)
                 done += 1
 
     def _streamed(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
@@ -171,7 +186,8 @@ class Embedder:
             sources, self._processor, self._device, PATCHES, self._threads, limits=self._limits, errors=note
         )
         asked = time.perf_counter()
-        for batch in batches:
+        met: list[Exception] = []
+        for batch in until_error(batches, met):
             self._waited += time.perf_counter() - asked
             started = self._start(batch)
             if waiting is not None:
@@ -182,6 +198,7 @@ class Embedder:
         if waiting is not None:
             yield self._fetched(waiting)
         yield failed
+        raise_met(met)
 
     def _start(self, batch: Batch) -> "_Started":
         """Runs the tower on `batch`; its rows may be under way on the GPU."""
@@ -194,21 +211,24 @@ class Embedder:
                 lengths = counts.to(rows.device, non_blocking=True)
                 rows = torch.segment_reduce(rows.float(), "mean", lengths=lengths, axis=0, unsafe=True)
                 counts = torch.ones_like(counts)
-        return _Started(batch, rows, counts.tolist(), begin, _mark(self._device))
+            finite = rows.isfinite().all(1)
+        return _Started(batch, rows, finite, counts.tolist(), begin, _mark(self._device))
 
     def _fetched(self, started: "_Started") -> dict[int, Embedded]:
         batch = started.batch
         parts = _on_host(started.rows, started.end).split(started.counts)
+        finite = _on_host(started.finite, started.end).split(started.counts)
         self._tower_seconds += _between(started.begin, started.end)
         self._patches += int(batch.grid_thw.prod(1).sum())
         grids = [(int(t), int(h), int(w)) for t, h, w in batch.grid_thw.tolist()]
-        found = zip(batch.indices, parts, grids, strict=True)
-        return {index: Embedded("", part, grid) for index, part, grid in found}
+        found = zip(batch.indices, parts, finite, grids, strict=True)
+        return {index: _embedded(part, flags, grid) for index, part, flags, grid in found}
 
     def _encoded(self, sources: Iterable[Source]) -> Iterator[dict[int, Embedded]]:
         """What `encode` makes, of so many images at a time as it is given."""
         ready: dict[int, Any] = {}
-        for index, image in enumerate(self._images(sources)):
+        met: list[Exception] = []
+        for index, image in enumerate(until_error(self._images(sources), met)):
             if isinstance(image, MediaError):
                 yield {index: Embedded("", None, error=str(image))}
                 continue
@@ -218,11 +238,12 @@ class Embedder:
                 ready = {}
         if ready:
             yield self._encode_all(ready)
+        raise_met(met)
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or what is wrong with it; decoded ahead in threads."""
         pool = ThreadPoolExecutor(self._threads or processors(), "fusedvit-decode")
-        loads = (functools.partial(_image_of, source, self._limits, i) for i, source in enumerate(sources))
+        loads = (functools.partial(image_of, source, self._limits, i) for i, source in enumerate(sources))
         try:
             for task in started_ahead(pool, loads, DECODED):
                 yield task.result()
@@ -244,7 +265,8 @@ class Embedder:
             return dict.fromkeys(images, Embedded("", None, error=f"encode= refuses it: {first_line(error)}"))
         rows = _rows_of(found, len(images))
         self._vectors, self._encoded_width = rows[0].ndim > 1, rows[0].shape[-1]
-        return {i: Embedded("", each.reshape(-1, each.shape[-1])) for i, each in zip(images, rows, strict=True)}
+        parts = [each.reshape(-1, each.shape[-1]) for each in rows]
+        return {i: _embedded(each, each.isfinite().all(1)) for i, each in zip(images, parts, strict=True)}
 
     def _array(self, each: Embedded) -> np.ndarray:
         """`[width]`, or `[n, width]` of tokens and of what `encode` makes several vectors of."""
@@ -261,13 +283,23 @@ def embedder_of(job: Job) -> Embedder:
 
 
 class _Started(NamedTuple):
-    """A call of the tower: its rows, how many are of each input, and when it began and ended (`_mark`)."""
+    """A call of the tower: its rows, which of them are finite, how many are of each input, and when it began and ended
+    (`_mark`)."""
 
     batch: Batch
     rows: torch.Tensor
+    finite: torch.Tensor
     counts: list[int]
     begin: Any
     end: Any
+
+
+def _embedded(rows: torch.Tensor, finite: torch.Tensor, grid_thw: tuple[int, int, int] = (0, 0, 0)) -> Embedded:
+    """An input's rows on the CPU; its error where some of them are not finite, as NaN is what marks an error."""
+    bad = int((~finite).sum())
+    if bad:
+        return Embedded("", None, error=f"no finite embedding: {bad} of {len(rows)} rows hold NaN or infinity")
+    return Embedded("", rows, grid_thw)
 
 
 def _mark(device: torch.device) -> Any:
@@ -314,8 +346,8 @@ def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
 
 
 def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return load_tower(str(where), on, dtype or (torch.bfloat16 if on.type == "cuda" else torch.float32))
+    on = device_of(device)
+    return load_tower(str(where), on, dtype or dtype_on(on))
 
 
 def processors_of(where: str) -> Any:
@@ -335,19 +367,6 @@ def processors_of(where: str) -> Any:
     return SimpleNamespace(image_processor=image, video_processor=video)
 
 
-def _image_of(source: Source, limits: Limits | None, index: int) -> Any:
-    """A Pillow image, or what is wrong with the source."""
-    from PIL import Image
-
-    try:
-        media = load_one(source, 1, limits, index)
-    except MediaError as error:
-        return error
-    if media.kind == "video":
-        return MediaError(f"{media.name}: a video, and encode= takes images", index)
-    return Image.fromarray(media.frames[0])
-
-
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
     """What `encode` returned, on the CPU: a vector an image, or `[t, d]` of each. Raises ValueError for the rest."""
     got = len(found) if hasattr(found, "__len__") else type(found).__name__
@@ -358,21 +377,3 @@ def _rows_of(found: Any, count: int) -> list[torch.Tensor]:
         shapes = ", ".join(sorted({str(tuple(row.shape)) for row in rows}))
         raise ValueError(f"fusedvit: encode must return [n, d] or n tensors [t, d], got tensors of {shapes}")
     return rows
-
-
-def _source_of(value: Any) -> Source:
-    """A row's value as a source of pixels; an error where it is none."""
-    if hasattr(value, "as_py"):  # of Arrow
-        value = value.as_py()
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, np.generic):
-        value = value.item()
-    if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them
-        try:
-            return rgb_of(value)
-        except Exception as error:  # a file that is read only now, and damaged
-            return MediaError(f"an image that does not decode ({type(error).__name__})")
-    if isinstance(value, SOURCES):
-        return value
-    return MediaError(f"a path, a file's bytes, an image or pixels expected, got {type(value).__name__}")

@@ -1,8 +1,10 @@
 """A corpus as a list of inputs: folders, files, lists of files and parquet tables, in an order that never changes."""
 
+import functools
 import hashlib
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.media import IMAGE_SUFFIXES, VIDEO_FORMATS, MediaError, Source
+from fusedvit.pixels.formats import suffixes
+from fusedvit.pixels.media import MediaError, Source
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
 CONTENTS = ("image", "bytes")  # columns of a table that hold files' contents, or {"bytes": …, "path": …}
 PATHS = ("path", "file", "image_path")
+_NAMED = 8  # suffixes in a message
 
 
 @dataclass(frozen=True)
@@ -32,22 +36,34 @@ class Input:
     row: int = -1
 
 
-def collect(given: Sequence[str | Path]) -> list[Input]:
+def collect(given: Sequence[str | Path], left_out: Counter[str] | None = None) -> list[Input]:
     """Every input of folders (searched through, also those that are links; sorted), media files, `.txt` lists with a
     path a line, and `.parquet`.
+
+    `left_out` is given the files of folders that are taken for no image or video, by their suffixes.
 
     Raises:
         InputError: something is no such thing, cannot be read, or two inputs have the same id.
     """
-    found = [each for source in given for each in _inputs_of(source)]
+    left_out = Counter() if left_out is None else left_out
+    found = [each for source in given for each in _inputs_of(source, left_out)]
     seen: set[str] = set()
     for each in found:
         if each.id in seen:
             raise InputError(f"two inputs are called {each.id!r}: give each once, and tables an id column of their own")
         seen.add(each.id)
     if not found:
-        raise InputError(f"no images or videos in {', '.join(map(str, given))}")
+        others = f" ({in_words(left_out)})" if left_out else ""
+        raise InputError(f"no images or videos in {', '.join(map(str, given))}{others}")
     return found
+
+
+def in_words(left_out: Counter[str]) -> str:
+    """What `collect` has left out, in one line."""
+    found = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{suffix!r} {count}" if suffix else f"none {count}" for suffix, count in found[:_NAMED]]
+    others = sum(count for _, count in found[_NAMED:])
+    return f"left out of folders, by suffix: {', '.join([*named, *([f'others {others}'] if others else [])])}"
 
 
 def digest(inputs: Iterable[Input]) -> str:
@@ -70,25 +86,31 @@ def sources(inputs: Sequence[Input]) -> Iterator[Source]:
             yield each.path
             continue
         if table is None or table.path != each.path:
-            table = _Table(each.path)
+            table = _table_of(each.path)
         yield table.content(each.row)
 
 
-def _inputs_of(given: str | Path) -> Iterator[Input]:
+def _table_of(path: Path) -> "_Table":
+    """The table as it is now. The last one stays open, with a group of rows in memory, for the shards that follow."""
+    known = _reading(path, path.stat)
+    return _open_table(path, known.st_mtime_ns, known.st_size)
+
+
+def _inputs_of(given: str | Path, left_out: Counter[str]) -> Iterator[Input]:
     if not str(given):
         raise InputError("an input without a name: a folder, file, list or table expected, got ''")
     _check_no_url(str(given))  # before Path() makes one slash of its two
     source = Path(given)
     suffix = source.suffix.lower()
     if os.path.isdir(source):
-        yield from (Input(_text(path), path) for path in _media_in(source))
+        yield from (Input(_text(path), path) for path in _media_in(source, left_out))
     elif not os.path.isfile(source):
         raise InputError(f"{_text(source)}: {_why_no_file(source)}")
     elif suffix in LISTS:
         yield from (Input(line, source.parent / line) for line in _lines_of(source))
     elif suffix in TABLES:
         yield from _rows_of(source)
-    elif suffix in (*IMAGE_SUFFIXES, *VIDEO_FORMATS):
+    elif not suffix or suffix in suffixes():
         yield Input(_text(source), source)
     else:
         known = "a folder, an image or video, a .txt with a path a line or a .parquet with a column of paths or bytes"
@@ -105,11 +127,17 @@ def _why_no_file(source: Path) -> str:
     return "neither a folder nor a regular file"
 
 
-def _media_in(folder: Path) -> list[Path]:
-    """Every image and video of a folder and those in it, also of folders that are links; and links to files that are
-    gone, and files that may not be reached, which become errors."""
-    media = (path for path in _files_in(folder, ()) if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_FORMATS))
-    return sorted(path for path in media if os.path.isfile(path) or not os.path.exists(path))
+def _media_in(folder: Path, left_out: Counter[str]) -> list[Path]:
+    """Every image and video of a folder and those in it, by suffix, also of folders that are links; and links to files
+    that are gone, and files that may not be reached, which become errors. The rest is counted in `left_out`."""
+    known, found = suffixes(), []
+    for path in _files_in(folder, ()):
+        suffix = path.suffix.lower()
+        if suffix in known and (os.path.isfile(path) or not os.path.exists(path)):
+            found.append(path)
+        else:
+            left_out[suffix] += 1
+    return sorted(found)
 
 
 def _files_in(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
@@ -188,10 +216,18 @@ def _check_type(table: Path, field: Any) -> None:
     kind = getattr(field.type, "storage_type", field.type)
     parts = [kind.field(i) for i in range(kind.num_fields)] if pyarrow.types.is_struct(kind) else []
     kinds = [part.type for part in parts if part.name in ("bytes", "path")] if parts else [kind]
-    kinds = [each.value_type if pyarrow.types.is_dictionary(each) else each for each in kinds]
-    if not any("binary" in str(each) or "string" in str(each) for each in kinds):
+    if not any(map(_may_name_a_file, kinds)):
         expected = "binary, string or a struct of bytes and path expected"
         raise InputError(f"{table}: column {field.name}: {expected}, got {str(field.type)[:80]}")
+
+
+def _may_name_a_file(kind: Any) -> bool:
+    """Whether values of an Arrow type are bytes or text, also those of a dictionary."""
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    asked = "is_binary is_large_binary is_binary_view is_fixed_size_binary is_string is_large_string is_string_view"
+    return any(getattr(types, name)(kind) for name in asked.split())
 
 
 class _Table:
@@ -205,23 +241,28 @@ class _Table:
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._ends = list(accumulate(groups))
         self._column = _column_of(path, self._file.schema_arrow)
-        self._group = -1
-        self._values: Any = []
+        self._last: tuple[int, Any] = (-1, None)  # a group's number and values, one object for threads
 
     def content(self, row: int) -> Source:
         """A file's bytes, or its path beside the table; an error where the row holds neither."""
         group = bisect_right(self._ends, row)
         if group == len(self._ends):
             raise InputError(f"{self.path}: row {row} is gone since the job began")
-        if group != self._group:
-            read = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))
-            self._group, self._values = group, read[self._column]
-        value = self._values[row - (self._ends[group - 1] if group else 0)].as_py()
+        known, values = self._last
+        if known != group:
+            values = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))[self._column]
+            self._last = group, values
+        value = values[row - (self._ends[group - 1] if group else 0)].as_py()
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str) and value:
             return value if "://" in value[:20] else self.path.parent / value
         return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")
+
+
+@functools.lru_cache(maxsize=1)
+def _open_table(path: Path, changed: int, size: int) -> _Table:
+    return _Table(path)
 
 
 def _reading(path: Path, read: Callable[[], Any]) -> Any:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -19,13 +20,24 @@ from typing import Any, Protocol
 
 import torch
 
-from fusedvit.corpus import shards
+from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Source
 
+VERSION = 2  # of what `Job.document` records
 UNWRITTEN = 2  # shards that may wait for the disk
 WORKER = "fusedvit.corpus.worker"
+
+
+def device_of(device: str | torch.device | None) -> torch.device:
+    """The device that is named; else the GPU if there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """That a checkpoint's tower has there, unless it is told another."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 class Embedder(Protocol):
@@ -62,10 +74,28 @@ class Job:
     shard_size: int = 512
     device: str | None = None
 
-    def document(self, inputs: Sequence[Input]) -> dict[str, Any]:
-        """What another run must agree with to go on: everything that decides a shard's content."""
+    def document(self, inputs: Sequence[Input], dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """What another run must agree with to go on: everything that decides a shard's content.
+
+        `dtype` is the tower's; None where it is not known here, as on the driver of a cluster.
+
+        Raises:
+            InputError: the checkpoint or a table cannot be read.
+        """
         kept = {name: getattr(self, name) for name in ("model", "output", "deepstack", "shard_size")}
-        return kept | {"inputs": len(inputs), "inputs_digest": digest(inputs)}
+        return kept | {
+            "version": VERSION,
+            "inputs": len(inputs),
+            "inputs_digest": digest(inputs),
+            "tables_digest": origin.tables(inputs),
+            "working_directory": origin.working_directory(self.given),
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            **origin.checkpoint(self.model),
+        }
+
+    def dtype(self) -> torch.dtype:
+        """Of the tower, in a process that sees the job's device."""
+        return dtype_on(device_of(self.device))
 
 
 @dataclass(frozen=True)
@@ -85,50 +115,79 @@ class ShardDone:
     padding: float
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a run has found.
+
+    Attributes:
+        shards: that it has committed.
+        others: "shards", "inputs" and "errors" of what was there before, and of what another run has committed since.
+        left_out: files of folders that are no inputs, by their suffixes.
+    """
+
+    shards: list[ShardDone]
+    others: dict[str, int]
+    left_out: dict[str, int]
+
+
 def run(
-    job: Job, gpus: Sequence[int], build: Callable[[Job], Embedder], done: Callable[[ShardDone, int], None]
-) -> list[ShardDone]:
+    job: Job,
+    gpus: Sequence[int],
+    build: Callable[[Job], Embedder],
+    done: Callable[[ShardDone, int], None],
+    left_out: Counter[str] | None = None,
+) -> Ran:
     """Embeds what is not committed yet, the longest shards first.
 
     Args:
         gpus: none: in this process, on `job.device`. Else a process on each of these GPUs.
         build: makes the embedder of a job in this process.
         done: called with each committed shard and the number of shards of the job.
+        left_out: is given what `inputs.collect` leaves out, also where the job fails later.
 
     Raises:
         InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. What was
             committed stays.
     """
     is_new = not shards.holds_job(Path(job.out))
-    parts, todo = remaining(job)
+    left_out = Counter() if left_out is None else left_out
+    parts, todo = remaining(job, job.dtype(), left_out)
     found: list[ShardDone] = []
 
     def committed(shard: ShardDone) -> None:
         found.append(shard)
         done(shard, len(parts))
 
-    if not todo:
-        return []
-    if gpus:
-        with _taken_back(job, is_new, found):
-            _run_on(job, gpus[: len(todo)], todo, committed)
-    else:
-        with _taken_back(job, is_new, found):
-            embedder = build(job)
-        work(embedder, parts, Path(job.out), iter(todo), committed)
-    return found
+    if todo:
+        with _taken_back(job, is_new), shards.in_use(Path(job.out)):
+            if gpus:
+                _run_on(job, gpus[: len(todo)], todo, committed)
+            else:
+                work(build(job), parts, Path(job.out), iter(todo), committed)
+    others = set(range(len(parts))) - {shard.number for shard in found}
+    return Ran(found, _counts(Path(job.out), others), dict(left_out))
 
 
-def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
+def _counts(out: Path, numbers: Iterable[int]) -> dict[str, int]:
+    """What is in those of the shards that are committed."""
+    counts = [shards.count(out, number) for number in sorted(shards.committed(out) & set(numbers))]
+    return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
+
+
+def remaining(
+    job: Job, dtype: torch.dtype | None = None, left_out: Counter[str] | None = None
+) -> tuple[list[Sequence[Input]], list[int]]:
     """The inputs of each shard, and the numbers of those to do, the longest first; the folder is made or checked.
+
+    `dtype` is what the tower will have, as far as that is known; `left_out` as of `inputs.collect`.
 
     Raises:
         InputError: see `inputs.collect` and `shards.start`; a shard that is there does not read.
     """
     if job.shard_size < 1:
         raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
-    inputs = collect(job.given)
-    shards.start(Path(job.out), job.document(inputs))
+    inputs = collect(job.given, left_out)
+    shards.start(Path(job.out), job.document(inputs, dtype))
     parts = shards_of(inputs, job.shard_size)
     there = shards.committed(Path(job.out)) & set(range(len(parts)))
     for number in sorted(there):
@@ -138,12 +197,12 @@ def remaining(job: Job) -> tuple[list[Sequence[Input]], list[int]]:
 
 
 @contextlib.contextmanager
-def _taken_back(job: Job, is_new: bool, found: Sequence[ShardDone]) -> Iterator[None]:
-    """Where the model does not load, a job that was only begun for it is taken back."""
+def _taken_back(job: Job, is_new: bool) -> Iterator[None]:
+    """Where a job ends without a shard, as its model does not load, and was only begun for that, it is taken back."""
     try:
         yield
     except (InputError, UnsupportedModel):
-        if is_new and not found:
+        if is_new:
             shards.abandon(Path(job.out))
         raise
 

@@ -7,6 +7,7 @@
 
 A shard is written into a folder with a name that begins with a dot, and renamed when it is on the disk: the rename is
 its commit. So what is committed is a listing, a reader never sees half a file, and two writers of one shard leave one.
+What is being written is locked by its process, until that ends or dies: what is unfinished and not locked is removed.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import json
 import os
 import shutil
 import tempfile
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,9 +29,23 @@ from safetensors.torch import save_file
 
 from fusedvit.errors import InputError, first_line
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
 _PREFIX, _UNFINISHED = "shard-", ".unfinished-"
 _ATTEMPTS = 3
+_FORGOTTEN = 24 * 3600  # seconds after which nobody writes an unfinished file any more, where there are no locks
+_ELSEWHERE = "choose another output folder"
+_DIGESTS = {  # what is behind a digest, in a message
+    "inputs_digest": "inputs (names or order)",
+    "tables_digest": "tables",
+    "weights": "checkpoint's weights",
+    "config": "checkpoint's config",
+    "processor": "processor's settings",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ def holds_job(out: Path) -> bool:
 
 
 def start(out: Path, job: dict[str, Any]) -> None:
-    """Makes the folder of a job, or checks that the one there is of the same.
+    """Makes the folder of a job, or checks that the one there is of the same. Several may start at once.
 
     Raises:
         InputError: the folder cannot be written, is full of other things, or holds the shards of another job.
@@ -65,14 +82,14 @@ def start(out: Path, job: dict[str, Any]) -> None:
         if known.is_file():
             check(out, job)
         remove_unfinished(out)  # also of a start that was killed before it had written the job
-        if known.is_file():
-            return
-        if any(out.iterdir()):
-            raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
-        with _replacing(known) as file:
-            file.write_text(json.dumps(job, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if not known.is_file():
+            others = [path for path in out.iterdir() if not path.name.startswith(_UNFINISHED)]
+            if others and not known.is_file():  # else another start has come between
+                raise InputError(f"{out}: not empty, and no job of `fusedvit embed` (it holds no {JOB})")
+            _write_new(known, json.dumps(job, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         raise InputError(f"{out}: cannot be used as output: {error.strerror}") from None
+    check(out, job)
 
 
 def check(out: Path, job: dict[str, Any]) -> None:
@@ -83,28 +100,81 @@ def check(out: Path, job: dict[str, Any]) -> None:
         raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
     if not isinstance(known, dict):
         raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
-    job = json.loads(json.dumps(job))
+    _compare(out, known, json.loads(json.dumps(job)))
+
+
+def _compare(out: Path, known: dict[str, Any], job: dict[str, Any]) -> None:
+    """Raises InputError where two documents of a job differ; null is what its writer did not know."""
+    if known.get("version") != job.get("version"):
+        recorded = f"{JOB} of version {job.get('version')} expected, got {known.get('version') or 'none'}"
+        raise InputError(f"{out}: begun by another version of fusedvit: {recorded}; {_ELSEWHERE}")
     for name in sorted(known.keys() | job.keys()):
-        if known.get(name) != job.get(name):
-            if name == "inputs_digest":
-                expected = "the inputs that it was begun with expected, got others (names or order)"
-                raise InputError(f"{out}: holds another job: {expected}; choose another output folder")
-            was, now = (str(document.get(name, "nothing"))[:80] for document in (known, job))
-            raise InputError(f"{out}: holds another job: {name} was {was} and is {now}; choose another output folder")
+        was, now = known.get(name, "nothing"), job.get(name, "nothing")
+        if was == now or was is None or now is None:
+            continue
+        if name in _DIGESTS:
+            expected = f"the {_DIGESTS[name]} that it was begun with expected, got others"
+            raise InputError(f"{out}: holds another job: {expected} (digest {was}, now {now}); {_ELSEWHERE}")
+        raise InputError(f"{out}: holds another job: {name} was {str(was)[:200]} and is {str(now)[:200]}; {_ELSEWHERE}")
+
+
+@contextlib.contextmanager
+def in_use(out: Path) -> Iterator[None]:
+    """Tells others that a job runs on the folder, for as long as it does: see `abandon`.
+
+    Raises:
+        InputError: another start has taken the job back meanwhile.
+    """
+    try:
+        file = (out / JOB).open("rb")
+    except OSError as error:
+        raise InputError(f"{out}: {JOB} is gone, start again: {first_line(error)}") from None
+    with file:
+        if not _lock(file.fileno(), shared=True, otherwise=True) or not holds_job(out):
+            raise InputError(f"{out}: {JOB} was taken back by a start that failed; start again")
+        yield
 
 
 def abandon(out: Path) -> None:
-    """Takes back a `start` that nothing came of, so that the folder is free for another job."""
-    (out / JOB).unlink(missing_ok=True)
+    """Takes back a `start` that nothing came of, so that the folder is free for another job.
+
+    It stays where anything is committed, or another process is at work on it, or the file system has no locks by which
+    that could be told.
+    """
+    with contextlib.suppress(OSError), (out / JOB).open("r+b") as file:
+        if _lock(file.fileno()) and not committed(out):
+            (out / JOB).unlink(missing_ok=True)
 
 
 def remove_unfinished(out: Path) -> None:
-    """Removes what killed writers have left. A writer that still runs begins its shard again: see `commit`."""
+    """Removes what killed writers have left. What a living one has locked stays; one that is met before it has locked
+    begins again: see `commit`."""
     for path in out.glob(f"{_UNFINISHED}*"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another start was faster, or the file system has no locks
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                if not _lock(handle, otherwise=time.time() - path.stat().st_mtime > _FORGOTTEN):
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(handle)
+
+
+def _lock(handle: int, shared: bool = False, otherwise: bool = False) -> bool:
+    """Locks an open file or folder until it is closed, or its process ends; False where another has it. `otherwise` is
+    what it says where there are no locks."""
+    if fcntl is None:
+        return otherwise
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return otherwise
+    return True
 
 
 def committed(out: Path) -> set[int]:
@@ -119,29 +189,52 @@ def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype:
     Raises:
         InputError: the disk is full or cannot be written; what was committed before is untouched.
     """
-    for attempt in range(_ATTEMPTS):
+    for left in reversed(range(_ATTEMPTS)):
+        unfinished: Path | None = None
         try:
-            return _commit(out, number, found, width, dtype)
+            unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=out))
+            with _locked(unfinished) as locked:
+                if not locked and left:
+                    continue  # another start has met it before, and removes it: see `remove_unfinished`
+                _write(unfinished, found, width, dtype)
+                return _renamed(unfinished, out, number)
         except (OSError, SafetensorError) as error:
-            if isinstance(error, FileNotFoundError) and out.is_dir() and attempt + 1 < _ATTEMPTS:
-                continue  # another start has removed the folder that was being written: see `remove_unfinished`
-            raise InputError(f"{out}: shard {number} cannot be written: {first_line(error)}") from None
+            removed = unfinished is not None and out.is_dir() and not unfinished.exists()
+            if not (removed and left):
+                raise InputError(f"{out}: shard {number} cannot be written: {first_line(error)}") from None
+        finally:
+            if unfinished is not None:
+                shutil.rmtree(unfinished, ignore_errors=True)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> bool:
-    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=out))
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Locks what is being written; False where another has locked it, to remove it."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        _write(unfinished, found, width, dtype)
-        try:
-            unfinished.rename(_folder(out, number))
-        except OSError:
-            if _is_whole(_folder(out, number)):  # somebody was faster: a folder that is not empty is never replaced
-                return False
-            raise
-        _sync(out)
+        yield _lock(handle, shared=True, otherwise=True)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        os.close(handle)
+
+
+def _renamed(unfinished: Path, out: Path, number: int) -> bool:
+    """Commits what is written; False where somebody was faster."""
+    folder = _folder(out, number)
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            unfinished.rename(folder)
+            break
+        except OSError:  # a folder that is not empty is never replaced
+            if _is_whole(folder):
+                return False
+            if _is_half(folder) and left:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.exists():
+                raise OSError(f"{folder} is in the way; remove it") from None
+            else:
+                raise
+    _sync(out)
     return True
 
 
@@ -185,6 +278,17 @@ def check_committed(out: Path, number: int, inputs: int) -> None:
         raise InputError(f"{folder}: {wrong}; remove it, and it is made again")
 
 
+def count(out: Path, number: int) -> tuple[int, int]:
+    """How many inputs a committed shard has, and how many of them are errors. Raises InputError as `read` does."""
+    import pyarrow.parquet
+
+    try:
+        said = pyarrow.parquet.read_table(_folder(out, number) / INDEX, columns=["error"])["error"].to_pylist()
+    except Exception as error:  # as in `read`
+        raise InputError(f"{_folder(out, number)}: does not read: {first_line(error)}") from None
+    return len(said), sum(map(bool, said))
+
+
 def _folder(out: Path, number: int) -> Path:
     return out / f"{_PREFIX}{number:05d}"
 
@@ -192,6 +296,11 @@ def _folder(out: Path, number: int) -> Path:
 def _is_whole(folder: Path) -> bool:
     """Whether both files are there; a folder without them is no shard, whoever made it."""
     return (folder / INDEX).is_file() and (folder / ROWS).is_file()
+
+
+def _is_half(folder: Path) -> bool:
+    """Whether a folder holds some of a shard's files and nothing else, as a copy that was cut off leaves it."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} < {INDEX, ROWS}
 
 
 def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dtype) -> None:
@@ -225,13 +334,34 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` at the end, whole."""
-    other = path.with_name(f"{_UNFINISHED}{os.getpid()}-{path.name}")
+def _write_new(path: Path, text: str) -> None:
+    """Writes a file that appears whole; one that is there by then stays as it is."""
+    for left in reversed(range(_ATTEMPTS)):
+        other = path.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}-{path.name}")
+        try:
+            with other.open("x", encoding="utf-8") as file:
+                _lock(file.fileno(), shared=True)
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                _link(other, path)
+            _sync(path.parent)
+            return
+        except FileNotFoundError:  # another start has removed it before it was locked
+            if not left:
+                raise
+        finally:
+            other.unlink(missing_ok=True)
+
+
+def _link(whole: Path, path: Path) -> None:
+    """Gives a file its name, unless another has it."""
     try:
-        yield other
-        _sync(other)
-        other.replace(path)
-    finally:
-        other.unlink(missing_ok=True)
+        os.link(whole, path)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            whole.replace(path)

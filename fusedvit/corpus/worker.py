@@ -45,7 +45,9 @@ def main() -> int:
 
     try:
         inputs = collect(job.given)
-        shards.check(Path(job.out), job.document(inputs))  # a folder may have changed since the parent listed it
+        shards.check(
+            Path(job.out), job.document(inputs, job.dtype())
+        )  # a folder may have changed since the parent listed it
         parts = shards_of(inputs, job.shard_size)
         work(embedder_of(job), parts, Path(job.out), numbers(), lambda shard: say(done=asdict(shard)))
     except (InputError, UnsupportedModel) as error:

@@ -27,7 +27,7 @@ def missing_bytes(file: BinaryIO, container: str) -> int:
         container: FFmpeg's name of it.
     """
     size = file.seek(0, os.SEEK_END)
-    end = _ENDS[container](file, size)
+    end = _ENDS[container](file, size) if container in _ENDS else 0
     return max(0, end - size)
 
 

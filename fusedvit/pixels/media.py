@@ -1,36 +1,41 @@
 """Files and bytes of images and videos, decoded within limits and in threads; pixels are taken as they are.
 
-Pillow finds an image's format in the file, among a few that it is allowed. A video's decoder goes by the suffix alone
-(of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open anything else. Colours and
-rotation are those of transformers' `load_image` and of the processor that is given its picture. Nothing is downloaded.
+Pillow finds an image's format in the file, among those that it decodes itself. A video's decoder goes by the suffix
+alone (without one, and of bytes, by how they begin), so that a playlist posing as a video cannot make FFmpeg open
+anything else. Colours and rotation are those of transformers' `load_image` and of the processor that is given its
+picture. Nothing is downloaded.
 """
 
+import errno
 import functools
 import inspect
 import io
 import logging
 import operator
 import os
-from collections import deque
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fusedvit.errors import InputError
+from fusedvit.pixels.ahead import processors
 from fusedvit.pixels.containers import missing_bytes
+from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
 
 LONGEST_NAME = 400  # characters of a name in a message
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # as Pillow calls them
-# suffix -> what FFmpeg calls the format
-VIDEO_FORMATS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska", ".webm": "matroska", ".avi": "avi"}
-
 ERRORS = ("raise", "skip")
+# What the system says of a file; all else that it says is about the machine. A file that may not be read is the file's:
+# it stays so until somebody changes it.
+_OF_A_FILE = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+    + (errno.EINVAL, errno.EILSEQ, errno.EOVERFLOW, errno.EFBIG)
+)
 
 logger = logging.getLogger("fusedvit")
 
@@ -90,7 +95,6 @@ class Media:
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | np.ndarray | Media | MediaError
 SOURCES = (str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Media, MediaError)
-Result = TypeVar("Result")
 Sampling = int | Callable[[VideoFacts], Sequence[int]]
 
 
@@ -115,6 +119,7 @@ def load(
     Raises:
         MediaError: no such file, an unknown suffix, or a file that does not decode, or not to its end.
         MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
+        InputError: the machine fails, of open files, memory, disks or shares, whatever `errors` says.
         TypeError, ValueError: an argument that is none of these.
     """
     if errors not in ERRORS:
@@ -139,24 +144,6 @@ def load(
                     raise
                 logger.warning("fusedvit: skipped: %s", error)
     return found
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def started_ahead(
-    pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Result]], ahead: int
-) -> Iterator["Future[Result]"]:
-    """Each call in its order, begun in the pool when the one `ahead` places before it is asked for."""
-    tasks: deque[Future[Result]] = deque()
-    for call in calls:
-        tasks.append(pool.submit(call))
-        if len(tasks) > ahead:
-            yield tasks.popleft()
-    while tasks:
-        yield tasks.popleft()
 
 
 def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None, index: int = 0) -> Media:
@@ -207,7 +194,7 @@ class _Given(NamedTuple):
 
 def _opened(source: Source, index: int) -> _Given:
     if isinstance(source, bytes | bytearray | memoryview):
-        return _Given(f"bytes {index}", bytes(source), len(source), _video_format(bytes(source[:16])))
+        return _Given(f"bytes {index}", bytes(source), len(source), video_format(bytes(source[:16])))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"sources must be paths or bytes, got {type(source).__name__}")
     if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
@@ -217,34 +204,37 @@ def _opened(source: Source, index: int) -> _Given:
     path = Path(source)
     name, suffix = _printable(path.name or str(path)), path.suffix.lower()
     try:
-        is_folder, size = path.is_dir(), path.stat().st_size if path.is_file() else None
-    except OSError as error:  # too long a name, a folder that may not be read
-        raise MediaError(f"{name}: {error.strerror}") from None
-    if is_folder:
+        found = path.stat()
+    except FileNotFoundError:
+        raise MediaError(f"{_printable(str(path))}: no such file") from None
+    except (OSError, ValueError, MemoryError) as error:  # too long a name, a folder not to be entered; a 0 in the name
+        raise_of_machine(error, name)
+        raise MediaError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(found.st_mode):
         raise MediaError(f"{_printable(str(path))}: a folder; give images and videos")
-    if size is None:
-        what = "not a regular file" if path.exists() else "no such file"
-        raise MediaError(f"{_printable(str(path))}: {what}")
-    if suffix not in IMAGE_SUFFIXES and suffix not in VIDEO_FORMATS:
-        known = ", ".join([*IMAGE_SUFFIXES, *VIDEO_FORMATS])
-        raise MediaError(f"{name}: the suffix must be one of {known}")
-    return _Given(name, path, size, VIDEO_FORMATS.get(suffix))
+    if not stat.S_ISREG(found.st_mode):
+        raise MediaError(f"{_printable(str(path))}: not a regular file")
+    if suffix and suffix not in suffixes():
+        raise MediaError(f"{name}: the suffix must be one of Pillow's images or a video's, got {_printable(suffix)}")
+    video = VIDEO_FORMATS.get(suffix) if suffix else video_format(_head_of(path, name))
+    return _Given(name, path, found.st_size, video)
 
 
-def _video_format(head: bytes) -> str | None:
-    """FFmpeg's name of the video format that begins with `head`; None for anything else."""
-    if head[4:8] == b"ftyp":
-        return "mp4"
-    if head[:4] == b"\x1aE\xdf\xa3":
-        return "matroska"
-    return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
+def _head_of(path: Path, name: str) -> bytes:
+    """How a file without a suffix begins."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise_of_machine(error, name)
+        raise MediaError(f"{name}: {error.strerror}") from None
 
 
 def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        with given.open() as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+        with given.open() as file, Image.open(file, formats=image_formats()) as image:
             _check_limit(given.name, "pixels", image.width * image.height, limits.max_pixels)
             ImageOps.exif_transpose(image, in_place=True)
             # as `load_image` gives it to a processor: without alpha, but a colour of it may still be transparent
@@ -256,7 +246,16 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
     except MediaError:
         raise
     except Exception as error:  # Pillow raises struct.error, TypeError and others where a file is damaged
+        raise_of_machine(error, given.name)
         raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
+
+
+def raise_of_machine(error: Exception, name: str) -> None:
+    """Raises InputError, which is no MediaError, where `error` is the machine's and not that of the file `name`."""
+    if isinstance(error, MemoryError):
+        raise InputError(f"{name}: not read: out of memory") from None
+    if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_A_FILE:
+        raise InputError(f"{name}: not read: {error.strerror or os.strerror(error.errno)}") from None
 
 
 def rgb_of(picture: Any) -> np.ndarray:
@@ -331,8 +330,9 @@ def _check_whole(given: _Given) -> None:
     try:
         with given.open() as file:
             missing = missing_bytes(file, given.video)
-    except OSError as error:
-        raise MediaError(f"{given.name}: {error.strerror}") from None
+    except (OSError, MemoryError) as error:
+        raise_of_machine(error, given.name)
+        raise MediaError(f"{given.name}: {getattr(error, 'strerror', None) or error}") from None
     if missing:
         raise MediaError(f"{given.name}: cut off: {given.size + missing} bytes expected, got {given.size}")
 
@@ -353,6 +353,8 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
     except MediaError:
         raise
     except Exception as error:  # FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
+        if not isinstance(error, av.FFmpegError):  # which has a system's names for what is wrong with a file
+            raise_of_machine(error, given.name)
         raise MediaError(f"{given.name}: does not decode as {given.video} ({type(error).__name__})") from None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fusedvit.errors import UnsupportedModel, first_line
+from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
     ERRORS,
@@ -28,8 +29,6 @@ from fusedvit.pixels.media import (
     Source,
     VideoFacts,
     load_one,
-    processors,
-    started_ahead,
 )
 from fusedvit.pixels.processors import gives_grids, name_of, swap
 
@@ -92,7 +91,8 @@ def stream(
     limits: Limits | None = None,
     errors: str | Callable[[MediaError], object] = "raise",
 ) -> Iterator[Batch]:
-    """Batches of patches of all sources, in the order given; endless sources are fine.
+    """Batches of patches of all sources, in the order given; endless sources are fine. What came before an error is
+    given before it is raised, be it one of decoding or of `sources` themselves.
 
     Args:
         sources: paths of images and videos, the contents of files, or pixels, as `media.load` takes them.
@@ -152,12 +152,14 @@ def _batches(
     decoders, packer = ThreadPoolExecutor(threads, "fusedvit-decode"), ThreadPoolExecutor(1, "fusedvit-pack")
     try:
         decoded = _decoded(sources, parts, decoders, ahead, limits)
-        for group in _groups(_good(decoded, parts, errors), patches):
+        met: list[Exception] = []
+        for group in until_error(_groups(_good(decoded, parts, errors), patches), met):
             packed.append(packer.submit(_pack, group, parts))
             if len(packed) > _PACKED_AHEAD:
                 yield from _received(packed.popleft(), errors)
         while packed:
             yield from _received(packed.popleft(), errors)
+        raise_met(met)
     finally:
         decoders.shutdown(wait=False, cancel_futures=True)
         packer.shutdown(wait=False, cancel_futures=True)
@@ -228,10 +230,11 @@ def _refused(media: Media, error: ValueError) -> MediaError:
 
 
 def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[Media]]:
-    """What goes into one batch."""
+    """What goes into one batch; an error comes behind what was before it."""
     group: list[Media] = []
     used = 0
-    for item, count in media:
+    met: list[Exception] = []
+    for item, count in until_error(media, met):
         if group and ("video" in (item.kind, group[-1].kind) or used + count > patches):
             yield group
             group, used = [], 0
@@ -239,6 +242,7 @@ def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[M
         used += count
     if group:
         yield group
+    raise_met(met)
 
 
 @dataclass(frozen=True)
@@ -263,13 +267,16 @@ class _Packed:
 
 
 def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], object]) -> Iterator[Batch]:
-    """The batch; none where the processor refuses all of its sources."""
+    """The batch; none where the processor refuses all of its sources. An error to raise comes behind it."""
     found = packed.result()
-    for error in found.refused:
-        _skip_or_raise(error, errors)
+    if errors != "raise":
+        for error in found.refused:
+            _skip_or_raise(error, errors)
     batch = found.received()
     if batch is not None:
         yield batch
+    if errors == "raise":
+        raise_met(found.refused)
 
 
 def _pack(group: list[Media], parts: _Parts) -> _Packed:

@@ -26,7 +26,7 @@ from fusedvit.checks.as_built import Built
 from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.outputs import side_by_side
+from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import EngineGroup
 from fusedvit.serving.engine_calls import answer_of, grid_of
 from fusedvit.serving.plugin import install, may_gather, options, wrap

@@ -29,7 +29,7 @@ from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.normalization import Normalization
-from fusedvit.outputs import side_by_side
+from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
 from fusedvit.serving import vllm_gemma

@@ -18,7 +18,7 @@ from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.ownership import own_class
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.outputs import to_hugging_face
+from fusedvit.outputs.hugging_face import to_hugging_face
 from fusedvit.serving.engine_calls import answer_of
 from fusedvit.serving.plugin import unwrapped, wrap
 

@@ -1,5 +1,6 @@
 """`Embedder` and `fusedvit embed` on a tiny checkpoint: against Hugging Face's own processor and tower, and killed."""
 
+import contextlib
 import io
 import json
 import os
@@ -22,6 +23,7 @@ pytest.importorskip("pyarrow")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 from PIL import Image  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
@@ -119,6 +121,38 @@ def test_values_that_are_no_images(checkpoint: Path, pictures: Path, value: Any,
     assert said in found["error"][0] and found["error"][1] == "" and np.isfinite(found["embedding"][1]).all()
 
 
+@pytest.mark.parametrize("output", ["mean", "tokens"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_answers_that_are_not_finite_are_errors(checkpoint: Path, pictures: Path, output: str, value: float) -> None:
+    """Of every picture, by a bias; the one that does not decode keeps its own error."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        merger = model.model.visual.merger
+        merger.linear_fc2.bias[1] = value
+        merger.linear_fc2.weight[1] = value if value == 3e38 else 0.0
+    found = fusedvit.Embedder(model, tiny_processor(), output=output)({"path": columns_of(pictures)["path"]})
+    for i, (rows, error, grid) in enumerate(zip(found["embedding"], found["error"], found["grid_thw"], strict=True)):
+        assert ("does not decode" if i == 5 else "no finite embedding") in error and grid == [0, 0, 0]
+        assert len(rows) == 0 if output == "tokens" else np.isnan(rows).all()
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (4, 3)])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_encode_returns_may_not_be_finite(
+    checkpoint: Path, pictures: Path, shape: tuple[int, ...], value: float
+) -> None:
+    """Of two among twenty; the others go on."""
+
+    def encode(model: Any, processor: Any, images: list[Any]) -> list[torch.Tensor]:
+        return [torch.full(shape, value if image.size == (9, 9) else 1.0) for image in images]
+
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    images = [np.zeros((9, 9, 3) if i in (2, 18) else (40, 50, 3), np.uint8) for i in range(20)]
+    found = fusedvit.Embedder(model, tiny_processor(), encode=encode)({"image": images})
+    assert [i for i, error in enumerate(found["error"]) if "no finite embedding" in error] == [2, 18]
+    assert all(np.isfinite(found["embedding"][i]).all() for i in set(range(20)) - {2, 18})
+
+
 def mean_of(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
     """An `encode`: the mean of an image's tokens."""
     given = processor(images=images, return_tensors="pt")
@@ -191,6 +225,50 @@ def test_decoded_images_and_an_encode_of_ones_own(checkpoint: Path, pictures: Pa
 
 
 @pytest.mark.parametrize(
+    ("column", "as_value"),
+    [
+        ("path", str),
+        ("path", Path),
+        ("bytes", Path.read_bytes),
+        ("bytes", lambda path: bytearray(path.read_bytes())),
+        ("image", lambda path: {"bytes": path.read_bytes(), "path": None}),
+        ("image", Image.open),
+        ("image", lambda path: np.asarray(Image.open(path))),
+        ("file", lambda path: pyarrow.scalar(str(path))),
+    ],
+)
+def test_a_row_instead_of_a_batch(checkpoint: Path, pictures: Path, column: str, as_value: Any) -> None:
+    """As `datasets.map` without batches gives it."""
+    embedder, value = fusedvit.Embedder(checkpoint), as_value(pictures / "00.png")
+    with pytest.raises(TypeError, match=f"column {column}: a list of values, one a row, expected, got one value"):
+        embedder({column: value})
+    for batch in ([value], (value, value)):
+        found = embedder({column: batch})
+        assert found["error"] == [""] * len(batch) and len(found["embedding"]) == len(batch)
+
+
+def test_columns_of_arrays(checkpoint: Path) -> None:
+    """Pixels `[n, H, W, 3]`, as Ray gives them, and an array of objects."""
+    embedder = fusedvit.Embedder(checkpoint)
+    objects = np.empty(2, object)
+    objects[:] = [np.zeros((40, 50, 3), np.uint8), np.zeros((60, 50, 3), np.uint8)]
+    for values in (np.zeros((2, 40, 50, 3), np.uint8), objects):
+        assert embedder({"image": values})["error"] == ["", ""]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("names", [0, 1, 2, 4, 40])
+@pytest.mark.parametrize("given", [list, iter])
+def test_as_many_names_as_sources(checkpoint: Path, pictures: Path, own: bool, names: int, given: Any) -> None:
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=mean_of if own else None)
+    sources = [str(pictures / "00.png")] * 3
+    with pytest.raises(ValueError, match=f"a name of each source expected, got {names} names and (more|3) sources"):
+        list(embedder.embed(given(sources), [f"n{i}" for i in range(names)]))
+    assert [each.id for each in embedder.embed(given(sources), ["a", "b", "c"])] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
     "arguments, error, expected",
     [
         ({"output": "max"}, ValueError, "'mean', 'tokens'"),
@@ -253,7 +331,50 @@ def test_the_command(
     summary = json.loads(written.read_text())["summary"]
     assert (summary["shards"], summary["inputs"], summary["errors"]) == (4, COUNT, 1)
     again = RUNNER.invoke(app, command)
-    assert again.exit_code == 0 and "nothing left to do" in again.output
+    assert again.exit_code == 1 and "nothing left to do" in again.output
+    assert f"1 of {COUNT} inputs are errors" in again.output
+
+
+@pytest.mark.parametrize("gone", [[0], [1], [2], [0, 1, 2], []])
+def test_errors_count_whichever_run_has_committed_them(
+    checkpoint: Path, pictures: Path, tmp_path: Path, gone: list[int]
+) -> None:
+    """Shard 1 holds the picture that does not decode."""
+    out, written = tmp_path / "out", tmp_path / "e.json"
+    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4", "--json", str(written)]
+    assert RUNNER.invoke(app, command).exit_code == 1
+    for number in gone:
+        shutil.rmtree(out / f"shard-{number:05d}")
+    assert RUNNER.invoke(app, command).exit_code == 1
+    document = json.loads(written.read_text())
+    summary, kept = document["summary"], {0, 1, 2} - set(gone)
+    assert (summary["shards"], summary["inputs"], summary["errors"]) == (3, COUNT, 1)
+    assert summary["others"]["shards"] == len(kept) and summary["others"]["errors"] == (1 in kept)
+    assert sorted(shard["number"] for shard in document["shards"]) == gone
+    (pictures / "05.png").rename(tmp_path / "05.png")
+    try:
+        command[3] = str(tmp_path / "whole")
+        assert [RUNNER.invoke(app, command).exit_code for _ in range(2)] == [0, 0]
+    finally:
+        (tmp_path / "05.png").rename(pictures / "05.png")
+
+
+def test_files_that_are_left_out_are_said(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    """Also where the job fails."""
+    given, written = tmp_path / "given", tmp_path / "e.json"
+    given.mkdir()
+    shutil.copy(pictures / "00.png", given / "a.png")
+    Image.open(pictures / "01.png").save(given / "b.jfif", "JPEG")
+    for name in ("c.heic", "d.heic", "notes.txt", "e"):
+        (given / name).write_bytes(b"x")
+    command = ["embed", str(checkpoint), str(given), str(tmp_path / "out"), "--json", str(written)]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(written.read_text())["summary"]
+    assert summary["inputs"] == 2 and summary["left_out"] == {".heic": 2, ".txt": 1, "": 1}
+    command[1] = str(tmp_path / "absent")
+    for code, said in ((0, result.output), (2, RUNNER.invoke(app, command).output)):
+        assert "left out of folders, by suffix: '.heic' 2, none 1, '.txt' 1" in said, code
 
 
 def test_what_is_gone_is_done_again(
@@ -267,6 +388,48 @@ def test_what_is_gone_is_done_again(
         (tmp_path / "out" / f"shard-{number:05d}").rmdir()
     assert "embedded into" in RUNNER.invoke(app, command).output
     assert_complete(tmp_path / "out", expected)
+
+
+def other_weights(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bias of the tower, by a thousandth; the file is as large, and its head the same."""
+    file = given / "model" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "visual" in name and name.endswith("bias"))
+    save_file({n: t + 1e-3 * (n == name) for n, t in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def other_table(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [path.read_bytes() for path in sorted((given / "pictures").glob("*.png"))]
+    pyarrow.parquet.write_table(pyarrow.table({"image": contents[::-1]}), given / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_weights, "the checkpoint's weights that it was begun with"),
+        (lambda given, _: tiny_processor(32).save_pretrained(given / "model"), "the processor's settings that"),
+        (other_table, "the tables that it was begun with"),
+        (lambda given, patch: patch.chdir(shutil.copytree(given, given / "b")), "working_directory was"),
+        (lambda given, patch: patch.setattr(corpus_job, "dtype_on", lambda on: torch.float16), "dtype was float32 and"),
+    ],
+)
+def test_a_job_goes_on_from_what_it_was_begun_with(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    given, out = tmp_path / "given", tmp_path / "out"
+    shutil.copytree(checkpoint, given / "model")
+    shutil.copytree(pictures, given / "pictures")
+    other_table(given, monkeypatch)
+    table = pyarrow.parquet.read_table(given / "t.parquet")
+    pyarrow.parquet.write_table(table.take(list(range(COUNT))[::-1]), given / "t.parquet")
+    monkeypatch.chdir(given)
+    command = ["embed", str(given / "model"), "pictures", "t.parquet", str(out), "--shard-size", "6"]
+    assert RUNNER.invoke(app, command).exit_code == 1
+    shutil.rmtree(out / "shard-00001")  # as if killed before it
+    change(given, monkeypatch)
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 2 and "holds another job" in result.output and said in result.output, result.output
+    assert 1 not in shards.committed(out)
 
 
 def test_a_damaged_shard_is_no_shard_that_is_done(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
@@ -337,10 +500,48 @@ def test_a_path_that_cannot_be_reached_is_a_row(checkpoint: Path, pictures: Path
     listed = tmp_path / "list.txt"
     listed.write_text("\n".join([str(pictures / "00.png"), "x" * 300 + ".png", "gone.png"]))
     job = corpus_job.Job(str(checkpoint), (str(listed),), str(tmp_path / "out"))
-    (done,) = corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    (done,) = corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards
     assert (done.inputs, done.errors) == (3, 2)
     good, long, gone = shards.read(tmp_path / "out", 0)
     assert not good.error and "File name too long" in long.error and "no such file" in gone.error
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 9, 30])
+def test_what_came_before_an_error_of_the_sources(checkpoint: Path, pictures: Path, own: bool, at: int) -> None:
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=mean_of if own else None)
+
+    def given() -> Any:
+        yield from [(pictures / "00.png").read_bytes()] * at
+        raise InputError("the table ends")
+
+    found = []
+    with pytest.raises(InputError, match="the table ends"):
+        for each in embedder.embed(given()):
+            found.append(each.id)
+    assert found == [str(i) for i in range(at)]
+
+
+@pytest.mark.parametrize("damaged", [1, 2, 4])
+def test_shards_before_what_does_not_read_are_committed(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
+    """A group of rows is a shard."""
+    table, out = tmp_path / "t.parquet", tmp_path / "out"
+    content = (pictures / "00.png").read_bytes()
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": [content] * 20}), table, row_group_size=4, use_dictionary=False, compression="zstd"
+    )
+    chunk = pyarrow.parquet.read_metadata(table).row_group(damaged).column(0)
+    data = bytearray(table.read_bytes())
+    data[chunk.data_page_offset : chunk.data_page_offset + chunk.total_compressed_size] = (
+        b"\xff" * chunk.total_compressed_size
+    )
+    table.write_bytes(data)
+    result = RUNNER.invoke(app, ["embed", str(checkpoint), str(table), str(out), "--shard-size", "4"])
+    assert result.exit_code == 2 and "no parquet file that reads" in result.output, result.output
+    assert shards.committed(out) == set(range(damaged))
 
 
 def test_a_shard_that_another_job_has_committed_is_not_reported(
@@ -355,8 +556,46 @@ def test_a_shard_that_another_job_has_committed_is_not_reported(
     monkeypatch.setattr(shards, "commit", after_another)
     heard: list[int] = []
     found = corpus_job.run(job, [], embedder_of, lambda shard, total: heard.append(shard.number))
-    assert heard == [shard.number for shard in found] and sorted(heard) == [0, 2]
+    assert heard == [shard.number for shard in found.shards] and sorted(heard) == [0, 2]
+    assert found.others == {"shards": 1, "inputs": 4, "errors": 1}
     assert shards.committed(tmp_path / "out") == {0, 1, 2}
+
+
+@pytest.mark.parametrize("committed", [0, 1, 2, 3])
+def test_a_start_that_fails_while_another_is_at_work(
+    checkpoint: Path, pictures: Path, tmp_path: Path, committed: int
+) -> None:
+    """On a new folder, where the other has committed some of its shards, and ended or not."""
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
+    done: list[int] = []
+
+    def failing(given: corpus_job.Job) -> Any:
+        raise InputError("model does not load on this host")
+
+    def another(shard: corpus_job.ShardDone, total: int) -> None:
+        done.append(shard.number)
+        if len(done) == committed:
+            raise KeyboardInterrupt
+
+    def build(given: corpus_job.Job) -> Any:
+        if committed:
+            with contextlib.suppress(KeyboardInterrupt):
+                corpus_job.run(job, [], embedder_of, another)
+        else:  # it is at work, and fails here; the first one goes on
+            with pytest.raises(InputError, match="does not load"):
+                corpus_job.run(job, [], failing, another)
+            return embedder_of(given)
+        raise InputError("model does not load on this host")
+
+    if committed:
+        with pytest.raises(InputError, match="does not load"):
+            corpus_job.run(job, [], build, lambda shard, total: None)
+    else:
+        corpus_job.run(job, [], build, lambda shard, total: None)
+    assert (tmp_path / "out" / shards.JOB).is_file()
+    corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    assert shards.committed(tmp_path / "out") == {0, 1, 2}
+    assert {path.name for path in (tmp_path / "out").glob(".*")} == set()
 
 
 @pytest.mark.parametrize(
@@ -378,12 +617,19 @@ def test_bad_usage(arguments: list[str], message: str, tmp_path: Path, monkeypat
     assert any(part in result.output for part in message.split("|")), result.output
 
 
-def test_a_mistyped_model_keeps_nobody_out(pictures: Path, tmp_path: Path) -> None:
+def test_a_mistyped_model_keeps_nobody_out(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = RUNNER.invoke(app, ["embed", str(tmp_path / "absent"), str(pictures), str(out)])
     assert result.exit_code == 2 and "no such folder" in result.output
-    assert list(out.iterdir()) == []
+    assert not out.exists() or list(out.iterdir()) == []
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    os.truncate(broken / "model.safetensors", 5000)
+    job = corpus_job.Job(str(broken), (str(pictures),), str(out))
+    for gpus in ([], [0]):
+        with pytest.raises(InputError, match="no whole safetensors file"):
+            corpus_job.run(job, gpus, embedder_of, lambda shard, total: None)
+        assert list(out.iterdir()) == []
     job = corpus_job.Job(str(tmp_path / "absent"), (str(pictures),), str(out))
     with pytest.raises(InputError, match="no such folder"):
         corpus_job.run(job, [0], embedder_of, lambda shard, total: None)
-    assert list(out.iterdir()) == []
+    assert not out.exists() or list(out.iterdir()) == []

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fusedvit.cli.media import SAMPLE_IMAGE, SAMPLE_VIDEO
-from fusedvit.errors import UnsupportedModel
-from fusedvit.pixels import BytePixels, Limits, MediaError, stream
+from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.pixels import BytePixels, Limits, MediaError, media, stream, streaming
 from tests.support.processors import image_processor, noise, video_processor
 from tests.support.waiting import until
 
@@ -88,6 +88,56 @@ def test_what_does_not_decode_is_skipped_and_named(caplog: pytest.LogCaptureFixt
     (batch,) = stream(sources, image_processor(), errors=failed.append, limits=Limits(max_pixels=64 * 63))
     assert batch.indices == (0,) and [error.index for error in failed] == [1, 2, 3, 4]
     assert list(stream([b"nothing"], image_processor(), errors=failed.append)) == []
+
+
+def failing(sources: list[Any], at: int, error: Exception) -> Any:
+    """The sources, of which `at` raises instead."""
+    for i, source in enumerate(sources):
+        if i == at:
+            raise error
+        yield source
+
+
+@pytest.mark.parametrize("errors", ["raise", "skip"])
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("ahead", [1, 64])
+def test_what_came_before_an_error_of_the_sources(errors: str, at: int, ahead: int) -> None:
+    given = failing([png(32, 32)] * 10, at, RuntimeError("the table ends"))
+    batches = stream(given, image_processor(), patches=16, ahead=ahead, errors=errors)
+    found: list[int] = []
+    with pytest.raises(RuntimeError, match="the table ends"):
+        for batch in batches:
+            found += batch.indices
+    assert found == list(range(at))
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 9])
+@pytest.mark.parametrize("bad", [b"nothing", noise(1, 300), MediaError("gone"), noise(4, 40, 40)])
+def test_what_came_before_an_input_that_raises(at: int, bad: Any) -> None:
+    sources: list[Any] = [png(32, 32)] * 10
+    sources[at] = bad
+    found: list[int] = []
+    with pytest.raises(MediaError) as caught:
+        for batch in stream(sources, image_processor(), patches=16):
+            found += batch.indices
+    assert found == list(range(at)) and caught.value.index == at
+
+
+def test_what_came_before_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a share that fails; whatever `errors` says."""
+    load = media.load_one
+
+    def failing_at(source: Any, frames: Any, limits: Any, index: int) -> Any:
+        if index == 5:
+            raise InputError("a.png: not read: Input/output error")
+        return load(source, frames, limits, index)
+
+    monkeypatch.setattr(streaming, "load_one", failing_at)
+    found: list[int] = []
+    with pytest.raises(InputError, match="Input/output error"):
+        for batch in stream([png(32, 32)] * 10, image_processor(), patches=16, errors="skip"):
+            found += batch.indices
+    assert found == [0, 1, 2, 3, 4]
 
 
 def test_endless_sources_are_read_as_far_as_needed() -> None:
@@ -215,6 +265,11 @@ def test_what_a_processor_refuses_among_others() -> None:
     assert list(stream([sources[1], sources[3]], Choosy(**settings), errors=refused.append)) == []
     with pytest.raises(MediaError, match="bytes 1: Hugging Face's processor refuses it"):
         list(stream(sources, Choosy(**settings)))
+    found: list[int] = []
+    with pytest.raises(MediaError, match="bytes 1: Hugging Face's processor refuses it"):
+        for batch in stream(sources, Choosy(**settings)):
+            found += batch.indices
+    assert found == [0, 2]  # a batch is whole
 
 
 def _every_frame() -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.lazy_outputs import HiddenStates
+from fusedvit.outputs.lazy import HiddenStates
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import GRIDS, Call, error_of, prompt, tiny_model, tiny_tower
 

@@ -18,8 +18,8 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils import _pytree
 
 import fusedvit
-from fusedvit.lazy_outputs import HiddenStates
-from fusedvit.unread_states import UnreadStates, UnreadTensor
+from fusedvit.outputs.lazy import HiddenStates
+from fusedvit.outputs.unread import UnreadStates, UnreadTensor
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, tiny_tower
 

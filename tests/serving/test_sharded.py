@@ -13,7 +13,7 @@ from torch import nn
 from fusedvit.api import fuse
 from fusedvit.checks.as_built import Built
 from fusedvit.cli.towers import TINY, random_weights_
-from fusedvit.outputs import side_by_side
+from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import FAILED, FUSED, OWN, STALE, Agreement, OutOfStep
 from fusedvit.serving.served import Served, writing
 from fusedvit.serving.sharded import ShardedTower, agreed_whole

@@ -1,6 +1,7 @@
 """A corpus as a list of inputs: what is odd becomes an error of its own, a row with its error, or is taken as it is."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ pytest.importorskip("pyarrow")
 import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
-from fusedvit.corpus.inputs import collect, digest, sources  # noqa: E402
+from fusedvit.corpus.inputs import collect, digest, in_words, sources  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
 from fusedvit.pixels.media import MediaError  # noqa: E402
 
@@ -39,6 +40,42 @@ def test_a_folder(tmp_path: Path) -> None:
     found = [each.id for each in collect([tmp_path])]
     names = [".hidden.png", "a b\n☃.JPG", "b.png", "gone.png", "in/c.mp4", "self.png"]
     assert found == [str(tmp_path / name) for name in names]
+
+
+def test_suffixes_of_a_folder(tmp_path: Path) -> None:
+    """Those that Pillow decodes here, and videos, in any case; the rest is counted by suffix."""
+    image = pytest.importorskip("PIL.Image")
+    image.init()
+    wanted = {".jfif", ".jpe", ".jp2", ".ppm", ".pgm", ".ico", ".tga", ".apng", ".Mp4", ".mpg", ".wmv", ".3gp"}
+    wanted |= {".avif", ".AVIFS"} if "AVIF" in image.OPEN else set()
+    others = {".heic": 2, ".eps": 1, ".h5": 1, ".txt": 3, "": 1, ".json": 1}
+    for suffix in wanted:
+        (tmp_path / f"x{suffix}").touch()
+    for suffix, count in others.items():
+        for i in range(count):
+            (tmp_path / f"{i}{suffix}").touch()
+    left_out: Counter[str] = Counter()
+    assert {each.path.suffix for each in collect([tmp_path], left_out)} == wanted
+    assert left_out == others
+    assert in_words(left_out).startswith("left out of folders, by suffix: '.txt' 3, '.heic' 2, ")
+
+
+def test_a_folder_of_other_files(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"a.x{i}").touch()
+    with pytest.raises(
+        InputError, match=r"no images or videos in .*left out of folders, by suffix: '.x\d+' 1.*others 12"
+    ):
+        collect([tmp_path])
+
+
+def test_a_plugin_of_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.init()
+    (tmp_path / "a.heic").touch()
+    monkeypatch.setitem(image.OPEN, "HEIF", (lambda *args: None, None))
+    monkeypatch.setitem(image.EXTENSION, ".heic", "HEIF")
+    assert [each.path.name for each in collect([tmp_path])] == ["a.heic"]
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
@@ -144,6 +181,20 @@ def test_ids_of_rows(tmp_path: Path, columns: dict[str, Any], ids: list[str]) ->
         ({"x": [1]}, r"a column of .* expected, got \['x'\]"),
         ({"image": [1]}, "column image: .* expected, got int64"),
         ({"image": [[1.0]]}, "column image: .* expected, got list"),
+        ({"image": [[b"1"]]}, "column image: .* expected, got list<.*binary"),
+        ({"bytes": [["1", "2"]]}, "column bytes: .* expected, got list<.*string"),
+        ({"path": pyarrow.array([[b"1"]], pyarrow.large_list(pyarrow.binary()))}, "column path: .* got large_list"),
+        (
+            {"image": pyarrow.array([[b"1"]], pyarrow.list_(pyarrow.binary(), 1))},
+            "column image: .* got fixed_size_list",
+        ),
+        (
+            {"image": pyarrow.array([[("bytes", b"1")]], pyarrow.map_(pyarrow.string(), pyarrow.binary()))},
+            "column image: .* expected, got map<string, binary",
+        ),
+        ({"image": [{"bytes": [b"1"], "path": ["p"]}]}, "column image: .* expected, got struct<bytes: list"),
+        ({"image": [{"bytes": {"binary": 1}}]}, "column image: .* expected, got struct<bytes: struct"),
+        ({"image": [{"string": "a", "path": 7}]}, "column image: .* expected, got struct"),
         ({"image": pyarrow.nulls(2)}, "column image: .* expected, got null"),
         ({"path": [1]}, "column path: .* expected, got int64"),
         ({"image": [{"x": 1}]}, "column image: .* expected, got struct"),
@@ -155,6 +206,53 @@ def test_ids_of_rows(tmp_path: Path, columns: dict[str, Any], ids: list[str]) ->
 def test_tables_that_are_none(tmp_path: Path, columns: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         collect([table(tmp_path, **columns)])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.binary(),
+        pyarrow.large_binary(),
+        pyarrow.binary(1),
+        pyarrow.binary_view(),
+        pyarrow.dictionary("int32", pyarrow.binary()),
+    ]
+    + [pyarrow.struct([("bytes", pyarrow.large_binary()), ("path", pyarrow.int8())])],
+    ids=str,
+)
+def test_types_that_hold_contents(tmp_path: Path, kind: Any) -> None:
+    values = [{"bytes": b"1"}, {"bytes": b"2"}] if pyarrow.types.is_struct(kind) else [b"1", b"2"]
+    assert content(
+        table(
+            tmp_path,
+            image=pyarrow.array(values).cast(kind)
+            if pyarrow.types.is_dictionary(kind)
+            else pyarrow.array(values, kind),
+        )
+    ) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("group", [3, 10, 40])
+@pytest.mark.parametrize("shard", [1, 4, 40])
+def test_a_group_of_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int, shard: int) -> None:
+    """However many shards lie in it; a table that is replaced is read anew, and of several each."""
+    read, reads = pyarrow.parquet.ParquetFile.read_row_group, []
+
+    def counted(self: Any, number: int, **options: Any) -> Any:
+        reads.append(number)
+        return read(self, number, **options)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for version in (b"1", b"2"):
+        for path in paths:
+            rows = [b"%d %s %s" % (i, version, path.stem.encode()) for i in range(40)]
+            pyarrow.parquet.write_table(pyarrow.table({"image": rows}), path, row_group_size=group)
+        reads.clear()
+        found = collect(paths)
+        taken = [each for i in range(0, 80, shard) for each in sources(found[i : i + shard])]
+        assert taken == [b"%d %s %s" % (i, version, path.stem.encode()) for path in paths for i in range(40)]
+        assert len(reads) == 2 * -(-40 // group)
 
 
 def test_a_table_that_shrinks_or_vanishes(tmp_path: Path) -> None:

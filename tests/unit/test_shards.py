@@ -1,6 +1,10 @@
 """Shards on the disk: whole or absent, whatever fails and whoever is killed."""
 
+import contextlib
+import fcntl
+import multiprocessing
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +21,15 @@ from fusedvit.corpus.shards import Embedded  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
 
 JOB = {"model": "m", "shard_size": 3}
+# Every step of a commit that may fail: the module or class, its function.
+STEPS: list[tuple[Any, str]] = [
+    (tempfile, "mkdtemp"),
+    (shards, "save_file"),
+    (pyarrow.parquet, "write_table"),
+    (os, "open"),
+    (os, "fsync"),
+    (Path, "rename"),
+]
 FOUND = [
     Embedded("a", torch.arange(6.0).view(2, 3), (1, 2, 4)),
     Embedded("b", None, error="b: does not decode"),
@@ -62,7 +75,7 @@ def test_a_shard_of_errors_alone(tmp_path: Path) -> None:
 def test_a_start_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between writing the job and its rename."""
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(os, "link", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             shards.start(tmp_path / "out", JOB)
     shards.start(tmp_path / "out", JOB)
@@ -90,51 +103,171 @@ def test_writers_that_meet_at_the_rename(tmp_path: Path, monkeypatch: pytest.Mon
     assert_whole(tmp_path / "out", {0})
 
 
-def test_a_start_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It removes the folder that is being written, as a killed writer's; the shard is written again."""
-    out = tmp_path / "out"
+@pytest.mark.parametrize("again", [1, 2])
+@pytest.mark.parametrize("step", ["mkdtemp", "save_file", "write_table", "rename"])
+def test_a_start_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, again: int) -> None:
+    """Before each step of the writing; also where the folder was not yet locked, and is removed."""
+    out, left = tmp_path / "out", again
     shards.start(out, JOB)
-    write = pyarrow.parquet.write_table
+    where = dict((name, where) for where, name in STEPS)[step]
+    real = getattr(where, step)
 
-    def disturbed(*args: Any) -> None:
-        monkeypatch.setattr(pyarrow.parquet, "write_table", write)
-        shards.start(out, JOB)
-        write(*args)
+    def disturbed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        found = real(*args, **kwargs) if step == "mkdtemp" else None
+        if left:
+            left -= 1
+            shards.start(out, JOB)
+        return found if step == "mkdtemp" else real(*args, **kwargs)
 
-    monkeypatch.setattr(pyarrow.parquet, "write_table", disturbed)
+    monkeypatch.setattr(where, step, disturbed)
     assert commit(out)
+    monkeypatch.undo()
+    assert left == (0 if step == "mkdtemp" else again - 1)  # what is locked is written once
     assert_whole(out, {0})
 
 
-def test_folders_that_are_no_shard(tmp_path: Path) -> None:
-    """Without both files, or under another name, nothing is committed: an empty one is replaced, others are named."""
+@pytest.mark.parametrize("half", [[], [shards.INDEX], [shards.ROWS]])
+def test_two_writers_replace_half_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half: list[str]) -> None:
+    """The second commits between the first one's removal of the half and its rename."""
+    out, real, removed = tmp_path / "out", shutil.rmtree, []
+    shards.start(out, JOB)
+    for name in half:
+        (out / "shard-00000").mkdir(exist_ok=True)
+        (out / "shard-00000" / name).write_text("half")
+
+    def slower(path: Path, *args: Any, **kwargs: Any) -> None:
+        real(path, *args, **kwargs)
+        if path.name == "shard-00000" and not removed:
+            removed.append(path)
+            assert commit(out)
+
+    monkeypatch.setattr(shutil, "rmtree", slower)
+    assert commit(out) == (not half) and len(removed) == len(half)
+    assert_whole(out, {0})
+
+
+@pytest.mark.parametrize("step", ["save_file", "write_table"])
+def test_a_folder_that_is_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """By whoever does not ask for locks, whatever is raised then; not without end."""
     out = tmp_path / "out"
     shards.start(out, JOB)
-    for name in ("shard-00000", "shard-00001", "shard-x"):
+    where = dict((name, where) for where, name in STEPS)[step]
+    real, left = getattr(where, step), 2
+
+    def removing(*args: Any) -> Any:
+        nonlocal left
+        if left:
+            left -= 1
+            for path in out.glob(".unfinished-*"):
+                shutil.rmtree(path)
+        return real(*args)
+
+    monkeypatch.setattr(where, step, removing)
+    assert commit(out) and left == 0
+    left = 100
+    with pytest.raises(InputError, match="shard 1 cannot be written"):
+        commit(out, 1)
+    assert_whole(out, {0})
+
+
+def test_starts_at_once(tmp_path: Path) -> None:
+    """Of one job, in processes; also of two jobs, of which one begins and the other is refused."""
+    context = multiprocessing.get_context("fork")
+    for round_ in range(30):
+        out, barrier, said = tmp_path / str(round_), context.Barrier(3), context.SimpleQueue()
+        jobs = [JOB, JOB, JOB if round_ % 2 else JOB | {"model": "other"}]
+
+        def begin(job: dict[str, Any], out: Path = out, barrier: Any = barrier, said: Any = said) -> None:
+            barrier.wait()
+            try:
+                shards.start(out, job)
+                said.put("")
+            except InputError as error:
+                said.put(str(error))
+
+        processes = [context.Process(target=begin, args=(job,)) for job in jobs]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        found = [said.get() for _ in jobs]
+        assert found.count("") == 3 if round_ % 2 else found.count("") in (1, 2), found
+        assert all("model was" in line for line in found if line)
+        assert [path.name for path in out.iterdir()] == [shards.JOB]
+
+
+def test_what_is_left_by_the_killed_alone_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    (out / ".unfinished-folder").mkdir()
+    (out / ".unfinished-file").touch()
+    held = os.open(out / ".unfinished-folder", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    shards.start(out, JOB)
+    assert {path.name for path in out.iterdir()} == {shards.JOB, ".unfinished-folder"}
+    os.close(held)
+    shards.start(out, JOB)
+    assert_whole(out, set())
+
+
+def test_file_systems_without_locks_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is unfinished is removed when it is old."""
+
+    def none(*args: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(os, "link", none)
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    for name in ("new", "old"):
+        (out / f".unfinished-{name}").mkdir()
+    os.utime(out / ".unfinished-old", (1, 1))
+    shards.start(out, JOB)
+    assert {path.name for path in out.iterdir()} == {shards.JOB, ".unfinished-new"}
+    with shards.in_use(out):
+        assert commit(out)
+    shards.abandon(out)
+    assert shards.holds_job(out)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("numbers", [set(), {0}, {3}])
+def test_a_job_that_is_taken_back(tmp_path: Path, used: bool, numbers: set[int]) -> None:
+    """Only where nobody is at work on it, and nothing is committed."""
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    for number in numbers:
+        commit(out, number)
+    with shards.in_use(out) if used else contextlib.nullcontext():
+        shards.abandon(out)
+    assert shards.holds_job(out) == (used or bool(numbers))
+    if not shards.holds_job(out):
+        with pytest.raises(InputError, match="job.json is gone, start again"), shards.in_use(out):
+            pass
+
+
+def test_folders_that_are_no_shard(tmp_path: Path) -> None:
+    """An empty one, or one with half of a shard, is replaced; others are named."""
+    out = tmp_path / "out"
+    shards.start(out, JOB)
+    for name in ("shard-00000", "shard-00001", "shard-00004", "shard-00005", "shard-x"):
         (out / name).mkdir()
     (out / "shard-00001" / shards.INDEX).write_text("half")
+    (out / "shard-00004" / shards.ROWS).write_text("half")
+    (out / "shard-00005" / "notes.txt").write_text("somebody's")
     (out / "shard-00002").write_text("a file")
     (commit(out, 3), (out / "shard-00003").rename(out / "shard-000003"))
     assert shards.committed(out) == set()
-    assert commit(out, 0) and shards.committed(out) == {0}
-    for number in (1, 2):
-        with pytest.raises(InputError, match=f"shard {number} cannot be written: .*shard-0000{number}"):
+    assert commit(out, 0) and commit(out, 1) and commit(out, 4) and shards.committed(out) == {0, 1, 4}
+    for number in (2, 5):
+        with pytest.raises(InputError, match=f"shard {number} cannot be written: .*shard-0000{number} is in the way"):
             commit(out, number)
-    assert (out / "shard-00001" / shards.INDEX).read_text() == "half" and not list(out.glob(".*"))
+    assert (out / "shard-00005" / "notes.txt").read_text() == "somebody's" and not list(out.glob(".*"))
 
 
-# Every step of a commit that may fail: the module or class, its function.
-STEPS: list[tuple[Any, str]] = [
-    (tempfile, "mkdtemp"),
-    (shards, "save_file"),
-    (pyarrow.parquet, "write_table"),
-    (os, "open"),
-    (os, "fsync"),
-    (Path, "rename"),
-]
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("where", "step"), STEPS, ids=[step for _, step in STEPS])
 def test_a_fault_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, step: str, nth: int) -> None:
     """The error is named, what was committed stays whole, and the shard is written when it is tried again."""
@@ -157,7 +290,7 @@ def test_a_fault_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wh
                 commit(out, 1)
             except InputError as error:
                 assert "shard 1 cannot be written" in str(error) and "No space left" in str(error)
-                renamed = step in ("open", "fsync") and nth == 4  # the folder's own list, after the rename
+                renamed = (step, nth) in (("open", 5), ("fsync", 4))  # the folder's own list, after the rename
                 assert_whole(out, {0, 1} if renamed else {0})
     commit(out, 1)
     assert_whole(out, {0, 1})
@@ -207,12 +340,20 @@ def _die_while_writing(out: Path, number: int) -> None:
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("{")), "cannot be used"),
         (lambda out: (out.mkdir(), (out / shards.JOB).write_text("[]")), "no job of"),
         (lambda out: shards.start(out, JOB | {"shard_size": 4}), "shard_size was 4 and is 3"),
+        (lambda out: shards.start(out, JOB | {"weights": "1a"}), "checkpoint's weights .* got others .digest 1a, now"),
+        (lambda out: shards.start(out, JOB | {"version": 1}), "another version of fusedvit: job.json of version"),
     ],
 )
 def test_folders_that_are_no_output(tmp_path: Path, prepare: Callable[[Path], object], expected: str) -> None:
     prepare(tmp_path / "out")
     with pytest.raises(InputError, match=expected):
         shards.start(tmp_path / "out", JOB)
+
+
+@pytest.mark.parametrize("dtypes", [(None, "bfloat16"), ("bfloat16", None), ("float32", "float32")])
+def test_what_one_run_did_not_know_is_not_compared(tmp_path: Path, dtypes: tuple[str | None, str | None]) -> None:
+    for dtype in dtypes:
+        shards.start(tmp_path / "out", JOB | {"dtype": dtype})
 
 
 @pytest.mark.parametrize("file", [shards.INDEX, shards.ROWS])

@@ -1,6 +1,8 @@
 """Decoding within limits: colours and rotation as transformers' `load_image`, errors that name the file."""
 
+import errno
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 
 from fusedvit.cli.media import ASSETS, SAMPLE_IMAGE, SAMPLE_VIDEO
-from fusedvit.pixels import Limits, MediaError, MediaTooLarge, load
+from fusedvit.errors import InputError
+from fusedvit.pixels import Limits, MediaError, MediaTooLarge, load, media
 from fusedvit.pixels.media import VideoFacts, load_one
 
 Image = pytest.importorskip("PIL.Image")
@@ -119,6 +122,51 @@ def test_missing_file_and_odd_names(tmp_path: Path) -> None:
         load_one(SAMPLE_VIDEO, frames=0)
 
 
+OF_THE_MACHINE = [
+    *(OSError(number, os.strerror(number)) for number in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM)),
+    *(OSError(number, os.strerror(number)) for number in (errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)),
+    MemoryError(),
+]
+
+
+def fail(patch: pytest.MonkeyPatch, where: object, step: str, error: Exception) -> None:
+    """Has a step raise `error`."""
+    patch.setattr(where, step, lambda *args, **kwargs: (_ for _ in ()).throw(error))
+
+
+@pytest.mark.parametrize("error", OF_THE_MACHINE, ids=str)
+@pytest.mark.parametrize("step", ["stat", "open", "read", "decode"])
+@pytest.mark.parametrize("source", [SAMPLE_IMAGE, SAMPLE_VIDEO], ids=["image", "video"])
+def test_errors_of_the_machine_are_not_the_files(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, step: str, source: Path
+) -> None:
+    pytest.importorskip("av")
+    where, name = {
+        "stat": (Path, "stat"),
+        "open": (Path, "open"),
+        "read": (io.BytesIO, "read"),
+        "decode": (media, "rgb_of" if source == SAMPLE_IMAGE else "missing_bytes"),
+    }[step]
+    if step == "read":
+        reading = type("Reading", (io.BytesIO,), {"read": lambda *args: (_ for _ in ()).throw(error)})
+        monkeypatch.setattr(Path, "open", lambda *args: reading(b"x"))
+    else:
+        fail(monkeypatch, where, name, error)
+    for errors in ("raise", "skip"):
+        with pytest.raises(InputError, match=f"{source.name}: not read: ") as caught:
+            load([source], errors=errors)
+        assert not isinstance(caught.value, MediaError) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, None])
+@pytest.mark.parametrize("step", ["stat", "open"])
+def test_errors_of_a_file_are_its_own(monkeypatch: pytest.MonkeyPatch, number: int | None, step: str) -> None:
+    error = OSError("odd") if number is None else OSError(number, os.strerror(number))
+    fail(monkeypatch, Path, step, error)
+    with pytest.raises(MediaError):
+        load_one(SAMPLE_IMAGE)
+
+
 def test_rotated_and_transparent_pictures(tmp_path: Path) -> None:
     picture = Image.fromarray(_noise(1, 40, 60)[0])
     exif = Image.Exif()
@@ -135,6 +183,53 @@ def test_rotated_and_transparent_pictures(tmp_path: Path) -> None:
 def test_a_pictures_format_is_found_in_the_file(tmp_path: Path, name: str, kind: str) -> None:
     Image.fromarray(_noise(1, 40, 60)[0]).save(tmp_path / name, format=kind)
     assert load_one(tmp_path / name).frames.shape == (1, 40, 60, 3)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("a.jfif", "JPEG"), ("a.jpe", "JPEG"), ("a.avif", "AVIF"), ("a.jp2", "JPEG2000"), ("a.ppm", "PPM"), ("a", "PNG")]
+    + [("a.tga", "TGA"), ("a.ICO", "ICO"), ("a.pcx", "PCX"), ("a.dds", "DDS"), ("a.sgi", "SGI"), ("a.qoi", "QOI")],
+)
+def test_whatever_pillow_decodes(tmp_path: Path, name: str, kind: str) -> None:
+    """With its suffix, or without any; as bytes too."""
+    Image.init()
+    if kind not in Image.OPEN or kind not in Image.SAVE:
+        pytest.skip(f"no {kind} in this Pillow")
+    picture = Image.fromarray(_noise(1, 48, 48)[0])
+    picture.save(tmp_path / name, format=kind)
+    wanted = np.asarray(Image.open(tmp_path / name).convert("RGB"))
+    for source in (tmp_path / name, (tmp_path / name).read_bytes()):
+        assert np.array_equal(load_one(source).frames[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["a.eps", "a.wmf", "a.h5", "a.heic", "a.tar"])
+def test_what_pillow_does_not_decode(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(MediaError, match=f"the suffix must be one of .* got {Path(name).suffix}"):
+        load_one(tmp_path / name)
+    (tmp_path / name).rename(tmp_path / "a.png")
+    with pytest.raises(MediaError, match="does not decode"):
+        load_one(tmp_path / "a.png")
+
+
+CONTAINERS = {".mpg": "mpeg", ".m2ts": "mpegts", ".asf": "asf", ".flv": "flv", ".3gp": "mp4", ".qt": "mov", "": "mp4"}
+
+
+@pytest.mark.parametrize("suffix", CONTAINERS)
+def test_containers_of_videos(tmp_path: Path, suffix: str) -> None:
+    av = pytest.importorskip("av")
+    path = tmp_path / f"a{suffix}"
+    codec = {"mpeg": "mpeg2video", "mpegts": "mpeg2video", "flv": "flv1"}.get(CONTAINERS[suffix], "mpeg4")
+    try:
+        with av.open(path, "w", format=CONTAINERS[suffix]) as file:
+            stream = file.add_stream(codec, rate=25)
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+            for pixels in _noise(10, 48, 64):
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+            file.mux(stream.encode())
+    except (ValueError, av.FFmpegError) as error:
+        pytest.skip(f"this FFmpeg does not write it: {error}")
+    assert load_one(path, frames=4).frames.shape == (4, 48, 64, 3)
 
 
 def test_short_video_gives_what_it_has() -> None:
@@ -198,8 +293,8 @@ def test_pixels_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     wanted = seen.transpose(1, 2, 0)
     path = tmp_path / "picture.png"  # the format is found in the file
     path.write_bytes(data)
-    for media in load([data, str(path), path]):
-        assert media.frames.flags.writeable and np.array_equal(media.frames[0], wanted)
+    for each in load([data, str(path), path]):
+        assert each.frames.flags.writeable and np.array_equal(each.frames[0], wanted)
 
 
 def test_order_names_and_indices(tmp_path: Path) -> None:

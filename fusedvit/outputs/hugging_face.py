@@ -12,10 +12,10 @@ from torch import nn
 from fusedvit.checks.arguments import asked_for, configured, rules_of
 from fusedvit.checks.recorded import version_of
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.lazy_outputs import HIDDEN_STATES, Ambient, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
+from fusedvit.outputs.lazy import HIDDEN_STATES, Ambient, HiddenStates, TensorState, with_lazy_hidden_states
 from fusedvit.pixels.byte_pixels import BytePixels
 
 _CAPTURING = "transformers.utils.output_capturing"

@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusedvit.checks.recorded import version_of
-from fusedvit.unread_states import CannotRead, Hidden, Source, UnreadStates
+from fusedvit.outputs.unread import CannotRead, Hidden, Source, UnreadStates
 
 HIDDEN_STATES = "hidden_states"
 _PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed: its `UnreadStates`

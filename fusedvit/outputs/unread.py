@@ -258,5 +258,5 @@ _pytree.register_pytree_node(
     UnreadStates,
     _leaves,
     lambda leaves, _: UnreadStates(leaves),
-    serialized_type_name="fusedvit.unread_states.UnreadStates",
+    serialized_type_name="fusedvit.outputs.unread.UnreadStates",
 )

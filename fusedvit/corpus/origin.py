@@ -1,0 +1,151 @@
+"""What a job's answers come from besides the names of its inputs: the checkpoint, and tables whose ids are row numbers.
+
+Weights are told apart by the head of each file and a sample of every tensor in it: a file of gigabytes takes
+milliseconds, and training changes all of a tensor. A copy of a checkpoint, on another host or at another time, is the
+same one.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fusedvit.checkpoint import tower_config
+from fusedvit.corpus.inputs import Input
+from fusedvit.errors import InputError, first_line
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+_SAMPLE = 512  # bytes, at the beginning, the middle and the end of a tensor
+_SAMPLES = 256  # of a file that names no tensors
+_TAIL = 64 * 2**10  # bytes at its end: a parquet table's own list of what it holds
+_LONGEST_HEAD = 100 * 2**20  # of a safetensors file, in bytes, as its own library has it
+
+
+def checkpoint(where: str) -> dict[str, str]:
+    """What tells one checkpoint from another: digests of a folder's config, weights and processor, or the commit of a
+    repository of the hub.
+
+    Raises:
+        InputError: no such checkpoint, or one of its files cannot be read.
+        UnsupportedModel: a repository without a tower that can be fused.
+    """
+    folder = Path(where)
+    if not folder.is_dir():
+        return {"checkpoint": _commit_of(where)}
+    try:
+        weights = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+        return {
+            "config": _digest(_document(folder / name) for name in (CONFIG, ADAPTER)),
+            "processor": _digest(_document(folder / name) for name in PROCESSORS),
+            "weights": _digest(part for path in weights for part in _weights(path)),
+        }
+    except OSError as error:
+        raise InputError(f"{where}: a checkpoint that cannot be read: {first_line(error)}") from None
+
+
+def tables(inputs: Iterable[Input]) -> str:
+    """Digest of the tables of which a row's number is all that names an input; "" without any.
+
+    Raises:
+        InputError: one of them cannot be read.
+    """
+    numbered = dict.fromkeys(each.path for each in inputs if each.row >= 0 and each.id == f"{each.path}:{each.row}")
+    try:
+        return _digest(part for path in numbered for part in _file(path)) if numbered else ""
+    except OSError as error:
+        raise InputError(f"a table that cannot be read: {first_line(error)}") from None
+
+
+def working_directory(given: Sequence[str]) -> str:
+    """The folder from which names of inputs lead on; "" where they do not depend on it."""
+    return "" if all(os.path.isabs(each) for each in given) else os.getcwd()
+
+
+def _commit_of(where: str) -> str:
+    """A repository's commit, by the folder in which the hub's cache keeps it."""
+    from transformers.utils import cached_file
+
+    tower_config(where)  # says what is wrong with names that are none
+    try:
+        found = cached_file(where, CONFIG)
+    except Exception as error:  # OSError and the hub's own, for what is not reached
+        raise InputError(f"{where}: no config that transformers reads: {first_line(error)}") from None
+    return "" if found is None else Path(found).parent.name
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return hashed.hexdigest()[:32]
+
+
+def _document(path: Path) -> bytes:
+    """A JSON file's content, however it is spaced; nothing of one that is not there."""
+    if not path.is_file():
+        return b""
+    content = path.read_bytes()
+    try:
+        return json.dumps(json.loads(content), sort_keys=True).encode()
+    except ValueError:  # whoever loads it says what is wrong with it
+        return content
+
+
+def _weights(path: Path) -> Iterator[bytes]:
+    """A file of weights: its name, size and head, and samples of each tensor."""
+    if path.suffix == ".json":
+        yield from (path.name.encode(), _document(path))
+        return
+    yield path.name.encode()
+    with path.open("rb") as file:
+        head = _head_of(file) if path.suffix == ".safetensors" else b""
+        bounds = _bounds_in(head)
+        if bounds is None:
+            yield from _file(path)
+            return
+        yield head
+        for begin, end in bounds:
+            yield _sample(file, 8 + len(head) + begin, 8 + len(head) + end)
+
+
+def _head_of(file: BinaryIO) -> bytes:
+    length = int.from_bytes(file.read(8), "little")
+    return file.read(length) if length <= _LONGEST_HEAD else b""
+
+
+def _bounds_in(head: bytes) -> list[tuple[int, int]] | None:
+    """Where tensors begin and end behind the head of a safetensors file, ascending; None where it is no such head."""
+    try:
+        described: dict[str, Any] = json.loads(head)
+        found = [each["data_offsets"] for name, each in described.items() if name != "__metadata__"]
+        return sorted((int(begin), int(end)) for begin, end in found)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _sample(file: BinaryIO, begin: int, end: int) -> bytes:
+    """Bytes from `begin` to `end` where they are few, else of both ends and the middle."""
+    if end - begin <= 3 * _SAMPLE:
+        file.seek(begin)
+        return file.read(max(0, end - begin))
+    found = b""
+    for at in (begin, (begin + end - _SAMPLE) // 2, end - _SAMPLE):
+        file.seek(at)
+        found += file.read(_SAMPLE)
+    return found
+
+
+def _file(path: Path) -> Iterator[bytes]:
+    """A file's size, its end, and samples throughout it."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        yield size.to_bytes(8, "little")
+        file.seek(max(0, size - _TAIL))
+        yield file.read()
+        step = max(1, -(-size // _SAMPLES))
+        for begin in range(0, size, step):
+            yield _sample(file, begin, min(size, begin + step))

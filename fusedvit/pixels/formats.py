@@ -1,0 +1,43 @@
+"""Formats of images and videos that are decoded, by suffix and by how a file begins."""
+
+_COMMON = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+# Pillow runs Ghostscript on EPS, which holds a program; others it only recognises, or decodes on Windows alone.
+NO_IMAGES = frozenset(("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"))
+# suffix -> what FFmpeg calls the format
+VIDEO_FORMATS = {
+    **dict.fromkeys((".mp4", ".m4v", ".3gp", ".3g2"), "mp4"),
+    **dict.fromkeys((".mov", ".qt"), "mov"),
+    **dict.fromkeys((".mkv", ".webm"), "matroska"),
+    **dict.fromkeys((".mpg", ".mpeg"), "mpeg"),
+    **dict.fromkeys((".m2ts", ".mts"), "mpegts"),
+    **dict.fromkeys((".wmv", ".asf"), "asf"),
+    **{".avi": "avi", ".flv": "flv", ".ogv": "ogg"},
+}
+# kinds of MP4 that hold pictures: AVIF and HEIF
+_PICTURES = frozenset((b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"))
+
+
+def suffixes() -> frozenset[str]:
+    """Suffixes, in lower case, of images that the installed Pillow decodes, also by plugins that are registered with
+    it, and of videos."""
+    from PIL import Image
+
+    decoded = set(image_formats())
+    return frozenset(VIDEO_FORMATS) | {s for s, name in Image.registered_extensions().items() if name in decoded}
+
+
+def image_formats() -> tuple[str, ...]:
+    """As Pillow calls those that it decodes and has a suffix of, in the order in which it tries them."""
+    from PIL import Image
+
+    named = dict.fromkeys((*_COMMON, *Image.registered_extensions().values()))
+    return tuple(name for name in named if name in Image.OPEN and name not in NO_IMAGES)
+
+
+def video_format(head: bytes) -> str | None:
+    """FFmpeg's name of the video format that begins with `head`; None for anything else."""
+    if head[4:8] == b"ftyp":
+        return None if head[8:12] in _PICTURES else "mp4"
+    if head[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    return "avi" if head[:4] == b"RIFF" and head[8:12] == b"AVI " else None
