@@ -7,7 +7,7 @@ cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -22,7 +22,7 @@ from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import CAUSAL, dropouts
 from fusedvit.checks.own_code import OwnCode
 from fusedvit.checks.ownership import own_class
-from fusedvit.checks.recorded import HOOKS, REGISTRIES, Bodies, Entries, Instances, Tensors, registered
+from fusedvit.checks.recorded import HOOKS, REGISTRIES, Bodies, Entries, Instances, Tensors, Written, registered
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
 
 HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
@@ -42,7 +42,7 @@ _parts_of_partial = attrgetter("func", "args", "keywords")
 class _Code:
     """Where the code is kept that would run, what is there, the bodies of its functions, and what decorators wrap.
 
-    `absent` are names that a class, a module or the tower does not have, by its live keys: giving it one would hide
+    `absent` are names that a class or a module does not have, by its live keys: giving it one would hide
     what the code finds now. Asking so takes a tenth of the time of looking each up in vain.
     """
 
@@ -55,10 +55,8 @@ class _Code:
     absent: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
 
     @staticmethod
-    def of(own: OwnCode, tower: nn.Module, modules: Iterable[nn.Module]) -> "_Code":
-        """`modules`: their classes could have properties by the names of attributes. `tower`, the first of them, may be
-        given more attributes, by transformers for one."""
-        modules = list(modules)
+    def of(own: OwnCode, modules: Sequence[nn.Module]) -> "_Code":
+        """`modules`: their classes could have properties by the names of attributes."""
         shadows = {(own_class(type(m)), name) for m in modules for name in _attributes(m) & own.names}
         configs = _configs_of(modules)
         shadows |= {(type(c), name) for c in configs for name in vars(c).keys() & own.names}
@@ -68,10 +66,8 @@ class _Code:
         for cls, name in shadows - there:
             for base in cls.__mro__[:-1]:
                 missing[base].add(name)
-        hidden_by_tower = vars(tower).keys(), own.names - vars(tower).keys() - {"forward"}
         absent = (
             *own.absent,
-            hidden_by_tower,
             *((vars(cls).keys(), frozenset(names)) for cls, names in missing.items()),
         )
         views, hidden = zip(*absent, strict=True)
@@ -114,11 +110,16 @@ class Snapshot:
         parameters: every parameter.
         buffers: every buffer.
         classes: the class of each of `classed`, which assigning `__class__` changes.
-        classed: every inner module once, and accelerate's hooks on them.
+        classed: every inner module once, their configs, and accelerate's hooks on them.
+        homes: `__dict__` of each of these.
         attributes: what a forward reads of modules and of the config, compared by identity.
         contents: lists and dictionaries among these, and copies of what they held.
         partials: partial functions among the attributes, and what they held: their parts can be set.
-        tower: the class of the tower itself as transformers defines it; it is held weakly.
+        tower: the class of the tower itself as transformers defines it, and its `__dict__`; it is held weakly.
+        hidden: live keys of the tower's `__dict__`, and names that would hide what it has; it may be given other
+            attributes, by transformers for one.
+        empty: registries that held nothing.
+        written: the dictionaries that all of these entries are in, but the empty ones.
         code: what would run.
     """
 
@@ -131,11 +132,15 @@ class Snapshot:
     buffers: Tensors
     classes: list[type]
     classed: tuple[Any, ...]
+    homes: tuple[dict[str, Any], ...]
     attributes: Entries
     contents: tuple[tuple[Any, ...], tuple[Any, ...]]
     partials: tuple[tuple[Any, ...], list[Any]]
-    tower: tuple[weakref.ref[nn.Module], type]
+    tower: tuple[weakref.ref[nn.Module], type, dict[str, Any]]
     code: _Code
+    hidden: tuple[KeysView[str], frozenset[str]]
+    empty: tuple[dict[str, Any], ...]
+    written: Written
 
     @staticmethod
     def of(tower: nn.Module, own: OwnCode) -> "Snapshot":
@@ -165,11 +170,15 @@ class Snapshot:
             Tensors.of(m._buffers for m in modules),
             list(map(type, classed)),
             classed,
+            tuple(map(vars, classed)),
             attributes,
             (mutable, tuple(value.copy() for value in mutable)),
             (partials, [(p.func, p.args, dict(p.keywords)) for p in partials]),
-            (weakref.ref(tower), own_class(type(tower))),
-            _Code.of(own, tower, modules),
+            (weakref.ref(tower), own_class(type(tower)), vars(tower)),
+            _Code.of(own, modules),
+            (vars(tower).keys(), own.names - vars(tower).keys() - {"forward"}),
+            tuple(registry for registry in registries if not registry),
+            Written((*filter(None, registries), *map(vars, modules), *attributes.registries)),
         )
 
     def first_parameter(self) -> nn.Parameter | None:
@@ -193,13 +202,10 @@ class Snapshot:
         that a forward reads changed; every tensor the same object with the same dtype, layout and version; no buffer
         wants a gradient; the code the same. Addresses of parameters are what `in_place` compares."""
         return (
-            self.children.unchanged()
-            and list(map(len, self.registries)) == self.lengths
+            self._has_its_entries()
             and list(map(tuple, self.orders[0])) == self.orders[1]
-            and self.instances.unchanged()
             and not _fire(self.instances.hooks)
             and list(map(type, self.classed)) == self.classes
-            and self.attributes.unchanged()
             and self.contents[0] == self.contents[1]
             and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]
             and self._is_of_its_class()
@@ -210,10 +216,31 @@ class Snapshot:
             and self.code.unchanged()
         )
 
+    def _has_its_entries(self) -> bool:
+        """Whether registries and attributes hold what they held: compared one by one only where somebody has written to
+        one of these dictionaries since they last were."""
+        versions = self.written.now()
+        if not all(map(is_, map(vars, self.classed), self.homes)):
+            return False
+        if versions is not None and versions == self.written.versions and not any(self.empty):
+            return True
+        unchanged = (
+            self.children.unchanged()
+            and list(map(len, self.registries)) == self.lengths
+            and self.instances.unchanged()
+            and self.attributes.unchanged()
+            and self.hidden[0].isdisjoint(self.hidden[1])
+            and self.parameters.entries.unchanged()
+            and self.buffers.entries.unchanged()
+        )
+        self.written.versions = versions if unchanged else None
+        return unchanged
+
     def _is_of_its_class(self) -> bool:
-        """Whether nobody has given the tower another class, but `fuse` and `unfuse`."""
-        tower = self.tower[0]()
-        return tower is None or own_class(type(tower)) is self.tower[1]
+        """Whether nobody has given the tower another class, but `fuse` and `unfuse`, or another `__dict__`."""
+        held, cls, attributes = self.tower
+        tower = held()
+        return tower is None or (own_class(type(tower)) is cls and vars(tower) is attributes)
 
 
 def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) -> Iterator[tuple[dict[str, Any], str]]:

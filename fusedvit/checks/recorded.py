@@ -20,6 +20,7 @@ REGISTRIES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # what instances may have before their class
 _KEYS: Any = type({}.keys())
+_version_of_dictionary: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
 _shape_of, _version_of, _wants_gradient = map(attrgetter, ("shape", "_version", "requires_grad"))
@@ -52,6 +53,54 @@ class Entries:
 
     def unchanged(self) -> bool:
         return all(map(is_, self.current(), self.values))
+
+
+class Written:
+    """Whether anybody has written to dictionaries, by the versions that PyTorch's compiler has of them.
+
+    A version counts every write, by whatever way, so what was found once of the content holds as long as it stays: one
+    question a dictionary, in place of one for each of its entries.
+
+    Attributes:
+        versions: when the content was last found right; None where there are none.
+    """
+
+    def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
+        self._dictionaries = tuple({id(d): d for d in dictionaries}.values())
+        self.versions = self.now()
+
+    def now(self) -> list[int] | None:
+        """The versions as they are, to be asked before the content is."""
+        return list(map(_version_of_dictionary, self._dictionaries)) if _versions_work() else None
+
+
+@functools.cache
+def _versions_work() -> bool:
+    """Whether PyTorch's versions, which are no part of its public interface, count each way to write."""
+    module = nn.Module()
+    own = vars(module)
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: setattr(module, "a", 1),
+        lambda: object.__setattr__(module, "a", 2),
+        lambda: own.__setitem__("a", 3),
+        lambda: own.update(a=4, b=5),
+        lambda: own.__ior__({"a": 6}),
+        lambda: own.setdefault("c", 7),
+        lambda: own.pop("c"),
+        lambda: own.popitem(),
+        lambda: delattr(module, "a"),
+        lambda: module.register_module("d", nn.Identity()),
+        own.clear,
+    )
+    try:
+        for way in ways:
+            written = module._modules if way is ways[-2] else own
+            before = _version_of_dictionary(written)
+            if _version_of_dictionary(written) != before or (way(), _version_of_dictionary(written))[1] == before:
+                return False
+    except Exception:  # another release's names or arguments
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -203,13 +252,9 @@ class Tensors:
         return _addresses(self.present) == self.pointers
 
     def unchanged(self) -> bool:
-        """Their addresses are left to `in_place`."""
+        """Their addresses are left to `in_place`, and where they are registered to `entries`."""
         with _plainly():
-            return (
-                self.entries.unchanged()
-                and self.layouts.unchanged()
-                and list(map(_version_of, self.counted)) == self.versions
-            )
+            return self.layouts.unchanged() and list(map(_version_of, self.counted)) == self.versions
 
     def wants_gradients(self) -> bool:
         with _plainly():

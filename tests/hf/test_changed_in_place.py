@@ -283,6 +283,42 @@ def test_what_a_tower_holds(what: str, when: str, two_towers: tuple[Any, Any, Ca
     compared(theirs, ours, call, [OF_TOWERS[what](theirs), OF_TOWERS[what](ours)], when)
 
 
+def _another_dict(path: str, **changed: Any) -> Callable[[Any], None]:
+    def change(tower: Any) -> None:
+        module = tower.get_submodule(path)
+        object.__setattr__(module, "__dict__", {**vars(module), **changed})
+
+    return change
+
+
+def _other_modules(tower: Any) -> None:
+    other = copy.deepcopy(tower.merger)
+    other.linear_fc2.weight.data.mul_(2)
+    object.__setattr__(tower, "__dict__", {**vars(tower), "_modules": {**tower._modules, "merger": other}})
+
+
+@pytest.mark.parametrize("when", ["before fuse", "after a call"])
+@pytest.mark.parametrize(
+    "change",
+    [_another_dict("blocks.0.norm1", eps=0.5), _another_dict("blocks.1.attn", scaling=0.01)],
+    ids=["a norm", "attention"],
+)
+def test_another_dict_of_a_module(change: Callable[[Any], None], when: str, two_towers: tuple[Any, Any, Call]) -> None:
+    theirs, ours, call = two_towers
+    compared(theirs, ours, call, [set_on_tower(tower, change) for tower in (theirs, ours)], when)
+
+
+def test_another_dict_of_the_tower(two_towers: tuple[Any, Any, Call]) -> None:
+    """It computes with other weights, and may run fused with them."""
+    theirs, ours, call = two_towers
+    fusedvit.fuse(ours)
+    before = call.run(ours)
+    for tower in (theirs, ours):
+        _other_modules(tower)
+    assert_same(call.run(ours), call.run(theirs))
+    assert any(error_of(call.run(theirs)[name], before[name]) > 1e-4 for name in before)
+
+
 def test_the_towers_own_class(two_towers: tuple[Any, Any, Call]) -> None:
     theirs, ours, call = two_towers
     compared(theirs, ours, call, [set_on_tower(tower, _subclass) for tower in (theirs, ours)], "after a call")

@@ -64,6 +64,23 @@ MUTANTS = (
         "list(map(len, self.live)) == self.lengths\n            and ",
         "hf/numbers:another hf/changed_in_place:what_a_tower",
     ),
+    _never(
+        "dictionaries of instances",
+        CHANGE,
+        "not all(map(is_, map(vars, self.classed), self.homes))",
+        "hf/changed_in_place:another_dict",
+    ),
+    _without("what was written", CHANGE, " and versions == self.written.versions", "hf/numbers:another"),
+    _without("registries that were empty", CHANGE, " and not any(self.empty)", "hf/changed_in_place:what_a_tower"),
+    _clause(
+        "what hides a tower's", "self.hidden[0].isdisjoint(self.hidden[1])", "hf/own_code:ways hf/changed_in_place"
+    ),
+    _without(
+        "versions that count little",
+        RECORDED,
+        " or (way(), _version_of_dictionary(written))[1] == before",
+        "unit/recorded:versions",
+    ),
     _clause("registries of instances", "self.registries.unchanged()", "hf/changed_in_place:what_a_tower", RECORDED),
     _clause("hooks", "not _fire(self.instances.hooks)", "hf/fallback:hooks"),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/numbers:another"),

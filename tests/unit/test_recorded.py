@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import recorded
-from fusedvit.checks.recorded import Bodies, Layouts
+from fusedvit.checks.recorded import Bodies, Layouts, Written
 
 
 class Weight(nn.Parameter):
@@ -148,3 +148,35 @@ def test_functions_whose_annotations_are_read_are_compared_once_more(monkeypatch
     assert bodies.unchanged()
     monkeypatch.setattr(recorded, "_body_of", lambda function: pytest.fail("the collector's list tells"))
     assert bodies.unchanged()
+
+
+WRITES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another": lambda d: d.__setitem__("a", 2),
+    "a new one": lambda d: d.setdefault("z", 1),
+    "an update": lambda d: d.update(a=3),
+    "or": lambda d: d.__ior__({"a": 3}),
+    "gone": lambda d: d.pop("a"),
+    "the last": lambda d: d.popitem(),
+    "all": lambda d: d.clear(),
+    "there and back": lambda d: (d.update(a=5), d.update(a=1)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_versions_count_every_write(write: str) -> None:
+    assert recorded._versions_work()
+    dictionaries: list[dict[str, Any]] = [{"a": 1, "b": 2}, {"a": 1}]
+    written = Written(dictionaries)
+    assert written.now() == written.versions
+    WRITES[write](dictionaries[1])
+    assert written.now() != written.versions
+
+
+def test_versions_that_miss_a_write_or_are_not_there_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = recorded._versions_work.__wrapped__
+    monkeypatch.setattr(recorded, "_version_of_dictionary", len)  # of what is there by then, not of each write
+    assert not work()
+    monkeypatch.setattr(recorded, "_version_of_dictionary", None)
+    assert not work()
+    monkeypatch.setattr(recorded, "_versions_work", work)
+    assert Written([{"a": 1}]).now() is None
