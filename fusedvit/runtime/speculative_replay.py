@@ -89,7 +89,7 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
         return None
     assert isinstance(pixels, torch.Tensor)
     graphs, padded, unit = runtime.graphs, runtime.spec.padded, runtime.spec.merge_unit
-    rows = pixels.shape[:-1].numel()
+    rows = pixels.shape[0] * pixels.shape[1] if padded else pixels.shape[0]
     there = grid if type(grid) is torch.Tensor and grid.device == runtime.device else None
     items = _items_of(grid, rows, runtime.spec) if there is None else ()
     limits = graphs.manager.limits
@@ -142,17 +142,18 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
     if torch.is_grad_enabled() and runtime.weights.trained():  # a step of training, which takes the original code
         return False
     spec, dtype = runtime.spec, pixels.dtype
-    whole = dtype.is_floating_point and pixels.shape[-1:] == (spec.patch_width,)
+    whole = dtype.is_floating_point and pixels.ndim and pixels.shape[-1] == spec.patch_width
     if spec.padded:
         right = pixels.ndim == 3 and whole and dtype in PIXEL_DTYPES and pixels.is_contiguous()
     else:
         right = pixels.ndim == 2 and (whole or (marked and _takes_bytes(pixels, runtime)))
     if type(grid) is torch.Tensor and grid.device == runtime.device:
-        sides = (*pixels.shape[:2], 2) if spec.padded else (*grid.shape[:1], 3)
-        told = grid.shape == sides and grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS
+        # Of sizes one by one: PyTorch takes 1 us, cold 5, for a part of a shape.
+        triples = grid.shape == (*pixels.shape[:2], 2) if spec.padded else grid.ndim == 2 and grid.shape[1] == 3
+        told = triples and grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS
     else:
         told = not spec.padded
-    return right and told and _is_current(runtime.device) and not torch._C._is_tracing()
+    return bool(right and told) and _is_current(runtime.device) and not torch._C._is_tracing()
 
 
 def _items_of(grid: object, rows: int, spec: VisionSpec) -> tuple[Item, ...]:
