@@ -116,7 +116,7 @@ FAULTS = {
     "F33": Fault("whose handle it is", "hf/handles", "data_parallel"),
     "F34": Fault("memory that moves or is freed", "hf/memory", "sharded"),
     "F35": Fault("outputs that share storage", "hf/memory:outputs_are_tensors_of_their_own kernels/store_outputs"),
-    "F36": Fault("memory kept", "hf/memory:memory_goes hf/unread_in_models:what_is_unread"),
+    "F36": Fault("memory kept", "hf/memory:memory_goes hf/unread_in_models:what_is_read"),
     "F37": Fault("transforms", "hf/transforms"),
     "F38": Fault("hook registries replaced", "hf/fallback:hooks_in_a_registry_that_was_replaced"),
     "F39": Fault("remote code under a known name", "hf/own_code:remote_code"),

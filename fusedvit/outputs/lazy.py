@@ -8,7 +8,6 @@ them. The record is an instance of Hugging Face's class, and becomes a plain one
 import contextlib
 import functools
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -25,7 +24,6 @@ from fusedvit.outputs.unread import CannotRead, Hidden, Source, UnreadStates
 
 HIDDEN_STATES = "hidden_states"
 _PENDING = "_fusedvit_pending"  # in the `__dict__` of a record that is yet to be completed: its `UnreadStates`
-_ASKED = "_fusedvit_asked"  # in the `__dict__` of a tower: how to compute what is unread of its calls
 # Packages that read every field of a record to search it or to copy it: they get the hidden states unread.
 _WALKING = ("torch.distributed", "torch.nn.parallel", "dataclasses", "accelerate", "deepspeed")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -123,7 +121,7 @@ class Ambient:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """How to compute the hidden states of one call. It holds the tower weakly, as the tower keeps it.
+    """How to compute the hidden states of one call.
 
     Attributes:
         tower: name of the tower's class, for messages.
@@ -174,49 +172,6 @@ def _cannot_read(tower: str, what: str) -> CannotRead:
     return CannotRead(_CHANGED.format(tower, what, _ADVICE))
 
 
-class _Asked(weakref.WeakKeyDictionary[Source, HiddenStates]):
-    """What is unread of a tower's calls: it goes with the tower, and each entry with the last that could read it.
-
-    Copies and pickles of a tower have none.
-    """
-
-    def __init__(self, tower: nn.Module) -> None:
-        """Nothing yet. What will be there knows of the tower's `__dict__`: without the callback that would be a cycle,
-        and memory would stay until somebody collects garbage."""
-        super().__init__()
-        self._tower = weakref.ref(tower, functools.partial(_let_go, weakref.ref(self)))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return {}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, ()
-
-    @staticmethod
-    def of(tower: nn.Module) -> "_Asked":
-        kept = tower.__dict__.get(_ASKED)
-        if not isinstance(kept, _Asked) or kept._tower() is not tower:  # of what this is a copy of
-            kept = tower.__dict__[_ASKED] = _Asked(tower)
-        return kept
-
-
-def _let_go(kept: "weakref.ref[_Asked]", tower: Any) -> None:
-    asked = kept()
-    if asked is not None:
-        asked.clear()
-
-
-def _computed(name: str, held: weakref.ref[nn.Module], source: Source) -> Hidden:
-    """Hidden states of a tower of class `name`, if somebody still holds it; what they came from is let go."""
-    tower = held()
-    hidden = None if tower is None else _Asked.of(tower).get(source)
-    if tower is None or hidden is None:
-        raise _cannot_read(name, "the tower is gone, freed")
-    found = hidden.compute(tower)
-    _Asked.of(tower).pop(source, None)
-    return found
-
-
 def _close(ours: torch.Tensor, ref: torch.Tensor) -> bool:
     if ours.shape != ref.shape:
         return False
@@ -229,10 +184,8 @@ def with_lazy_hidden_states(record: Any, hidden: HiddenStates, tower: nn.Module)
     """`record`, a fresh output record of Hugging Face's, with hidden states of `tower` that are yet to be computed."""
     like = hidden.last[0].detach().new_empty(0)
     uniform = hidden.ambient.autocast[1] is None
-    compute = functools.partial(_computed, hidden.tower, weakref.ref(tower))
-    source = Source(compute, hidden.count, like, uniform)
-    _Asked.of(tower)[source] = hidden
-    return _become_lazy(record, UnreadStates.of(source))
+    compute = functools.partial(hidden.compute, tower)
+    return _become_lazy(record, UnreadStates.of(Source(compute, hidden.count, like, uniform)))
 
 
 def _become_lazy(record: Any, unread: UnreadStates) -> Any:

@@ -23,7 +23,7 @@ _CONVERSIONS = {_T.to, _T.cpu, _T.cuda, _T.float, _T.double, _T.half, _T.bfloat1
 
 
 class CannotRead(RuntimeError):
-    """What hidden states are computed from has changed since the call that asked for them, or is gone."""
+    """What hidden states are computed from has changed since the call that asked for them."""
 
 
 class Source:
@@ -35,12 +35,11 @@ class Source:
         uniform: all of them have these; under autocast they may not.
     """
 
-    def __init__(
-        self, compute: Callable[["Source"], Hidden], count: int | None, like: torch.Tensor, uniform: bool
-    ) -> None:
-        """`compute` gives them for this source, or raises `CannotRead`."""
+    def __init__(self, compute: Callable[[], Hidden], count: int | None, like: torch.Tensor, uniform: bool) -> None:
+        """`compute` gives them, or raises `CannotRead`; it and what it holds, the tower for one, are let go then."""
         self.count, self.like, self.uniform = count, like, uniform
-        self._compute, self._lock = compute, threading.Lock()
+        self._compute: Callable[[], Hidden] | None = compute
+        self._lock = threading.Lock()
         self._hidden: Hidden | None = None
         self._converted: list[weakref.ref[UnreadTensor]] = []
 
@@ -53,7 +52,8 @@ class Source:
         with self._lock:  # two readers compute them once
             first = self._hidden is None
             if self._hidden is None:
-                self._hidden = self._compute(self)
+                assert self._compute is not None, "what computes them is let go when it has"
+                self._hidden, self._compute = self._compute(), None
             hidden = self._hidden
         if first:  # what was converted must not see what readers write from now on
             converted, self._converted = self._converted, []

@@ -145,9 +145,10 @@ def storages_of(tensors: Any) -> list[Any]:
     return [t.untyped_storage()._weak_ref() for t in tensors]
 
 
+@pytest.mark.parametrize("read", [True, False])
 @pytest.mark.parametrize("kept", KEPT)
-def test_what_is_unread_keeps_no_tower(kept: str) -> None:
-    """Neither parameters, prepared weights nor pixels, without a collection of cycles; reading says so."""
+def test_what_is_read_or_dropped_keeps_no_tower(kept: str, read: bool) -> None:
+    """Neither parameters, prepared weights nor pixels, without a collection of cycles; until then it can be read."""
     tower = tiny_tower()
     call, handle = Call.of(tower, GRIDS["mix"]), fusedvit.fuse(tower, STRICT)
     found = KEPT[kept](call.record(tower, output_hidden_states=True))
@@ -157,29 +158,30 @@ def test_what_is_unread_keeps_no_tower(kept: str) -> None:
     gc.disable()
     try:
         del tower, call
+        assert gone() is not None
+        if read:
+            pickle.dumps(found)
+        else:
+            del found
         assert gone() is None and all(map(torch.UntypedStorage._expired, held))
     finally:
         gc.enable()
-    with pytest.raises(RuntimeError, match="fusedvit: hidden_states of Qwen3VLVisionModel .*the tower is gone"):
-        pickle.dumps(found)
 
 
 @each_of(INSTALLED)
-def test_unread_records_of_a_family_keep_no_tower(name: str) -> None:
+def test_records_of_a_family_that_are_read_keep_no_tower(name: str) -> None:
     tower = family_tower(name)
     call, handle = Call.of(tower, GRIDS["images"]), fusedvit.fuse(tower, STRICT)
     record = call.record(tower, output_hidden_states=True)
     held = storages_of([*tower.parameters(), *handle.weights.get().copies(), call.pixels])
     del tower, call
+    assert record.hidden_states[0].isfinite().all()
     gc.collect()
-    assert all(map(torch.UntypedStorage._expired, held))
-    with pytest.raises(RuntimeError, match="the tower is gone"):
-        _ = record.hidden_states[0]
-    assert record.last_hidden_state.isfinite().all()
+    assert all(map(torch.UntypedStorage._expired, held)) and record.last_hidden_state.isfinite().all()
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_record_keeps_no_whole_model(whole: bool) -> None:
+def test_a_record_that_is_dropped_keeps_no_whole_model(whole: bool) -> None:
     model = tiny_model()
     given, handle = prompt(model.model.visual, GRIDS["images"]), fusedvit.fuse(model, STRICT)
     with torch.no_grad():
@@ -190,9 +192,9 @@ def test_a_record_keeps_no_whole_model(whole: bool) -> None:
             record = model.model.get_image_features(pixels, grid, output_hidden_states=True)
             del pixels
     held = storages_of([*model.parameters(), *handle.weights.get().copies(), given["pixel_values"]])
-    del model, given
+    del model, given, record
     gc.collect()
-    assert all(map(torch.UntypedStorage._expired, held)) and record is not None
+    assert all(map(torch.UntypedStorage._expired, held))
 
 
 def test_a_tower_keeps_nothing_of_records_that_are_gone_or_read() -> None:
@@ -214,7 +216,7 @@ def test_a_tower_keeps_nothing_of_records_that_are_gone_or_read() -> None:
 
 
 def test_copies_of_a_tower_that_was_asked() -> None:
-    """They compute for themselves, and what is pickled of it needs no fusedvit."""
+    """They compute for themselves."""
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
     fusedvit.fuse(tower, STRICT)
@@ -223,10 +225,3 @@ def test_copies_of_a_tower_that_was_asked() -> None:
         asked = call.record(other, output_hidden_states=True)
         for a, b in zip(asked.hidden_states, record.to_tuple()[-1], strict=True):
             assert error_of(a, b) < 1e-5
-    other = copy.copy(tower)
-    record = call.record(other, output_hidden_states=True)
-    del tower
-    gc.collect()
-    fusedvit.unfuse(other)
-    assert b"fusedvit" not in pickle.dumps(other.__dict__["_fusedvit_asked"])  # transformers' hooks cannot be pickled
-    assert record.hidden_states[0].isfinite().all()

@@ -477,14 +477,13 @@ MUTANTS = (
         "hf/lazy_outputs:reading",
     ),
     _never("hidden states of other weights", LAZY, "what", "hf/lazy_outputs:reading"),
-    Mutant("unread records with their tower", LAZY, "asked.clear()", "pass", "hf/unread_in_models:what_is_unread"),
-    _without(
+    Mutant(
         "inputs of what was read",
-        LAZY,
-        "    _Asked.of(tower).pop(source, None)\n",
+        UNREAD,
+        "self._hidden, self._compute = self._compute(), None",
+        "self._hidden = self._compute()",
         "hf/unread_in_models:a_tower_keeps",
     ),
-    _without("records of a copy", LAZY, " or kept._tower() is not tower", "hf/unread_in_models:copies"),
     Mutant(
         "who searches records", LAZY, "_reader().startswith(_WALKING)", "False", "hf/unread_states:walking_computes"
     ),
