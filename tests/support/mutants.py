@@ -90,7 +90,7 @@ MUTANTS = (
         "all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))",
         "hf/own_code:ways_to_replace",
     ),
-    _clause("layouts", "self.layouts.unchanged()", "hf/layouts", RECORDED),
+    _without("layouts", RECORDED, "self.layouts.unchanged() and ", "hf/layouts"),
     _never("layouts that guards doubt", RECORDED, "_facts(self._tensors) != self._facts", "hf/layouts"),
     _without("what guards see", RECORDED, " and guard.check(*self._tensors)", "hf/layouts"),
     _without("guards that see little", RECORDED, " and not any(map(guard.check, others))", "unit/recorded:guards_that"),
@@ -101,11 +101,11 @@ MUTANTS = (
     _clause("addresses of buffers", "self.buffers.in_place()", "hf/numbers:every_attribute"),
     _clause("code", "self.code.unchanged()", "hf/own_code:every_function"),
     _without("dtypes", RECORDED, '    attrgetter("dtype"),\n', "hf/fallback:a_dtype"),
-    _clause(
+    _without(
         "versions",
-        "list(map(_version_of, self.counted)) == self.versions",
-        "hf/weights:answer hf/weights:unwatched",
         RECORDED,
+        " and list(map(_version_of, self.counted)) == self.versions",
+        "hf/weights:answer hf/weights:unwatched",
     ),
     _clause("attention registries", "self.registries.unchanged()", "hf/own_code:entries"),
     _clause("bodies of functions", "self.bodies.unchanged()", "hf/own_code:ways"),
