@@ -201,6 +201,12 @@ def _causal(tower: Any) -> None:
         layer.self_attn.is_causal = True
 
 
+def _hidden_merger(tower: Any) -> None:
+    other = copy.deepcopy(tower.merger)
+    other.linear_fc2.weight.data.mul_(2)
+    vars(tower)["merger"] = other
+
+
 SHARED: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "defaults": lambda _: special(vision_utils().get_vision_attention_seqlens, "__defaults__", (True, None)),
     "defaults of positions": lambda _: special(vision_utils().get_vision_position_ids, "__defaults__", (True, None)),
@@ -240,6 +246,7 @@ OF_TOWERS: dict[str, Edit] = {
     "another registry before a module": of_tower(
         lambda tower: vars(tower.blocks[0]).update(_parameters={"mlp": torch.zeros_like})
     ),
+    "an attribute before a module": of_tower(_hidden_merger),
     "an attribute for another": of_tower(_instead("blocks.0", "_is_full_backward_hook", "mlp")),
     "a call for an attribute": of_tower(_instead("blocks.0.mlp.act_fn", "_is_full_backward_hook", "_call_impl")),
 }

@@ -62,7 +62,7 @@ MUTANTS = (
         "entries of instances",
         RECORDED,
         "list(map(len, self.live)) == self.lengths\n            and ",
-        "hf/numbers:another hf/changed_in_place:what_a_tower",
+        "unit/recorded:attributes_that_come",
     ),
     _never(
         "dictionaries of instances",
@@ -72,9 +72,7 @@ MUTANTS = (
     ),
     _without("what was written", CHANGE, " and versions == self.written.versions", "hf/numbers:another"),
     _without("registries that were empty", CHANGE, " and not any(self.empty)", "hf/changed_in_place:what_a_tower"),
-    _clause(
-        "what hides a tower's", "self.hidden[0].isdisjoint(self.hidden[1])", "hf/own_code:ways hf/changed_in_place"
-    ),
+    _clause("what hides a tower's", "self.hidden[0].isdisjoint(self.hidden[1])", "hf/changed_in_place:what_a_tower"),
     _without(
         "versions that count little",
         RECORDED,
@@ -82,7 +80,7 @@ MUTANTS = (
         "unit/recorded:versions",
     ),
     _clause("registries of instances", "self.registries.unchanged()", "hf/changed_in_place:what_a_tower", RECORDED),
-    _clause("hooks", "not _fire(self.instances.hooks)", "hf/fallback:hooks"),
+    _clause("hooks", "not _fire(self.instances.hooks)", "hf/fallback:removed_hook hf/slow:hooks_that"),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/numbers:another"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
     _clause(
@@ -96,7 +94,7 @@ MUTANTS = (
     _without("guards that see little", RECORDED, " and not any(map(guard.check, others))", "unit/recorded:guards_that"),
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
     _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
-    _clause("parameters", "self.parameters.unchanged()", "hf/weights:answer"),
+    _clause("parameters", "self.parameters.unchanged()", "hf/layouts"),
     _clause("buffers", "self.buffers.unchanged()", "hf/numbers:every_attribute hf/messages:a_reason"),
     _clause("addresses of buffers", "self.buffers.in_place()", "hf/numbers:every_attribute"),
     _clause("code", "self.code.unchanged()", "hf/own_code:every_function"),

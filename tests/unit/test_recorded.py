@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import recorded
-from fusedvit.checks.recorded import Bodies, Layouts, Written
+from fusedvit.checks.recorded import Bodies, Instances, Layouts, Written
 
 
 class Weight(nn.Parameter):
@@ -180,3 +180,17 @@ def test_versions_that_miss_a_write_or_are_not_there_are_not_used(monkeypatch: p
     assert not work()
     monkeypatch.setattr(recorded, "_versions_work", work)
     assert Written([{"a": 1}]).now() is None
+
+
+def test_attributes_that_come_or_hide() -> None:
+    """Of any name: a class may have one by it, which the code reads."""
+    for name in ("anything", "weight", "forward", "_call_impl"):
+        linear = nn.Linear(2, 2)
+        instances = Instances.of([linear], [linear])
+        assert instances.unchanged()
+        vars(linear)[name] = None
+        assert not instances.unchanged()
+    linear = nn.Linear(2, 2)
+    instances = Instances.of([linear], [linear])
+    linear._forward_hooks = type(linear._forward_hooks)()
+    assert not instances.unchanged()
