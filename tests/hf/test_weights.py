@@ -256,6 +256,19 @@ def test_unwatched_writes_need_refresh() -> None:
     ran_fused(handle, calls=3)
 
 
+def test_unwatched_buffers_have_versions_too() -> None:
+    tower = tiny_tower()
+    original = copy_of(tower)
+    fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
+    call = Call.of(tower, GRIDS["mix"])
+    before = call.run(tower)
+    for here in (tower, original):
+        here.rotary_pos_emb.inv_freq.mul_(1.5)
+    ours = call.run(tower)
+    assert_different(ours, before)
+    assert_same(ours, call.run(original))
+
+
 @pytest.mark.parametrize("versioned", [True, False], ids=["copy_", "data.copy_"])
 def test_threads_after_a_change(versioned: bool) -> None:
     """Several threads notice a change at once: none of them may answer by what it began with."""

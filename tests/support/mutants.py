@@ -95,7 +95,7 @@ MUTANTS = (
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
     _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
     _clause("parameters", "self.parameters.unchanged()", "hf/layouts"),
-    _clause("buffers", "self.buffers.unchanged()", "hf/numbers:every_attribute hf/messages:a_reason"),
+    _clause("buffers", "self.buffers.unchanged()", "hf/weights:unwatched_buffers"),
     _clause("addresses of buffers", "self.buffers.in_place()", "hf/numbers:every_attribute"),
     _clause("code", "self.code.unchanged()", "hf/own_code:every_function"),
     _without("dtypes", RECORDED, '    attrgetter("dtype"),\n', "hf/fallback:a_dtype"),
