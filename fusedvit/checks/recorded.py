@@ -131,7 +131,7 @@ class Instances:
             list(map(len, live)),
             Entries.of((attributes, name) for attributes in live for name in (*REGISTRIES, *HOOKS)),
             (tuple(map(dict.keys, live)), hidden),
-            tuple(m.__dict__[name] for m in called for name in HOOKS),
+            tuple(hooks for m in called for name in HOOKS if (hooks := vars(m).get(name)) is not None),
         )
 
     def unchanged(self) -> bool:
