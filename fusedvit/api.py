@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
@@ -205,19 +206,12 @@ def _replace_base(tower: nn.Module, old: Any, new: Any) -> None:
 
 
 def _set_class(tower: nn.Module, cls: type) -> None:
-    if _is_its_own(tower, "forward"):  # accelerate's remove_hook_from_module leaves a bound method
+    if is_of_class(tower.__dict__.get("forward"), tower):  # accelerate's remove_hook_from_module leaves a bound method
         del tower.__dict__["forward"]
-    hooked = _is_its_own(tower, "_old_forward")
+    hooked = is_of_class(tower.__dict__.get(OLD), tower)
     tower.__class__ = cls
     if hooked:  # accelerate's wrapper calls what it found when it was put on
-        tower.__dict__["_old_forward"] = types.MethodType(cls.forward, tower)  # type: ignore[attr-defined]
-
-
-def _is_its_own(tower: nn.Module, name: str) -> bool:
-    """Whether the attribute is the `forward` of the tower's class, bound to it."""
-    found: Any = tower.__dict__.get(name)
-    cls: Any = type(tower)
-    return isinstance(found, types.MethodType) and found.__self__ is tower and found.__func__ is cls.forward
+        tower.__dict__[OLD] = types.MethodType(cls.forward, tower)  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from fusedvit.prepared_tower import CAPTURING, CannotPrepare, PreparedTower, Pro
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.compile_service import service_of
-from fusedvit.runtime.inputs import Grid, Inputs, check_grid, check_inputs, check_items, without_padding
+from fusedvit.runtime.inputs import Grid, Inputs, check_inputs, items_of_grid, without_padding
 from fusedvit.runtime.kernel_loader import KernelsNotReady, Run, collect_garbage
 from fusedvit.runtime.runner import Runtime, on_device, run
 from fusedvit.runtime.speculative_replay import SpeculativeReplay
@@ -256,13 +256,9 @@ class FusedEncoder:
         if calls is not None and not isinstance(calls, Iterable):
             raise TypeError(f"fusedvit: calls must be an iterable of grid_thw, got {type(calls).__name__}")
         self._pause.end()
-        wanted = None if calls is None else [self._items_of(grid) for grid in calls]
+        wanted = None if calls is None else [items_of_grid(grid, self.spec.merge_size) for grid in calls]
         with on_device(self.weights.first_parameter().device), self._raising():
             self.prepared.warm_up(progress, wanted)
-
-    def _items_of(self, grid_thw: Grid) -> list[Item]:
-        rows = check_grid(grid_thw).tolist()
-        return check_items(rows, sum(t * h * w for t, h, w in rows), self.spec.merge_size)
 
     def refresh(self) -> None:
         """Prepares the weights again from the tower's parameters, at once.

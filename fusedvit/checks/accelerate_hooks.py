@@ -99,11 +99,11 @@ def _hooks_of(hook: Any) -> Iterator[Any]:
 def _only_moves_inputs(module: nn.Module, device: torch.device) -> bool:
     attributes = vars(module)
     forward, old, hook = (attributes.get(name) for name in ("forward", OLD, _HOOK))
-    if _is_of_class(forward, module):  # what removing a hook leaves
+    if is_of_class(forward, module):  # what removing a hook leaves
         return True
     if not isinstance(forward, partial):
         return False
-    calls_class = wraps(forward, module) and _is_of_class(old, module)
+    calls_class = wraps(forward, module) and is_of_class(old, module)
     return calls_class and not forward.keywords and _runs_accelerates(hook) and _is_harmless(hook, device)
 
 
@@ -112,7 +112,7 @@ def wraps(forward: partial[Any], module: nn.Module) -> bool:
     return definition_of(forward.func) == _WRAPPER and forward.args == (module,)
 
 
-def _is_of_class(forward: Any, module: nn.Module) -> bool:
+def is_of_class(forward: Any, module: nn.Module) -> bool:
     """Whether it is the `forward` of the module's class, bound to it."""
     cls: Any = type(module)
     return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is cls.forward

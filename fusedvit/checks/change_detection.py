@@ -22,7 +22,7 @@ from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import CAUSAL, dropouts
 from fusedvit.checks.own_code import OwnCode
 from fusedvit.checks.ownership import own_class
-from fusedvit.checks.recorded import HOOKS, REGISTRIES, Bodies, Entries, Instances, Tensors, Written, registered
+from fusedvit.checks.recorded import HOOKS, KEYS, REGISTRIES, Bodies, Entries, Instances, Tensors, Written, registered
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
 
 HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
@@ -31,7 +31,6 @@ _MARKS_FOR_GRADIENTS = Definition(
     "transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 )
 _held_by = attrgetter("cell_contents")
-_KEYS: Any = type({}.keys())
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
 _CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
@@ -81,7 +80,7 @@ class _Code:
     def unchanged(self) -> bool:
         return (
             all(map(is_, map(getattr, self.owners, self.names, repeat(None)), self.values))
-            and all(map(_KEYS.isdisjoint, *self.absent))
+            and all(map(KEYS.isdisjoint, *self.absent))
             and self.registries.unchanged()
             and self.bodies.unchanged()
             and all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))

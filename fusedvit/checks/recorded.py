@@ -19,7 +19,7 @@ from fusedvit.checks import module_calls
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # what instances may have before their class
-_KEYS: Any = type({}.keys())
+KEYS: Any = type({}.keys())
 _version_of_dictionary: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
@@ -139,7 +139,7 @@ class Instances:
         return (
             list(map(len, self.live)) == self.lengths
             and self.registries.unchanged()
-            and all(map(_KEYS.isdisjoint, *self.hidden))
+            and all(map(KEYS.isdisjoint, *self.hidden))
         )
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fusedvit.checkpoint import tower_config
+from fusedvit.checkpoint import ADAPTER, tower_config
 from fusedvit.corpus.inputs import Input
 from fusedvit.errors import InputError, first_line
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
+CONFIG = "config.json"
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _SAMPLE = 512  # bytes, at the beginning, the middle and the end of a tensor

@@ -40,8 +40,7 @@ def to_hugging_face(
         if name != HIDDEN_STATES:
             record[name] = ()  # what Hugging Face records where no module gives any; any other call fell back
         elif given:
-            hidden = _hidden_states(original, tower, handle, call, record)
-            record = with_lazy_hidden_states(record, hidden, tower)
+            record = with_lazy_hidden_states(record, _hidden_states(original, tower, handle, call, record))
     wants_dict = arguments.get("return_dict", getattr(tower.config, "return_dict", True))
     return record.to_tuple() if wants_dict is False else record
 
@@ -88,7 +87,7 @@ def _hidden_states(
     if isinstance(pixels, BytePixels) and not handle.spec.padded:  # as the call took them: casts were left undone
         taken = BytePixels.mark(pixels.unmarked(), pixels.normalization, pixels.still)
 
-    def run(tower: nn.Module) -> Any:
+    def run() -> Any:
         return original.forward(tower, *for_original(tower, taken, rows, handle.spec.padded), **asked)
 
     # As the original call would: capturing before any hook that is registered from now on.
@@ -120,8 +119,8 @@ def _resolves_indices() -> bool:
     return hasattr(sys.modules[_CAPTURING], "resolve_hidden_states_indices")
 
 
-def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[nn.Module], str]:
-    """A question to ask later of the tower, which it does not hold: what has changed since; "" for nothing.
+def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -> Callable[[], str]:
+    """A question to ask later: what of the tower has changed since; "" for nothing.
 
     Args:
         selected: hidden states are selected by indices, which transformers resolves by the config.
@@ -129,7 +128,7 @@ def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -
     unchanged, attention = handle.weights.unchanged_since_now(), _attention(tower)
     options = _options_of_capturing(tower, selected)
 
-    def changed(tower: nn.Module) -> str:
+    def changed() -> str:
         now = _options_of_capturing(tower, selected)
         other = next((name for name in options if now[name] != options[name]), None)
         if other is not None:

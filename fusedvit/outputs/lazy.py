@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
@@ -125,7 +124,7 @@ class HiddenStates:
 
     Attributes:
         tower: name of the tower's class, for messages.
-        run: the original code of a tower on the call's input: gives Hugging Face's record.
+        run: the tower's original code on the call's input: gives Hugging Face's record.
         inputs: pixels and grid as they were.
         ambient: what the call ran in.
         changed: what of the tower has changed since the call, for messages; "" for nothing.
@@ -134,29 +133,29 @@ class HiddenStates:
     """
 
     tower: str
-    run: Callable[[nn.Module], Any]
+    run: Callable[[], Any]
     inputs: tuple[TensorState, ...]
     ambient: Ambient
-    changed: Callable[[nn.Module], str]
+    changed: Callable[[], str]
     last: tuple[torch.Tensor, int | None]
     count: int | None
 
-    def compute(self, tower: nn.Module) -> Hidden:
+    def compute(self) -> Hidden:
         """The hidden states.
 
         Raises:
             CannotRead: the input or the tower has changed since the call.
         """
         with self.ambient.restored():
-            return self._compute(tower)
+            return self._compute()
 
-    def _compute(self, tower: nn.Module) -> Hidden:
+    def _compute(self) -> Hidden:
         if not all(state.unchanged() for state in self.inputs):
             raise _cannot_read(self.tower, "pixel_values or grid_thw have changed")
-        what = self.changed(tower)
+        what = self.changed()
         if what:
             raise _cannot_read(self.tower, what)
-        found = self.run(tower)
+        found = self.run()
         last, version = self.last
         hidden: Hidden = found.hidden_states
         if version is None or version_of(last) != version:  # written to by the caller, or no telling
@@ -180,12 +179,11 @@ def _close(ours: torch.Tensor, ref: torch.Tensor) -> bool:
     return not bool(error > limit * norm)  # NaN is no difference
 
 
-def with_lazy_hidden_states(record: Any, hidden: HiddenStates, tower: nn.Module) -> Any:
-    """`record`, a fresh output record of Hugging Face's, with hidden states of `tower` that are yet to be computed."""
+def with_lazy_hidden_states(record: Any, hidden: HiddenStates) -> Any:
+    """`record`, a fresh output record of Hugging Face's, with hidden states that are yet to be computed."""
     like = hidden.last[0].detach().new_empty(0)
     uniform = hidden.ambient.autocast[1] is None
-    compute = functools.partial(hidden.compute, tower)
-    return _become_lazy(record, UnreadStates.of(Source(compute, hidden.count, like, uniform)))
+    return _become_lazy(record, UnreadStates.of(Source(hidden.compute, hidden.count, like, uniform)))
 
 
 def _become_lazy(record: Any, unread: UnreadStates) -> Any:

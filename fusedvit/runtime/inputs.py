@@ -257,6 +257,16 @@ def check_items(rows: list[list[int]], patches: int, merge_size: int) -> list[It
     return list(map(Item._make, rows))
 
 
+def items_of_grid(grid_thw: Grid, merge_size: int) -> list[Item]:
+    """The items of a grid alone, with whatever pixels it is of; waits for the GPU where it lies there.
+
+    Raises:
+        TypeError, ValueError: as `check_grid` and `check_items`.
+    """
+    rows = check_grid(grid_thw).tolist()
+    return check_items(rows, sum(t * h * w for t, h, w in rows), merge_size)
+
+
 def _refuse_row(i: int, t: int, h: int, w: int, merge_size: int) -> NoReturn:
     if t < 0:
         raise ValueError(f"fusedvit: grid_thw[{i}] needs t >= 0, got {t}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedvit.runtime.inputs import check_grid, check_items
+from fusedvit.runtime.inputs import items_of_grid
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class VisionEmbeddings:
                 raise TypeError(f"fusedvit: {name} must be a tensor, got {type(getattr(self, name)).__name__}")
         if not self.rows.is_floating_point():
             raise TypeError(f"fusedvit: rows must be floats, got {self.rows.dtype}")
-        sides = check_grid(self.grid_thw).tolist()
-        check_items(sides, sum(t * h * w for t, h, w in sides), self.merge_size)
+        items_of_grid(self.grid_thw, self.merge_size)
         tokens = sum(self.tokens())
         if self.rows.ndim != 2 or self.rows.shape[0] != tokens or self.rows.shape[1] % (1 + self.levels):
             raise ValueError(

@@ -36,6 +36,12 @@ class Served:
         if self.sharded is not None:
             self.sharded.stale = why
 
+    def give_back(self, why: str, lost: bool) -> None:
+        """Gives prepared weights and graphs back until it is prepared again; `lost`: its own weights go, too."""
+        self.handle.release()
+        self.changed(why)
+        self.lost = lost
+
     def prepare(self, name: str, logger: logging.Logger) -> None:
         """Prepares weights and captures graphs; what fails is left to the calls, each of which finds its own way.
 

@@ -318,9 +318,7 @@ def _release(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     features = get_exec().features
     loses = features.enable_memory_saver and not features.enable_weights_cpu_backup
     for _, served in _served_of(manager) if away else ():
-        served.handle.release()
-        served.changed("woken")
-        served.lost = served.lost or (_WEIGHTS in away and loses)
+        served.give_back("woken", served.lost or (_WEIGHTS in away and loses))
     if away and torch.cuda.is_available():
         torch.cuda.empty_cache()
     return found

@@ -58,9 +58,7 @@ def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
     """Gives graphs and prepared weights back; on level 2 the weights themselves are lost."""
     level = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("level", 1)
     for _, served in _served_by(worker):
-        served.handle.release()
-        served.changed("woken")
-        served.lost = level >= _LAST_LEVEL
+        served.give_back("woken", level >= _LAST_LEVEL)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return original(worker, *args, **kwargs)
@@ -94,13 +92,10 @@ def _update(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
 
 
 def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Memory that loses its content and is asleep already, or is not."""
+    """Weights lose their content, as on the last level of sleep, where they are among what is discarded."""
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags", ())
-    for _, served in _served_by(worker):
-        if "weights" in tags:
-            served.handle.release()
-            served.changed("discarded")
-            served.lost = True
+    for _, served in _served_by(worker) if "weights" in tags else ():
+        served.give_back("discarded", lost=True)
     return original(worker, *args, **kwargs)
 
 

@@ -11,26 +11,12 @@ import pytest
 import torch
 
 import fusedvit
-from fusedvit.outputs.lazy import HiddenStates
 from tests.support.families import INSTALLED, each_of, family_tower
+from tests.support.hidden_states import runs
 from tests.support.towers import GRIDS, Call, error_of, prompt, tiny_model, tiny_tower
 
+__all__ = ["runs"]  # a fixture
 STRICT = fusedvit.FuseConfig(strict=True)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for each run of the original tower that computes hidden states."""
-    found: list[int] = []
-
-    def counted(self: HiddenStates, tower: Any) -> Any:
-        hidden = compute(self, tower)
-        found.append(1)
-        return hidden
-
-    compute = HiddenStates.compute
-    monkeypatch.setattr(HiddenStates, "compute", counted)
-    return found
 
 
 HOOKED: dict[str, Callable[[Any], None]] = {"nothing": lambda model: None}

@@ -18,28 +18,14 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils import _pytree
 
 import fusedvit
-from fusedvit.outputs.lazy import HiddenStates
 from fusedvit.outputs.unread import UnreadStates, UnreadTensor
 from tests.support.families import INSTALLED, each_of, family_tower
+from tests.support.hidden_states import runs
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, error_of, outputs_of, tiny_tower
 
+__all__ = ["runs"]  # a fixture
 STRICT = fusedvit.FuseConfig(strict=True)
 LOST = "fusedvit: hidden_states of .* cannot be computed any more"
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for each run of the original tower that computes hidden states."""
-    found: list[int] = []
-
-    def counted(self: HiddenStates, tower: Any) -> Any:
-        hidden = compute(self, tower)
-        found.append(1)
-        return hidden
-
-    compute = HiddenStates.compute
-    monkeypatch.setattr(HiddenStates, "compute", counted)
-    return found
 
 
 def asked(tower: Any = None, dtype: torch.dtype = torch.float32, selection: Any = True) -> tuple[Any, Any, Any]:

@@ -355,7 +355,7 @@ MUTANTS = (
     _without(
         "names that hide",
         RECORDED,
-        "            and all(map(_KEYS.isdisjoint, *self.hidden))\n",
+        "            and all(map(KEYS.isdisjoint, *self.hidden))\n",
         "hf/changed_in_place:what_a_tower",
     ),
     _without("buffers that come", CHANGE, ", *(m._buffers for m in modules)", "hf/changed_in_place:what_a_tower"),
