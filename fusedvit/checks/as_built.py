@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.own_code import OwnCode
+from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import is_own, own_class
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine

@@ -20,7 +20,7 @@ from torch import nn
 
 from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import CAUSAL, dropouts
-from fusedvit.checks.own_code import OwnCode
+from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import own_class
 from fusedvit.checks.recorded import HOOKS, KEYS, REGISTRIES, Bodies, Entries, Instances, Tensors, Written, registered
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
