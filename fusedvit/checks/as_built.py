@@ -46,7 +46,6 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
 _GELU = ("GELU", "none")
 _FULL_ATTENTION = "fullatt_block_indexes"
 CAUSAL = "is_causal"
-_NUMBERS = ("eps", "variance_epsilon", "swiglu_limit")
 DROPOUT = "attention_dropout"  # only in training mode
 _REGISTRIES = (dict, OrderedDict)  # the latter in modules that an older torch has pickled
 _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)

@@ -82,7 +82,11 @@ MUTANTS = (
         "unit/recorded:versions",
     ),
     _clause("registries of instances", "self.registries.unchanged()", "hf/changed_in_place:what_a_tower", RECORDED),
-    _clause("hooks", "not _fire(self.instances.hooks)", "hf/fallback:removed_hook hf/slow:hooks_that"),
+    _clause(
+        "hooks",
+        "not any(map(fires, filter(None, self.instances.hooks)))",
+        "hf/fallback:removed_hook hf/slow:hooks_that",
+    ),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/numbers:another"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
     _clause(
@@ -407,7 +411,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights that changed meanwhile",
-        ENCODER,
+        REPLAY,
         "found.unchanged and weights.version == version)",
         "found.unchanged)",
         "unit/speculative_replay:weights",
