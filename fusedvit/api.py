@@ -229,7 +229,7 @@ def _fused_class(original: Any) -> Any:
             return in_original(self, hidden_states, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found.outputs, (hidden_states, grid_thw, kwargs))
 
-    call = getattr(family_of(original.__name__), "call", None)  # where there is one, a tower takes positions and no grid
+    call = getattr(family_of(original.__name__), "call", None)  # where there is one, towers take positions, no grid
     in_original = functools.partial(_call_original, original, call is not None)
     uncompiled = torch.compiler.disable(_of_own_code(forward))  # between two graphs, as the graph breaks there
     may_break = torch.compiler.assume_constant_result(_graph_may_break)
