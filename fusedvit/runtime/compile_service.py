@@ -117,7 +117,7 @@ class CompileService:
             if self._process is None:
                 self._start()
             else:
-                self._outbox.put(request)
+                self._send(request)
 
     @staticmethod
     def _goes_before(request: Request, known: Request | None) -> bool:
@@ -191,7 +191,7 @@ class CompileService:
         self.thread(partial(self._write, self._process, self._outbox), "fusedvit-send")
         self.thread(partial(self._listen, self._process, self._outbox, answers), "fusedvit-compile")
         for request in {id(request): request for request in self._waiting.values()}.values():
-            self._outbox.put(request)
+            self._send(request)
 
     def _environment(self) -> dict[str, str]:
         folders = os.pathsep.join(os.path.abspath(p) for p in sys.path)
@@ -204,6 +204,9 @@ class CompileService:
             "TMPDIR": self._scratch,
             "CUDA_VISIBLE_DEVICES": "",
         }
+
+    def _send(self, request: Request) -> None:
+        self._outbox.put(request)
 
     def _write(self, process: "subprocess.Popen[bytes]", outbox: "SimpleQueue[Request | None]") -> None:
         """Sends what is put into the outbox, in a thread: while the program starts, a pipe that is full blocks."""
