@@ -72,7 +72,7 @@ def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
     swap(processor)
     try:
         for still, normalization in normalizations_of(processor).items():
-            handle.expect(normalization, still)
+            handle.normalizations.expect(normalization, still)
     except ValueError:
         restore(processor)
         raise
@@ -229,7 +229,8 @@ def _fused_class(original: Any) -> Any:
             return in_original(self, hidden_states, grid_thw, **kwargs)
         return to_hugging_face(original, self, handle, found.outputs, (hidden_states, grid_thw, kwargs))
 
-    in_original = functools.partial(_call_original, original, _takes_positions(original))
+    call = getattr(family_of(original.__name__), "call", None)  # where there is one, towers take positions, no grid
+    in_original = functools.partial(_call_original, original, call is not None)
     uncompiled = torch.compiler.disable(_of_own_code(forward))  # between two graphs, as the graph breaks there
     may_break = torch.compiler.assume_constant_result(_graph_may_break)
 
@@ -245,7 +246,7 @@ def _fused_class(original: Any) -> Any:
             self.__dict__[HANDLE] = handle.of_copy(self)
 
     body = {
-        "forward": _with_its_names(original, forward),
+        "forward": functools.wraps(original.forward)(forward if call is None else call(forward)),
         "__reduce_ex__": reduce,
         "__setstate__": set_state,
         "__module__": original.__module__,
@@ -261,12 +262,6 @@ def _call_original(original: Any, padded: bool, tower: nn.Module, pixels: Any, g
     return original.forward(tower, *for_original(tower, pixels, grid, padded), **kwargs)
 
 
-def _takes_positions(original: Any) -> bool:
-    """Whether the second argument is no grid but the positions of padded images' patches."""
-    family = family_of(original.__name__)
-    return family is not None and family.call is not None
-
-
 def _of_own_code(function: Any) -> Any:
     """A function that does the same by a code object of its own: some stances of `torch.compile`, as
     `eager_on_recompile`, let a disabled function run what was compiled of its code, and this calls that function."""
@@ -274,13 +269,6 @@ def _of_own_code(function: Any) -> Any:
     return types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-
-
-def _with_its_names(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` with the arguments of the original one."""
-    family = family_of(original.__name__)
-    renamed = forward if family is None or family.call is None else family.call(forward)
-    return functools.wraps(original.forward)(renamed)
 
 
 def _rebuild(original: Any) -> nn.Module:

@@ -27,6 +27,16 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Step = Callable[[str], None]  # told what comes next
 
 
+def device_or_default(device: str | torch.device | None) -> torch.device:
+    """The device that is named; else the GPU if there is one."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """That a checkpoint's tower has there, unless it is told another."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def load_tower(where: str, device: torch.device, dtype: torch.dtype, step: Step = lambda text: None) -> nn.Module:
     """The tower of a checkpoint (a folder or a hub name), in eval mode, as `dtype` on `device`, or the model around it.
 
@@ -109,7 +119,8 @@ def _tower_alone(where: str, config: Any, dtype: torch.dtype, step: Step) -> nn.
     weights = _read_weights(where, {name: shards[prefix + name] for name in wanted}, prefix)
     if not all(weight.dtype in _PLAIN for weight in weights.values()):
         return None
-    return _from_weights(where, cls, tower_config, weights, dtype)
+    # as transformers makes it from a state dict: buffers computed, attention chosen
+    return _loaded(where, cls, None, config=tower_config, state_dict=weights, dtype=dtype)[0]
 
 
 def _others(empty: nn.Module, wanted: set[str], prefix: str, shards: Iterable[str]) -> Iterator[str]:
@@ -210,11 +221,6 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path.name}: no whole safetensors file: {first_line(error)}") from None
-
-
-def _from_weights(where: str, cls: Any, config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Module:
-    """The tower as transformers makes it from a state dict: buffers computed, attention chosen, `dtype` applied."""
-    return _loaded(where, cls, None, config=config, state_dict=weights, dtype=dtype)[0]
 
 
 def _loaded(where: str, cls: Any, source: str | None, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:

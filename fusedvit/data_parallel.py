@@ -1,7 +1,6 @@
 """One call over several GPUs: each has a copy of the tower, and takes a share of the images and video frames."""
 
 import copy
-import operator
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +14,7 @@ from fusedvit.config import FuseConfig
 from fusedvit.errors import first_line
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.encoder import EncoderOutputs
+from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
 from fusedvit.runtime.item_shares import in_order, shares_of
 
@@ -172,7 +172,4 @@ def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _concatenated(handle: FusedEncoder, outputs: EncoderOutputs) -> torch.Tensor:
-    if not handle.spec.merged_outputs:
-        return outputs.hidden
-    pairs = zip(handle.spec.deepstack, outputs.deepstack, strict=True) if handle.family.has_deepstack else ()
-    return torch.cat([outputs.pooled, *(rows for _, rows in sorted(pairs, key=operator.itemgetter(0)))], dim=1)
+    return side_by_side(outputs, handle.spec) if handle.spec.merged_outputs else outputs.hidden

@@ -29,15 +29,16 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.own_forward import bypass
 from fusedvit.pauses import Pause
 from fusedvit.pixels.byte_pixels import BytePixels
+from fusedvit.pixels.folded_normalizations import FoldedNormalizations
 from fusedvit.prepared_tower import CAPTURING, CannotPrepare, PreparedTower, Progress
 from fusedvit.runtime import speculative_replay
 from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.compile_service import service_of
-from fusedvit.runtime.inputs import Grid, Inputs, check_inputs, items_of_grid, without_padding
-from fusedvit.runtime.kernel_loader import KernelsNotReady, Run, collect_garbage
-from fusedvit.runtime.runner import Runtime, on_device, run
-from fusedvit.runtime.speculative_replay import SpeculativeReplay
-from fusedvit.stats import Stats, compiles, describe, describe_ended, logger
+from fusedvit.runtime.inputs import Grid, Inputs, check_inputs, items_of_grid
+from fusedvit.runtime.kernel_loader import KernelsNotReady, collect_garbage
+from fusedvit.runtime.runner import on_device
+from fusedvit.runtime.speculative_replay import Attempt, SpeculativeReplay, attempt
+from fusedvit.stats import Stats, compiles, describe, describe_ended, logger, of_graphs
 
 OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
 MOST_RUNS = 8
@@ -45,21 +46,6 @@ MOST_REPEATS = 3  # preparations in a row from other parameters of the same valu
 
 
 _STATES = {"unfused": "unfused, runs its original code", "gone": "its tower is gone"}  # by `state()`
-
-
-class Attempt(NamedTuple):
-    """What one run of a call gave.
-
-    Attributes:
-        outputs: None where the weights changed before there were any.
-        weights_version: of the prepared weights that it began with.
-        unchanged: they are those of the tower as it stands.
-    """
-
-    outputs: EncoderOutputs | None
-    items: list[Item]
-    weights_version: int
-    unchanged: bool
 
 
 class Answer(NamedTuple):
@@ -77,6 +63,7 @@ class FusedEncoder:
 
     Attributes:
         processors: Hugging Face's, changed so that they give bytes for this tower.
+        normalizations: of bytes, that its weights have.
     """
 
     def __init__(
@@ -97,9 +84,10 @@ class FusedEncoder:
         self._pause = Pause()
         self._stats = Stats()
         self.processors: list[Any] = []
-        normalizations: dict[bool, Normalization] = {}
-        source = functools.partial(_source_of, self._tower, self._name, family, spec, self.built, normalizations)
-        self.prepared = PreparedTower(spec, config, source, normalizations)
+        self.normalizations = FoldedNormalizations(spec, family.name)
+        known = self.normalizations.known
+        self._source = functools.partial(_source_of, self._tower, self._name, family, spec, self.built, known)
+        self.prepared = PreparedTower(spec, config, self._source, known)
         self.weights = self.prepared.weights
         renew_in_children(self)
 
@@ -171,9 +159,6 @@ class FusedEncoder:
         how = "runs fused" if reason is None else f"runs its original code: {reason}"
         return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
 
-    def _source(self) -> CheckedTower:
-        return CheckedTower(self.tower, self.family, self.spec, self.built)
-
     def check_reached(self) -> None:
         """Warns if calls of the tower go past the fused encoder, by a `forward` that somebody put on it.
 
@@ -211,16 +196,7 @@ class FusedEncoder:
         }
         graphs = self.prepared.graphs()
         if graphs is not None:
-            counted = graphs.manager.stats.as_dict()
-            runs = counted["replays"] + sum(self._stats.eager_runs.values())
-            more["graphs"] = counted | {
-                "hit_rate": counted["replays"] / runs if runs else 0.0,
-                "token_budgets": graphs.limits.token_budgets,
-                "max_items": graphs.limits.max_items,
-                "max_frames": graphs.limits.max_frames,
-                "buffers_mib": graphs.encoder.held_bytes() / MIB,
-                "held_mib": graphs.manager.held_bytes() / MIB,
-            }
+            more["graphs"] = of_graphs(graphs, self._stats.eager_runs.total())
         return self._stats.as_dict() | more
 
     def reason(self) -> Reason | None:
@@ -236,7 +212,8 @@ class FusedEncoder:
         stats = self.stats()
         if stats["state"] != "fused":
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
-        return describe(self.tower, self.family.name, self.spec, stats, self.reason())
+        parameter = self.weights.first_parameter()
+        return describe(self.tower, parameter, self.family.name, self.spec, stats, self.reason())
 
     def warmup(self, progress: Progress | None = None, *, calls: Iterable[Grid] | None = None) -> None:
         """Prepares weights, and compiles and captures every token budget, the largest first; else the first calls do.
@@ -355,7 +332,7 @@ class FusedEncoder:
     ) -> Answer | None:
         """As a call, with the items that its outputs are of."""
         marked = type(pixel_values) is BytePixels
-        pixels = self._taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
+        pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
         reason = transforms.active(pixels, grid_thw)
         if self._tower() is not tower:
             reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
@@ -444,45 +421,15 @@ class FusedEncoder:
         that fails because something has changed."""
         version = self.weights.version if replay is None else replay.weights_version
         try:
-            return self._run_on(self.prepared.runtime_on(self.weights.first_parameter()), inputs, replay, version)
+            runtime = self.prepared.runtime_on(self.weights.first_parameter())
+            check_content = self.prepared.config.watch_data and runtime.no_graphs != CAPTURING
+            return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
         except Exception:
             if self.weights.host_unchanged():
                 raise
             return Attempt(None, [], version, unchanged=False)
-
-    def _run_on(
-        self, runtime: Runtime, inputs: Inputs, replay: SpeculativeReplay | None, version: int
-    ) -> Attempt | Reason:
-        """One run, and one host read at most: behind the launches, or before them where the plan hangs on the grid."""
-        weights, unread = self.weights, inputs.grid is not None
-        check_content = self.prepared.config.watch_data and runtime.no_graphs != CAPTURING
-        if unread and replay is None and runtime.kernels is not None:
-            runtime.kernels.need([_likely_run(runtime, inputs)], runtime.compile_now)
-        if inputs.padded:
-            begun = None if replay is None else replay.inputs
-            loaded = begun or without_padding(inputs, self.spec, runtime.device, runtime.dtype)
-            if isinstance(loaded, Reason):
-                return loaded
-            inputs = loaded
-        rows = inputs.pixels.shape[0] if inputs.padded else 0
-        mark = weights.mark() if replay is None and (check_content or unread) else None
-        mark = mark if replay is None else replay.mark
-        items, pixels, outputs = inputs.items, inputs.pixels, None
-        if items is not None and replay is None:
-            outputs = run(runtime, pixels, items, self._stats.eager_runs)
-        found = weights.read_back(mark, check_content, inputs.grid)
-        if items is None:
-            known = inputs.with_rows(found.rows, self.spec.merge_size)
-            if isinstance(known, Reason):
-                return known
-            pixels, items = known
-        if replay is not None:
-            outputs = replay.accept(items)
-        if outputs is None and found.unchanged:
-            outputs = run(runtime, pixels, items, self._stats.eager_runs, rows)
-        return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
     def leave(self, why: str, counted: bool = False) -> None:
         """Counts a call that an engine's adapter leaves to the original code.
@@ -507,35 +454,6 @@ class FusedEncoder:
             raise RuntimeError(fallback.message(self._name, reason))
         self._stats.count_original(reason, self._name)
 
-    # bytes
-
-    def expect(self, normalization: Normalization, still: bool) -> bool:
-        """Folds a normalisation into weights, now or when they are prepared; whether it is the one that is folded.
-
-        There is one for still images and one for all frames, the first that is expected or brought.
-
-        Raises:
-            ValueError: patches of another layout than the tower's.
-        """
-        spec, folded = self.spec, self.prepared.normalizations
-        if folded.get(still) == normalization:
-            return True
-        if spec.padded:
-            raise ValueError(f"fusedvit: {self.family.name} takes no bytes: rows of its patches have another layout")
-        wanted = spec.in_channels, spec.temporal_patch_size, spec.patch_size
-        got = normalization.channels, normalization.temporal_patch, normalization.patch
-        if got != wanted:
-            raise ValueError(f"fusedvit: pixel_values must be patches of (channels, frames, side) {wanted}, got {got}")
-        return folded.setdefault(still and spec.temporal_patch_size > 1, normalization) == normalization
-
-    def _taken(self, pixels: BytePixels) -> torch.Tensor:
-        """What the encoder takes of them: bytes where their normalisation is in the weights, else floats."""
-        if self.spec.padded:
-            return pixels.pixels()
-        normalization, still = pixels.normalization, pixels.still
-        known = self.prepared.normalizations.get(still) is normalization or self.expect(normalization, still)
-        return pixels.unmarked() if known else pixels.pixels()
-
 
 def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:
     alive = tower()
@@ -555,25 +473,10 @@ def _source_of(
     return CheckedTower(_held(tower, name), family, spec, built, normalizations)
 
 
-def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
-    """What a call whose grid nobody has read runs, as far as its shapes tell."""
-    tokens, limits = inputs.pixels.shape[:-1].numel(), runtime.limits
-    if runtime.graphs is None or limits is None:
-        return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)
-    budget = limits.smallest_for(tokens // runtime.spec.merge_unit) or limits.largest
-    return Run(budget, True, runtime.weights.kinds)
-
-
-def _told(handle: weakref.ref[FusedEncoder], what: Callable[..., None], *given: object) -> None:
-    """Calls a method of a handle that something below it holds weakly."""
-    alive = handle()
-    if alive is not None:
-        what(alive, *given)
-
-
 def _end_of(
     handle: weakref.ref[FusedEncoder], _: object, is_finalizing: Callable[[], bool] = sys.is_finalizing
 ) -> None:
     """Called when the tower goes; with the whole process there is nothing to give back."""
-    if not is_finalizing():  # kept as a default: at that time this module's own names may be gone
-        _told(handle, FusedEncoder.end)
+    alive = None if is_finalizing() else handle()  # kept as a default: at that time this module's own names may be gone
+    if alive is not None:
+        alive.end()

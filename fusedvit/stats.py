@@ -12,14 +12,16 @@ import torch
 from torch import nn
 from triton.runtime.jit import JITFunction
 
-from fusedvit.checks.fallback import message, with_advice
+from fusedvit.checks.fallback import BYPASSED, message, with_advice
 from fusedvit.errors import Reason
 from fusedvit.forks import is_held
+from fusedvit.graphs.manager import MIB
 from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.ops import ops_for
 from fusedvit.model.plan import plan_for
 from fusedvit.model.spec import VisionSpec
+from fusedvit.runtime.captured_encoder import TowerGraphs
 
 logger = logging.getLogger("fusedvit")
 
@@ -80,6 +82,24 @@ class Stats:
         }
 
 
+def of_graphs(graphs: TowerGraphs, eager_runs: int) -> dict[str, Any]:
+    """Counters of a tower's graphs, what they have room for, and MiB held by them.
+
+    Args:
+        eager_runs: runs of the tower outside them.
+    """
+    counted = graphs.manager.stats.as_dict()
+    runs = counted["replays"] + eager_runs
+    return counted | {
+        "hit_rate": counted["replays"] / runs if runs else 0.0,
+        "token_budgets": graphs.limits.token_budgets,
+        "max_items": graphs.limits.max_items,
+        "max_frames": graphs.limits.max_frames,
+        "buffers_mib": graphs.encoder.held_bytes() / MIB,
+        "held_mib": graphs.manager.held_bytes() / MIB,
+    }
+
+
 def compiles() -> int:
     """Compiled kernels of `fusedvit.kernels` in this process, for all towers and devices: it stays after a warm-up."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("fusedvit.kernels.")]
@@ -106,15 +126,21 @@ def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Seque
     return lines + [f"  {why}; heuristics used instead" for why in table.stale]
 
 
-def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, Any], reason: Reason | None) -> str:
+def describe(
+    tower: nn.Module,
+    parameter: torch.Tensor,
+    family: str,
+    spec: VisionSpec,
+    stats: dict[str, Any],
+    reason: Reason | None,
+) -> str:
     """What is fused, on which operations, what memory it holds, and why anything is not.
 
     Args:
+        parameter: one of the tower's, or what stands for it (`WeightCache.first_parameter`).
         stats: of the tower's handle.
         reason: why the tower as it stands cannot run fused, or None.
     """
-    first = next(tower.parameters(), None)
-    parameter = torch.empty(0, device="cpu") if first is None else first
     fused = f"fused on {ops_for(parameter.device).name} operations"
     state = fused if reason is None else f"original code: {with_advice(reason)}"
     where = torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "no GPU"
@@ -128,7 +154,7 @@ def describe(tower: nn.Module, family: str, spec: VisionSpec, stats: dict[str, A
     if parameter.device.type == "cuda":
         budgets = [b * spec.merge_unit for b in stats["graphs"]["token_budgets"]] if "graphs" in stats else [4096]
         lines += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
-    if "forward" in tower.__dict__:
+    if "forward" in tower.__dict__ and (reason is None or reason.kind != BYPASSED):
         lines.append("  the tower has a forward of its own, which decides whether the fused one is called")
     return "\n".join(lines)
 

@@ -18,7 +18,6 @@ from torch import nn
 
 _ATTENDED = {"query", "key", "value"}  # parameters of every attention function
 _OURS = __name__.partition(".")[0]
-_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 _HARMLESS = {"return_dict", "use_cache"}  # decorators read them; neither changes a tensor (`api` sees to `return_dict`)
 _REGISTRY = "transformers.modeling_utils"  # where attention functions are registered
 
@@ -137,15 +136,11 @@ def _reached(roots: list[FunctionType]) -> Iterator[FunctionType]:
         if function.__code__ in seen:
             continue
         seen.add(function.__code__)
-        if not (_takes_keywords(function) or _takes_a_mapping(function)):
+        if not (function.__code__.co_flags & inspect.CO_VARKEYWORDS or _takes_a_mapping(function)):
             continue
         yield function
         for name in _names_called(function.__code__):
             left += _chain(function.__globals__.get(name))
-
-
-def _takes_keywords(function: FunctionType) -> bool:
-    return bool(function.__code__.co_flags & inspect.CO_VARKEYWORDS)
 
 
 def _hands_on(function: FunctionType) -> bool:
@@ -164,8 +159,12 @@ def _required(function: FunctionType) -> set[str]:
 
 def _takes_a_mapping(function: FunctionType) -> bool:
     """A parameter `kwargs`, out of which a helper pops what it need not compute."""
-    code = function.__code__
-    return "kwargs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return "kwargs" in _parameters(function.__code__)
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    """Without `*args` and `**kwargs`."""
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _names_called(code: CodeType) -> set[str]:
@@ -175,8 +174,7 @@ def _names_called(code: CodeType) -> set[str]:
 def _names_in(function: FunctionType) -> set[str]:
     """Parameters and string constants that could name an argument."""
     code = function.__code__
-    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return set(parameters) | _strings_in(code.co_consts) | _strings_in(function.__defaults__ or ())
+    return {*_parameters(code)} | _strings_in(code.co_consts) | _strings_in(function.__defaults__ or ())
 
 
 def _strings_in(constants: tuple[Any, ...]) -> set[str]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.own_code import OwnCode
+from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import is_own, own_class
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
@@ -46,7 +46,6 @@ _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
 _GELU = ("GELU", "none")
 _FULL_ATTENTION = "fullatt_block_indexes"
 CAUSAL = "is_causal"
-_NUMBERS = ("eps", "variance_epsilon", "swiglu_limit")
 DROPOUT = "attention_dropout"  # only in training mode
 _REGISTRIES = (dict, OrderedDict)  # the latter in modules that an older torch has pickled
 _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)

@@ -20,7 +20,7 @@ from torch import nn
 
 from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import CAUSAL, dropouts
-from fusedvit.checks.own_code import OwnCode
+from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import own_class
 from fusedvit.checks.recorded import HOOKS, KEYS, REGISTRIES, Bodies, Entries, Instances, Tensors, Written, registered
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
@@ -203,7 +203,7 @@ class Snapshot:
         return (
             self._has_its_entries()
             and list(map(tuple, self.orders[0])) == self.orders[1]
-            and not _fire(self.instances.hooks)
+            and not any(map(fires, filter(None, self.instances.hooks)))
             and list(map(type, self.classed)) == self.classes
             and self.contents[0] == self.contents[1]
             and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]
@@ -259,10 +259,6 @@ def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) ->
         yield from ((attributes, name) for name in attributes.keys() & own.names)
         yield from ((attributes, name) for name in ("_attn_implementation_internal", CAUSAL))
     yield from ((vars(module), "training") for module in dropouts(tower))
-
-
-def _fire(registries: Iterable[dict[int, Callable[..., Any]]]) -> bool:
-    return any(map(fires, filter(None, registries)))
 
 
 def hooked(tower: nn.Module) -> str:

@@ -18,7 +18,8 @@ from fusedvit.checks.as_built import (
     wrong_spec,
 )
 from fusedvit.checks.change_detection import Snapshot, hooked
-from fusedvit.checks.own_code import OwnCode, own_code
+from fusedvit.checks.own_code.findings import OwnCode
+from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class
 from fusedvit.errors import Reason, first_line
 from fusedvit.families.base import Family

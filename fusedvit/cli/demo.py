@@ -56,7 +56,7 @@ def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
     start = time.perf_counter()
     device = device_of(None)
     on_gpu = device.type == "cuda"
-    with contextlib.nullcontext() if on_gpu else kernel_checks.started() as checks:
+    with contextlib.nullcontext() if on_gpu else kernel_checks.started() as finish:
         step("building the tower")
         of = dtype_of(None, device)
         tower = Tower(model_id, load_tower(model_id, device, of, step), of) if model_id else random_tower(device)
@@ -68,7 +68,7 @@ def collect(media: Sequence[Media], model_id: str | None, step: Step) -> Demo:
         step("bad inputs")
         bad_inputs = _try_bad_inputs(towers.fused, next(iter(inputs.values())).floats(tower.dtype))
         left = DEADLINE_SECONDS - (time.perf_counter() - start)
-        kernels = checks.finish(step, left) if checks else []
+        kernels = finish(step, left) if finish else []
     return Demo(
         environment=env.collect(),
         tower=tower.name,

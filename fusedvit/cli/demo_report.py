@@ -175,16 +175,13 @@ def _cost_table(demo: Demo) -> Table:
     for name in ("", "t, h, w"):
         table.add_column(name, no_wrap=True)
     on_gpu = demo.fused_kernels is None
-    for name in ("patches", *(("ms", "") if on_gpu else ()), *_count_columns(on_gpu)):
+    costs = ("ms", "", "GPU kernels", "launches", "peak MiB") if on_gpu else ("operators → kernels",)
+    for name in ("patches", *costs):
         table.add_column(name, justify="right", no_wrap=True)
     for call in demo.calls:
         grid = ", ".join(map(str, call.grid_thw[0])) if len(call.grid_thw) == 1 else f"{len(call.grid_thw)} items"
         table.add_row(escape(stem(call.name, 16)), grid, str(call.patches), *_times(call), *_counts(call, demo))
     return table
-
-
-def _count_columns(on_gpu: bool) -> tuple[str, ...]:
-    return ("GPU kernels", "launches", "peak MiB") if on_gpu else ("operators → kernels",)
 
 
 def _kernel_note(calls: dict[str, int]) -> str:
@@ -315,7 +312,7 @@ def draw(demo: Demo, media: Sequence[Media], path: Path) -> None:
 def _title(figure: Any, demo: Demo, height: float) -> None:
     verdict, colour = ("same answers", BLUE) if demo.same_answers else ("DIFFERENT ANSWERS", RED)
     inside = demo.spread.ratio_max.count - demo.spread.failures
-    machine = f"{demo.tower}, {demo.dtype.removeprefix('torch.')}, {device_name(demo.environment)}"
+    machine = f"{demo.tower}, {_short(demo.dtype)}, {device_name(demo.environment)}"
     counts = f"{inside} of {demo.spread.ratio_max.count} outputs within the tolerance"
     head, line = 1 - 0.42 / height, 1 - 0.66 / height
     figure.text(0.045, head, "fusedvit: the original tower and the fused one", fontsize=16, weight="bold")

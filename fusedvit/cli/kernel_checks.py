@@ -8,7 +8,7 @@ are imported. The processes are killed at a deadline, and they die with this one
 """
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import signal
@@ -37,6 +37,7 @@ from fusedvit.model.plan import plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.ahead_of_time import Matrix, compile_or_fail, jobs_of
+from fusedvit.runtime.compiled_kernels import end_with_parent
 from fusedvit.tolerance import Comparison, compare
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
@@ -69,31 +70,23 @@ class KernelCheck:
 # ── the checks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class KernelChecks:
-    """Both checks, at work since `started`."""
-
-    def __init__(self, interpreter: "_Worker", compilers: "Sequence[_Worker]") -> None:
-        self._interpreter, self._compilers = interpreter, compilers
-
-    def finish(self, step: Step, seconds: float) -> list[KernelCheck]:
-        """What came of them, after `seconds` at most."""
-        deadline = time.monotonic() + seconds
-        workers = [self._interpreter, *self._compilers]
-        while any(worker.running for worker in workers) and time.monotonic() < deadline:
-            compiled = sum(len(worker.documents()) for worker in self._compilers)
-            also = f"; {WHAT_INTERPRETED}" if self._interpreter.running else ""
-            step(f"{compiled} kernels compiled for sm_90{also}")
-            time.sleep(POLL_SECONDS)
-        return [interpreted_check(self._interpreter), compiled_check(self._compilers)]
-
-
 @contextlib.contextmanager
-def started() -> Iterator[KernelChecks]:
-    """Starts the processes; at the end none of them is left."""
+def started() -> Iterator[Callable[[Step, float], list[KernelCheck]]]:
+    """Starts both checks; what it gives says what came of them, after so many seconds at most. No process is left."""
     with contextlib.ExitStack() as stack:
         interpreter = stack.enter_context(_worker("interpret"))
         compilers = [stack.enter_context(_worker("compile", str(i), str(COMPILERS))) for i in range(COMPILERS)]
-        yield KernelChecks(interpreter, compilers)
+        yield functools.partial(_finish, interpreter, compilers)
+
+
+def _finish(interpreter: "_Worker", compilers: "Sequence[_Worker]", step: Step, seconds: float) -> list[KernelCheck]:
+    deadline = time.monotonic() + seconds
+    while any(worker.running for worker in (interpreter, *compilers)) and time.monotonic() < deadline:
+        compiled = sum(len(worker.documents()) for worker in compilers)
+        also = f"; {WHAT_INTERPRETED}" if interpreter.running else ""
+        step(f"{compiled} kernels compiled for sm_90{also}")
+        time.sleep(POLL_SECONDS)
+    return [interpreted_check(interpreter), compiled_check(compilers)]
 
 
 def interpreted_check(worker: "_Worker") -> KernelCheck:
@@ -181,8 +174,7 @@ def _text(file: Any) -> str:
 def die_with(parent: int) -> None:
     """Has the kernel kill this process when `parent`, which started it, ends in whatever way. Linux alone has that."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
     if os.getppid() != parent:
         sys.exit("the process that started this one has ended")
 

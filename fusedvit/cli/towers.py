@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedvit.bench.towers import cast_parameters_, random_weights_
+from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.cli.media import PatchLayout
 from fusedvit.errors import InputError
 from fusedvit.model.spec import VisionSpec
@@ -39,15 +40,15 @@ class Tower:
     dtype: torch.dtype
 
 
-def random_tower(device: torch.device, seed: int = 0) -> Tower:
+def random_tower(device: torch.device) -> Tower:
     """Qwen3-VL-8B's tower in bf16 on a GPU; a small relative of it in fp32 on a CPU. Weights are random."""
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     on_gpu = device.type == "cuda"
     module = Qwen3VLVisionModel(Qwen3VLVisionConfig(**(QWEN3_VL_8B if on_gpu else TINY))).eval()
-    random_weights_(module, seed)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    random_weights_(module)
+    dtype = default_dtype(device)
     cast_parameters_(module, dtype)
     module.to(device)
     name = "Qwen3-VL-8B's tower, random weights" if on_gpu else "a small Qwen3-VL tower, random weights"
@@ -61,7 +62,7 @@ def device_of(name: str | None) -> torch.device:
         InputError: no such device, or none that is here.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return device_or_default(None)
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -75,7 +76,7 @@ def device_of(name: str | None) -> torch.device:
 def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
     """bf16, fp16 or fp32 by name; without one bf16 on a GPU and fp32 on a CPU. Raises InputError for other names."""
     if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return default_dtype(device)
     if name not in DTYPES:
         raise InputError(f"--dtype: one of {', '.join(DTYPES)} expected, got {name!r}")
     return DTYPES[name]

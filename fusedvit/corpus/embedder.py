@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse, unfuse
-from fusedvit.checkpoint import load_tower
+from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
-from fusedvit.corpus.job import Job, device_of, dtype_on
+from fusedvit.corpus.job import Job
 from fusedvit.corpus.shards import Embedded
 from fusedvit.corpus.values import as_many, image_of, is_one_row, source_of
 from fusedvit.errors import InputError, first_line
@@ -115,7 +115,7 @@ class Embedder:
     def width(self) -> int:
         """Channels of a row, without `encode`."""
         spec = self._handle.spec
-        return spec.out_size * (1 + len(spec.deepstack) * (self._deepstack and self._handle.family.has_deepstack))
+        return spec.out_size * (1 + len(spec.deepstack) * self._deepstack)
 
     def counters(self) -> dict[str, float]:
         """What was done since it was built: patches, the tower's seconds (on a GPU its time there), the seconds in
@@ -346,8 +346,8 @@ def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
 
 
 def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    on = device_of(device)
-    return load_tower(str(where), on, dtype or dtype_on(on))
+    on = device_or_default(device)
+    return load_tower(str(where), on, dtype or default_dtype(on))
 
 
 def processors_of(where: str) -> Any:

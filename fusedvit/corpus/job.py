@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.errors import InputError, UnsupportedModel
@@ -28,16 +29,6 @@ from fusedvit.pixels.media import Source
 VERSION = 2  # of what `Job.document` records
 UNWRITTEN = 2  # shards that may wait for the disk
 WORKER = "fusedvit.corpus.worker"
-
-
-def device_of(device: str | torch.device | None) -> torch.device:
-    """The device that is named; else the GPU if there is one."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def dtype_on(device: torch.device) -> torch.dtype:
-    """That a checkpoint's tower has there, unless it is told another."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 class Embedder(Protocol):
@@ -95,7 +86,7 @@ class Job:
 
     def dtype(self) -> torch.dtype:
         """Of the tower, in a process that sees the job's device."""
-        return dtype_on(device_of(self.device))
+        return default_dtype(device_or_default(self.device))
 
 
 @dataclass(frozen=True)

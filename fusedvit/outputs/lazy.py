@@ -276,9 +276,7 @@ def _completing(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("copy", "popitem", "__reduce__", "__reduce_ex__", "__eq__", "__ne__"):
-    setattr(_Incomplete, _name, _completing(_name))
-for _name in ("__or__", "__ror__"):
+for _name in ("copy", "popitem", "__reduce__", "__reduce_ex__", "__eq__", "__ne__", "__or__", "__ror__"):
     setattr(_Incomplete, _name, _completing(_name))
 
 

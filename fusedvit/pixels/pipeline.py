@@ -12,6 +12,7 @@ from operator import is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
+from fusedvit.checks.ownership import held_function
 from fusedvit.checks.source_code import definition_of, names_in
 
 _INTAKE = ("_prepare_input_videos", "process_image", "convert_to_rgb")
@@ -80,7 +81,7 @@ def _walk(cls: type) -> Pipeline:
         slots[id(owner), name] = vars(owner), name, value
         if value is None or name == _SIZES:
             continue
-        function = _held(value)
+        function: Any = held_function(value)
         found = definition_of(function)
         if found is None or not found.module.startswith(_OWN):
             foreign.add(name)
@@ -89,11 +90,6 @@ def _walk(cls: type) -> Pipeline:
     kinds = [[slot for slot in slots.values() if type(slot[0]) is kind] for kind in (MappingProxyType, dict)]
     spaces = [(tuple(space for space, _, _ in of), tuple(name for _, name, _ in of)) for of in kinds]
     return Pipeline(tuple(sorted(foreign)), spaces[0], spaces[1], [value for of in kinds for _, _, value in of])
-
-
-def _held(value: object) -> Any:
-    """What a cache of functools holds; anything else itself."""
-    return getattr(value, "__wrapped__", None) if type(value).__name__ == "_lru_cache_wrapper" else value
 
 
 def _mentioned(function: FunctionType) -> Iterator[tuple[Any, str]]:

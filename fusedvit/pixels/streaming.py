@@ -151,7 +151,8 @@ def _batches(
     packed: deque[Future[_Packed]] = deque()
     decoders, packer = ThreadPoolExecutor(threads, "fusedvit-decode"), ThreadPoolExecutor(1, "fusedvit-pack")
     try:
-        decoded = _decoded(sources, parts, decoders, ahead, limits)
+        loads = (functools.partial(load_one, source, parts.sample, limits, i) for i, source in enumerate(sources))
+        decoded = started_ahead(decoders, loads, ahead)
         met: list[Exception] = []
         for group in until_error(_groups(_good(decoded, parts, errors), patches), met):
             packed.append(packer.submit(_pack, group, parts))
@@ -163,13 +164,6 @@ def _batches(
     finally:
         decoders.shutdown(wait=False, cancel_futures=True)
         packer.shutdown(wait=False, cancel_futures=True)
-
-
-def _decoded(
-    sources: Iterable[Source], parts: _Parts, pool: ThreadPoolExecutor, ahead: int, limits: Limits | None
-) -> Iterator["Future[Media]"]:
-    loads = (functools.partial(load_one, source, parts.sample, limits, i) for i, source in enumerate(sources))
-    return started_ahead(pool, loads, ahead)
 
 
 def _good(

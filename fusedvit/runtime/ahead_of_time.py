@@ -24,7 +24,6 @@ from fusedvit.kernels.codegen_checks import (
     compile_launch,
     record,
 )
-from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, PIXEL_DTYPES
 from fusedvit.kernels.patches import PatchLayout, Taps, patches_from_images
 from fusedvit.kernels.store_outputs import PLANES
@@ -32,7 +31,8 @@ from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.ops import TRITON
 from fusedvit.model.plan import plan_for
 from fusedvit.model.spec import VisionSpec
-from fusedvit.runtime.tower_launches import meta_weights, run_on_meta
+from fusedvit.runtime.meta_runs import fingerprints_on_meta, run_on_meta
+from fusedvit.runtime.tower_launches import meta_weights
 
 QWEN3_VL_8B = VisionSpec(27, 1152, 16, 72, 4304, 4096, 16, position_side=48, deepstack=(8, 16, 24))
 QWEN3_VL_4B = VisionSpec(24, 1024, 16, 64, 4096, 2560, 16, position_side=48, deepstack=(5, 11, 17))
@@ -122,8 +122,6 @@ def launches_of(spec: VisionSpec, dtype: torch.dtype, tokens: int, target: Targe
 
 def _launches_around_encoder() -> list[Launch]:
     """What a call launches around the encoder: the fingerprint of the weights, its input taken over, its outputs."""
-    words = torch.empty(1, dtype=torch.int64, device="meta")
-    sources = FingerprintSources((), words, words)
     table = torch.empty(64, 3, dtype=torch.int32, device="meta")
     grids = [torch.empty(1, 3, dtype=dtype, device="meta") for dtype in GRID_DTYPES]
     pixels = [torch.empty(4, 1536, dtype=dtype, device="meta") for dtype in PIXEL_DTYPES]
@@ -131,9 +129,8 @@ def _launches_around_encoder() -> list[Launch]:
     counts = torch.empty(3, 4, dtype=torch.int32, device="meta")
 
     def launches() -> None:
-        TRITON.fingerprint(sources, words.int())
+        fingerprints_on_meta()
         for grid in grids:
-            TRITON.fingerprint(sources, words.int(), grid, grid.long())
             TRITON.load_inputs(grid, 4, 256, 2, table, None, None, counts)
             for given, kept in itertools.product((*pixels, *bytes_of_kinds), pixels):
                 TRITON.load_inputs(grid, 4, 256, 2, table, given, kept, counts)

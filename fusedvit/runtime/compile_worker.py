@@ -50,7 +50,7 @@ class Waiting:
 
     job: KernelJob
     arch: int
-    order: tuple[float, float]
+    order: tuple[float, int]
     urgent: bool
     since: float = 0.0
     tries: int = 0
@@ -138,7 +138,7 @@ class Worker:
         running = {child.digest for child in self.children.values()}
         for digest, job in request.jobs.items():
             known = self.waiting.get(digest)
-            order = request.order, -_cost(job)
+            order = request.order, -len(job.kernel().src)  # those with most source take longest, roughly
             if known is not None:
                 known.order, known.urgent = min(known.order, order), known.urgent or request.urgent
             elif digest not in running:
@@ -264,11 +264,6 @@ def available_memory() -> int:
         )  # given back when it is needed
         found = min(found, most - used + files)
     return max(0, found)
-
-
-def _cost(job: KernelJob) -> float:
-    """Which kernels take longest, roughly: those with most source."""
-    return len(job.kernel().src)
 
 
 def _folder(digest: str) -> str:

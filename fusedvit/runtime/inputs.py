@@ -72,7 +72,7 @@ def check_inputs(
             launched.
     """
     if spec.padded:
-        return check_padded(pixel_values, grid_thw, spec, parameter)
+        return check_padded(pixel_values, grid_thw, spec)
     if spec.rows_only and isinstance(pixel_values, torch.Tensor) and pixel_values.layout in _SPARSE:
         return Reason(SPARSE, f"pixel_values are {pixel_values.layout}")  # these towers multiply rows as they come
     device = parameter.device
@@ -83,9 +83,7 @@ def check_inputs(
     return Inputs(pixels, None, check_items(grid.tolist(), pixels.shape[0], spec.merge_size))
 
 
-def check_padded(
-    pixel_values: torch.Tensor, positions: object, spec: VisionSpec, parameter: torch.Tensor
-) -> Inputs | Reason:
+def check_padded(pixel_values: torch.Tensor, positions: object, spec: VisionSpec) -> Inputs | Reason:
     """Padded images and the positions of their patches; nothing is launched.
 
     Args:

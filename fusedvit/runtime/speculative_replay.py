@@ -3,28 +3,32 @@
 The shapes of the caller's tensors give the patch tokens and the number of items, and these nearly always give the plan:
 one batch, of the smallest token budget with room, its rows in the caller's order. The device loads the grid itself, the
 caller's or a copy of one on the host, and runs no item where that is no grid of this call (`kernels.load_inputs`). Once
-the host has read it, the replay is accepted if the plan says the same, or dropped. A wrong prediction costs a replay
-and never an answer.
+the host has read it, `attempt` accepts the replay if the plan says the same, or drops it. A wrong prediction costs a
+replay and never an answer.
 
 Padded images are made rows and a grid on the device first. Outputs have room for the padding, and are copied without it
 once the host knows where that is.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
+from fusedvit.errors import Reason
 from fusedvit.graphs.packing import sole_budget
 from fusedvit.kernels.load_inputs import BYTES, GRID_DTYPES, MAX_ROWS, PIXEL_DTYPES, STILL_BYTES
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.model.items import Item
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime.captured_encoder import TowerGraphs
-from fusedvit.runtime.inputs import Inputs, load_padded
+from fusedvit.runtime.inputs import Inputs, load_padded, without_padding
+from fusedvit.runtime.kernel_loader import Run
 from fusedvit.runtime.readback import StreamMark
-from fusedvit.runtime.runner import Runtime, sole_batch
+from fusedvit.runtime.runner import Runtime, run, sole_batch
 
 
 @dataclass(slots=True)
@@ -123,6 +127,80 @@ def begin(runtime: Runtime | None, pixels: object, grid: object, marked: bool = 
         graphs.encoder.store(budget, found.outputs)
 
     return found if graphs.manager.replay_if_captured(budget, load, store) else None
+
+
+class Attempt(NamedTuple):
+    """What one run of a call gave.
+
+    Attributes:
+        outputs: None where the weights changed before there were any.
+        weights_version: of the prepared weights that it began with.
+        unchanged: they are those of the tower as it stands.
+    """
+
+    outputs: EncoderOutputs | None
+    items: list[Item]
+    weights_version: int
+    unchanged: bool
+
+
+def attempt(
+    runtime: Runtime,
+    inputs: Inputs,
+    replay: SpeculativeReplay | None,
+    version: int,
+    check_content: bool,
+    eager_runs: Counter[str],
+) -> Attempt | Reason:
+    """One run of a call, or why the original code must run: the replay that was begun, or a planned run.
+
+    The host reads once at most: behind the launches, or before them where the plan hangs on the grid.
+
+    Args:
+        inputs: checked.
+        version: of the weights that the run begins with.
+        check_content: fingerprints of the parameters are compared, too.
+        eager_runs: counts runs outside a graph, by reason.
+
+    Raises:
+        ValueError: the grid says other than `inputs` do.
+        WeightsReleased: somebody gave the weights back meanwhile.
+    """
+    weights, spec, unread = runtime.weights, runtime.spec, inputs.grid is not None
+    if unread and replay is None and runtime.kernels is not None:
+        runtime.kernels.need([_likely_run(runtime, inputs)], runtime.compile_now)
+    if inputs.padded:
+        begun = None if replay is None else replay.inputs
+        loaded = begun or without_padding(inputs, spec, runtime.device, runtime.dtype)
+        if isinstance(loaded, Reason):
+            return loaded
+        inputs = loaded
+    rows = inputs.pixels.shape[0] if inputs.padded else 0
+    mark = weights.mark() if replay is None and (check_content or unread) else None
+    mark = mark if replay is None else replay.mark
+    items, pixels, outputs = inputs.items, inputs.pixels, None
+    if items is not None and replay is None:
+        outputs = run(runtime, pixels, items, eager_runs)
+    found = weights.read_back(mark, check_content, inputs.grid)
+    if items is None:
+        known = inputs.with_rows(found.rows, spec.merge_size)
+        if isinstance(known, Reason):
+            return known
+        pixels, items = known
+    if replay is not None:
+        outputs = replay.accept(items)
+    if outputs is None and found.unchanged:
+        outputs = run(runtime, pixels, items, eager_runs, rows)
+    return Attempt(outputs, items, version, found.unchanged and weights.version == version)
+
+
+def _likely_run(runtime: Runtime, inputs: Inputs) -> Run:
+    """What a call whose grid nobody has read runs, as far as its shapes tell."""
+    tokens, limits = inputs.pixels.shape[:-1].numel(), runtime.limits
+    if runtime.graphs is None or limits is None:
+        return Run(runtime.plan_tokens(tokens), False, runtime.weights.kinds)
+    budget = limits.smallest_for(tokens // runtime.spec.merge_unit) or limits.largest
+    return Run(budget, True, runtime.weights.kinds)
 
 
 def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: bool) -> bool:

@@ -5,7 +5,7 @@ The launches are recorded from the code that makes them, run on meta tensors.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from triton.compiler import CompiledKernel
@@ -14,14 +14,13 @@ from fusedvit.graphs.limits import Limits
 from fusedvit.kernels.codegen_checks import Launch, compilations
 from fusedvit.kernels.tile_configs import Target, ladder
 from fusedvit.model.normalization import Normalization
-from fusedvit.model.ops import TRITON
 from fusedvit.model.param_names import buffer_shapes, parameter_shapes, plain_names
-from fusedvit.model.plan import EncoderPlan, plan_for
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
-from fusedvit.runtime.captured_encoder import CapturedEncoder, limits_for
-from fusedvit.runtime.meta_runs import META, fingerprints_on_meta, run_on_meta
+from fusedvit.runtime.captured_encoder import limits_for
+from fusedvit.runtime.kernel_loader import Run
+from fusedvit.runtime.meta_runs import MetaRuns
 
 BEYOND = 4  # eager runs of up to so many times the largest budget are listed
 MEMORY = 80 << 30  # bytes: the default ladder of a GPU with less is the first part of this one's
@@ -41,18 +40,13 @@ def tower_launches(
         takes_bytes: whether somebody brings `BytePixels`.
     """
     limits, weights = default_limits(spec, dtype), meta_weights(spec, dtype, takes_bytes)
-
-    def planned(spec: VisionSpec, tokens: int, dtype: torch.dtype, _: Target) -> EncoderPlan:
-        return plan_for(spec, tokens, dtype, target)
+    runs, largest = MetaRuns(spec, dtype, limits, lambda: target), limits.token_budgets[-1] * spec.merge_unit
 
     def launches() -> None:
-        fingerprints_on_meta()
-        captured = CapturedEncoder(spec, TRITON, dtype, META, lambda: weights, planner=planned)
-        captured.allocate(limits)
         for budget in limits.token_budgets:
-            captured.rehearse(budget)
-        for tokens in _beyond(limits.token_budgets[-1] * spec.merge_unit):
-            run_on_meta(spec, weights, plan_for(spec, tokens, dtype, target), dtype, tokens)
+            runs.launch(Run(budget, True, ()), weights)
+        for tokens in itertools.islice(ladder(largest, BEYOND * largest), 1, None):
+            runs.launch(Run(tokens, False, ()), weights)
 
     return compilations(launches)
 
@@ -68,8 +62,3 @@ def meta_weights(spec: VisionSpec, dtype: torch.dtype, takes_bytes: bool = False
         return torch.empty(shapes[name], dtype=dtype, device="meta")
 
     return prepare(spec, names, source, normalizations=normalizations)
-
-
-def _beyond(largest: int) -> Iterator[int]:
-    """Row budgets of eager runs past `largest` patch tokens."""
-    return itertools.islice(ladder(largest, BEYOND * largest), 1, None)

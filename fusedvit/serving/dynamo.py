@@ -17,7 +17,7 @@ from dynamo.vllm.multimodal_utils.custom_encoder.adapter.qwen3_vl import Qwen3VL
 from dynamo.vllm.multimodal_utils.custom_encoder.backend.base import Preprocessed, VisionEncoderBackend
 
 from fusedvit.api import fuse
-from fusedvit.checkpoint import load_tower
+from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
@@ -52,9 +52,8 @@ class FusedVisionEncoder(VisionEncoderBackend):
         """
         from transformers import AutoImageProcessor
 
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        self._model = load_tower(model_id, self._device, dtype)
+        self._device = device_or_default(None)
+        self._model = load_tower(model_id, self._device, default_dtype(self._device))
         self._handle: FusedEncoder = fuse(self._model, FuseConfig(compile="now"))
         self._merge = self._handle.spec.merge_size
         self._processor = AutoImageProcessor.from_pretrained(model_id)

@@ -20,7 +20,7 @@ from fusedvit.checks.adapters import Plain
 from fusedvit.checks.as_built import Built, wrong_attributes, wrong_modules
 from fusedvit.checks.change_detection import Snapshot, hooked
 from fusedvit.checks.checked_tower import CheckedTower
-from fusedvit.checks.own_code import own_code
+from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.ops import ops_for
 from fusedvit.runtime.inputs import check_grid

@@ -305,7 +305,7 @@ def _fuse(tower: nn.Module, family: Family, vision_config: Any) -> str:
     vars(tower)[SERVED] = ServedTower(handle)
     normalization = _normalization(tower)
     if normalization is not None:  # so that weights are prepared for bytes before the first call
-        handle.expect(normalization, still=False)
+        handle.normalizations.expect(normalization, still=False)
     return ""
 
 

@@ -49,7 +49,7 @@ def main() -> None:
         for tower in (plain, taking):
             handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
             for still in (True, False) if tower is taking else ():
-                handle.expect(bytes_for(taking, [(1, 2, 2)], still, **HALF).normalization, still)
+                handle.normalizations.expect(bytes_for(taking, [(1, 2, 2)], still, **HALF).normalization, still)
             handle.warmup(calls=list(WORKLOADS.values()))
         for name, grid in WORKLOADS.items():
             still = all(t == 1 for t, _, _ in grid)

@@ -43,7 +43,7 @@ def test_every_family_takes_bytes(name: str) -> None:
 def test_rows_of_another_layout_are_refused() -> None:
     handle = fusedvit.fuse(family_tower(GEMMA))
     with pytest.raises(ValueError, match="takes no bytes"):
-        handle.expect(Normalization(1 / 255, None, None, 4, temporal_patch=1), still=True)
+        handle.normalizations.expect(Normalization(1 / 255, None, None, 4, temporal_patch=1), still=True)
 
 
 @pytest.mark.parametrize("numbers", [HALF, {"mean": None, "std": None}, {"rescale_factor": None}, {"backend": "pil"}])

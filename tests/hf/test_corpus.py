@@ -34,20 +34,12 @@ from fusedvit.corpus import job as corpus_job  # noqa: E402
 from fusedvit.corpus import shards  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
-from tests.support.checkpoint import noisy_pictures, tiny_checkpoint, tiny_processor  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
 
+__all__ = ["checkpoint", "pictures"]  # fixtures
 COUNT = 11
+PICTURES = COUNT, (40, 150), "05.png"
 RUNNER = CliRunner(env={"COLUMNS": "200"})
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return noisy_pictures(tmp_path_factory.mktemp("pictures"), COUNT, (40, 150), "05.png")
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +402,10 @@ def other_table(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda given, _: tiny_processor(32).save_pretrained(given / "model"), "the processor's settings that"),
         (other_table, "the tables that it was begun with"),
         (lambda given, patch: patch.chdir(shutil.copytree(given, given / "b")), "working_directory was"),
-        (lambda given, patch: patch.setattr(corpus_job, "dtype_on", lambda on: torch.float16), "dtype was float32 and"),
+        (
+            lambda given, patch: patch.setattr(corpus_job, "default_dtype", lambda on: torch.float16),
+            "dtype was float32 and",
+        ),
     ],
 )
 def test_a_job_goes_on_from_what_it_was_begun_with(

@@ -17,19 +17,11 @@ from typer.testing import CliRunner  # noqa: E402
 import fusedvit  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
-from tests.support.checkpoint import noisy_pictures, tiny_checkpoint, tiny_processor  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
 
+__all__ = ["checkpoint", "pictures"]  # fixtures
+PICTURES = 3, (40, 150), "2.png"
 RUNNER = CliRunner(env={"COLUMNS": "200"})
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return noisy_pictures(tmp_path_factory.mktemp("pictures"), 3, (40, 150), "2.png")
 
 
 NOISE = np.random.default_rng(3).integers(0, 256, (50, 70, 4), dtype=np.uint8)

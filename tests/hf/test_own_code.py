@@ -19,8 +19,9 @@ from torch import nn
 import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.checks.adapters import Plain
-from fusedvit.checks.operators import operators_in
-from fusedvit.checks.own_code import OwnCode, own_code
+from fusedvit.checks.own_code.findings import OwnCode
+from fusedvit.checks.own_code.operators import operators_in
+from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import is_builtin
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import BY_GRID, INSTALLED, class_of, each_of, family_tower

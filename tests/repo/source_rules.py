@@ -35,7 +35,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "outputs": (*CORE, "pixels", "fused_encoder", "original_inputs"),
     "checkpoint": ("checks", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "original_inputs", "outputs"),
-    "data_parallel": (*CORE, "api", "fused_encoder"),
+    "data_parallel": (*CORE, "api", "fused_encoder", "outputs"),
     "corpus": ("api", "checkpoint", "checks", "config", "errors", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import transformers
 from PIL import Image
 
@@ -22,6 +23,18 @@ def tiny_checkpoint(folder: Path, longest: int = 128) -> Path:
     model.save_pretrained(folder)
     tiny_processor(longest).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the module's own."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """`noisy_pictures` by the module's `PICTURES`."""
+    return noisy_pictures(tmp_path_factory.mktemp("pictures"), *request.module.PICTURES)
 
 
 def tiny_processor(longest: int = 128) -> Any:

@@ -21,7 +21,9 @@ class Mutant(NamedTuple):
 
 
 CHANGE, CHECKED, BUILT = (f"fusedvit/checks/{name}.py" for name in ("change_detection", "checked_tower", "as_built"))
-CODE, FALLBACK, ARGUMENTS = (f"fusedvit/checks/{name}.py" for name in ("own_code", "fallback", "arguments"))
+FALLBACK, ARGUMENTS = "fusedvit/checks/fallback.py", "fusedvit/checks/arguments.py"
+WALK, FOUND, HELD = (f"fusedvit/checks/own_code/{name}.py" for name in ("walk", "findings", "instances"))
+TORCHS, LOOKED_UP, CODE = (f"fusedvit/checks/own_code/{n}.py" for n in ("torch_names", "registries", "tower_code"))
 ADAPTERS, ACCELERATE = "fusedvit/checks/adapters.py", "fusedvit/checks/accelerate_hooks.py"
 SOURCE, RECORDED = "fusedvit/checks/source_code.py", "fusedvit/checks/recorded.py"
 CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py"
@@ -80,7 +82,11 @@ MUTANTS = (
         "unit/recorded:versions",
     ),
     _clause("registries of instances", "self.registries.unchanged()", "hf/changed_in_place:what_a_tower", RECORDED),
-    _clause("hooks", "not _fire(self.instances.hooks)", "hf/fallback:removed_hook hf/slow:hooks_that"),
+    _clause(
+        "hooks",
+        "not any(map(fires, filter(None, self.instances.hooks)))",
+        "hf/fallback:removed_hook hf/slow:hooks_that",
+    ),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/numbers:another"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
     _clause(
@@ -214,17 +220,20 @@ MUTANTS = (
         "hf/own_code:ways hf/numbers",
     ),
     Mutant(
-        "functions of modules", CODE, "self._follow_global(sys.modules", "id(sys.modules", "hf/own_code:every_function"
+        "functions of modules", WALK, "self._follow_global(sys.modules", "id(sys.modules", "hf/own_code:every_function"
     ),
     Mutant(
         "functions of torch",
-        CODE,
-        "            self._follow_torch(value, mentioned)",
+        WALK,
+        "            self.torch_names.follow_module(value, mentioned)",
         "            pass",
         "hf/own_code:ways hf/own_code:every_f",
     ),
     _never(
-        "the attention function", CODE, "expected is None or definition_of(found) != expected", "hf/own_code:an_att"
+        "the attention function",
+        LOOKED_UP,
+        "expected is None or definition_of(found) != expected",
+        "hf/own_code:an_att",
     ),
     Mutant(
         "classes of torch's wrappers",
@@ -262,16 +271,20 @@ MUTANTS = (
     Mutant(
         "whose call was compiled", CALLS, 'ours and _is_call_of(held["fn"], module)', "ours", "hf/own_code:what_calling"
     ),
-    Mutant("compiled calls of classes", CODE, '("forward", *CALL)', '("forward", *CALL[:3])', "hf/own_code:a_compiled"),
+    Mutant(
+        "compiled calls of classes", FOUND, '("forward", *CALL)', '("forward", *CALL[:3])', "hf/own_code:a_compiled"
+    ),
     Mutant(
         "functions of C behind torch's",
-        CODE,
+        TORCHS,
         "                    self._follow_of_c(module, name)",
         "                    pass",
         "hf/own_code:functions_of_c",
     ),
-    Mutant("what stands before them", CODE, "sorted(names & vars(torch._VF).keys())", "()", "hf/own_code:what_stands"),
-    Mutant("what PEFT's layers run", CODE, "walk.foreign or layers.foreign", "walk.foreign", "hf/adapters"),
+    Mutant(
+        "what stands before them", TORCHS, "sorted(names & vars(torch._VF).keys())", "()", "hf/own_code:what_stands"
+    ),
+    Mutant("what PEFT's layers run", CODE, "found.foreign or layers.foreign", "found.foreign", "hf/adapters"),
     Mutant("what accelerate's hooks run", ACCELERATE, "and _runs_accelerates(hook) ", "", "hf/slow:what_accelerates"),
     Mutant("classes of accelerate's hooks", CHANGE, "accelerate_hooks.hooks_of(m)))", "()))", "hf/slow:what_accel"),
     Mutant("hooks that lie", CHANGE, "function.__code__ is _capturing_code(function)", "True", "hf/slow:hooks_that"),
@@ -286,37 +299,37 @@ MUTANTS = (
     Mutant("defaults of functions", SOURCE, "not _has_its_defaults(value)", "False", "hf/changed_in_place:what_every"),
     _never(
         "decorators",
-        CODE,
+        WALK,
         "not _is_of_source(wrapper, decorators)",
         "hf/changed_in_place:what_every hf/changed_in_place:deco",
     ),
     Mutant(
         "contexts of decorators",
-        CODE,
+        WALK,
         "return sets_gradients(wrapper)",
         "return True",
         "hf/changed_in_place:what_every",
     ),
     _never(
         "bases of classes",
-        CODE,
+        WALK,
         'not home.__module__.startswith(("torch.", *self.engine.packages))',
         "hf/changed_in_place:a_base",
     ),
     _never(
         "descriptors",
-        CODE,
+        HELD,
         "value is not None and first and not isinstance(value, _METHODS)",
         "hf/changed_in_place:what_every",
     ),
     Mutant(
         "lookups of a registry",
-        CODE,
+        LOOKED_UP,
         '_ASKED = ("get_interface", "__getitem__"',
         '_ASKED = ("get_interface"',
         "hf/changed_in_place:what_every",
     ),
-    _without("masks", CODE, "    walk.follow_masks(tower)\n", "hf/changed_in_place:what_is_read"),
+    _without("masks", LOOKED_UP, "    _follow_masks(walk, next(iter(modules)))\n", "hf/changed_in_place:what_is_read"),
     Mutant(
         "names read by strings",
         SOURCE,
@@ -327,7 +340,7 @@ MUTANTS = (
     Mutant("is_causal of the config", BUILT, "    if causal:", "    if False:", "hf/changed_in_place:what_is_read"),
     Mutant(
         "bodies of torch's functions",
-        CODE,
+        FOUND,
         "            self.functions.setdefault(id(value), value)",
         "            pass",
         "hf/changed_in_place:what_every",
@@ -398,7 +411,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights that changed meanwhile",
-        ENCODER,
+        REPLAY,
         "found.unchanged and weights.version == version)",
         "found.unchanged)",
         "unit/speculative_replay:weights",

@@ -51,8 +51,8 @@ def test_one_block_in_the_interpreter() -> None:
 
 
 def _checks(step: Any, seconds: float) -> list[KernelCheck]:
-    with kernel_checks.started() as checks:
-        return checks.finish(step, seconds)
+    with kernel_checks.started() as finish:
+        return finish(step, seconds)
 
 
 ENDED = SimpleNamespace(returncode=0)

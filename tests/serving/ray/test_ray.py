@@ -24,22 +24,14 @@ pytest.importorskip("ray")
 
 import fusedvit  # noqa: E402
 from fusedvit.corpus import shards  # noqa: E402
-from tests.support.checkpoint import noisy_pictures, tiny_checkpoint  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_checkpoint  # noqa: E402
 
+__all__ = ["checkpoint", "pictures"]  # fixtures
 COUNT, SHARD = 2000, 64
 SHARDS = math.ceil(COUNT / SHARD)
 BAD = "1000.png"
+PICTURES = COUNT, (48, 80), BAD
 PATIENCE = 300  # seconds
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return noisy_pictures(tmp_path_factory.mktemp("pictures"), COUNT, (48, 80), BAD)
 
 
 PR_SET_CHILD_SUBREAPER = 36

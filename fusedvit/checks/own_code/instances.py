@@ -1,0 +1,84 @@
+"""What modules, and the classes that `fuse` gives them, hold under names that the code mentions: Python may find it in
+the place of what the code's source defines."""
+
+from functools import partial
+from itertools import chain
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from fusedvit.checks.adapters import Plain
+from fusedvit.checks.module_calls import replaced_calls
+from fusedvit.checks.own_code.findings import CALLED
+from fusedvit.checks.own_code.walk import LOOKUP, CodeWalk
+from fusedvit.checks.ownership import ORIGINAL, describe, own_class
+from fusedvit.checks.source_code import definition_of
+
+_METHODS = (property, FunctionType, staticmethod, classmethod)
+
+
+def follow_classes(walk: CodeWalk, plain: Plain) -> None:
+    """What classes have by names of what their instances hold, and Python finds first: anything before what is
+    registered, a descriptor before other attributes. Properties and methods are followed elsewhere."""
+    known: set[tuple[type, str]] = set()
+    for module in plain.modules.values():
+        cls, registered = own_class(type(module)), {*module._parameters, *module._buffers, *module._modules}
+        held = {(cls, name) for name in (registered | vars(module).keys()) & (walk.found.names | walk.found.optional)}
+        optional = {(cls, name) for name in walk.found.optional - vars(module).keys()}
+        for of, name in (held | optional) - known:
+            value = next((vars(c)[name] for c in of.__mro__ if name in vars(c)), None)
+            first = name in registered or hasattr(type(value), "__set__") or name not in vars(module)
+            if value is not None and first and not isinstance(value, _METHODS):
+                walk.found.note_foreign(f"{of.__qualname__}.{name} is {describe(value)}")
+        known |= held | optional
+    for cls in {cls for cls, _ in known}:
+        for base in cls.__mro__[:-1]:
+            walk.found.note_absent(base, walk.found.optional - vars(base).keys())
+
+
+def follow_calls(walk: CodeWalk, plain: Plain) -> None:
+    """What instances have in the place of what calling them runs: not the tower, whose call is the caller's."""
+    inside = (layer.named_modules(prefix=path) for path, layer in plain.layers.items())
+    for path, module in chain(plain.modules.items(), *inside):
+        for what in replaced_calls(path, module) if path else ():
+            walk.found.note_foreign(what)
+
+
+def follow_attributes(walk: CodeWalk, path: str, module: nn.Module) -> None:
+    """Methods of its class that a module keeps to call them, and what the engine's `objects` would run."""
+    for name, value in vars(module).items():
+        if name not in walk.found.names:
+            continue
+        if isinstance(value, MethodType) and value.__self__ is module:
+            walk.follow_method(type(module), value.__func__.__name__)
+            if getattr(type(module), value.__func__.__name__, None) is not value.__func__:
+                walk.found.note_foreign(f"{path}.{name} is {describe(value.__func__)}")
+        elif name in walk.engine.objects:
+            _follow_object(walk, f"{path}.{name}", value)
+
+
+def _follow_object(walk: CodeWalk, where: str, value: object) -> None:
+    """What the code of a module would call of an object that it holds: methods, and functions that it keeps."""
+    for method in sorted(walk.found.names & vars(type(value)).keys()):
+        walk.follow_method(type(value), method)
+    for name in sorted(walk.found.names & getattr(value, "__dict__", {}).keys()):
+        kept = vars(value)[name]
+        walk.found.registries.append((vars(value), name))
+        found = definition_of(kept.func if isinstance(kept, partial) else kept)
+        if callable(kept) and (found is None or not found.module.startswith(walk.engine.packages)):
+            walk.found.note_foreign(f"{where}.{name} is {describe(kept)}")
+
+
+def follow_ours(walk: CodeWalk, tower: nn.Module) -> None:
+    """The instance, and the classes that `fuse` and torch put before a tower's own: nobody else may give them
+    anything."""
+    cls: Any = type(tower)
+    for name in sorted(vars(tower).keys() & walk.found.methods().get(own_class(cls), ())):
+        walk.found.note_foreign(f"{cls.__qualname__}.{name} of the instance is {describe(vars(tower)[name])}")
+    for ours in cls.__mro__[: cls.__mro__.index(own_class(cls))]:
+        names = (walk.found.names | {*CALLED, *LOOKUP}) - {"forward"}
+        hidden = sorted(vars(ours).keys() & names) if ORIGINAL in vars(ours) else []
+        for name in hidden:
+            walk.found.note_foreign(f"{cls.__qualname__}.{name} is {describe(vars(ours)[name])}")
+        walk.found.note_absent(ours, names - vars(ours).keys())

@@ -1,0 +1,122 @@
+"""The registries of transformers in which code looks up its attention function and what builds its masks.
+
+Each must be transformers' own, and so must what it has for the name in the tower's config.
+"""
+
+import sys
+from collections.abc import Collection, Iterable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from fusedvit.checks.own_code.walk import CodeWalk
+from fusedvit.checks.ownership import describe
+from fusedvit.checks.source_code import Definition, definition_of, names_in, wrapped_by
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_EAGER = "eager_attention_forward"
+_INTERFACE_CLASS = ("transformers.modeling_utils", "AttentionInterface")
+_FLASH = Definition("transformers.integrations.flash_attention", "flash_attention_forward")
+# What transformers registers, by the name in a config; "eager" is a function of the modeling module.
+_ATTENTION = {
+    "sdpa": Definition("transformers.integrations.sdpa_attention", "sdpa_attention_forward"),
+    "flash_attention_2": _FLASH,
+    "flash_attention_3": _FLASH,
+    "flash_attention_4": _FLASH,
+    "flex_attention": Definition("transformers.integrations.flex_attention", "flex_attention_forward"),
+}
+_FOLLOWED = ("sdpa",)  # the others load their kernels at their first call
+_MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
+_MASKS_CLASS = ("transformers.masking_utils", "AttentionMaskInterface")
+_MASK = {  # as `_ATTENTION`, of masks
+    name: Definition(_MASKS_CLASS[0], f"{kind}_mask")
+    for kind, names in {
+        "sdpa": ("sdpa", None),
+        "eager": ("eager",),
+        "flash_attention": ("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+        "flex_attention": ("flex_attention",),
+    }.items()
+    for name in names
+}
+_ASKED = ("get_interface", "__getitem__", "__contains__")  # how code looks a registry up
+
+
+def follow_registries(walk: CodeWalk, modules: Collection[nn.Module]) -> None:
+    """What `modules`, the tower first, would look up by their configs."""
+    for module in _distinct_configs(modules):
+        _follow_attention(walk, module)
+    _follow_masks(walk, next(iter(modules)))
+
+
+def _distinct_configs(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """A module for each config and class whose code looks up an attention function."""
+    found = {
+        (id(vars(m)["config"]), type(m)): m
+        for m in modules
+        if "config" in vars(m) and _INTERFACE in _forward_names(type(m))
+    }
+    return found.values()
+
+
+def _forward_names(cls: type) -> set[str]:
+    forward: object = getattr(cls, "forward", None)
+    while isinstance(forward, FunctionType) and (inner := wrapped_by(forward)) is not None:
+        forward = inner
+    return names_in(forward.__code__) if isinstance(forward, FunctionType) else set()
+
+
+def _follow_attention(walk: CodeWalk, module: nn.Module) -> None:
+    """What `module` would call for attention, by its config."""
+    scope = vars(sys.modules[type(module).__module__])
+    interface, name = scope.get(_INTERFACE), getattr(vars(module)["config"], "_attn_implementation", None)
+    if interface is None:
+        return
+    if not _is_registry(walk, interface, _INTERFACE, _INTERFACE_CLASS):
+        return
+    _follow_registry(walk, interface, name)
+    found = interface.get(name, scope.get(_EAGER)) if name is not None else scope.get(_EAGER)
+    eager = Definition(type(module).__module__, _EAGER)
+    expected = eager if name in (None, "eager") else _ATTENTION.get(name)
+    if expected is None or definition_of(found) != expected:
+        walk.found.note_foreign(f"the attention function {name!r} is {describe(found)}")
+    elif isinstance(found, FunctionType) and (name in _FOLLOWED or expected == eager):
+        walk.follow(found, expected, f"the attention function {name!r}")
+
+
+def _follow_masks(walk: CodeWalk, tower: nn.Module) -> None:
+    """What builds the masks of attention, where the code looks that up by the tower's config."""
+    module = sys.modules.get(_MASKS_CLASS[0])
+    if module is None or (id(module), _MASKS) not in walk.found.slots:
+        return
+    interface = vars(module)[_MASKS]
+    name = getattr(vars(tower).get("config"), "_attn_implementation", None)
+    if _is_registry(walk, interface, _MASKS, _MASKS_CLASS):
+        _follow_registry(walk, interface, name)
+        found, expected = interface.get(name), _MASK.get(name)
+        if found is not None and expected is not None:
+            walk.follow(found, expected, f"the mask function {name!r}")
+        elif found is not None:
+            walk.found.note_foreign(f"the mask function {name!r} is {describe(found)}")
+
+
+def _is_registry(walk: CodeWalk, interface: Any, where: str, expected: tuple[str, str]) -> bool:
+    """Whether it is transformers' registry, and nothing but the entries is its own."""
+    if (type(interface).__module__, type(interface).__qualname__) != expected:
+        walk.found.note_foreign(f"{where} is {describe(interface)}")
+        return False
+    for name in sorted(vars(interface).keys() - {"_local_mapping"}):
+        walk.found.note_foreign(f"{where}.{name} of the instance is {describe(vars(interface)[name])}")
+    return True
+
+
+def _follow_registry(walk: CodeWalk, interface: Any, name: object) -> None:
+    for owner in (interface, type(interface)):
+        for mapping in ("_local_mapping", "_global_mapping"):
+            if mapping in vars(owner):
+                walk.found.slots.setdefault((id(owner), mapping), (owner, mapping))
+                walk.found.registries.append((vars(owner)[mapping], str(name)))
+    walk.found.note_slot(interface, "__class__")
+    walk.found.note_absent(interface, (*_ASKED, "get", "_global_mapping"))
+    for method in _ASKED:
+        walk.follow_method(type(interface), method)

@@ -1,0 +1,109 @@
+"""What code means of torch's by the names that it mentions: functions of its modules, and methods of tensors.
+
+Each must be torch's own. Of those that torch writes in Python, what they call of C and of tensors is followed in turn.
+"""
+
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+
+import torch
+
+from fusedvit.checks.own_code.findings import Findings
+from fusedvit.checks.ownership import (
+    describe,
+    functions_of_c,
+    is_foreign_function,
+    is_foreign_object,
+    is_of_c,
+    is_torchs,
+)
+from fusedvit.checks.source_code import names_in, wrapped_by
+from fusedvit.families.engine import Engine
+
+_TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")}
+_AROUND_C = ("torch.functional", "torch.nn.functional", "torch._tensor")  # functions around those of C
+
+
+class TorchNames:
+    """Follows names into torch."""
+
+    def __init__(self, found: Findings, engine: Engine) -> None:
+        self.found = found
+        self._engine = engine
+        self._inside: set[int] = set()  # functions that were followed
+
+    def follow_operators(self, used: Iterable[str]) -> None:
+        """What code does with tensors without naming it."""
+        for name in sorted({*used}):
+            self._follow_tensor(name)
+
+    def follow(self, mentioned: set[str]) -> None:
+        """What code that mentions these names could mean of torch's."""
+        for module in (torch, torch.nn.functional):
+            self._follow_names_of(module, {n for n in mentioned if not isinstance(vars(module).get(n), ModuleType)})
+        self.follow_methods(mentioned)
+
+    def follow_methods(self, mentioned: set[str]) -> None:
+        """Methods of tensors that code mentions."""
+        for name in sorted(mentioned & _TENSOR_METHODS):
+            self._follow_tensor(name)
+
+    def follow_module(self, module: ModuleType, mentioned: set[str]) -> None:
+        """Names of a module of torch that a function mentions: they must be torch's own."""
+        pending, seen = [module], set[str]()
+        while pending:
+            module = pending.pop()
+            if module.__name__ in seen or not f"{module.__name__}.".startswith("torch."):
+                continue
+            seen.add(module.__name__)
+            pending += self._follow_names_of(module, mentioned)
+
+    def _follow_tensor(self, name: str) -> None:
+        if not hasattr(torch.Tensor, name):
+            self.found.note_absent(torch.Tensor, [name])
+            return
+        self.found.note_slot(torch.Tensor, name)
+        value = getattr(torch.Tensor, name)
+        if isinstance(value, FunctionType) and not is_torchs(value):
+            self.found.note_foreign(f"torch.Tensor.{name} is {describe(value)}")
+        self.found.keep(value)
+        self._follow_inside(value)
+
+    def _follow_names_of(self, module: ModuleType, mentioned: set[str]) -> list[ModuleType]:
+        """Those of a module of torch that are mentioned; returns the modules among them."""
+        inner: list[ModuleType] = []
+        for name in sorted(mentioned & vars(module).keys()):
+            value = vars(module)[name]
+            self.found.note_slot(module, name)
+            if is_foreign_object(value, self._engine) or is_foreign_function(value, name):
+                self.found.note_foreign(f"{module.__name__}.{name} is {describe(value)}")
+            elif isinstance(value, ModuleType):
+                inner.append(value)
+            self.found.keep(value)
+            self._follow_inside(value)
+        return inner
+
+    def _follow_inside(self, value: object) -> None:
+        """What a function of torch that is written in Python calls: functions of C, and methods of tensors."""
+        value = inner if isinstance(value, FunctionType) and (inner := wrapped_by(value)) is not None else value
+        self.found.keep(value)
+        if not isinstance(value, FunctionType) or id(value) in self._inside or value.__module__ not in _AROUND_C:
+            return
+        self._inside.add(id(value))
+        mentioned = names_in(value.__code__)
+        for module in (torch, torch._C._nn):
+            if module.__name__.rpartition(".")[2] in mentioned:
+                for name in sorted(mentioned & functions_of_c(module) & vars(module).keys()):
+                    self._follow_of_c(module, name)
+        if "_VF" in mentioned:  # it has none of its own, and runs Python to find each
+            names = mentioned & functions_of_c(torch)
+            self.found.note_absent(torch._VF, names)
+            for name in sorted(names & vars(torch._VF).keys()):
+                self.found.note_foreign(f"torch._VF.{name} is {describe(vars(torch._VF)[name])}")
+        if value.__module__ != torch.Tensor.__module__:
+            self.follow_methods(mentioned)
+
+    def _follow_of_c(self, module: ModuleType, name: str) -> None:
+        self.found.note_slot(module, name)
+        if not is_of_c(vars(module)[name], name):
+            self.found.note_foreign(f"{module.__name__}.{name} is {describe(vars(module)[name])}")

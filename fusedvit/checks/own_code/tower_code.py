@@ -1,0 +1,85 @@
+"""Whether what a tower would run is the code that transformers, or the engine whose tower it is, defines.
+
+The walk begins with `forward` of every class in the tower and follows the names that its code mentions: methods of the
+class, functions of its module and of transformers' helpers, functions of torch, and the attention function that would
+be looked up; in an engine's tower also the methods and objects that modules hold and call. Each must be the one that
+its module's source defines. The walk also lists where these things are kept, so that change detection can compare them
+by identity.
+"""
+
+import sys
+from dataclasses import replace
+from functools import lru_cache
+
+from fusedvit.checks import accelerate_hooks, adapters
+from fusedvit.checks.adapters import Plain
+from fusedvit.checks.own_code.findings import Findings, OwnCode
+from fusedvit.checks.own_code.instances import follow_attributes, follow_calls, follow_classes, follow_ours
+from fusedvit.checks.own_code.operators import operators_in
+from fusedvit.checks.own_code.registries import follow_registries
+from fusedvit.checks.own_code.torch_names import TorchNames
+from fusedvit.checks.own_code.walk import CodeWalk
+from fusedvit.checks.ownership import describe, own_class
+from fusedvit.checks.source_code import code_of, names_in
+from fusedvit.families.engine import HUGGING_FACE, Engine
+
+_OURS = ("fusedvit.kernels.reference.", "fusedvit.model.")  # what runs on a CPU, and prepares weights everywhere
+
+
+def own_code(plain: Plain, engine: Engine = HUGGING_FACE) -> OwnCode:
+    """Follows what a tower would run."""
+    walk = CodeWalk(engine)
+    tower, *inner = plain.modules.values()
+    for cls in dict.fromkeys([own_class(type(tower)), *map(type, inner)]):
+        walk.follow_class(cls)
+    if engine != HUGGING_FACE:
+        for path, module in plain.modules.items():
+            follow_attributes(walk, path, module)
+    follow_calls(walk, plain)
+    layers = _code_of_layers(plain, engine)
+    follow_registries(walk, plain.modules.values())
+    follow_classes(walk, plain)
+    found = walk.found
+    walk.torch_names.follow_operators(o for f in found.functions.values() for o in operators_in(f.__code__))
+    follow_ours(walk, tower)
+    ours = _fused_code(engine)  # on a GPU it prepares weights and no more
+    slots = found.slots | ours.slots if next(tower.parameters()).device.type == "cpu" else found.slots
+    hooks = accelerate_hooks.code_slots(plain)
+    return OwnCode(
+        found.foreign or layers.foreign or ours.foreign,
+        (*(slots | layers.slots).values(), *hooks),
+        tuple(found.registries),
+        tuple((found.functions | layers.functions | accelerate_hooks.functions_of(hooks)).values()),
+        frozenset(found.names | found.optional | engine.values.keys() | engine.objects.keys()),
+        frozenset(found.optional),
+        found.methods() | layers.methods(),
+        tuple((vars(o).keys(), frozenset(names)) for part in (found, layers) for o, names in part.absent.values()),
+    )
+
+
+def _code_of_layers(plain: Plain, engine: Engine) -> Findings:
+    """What calling PEFT's layers runs; their names say nothing of the tower's attributes."""
+    walk = CodeWalk(replace(engine, packages=(*engine.packages, "peft.")), skipped=adapters.NOT_RUN)
+    for path, layer in plain.layers.items():
+        for cls in dict.fromkeys(map(type, adapters.modules_run(layer))):
+            walk.follow_class(cls)
+        for name in sorted(vars(layer).keys() & walk.found.methods().get(type(layer), ())):
+            if callable(getattr(type(layer), name)):  # a property wins over the instance
+                walk.found.note_foreign(f"{path}.{name} of the instance is {describe(vars(layer)[name])}")
+    return walk.found
+
+
+def _fused_code(engine: Engine) -> Findings:
+    """What of torch's our own operations use: as tensors they are no safer from replacements than the tower's."""
+    torch_names = TorchNames(Findings(), engine)
+    names, operators = _names_of_ours(tuple(sorted(name for name in sys.modules if name.startswith(_OURS))))
+    torch_names.follow({*names})
+    torch_names.follow_operators(operators)
+    return torch_names.found
+
+
+@lru_cache(maxsize=4)
+def _names_of_ours(modules: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that the code of our modules mentions, and what its operators lead to."""
+    codes = [code for code in map(code_of, map(sys.modules.__getitem__, modules)) if code is not None]
+    return frozenset().union(*map(names_in, codes)), frozenset(o for code in codes for o in operators_in(code))

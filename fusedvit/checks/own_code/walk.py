@@ -1,0 +1,198 @@
+"""The walk over code: from a class's methods along the names that they mention, each to what its source defines."""
+
+import builtins
+import sys
+from types import FunctionType, ModuleType
+
+from torch import nn
+
+from fusedvit.checks.module_calls import COMPILED
+from fusedvit.checks.own_code.findings import CALLED, Findings
+from fusedvit.checks.own_code.torch_names import TorchNames
+from fusedvit.checks.ownership import (
+    describe,
+    held_function,
+    is_builtin,
+    is_foreign_object,
+    is_of_python,
+    is_torchs,
+    sets_gradients,
+)
+from fusedvit.checks.source_code import (
+    Definition,
+    decorators_of,
+    defines,
+    definition_of,
+    names_in,
+    optional_in,
+    wrapped_by,
+)
+from fusedvit.families.engine import HUGGING_FACE, Engine
+
+# By these a forward finds modules.
+LOOKUP = (
+    "__getattribute__",
+    "__getattr__",
+    "__iter__",
+    "__getitem__",
+    "__len__",
+    "__contains__",
+    "keys",
+    "values",
+    "items",
+)
+_ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimplemented"}  # in the body of nn.Module
+_HARMLESS_BUILTINS = {"print", "input"}  # others replace them to be quiet
+_GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
+_CHECKPOINTING = "GradientCheckpointingLayer"  # wraps `forward` of every class that is derived from it
+_CONTEXTS = "torch.utils._contextlib"  # whose wrapper enters a context around a function
+
+
+class CodeWalk:
+    """Follows classes and functions.
+
+    Attributes:
+        found: what was found so far.
+        torch_names: follows names into torch.
+    """
+
+    def __init__(self, engine: Engine, skipped: frozenset[str] = frozenset()) -> None:
+        """
+        Args:
+            skipped: methods that are not run.
+        """
+        self.engine = engine
+        self.found = Findings()
+        self.torch_names = TorchNames(self.found, engine)
+        self._skipped = skipped
+
+    def follow_class(self, cls: type) -> None:
+        self.found.note_slot(cls, "__mro__")  # which another base changes
+        for name in (*CALLED, *LOOKUP):
+            self.follow_method(cls, name)
+
+    def _home_of(self, cls: type, name: str) -> type | None:
+        """The class whose method `name` of `cls` is, if it is to be followed."""
+        home = next((c for c in cls.__mro__ if name in vars(c)), None)
+        if home is None or (home is object and name not in LOOKUP) or (id(cls), name) in self.found.slots:
+            return None
+        self.found.note_slot(cls, name)
+        if is_of_python(home):
+            return None
+        if not home.__module__.startswith(("torch.", *self.engine.packages)):
+            self.found.note_foreign(f"{cls.__qualname__} derives from {describe(home)}")
+        return home
+
+    def follow_method(self, cls: type, name: str) -> None:
+        home = self._home_of(cls, name)
+        if home is None:
+            return
+        value = held_function(vars(home)[name])
+        if isinstance(value, staticmethod | classmethod):
+            value = held_function(value.__func__)
+        elif isinstance(value, property):
+            value = value.fget
+        elif name == COMPILED and value is not None:
+            self.found.note_foreign(f"{cls.__qualname__}.{name} is {describe(value)}")
+        elif not callable(value):
+            return
+        path = _ALIASES.get(name, f"{home.__qualname__}.{name}") if home is nn.Module else f"{home.__qualname__}.{name}"
+        found = self.follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
+        if found is None or home.__module__ in _GENERAL:
+            return
+        for other in sorted(names_in(found.__code__) - self._skipped):
+            if hasattr(cls, other) and not any(hasattr(general, other) for general in (nn.Module, object)):
+                self.follow_method(cls, other)
+
+    def follow(self, value: object, expected: Definition, where: str) -> FunctionType | None:
+        """Follows the function at `where`, through decorators; returns the one that `expected` names, if that is it."""
+        found, function = definition_of(value), value
+        wrappers: list[FunctionType] = []
+        while found is not None and found != expected and found.module.startswith(self.engine.decorators):
+            assert isinstance(function, FunctionType)
+            self.found.functions[id(function)] = function
+            wrappers.append(function)
+            if expected.path.endswith(".__call__") and found.path.endswith(".__call__"):  # of a class's decorator
+                return None
+            function = wrapped_by(function)
+            found = definition_of(function)
+        if found != expected or not isinstance(function, FunctionType):
+            self.found.note_foreign(f"{where} is {describe(value)}")
+            return None
+        decorators = decorators_of(function.__code__, expected.module) if wrappers else None
+        for wrapper in wrappers:
+            if not _is_of_source(wrapper, decorators):
+                self.found.note_foreign(f"{where} is wrapped by {describe(wrapper)}")
+        if id(function) not in self.found.functions:
+            self.found.functions[id(function)] = function
+            if not found.module.startswith("torch.nn.modules.module"):
+                self._follow_names(function)
+        return function
+
+    def _follow_names(self, function: FunctionType) -> None:
+        """Follows the globals that a function mentions, and what it mentions of torch's modules."""
+        mentioned, scope = names_in(function.__code__), function.__globals__
+        self.found.names |= mentioned
+        self.found.optional |= optional_in(function.__code__)
+        for name in sorted(mentioned & scope.keys()):
+            self._follow_global(sys.modules[scope["__name__"]], name, mentioned)
+        self.torch_names.follow_methods(mentioned)
+        built_in = mentioned & vars(builtins).keys() - scope.keys() - _HARMLESS_BUILTINS
+        self.found.note_absent(sys.modules[scope["__name__"]], built_in)
+        for name in sorted(built_in):
+            self.found.note_slot(builtins, name)
+            if not is_builtin(vars(builtins)[name]):
+                self.found.note_foreign(f"builtins.{name} is {describe(vars(builtins)[name])}")
+
+    def _follow_global(self, module: ModuleType, name: str, mentioned: set[str]) -> None:
+        value, where = vars(module)[name], f"{module.__name__}.{name}"
+        if isinstance(value, ModuleType) and not is_foreign_object(value, self.engine):
+            self.torch_names.follow_module(value, mentioned)
+        if (id(module), name) in self.found.slots:
+            return
+        self.found.note_slot(module, name)
+        value = held_function(value)
+        if isinstance(value, type):
+            if defines(module.__name__, name) and (value.__module__, value.__qualname__) != (module.__name__, name):
+                self.found.note_foreign(f"{where} is {describe(value)}")
+        elif isinstance(value, FunctionType):
+            self._follow_function(value, module, name)
+        elif is_foreign_object(value, self.engine):
+            self.found.note_foreign(f"{where} is {describe(value)}")
+
+    def _follow_function(self, value: FunctionType, module: ModuleType, name: str) -> None:
+        where = f"{module.__name__}.{name}"
+        origin, defined_here = self._undecorated(value), defines(module.__name__, name)
+        in_library = origin is not None and origin.module.startswith(self.engine.libraries)
+        if origin is not None and in_library and (origin.path == name or not defined_here):
+            return  # a module may define what it could not import
+        if defined_here:
+            self.follow(value, Definition(module.__name__, name), where)
+            return
+        own_name = self.engine.renamed.get(name, name)
+        if origin is not None and origin.path == own_name and origin.module.startswith(self.engine.packages):
+            self.follow(value, origin, where)
+        elif not is_torchs(value):
+            self.found.note_foreign(f"{where} is {describe(value)}")
+
+    @staticmethod
+    def _undecorated(value: FunctionType) -> Definition | None:
+        function: FunctionType | None = value
+        while function is not None and (inner := wrapped_by(function)) is not None and definition_of(function):
+            function = inner
+        return definition_of(function)
+
+
+def _is_of_source(wrapper: FunctionType, decorators: frozenset[str] | None) -> bool:
+    """Whether a decorator's wrapper is one that the source puts there, or sets a mode of gradients.
+
+    An engine's decorators choose a wrapper of another name; they are taken wherever they are.
+    """
+    found = definition_of(wrapper)
+    if found is None:
+        return False
+    if found.module == _CONTEXTS:
+        return sets_gradients(wrapper)
+    if decorators is None or not found.module.startswith(HUGGING_FACE.packages):
+        return True
+    return found.path.partition(".")[0] in (*decorators, _CHECKPOINTING)
