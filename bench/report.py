@@ -26,6 +26,7 @@ BENCH_H100 = "h100-bench.json"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
 PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
 TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
+ENGINE = "h100-vllm-engine.json"
 PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
 # Checks by name, if measured.
@@ -115,6 +116,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
     "first-call": (((FIRST_CALL,), _first_call),),
     "vllm": (((VLLM,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-ranks": ((RANKS, _ranks),),
+    "vllm-engine": (((ENGINE,), lambda found: tables.engine_table(found["V1"])),),
     "unsupported": (((), tables.unsupported_table),),
 }
 

@@ -67,8 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         document = _document(args)
         for runner in args.runner:
             pair = {name: _run_engine(args, scratch, runner, name == "vllm") for name in ("vllm", "fusedvit")}
-            pair["answers"] = _compared(pair, want)
-            document[runner] = pair | {"holds": _holds(pair)}
+            document[runner] = verdict(pair, want)
             write(args.json, document)
             print(runner, json.dumps({n: document[runner][n] for n in ("answers", "holds")}))
     return 0 if all(document[runner]["holds"] for runner in args.runner) else 1
@@ -203,13 +202,36 @@ def _write_metadata(site: Path) -> None:
 
 
 def _engine(scratch: Path, ranks: int, mode: str, out: Path) -> int:
-    """An engine's life."""
+    """An engine's life, from its start to other weights."""
+    document: dict[str, Any] = {"free MiB": {"before": _free()}, "wake s": {}, "log probabilities": {}}
+    free, answers = document["free MiB"], document["log probabilities"]
+    begun = time.perf_counter()
+    llm = _start(scratch / _CHECKPOINTS[0], ranks, mode)
+    document["load s"] = time.perf_counter() - begun
+    document["KV blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    free["loaded"] = _free()
+    llm.collective_rpc(_time_steps)
+    answers["fresh"] = _answers(llm)
+    document["timed"] = _timed(llm)
+    for level in (1, 2):
+        llm.sleep(level=level)
+        free[f"asleep on level {level}"] = _free()
+        document["wake s"][f"from level {level}"] = _wake(llm, level)
+        free[f"woken from level {level}"] = _free()
+        answers[f"woken from level {level}"] = _answers(llm)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(scratch / _CHECKPOINTS[1])})
+    answers[_OTHER] = _answers(llm)
+    document["stats"] = [] if os.environ["FUSEDVIT_DISABLE"] == "1" else llm.collective_rpc("fusedvit_stats")
+    write(out, document)
+    return 0
+
+
+def _start(folder: Path, ranks: int, mode: str) -> Any:
+    """An engine as `vllm serve` starts it, with sleep mode, and without caches that would spare it the encoder."""
     from vllm import LLM
 
-    document: dict[str, Any] = {"free MiB": {"before": _free()}, "wake s": {}}
-    begun = time.perf_counter()
-    llm = LLM(
-        model=str(scratch / _CHECKPOINTS[0]),
+    return LLM(
+        model=str(folder),
         dtype="bfloat16",
         max_model_len=16384,
         gpu_memory_utilization=0.5,
@@ -223,28 +245,15 @@ def _engine(scratch: Path, ranks: int, mode: str, out: Path) -> int:
         max_logprobs=-1,
         seed=0,
     )
-    document["load s"] = time.perf_counter() - begun
-    document["KV blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    answers = document["log probabilities"] = {}
-    document["free MiB"]["loaded"] = _free()
-    llm.collective_rpc(_time_steps)
-    answers["fresh"] = _answers(llm)
-    document["timed"] = _timed(llm)
-    for level in (1, 2):
-        llm.sleep(level=level)
-        document["free MiB"][f"asleep on level {level}"] = _free()
-        begun = time.perf_counter()
-        llm.wake_up()
-        if level > 1:
-            llm.collective_rpc("reload_weights")
-        document["wake s"][f"from level {level}"] = time.perf_counter() - begun
-        document["free MiB"][f"woken from level {level}"] = _free()
-        answers[f"woken from level {level}"] = _answers(llm)
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(scratch / _CHECKPOINTS[1])})
-    answers[_OTHER] = _answers(llm)
-    document["stats"] = [] if os.environ["FUSEDVIT_DISABLE"] == "1" else llm.collective_rpc("fusedvit_stats")
-    write(out, document)
-    return 0
+
+
+def _wake(llm: Any, level: int) -> float:
+    """Wakes an engine, and loads its weights where sleep has lost them; seconds that it took."""
+    begun = time.perf_counter()
+    llm.wake_up()
+    if level > 1:
+        llm.collective_rpc("reload_weights")
+    return time.perf_counter() - begun
 
 
 def _answers(llm: Any) -> dict[str, list[float]]:
@@ -316,11 +325,22 @@ def _free() -> int:
 # what is said of both
 
 
-def _compared(document: dict[str, Any], want: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+def verdict(pair: dict[str, Any], want: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """What is kept of two engines' documents, vLLM's own and the fused one's: their answers as distances.
+
+    Args:
+        want: Hugging Face's answers, by checkpoint and request.
+    """
+    found: dict[str, Any] = {name: {k: v for k, v in pair[name].items() if k != "log probabilities"} for name in pair}
+    found["answers"] = _compared(pair, want)
+    return found | {"holds": _holds(found)}
+
+
+def _compared(pair: dict[str, Any], want: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     """Largest differences of log probabilities, by stage and request: vLLM's from Hugging Face's, the fused engine's
     from it, and both from each other."""
     found: dict[str, Any] = {}
-    for stage, request, theirs, ours in _pairs(document):
+    for stage, request, theirs, ours in _pairs(pair):
         right = want[_CHECKPOINTS[stage == _OTHER]].get(request)
         row = {"ours - theirs": _distance(ours, theirs)}
         if right is not None:
@@ -329,9 +349,9 @@ def _compared(document: dict[str, Any], want: dict[str, dict[str, list[float]]])
     return found
 
 
-def _pairs(document: dict[str, Any]) -> Iterator[tuple[str, str, list[float], list[float]]]:
-    theirs, ours = (document[name].get("log probabilities", {}) for name in ("vllm", "fusedvit"))
-    for stage in ours:
+def _pairs(pair: dict[str, Any]) -> Iterator[tuple[str, str, list[float], list[float]]]:
+    theirs, ours = (pair[name].get("log probabilities", {}) for name in ("vllm", "fusedvit"))
+    for stage in [*ours] if theirs else []:
         for request in ours[stage]:
             yield stage, request, theirs[stage][request], ours[stage][request]
 
