@@ -57,7 +57,7 @@ class Table(NamedTuple):
 
         shown = rich.Table(title=title, title_justify="left")
         for head in self.head:
-            shown.add_column(head)
+            shown.add_column(head, overflow="fold")  # names that are cut off may read alike
         for row in self.rows:
             shown.add_row(*row)
         console.print(shown)

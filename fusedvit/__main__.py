@@ -4,11 +4,14 @@ import os
 import sys
 from importlib import import_module
 
-INTERRUPTED = 130  # as a shell says it of SIGINT
 CLI_PACKAGES = {"typer", "rich", "matplotlib", "PIL", "av"}  # of the extra "cli"
 
 
 def main() -> None:
+    sys.exit(import_module("fusedvit.cli.ending").ended(_command))
+
+
+def _command() -> None:
     if os.environ.get("COLUMNS") == "0":  # consoles that do not know their width; rich would print nothing
         del os.environ["COLUMNS"]
     try:
@@ -19,8 +22,6 @@ def main() -> None:
             raise
         print(f'The command needs {error.name}: pip install "fusedvit[cli]"', file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # while modules are imported; later typer catches it
-        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

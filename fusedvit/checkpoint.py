@@ -6,6 +6,7 @@ not loaded.
 
 import json
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -93,10 +94,34 @@ def _check_folder(where: str) -> None:
     if path.is_file():
         raise InputError(f"{where}: a file; give the folder that holds config.json and the weights")
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not _is_file(path / "config.json"):
             raise InputError(f"{where}: the folder holds no config.json")
+        _check_readable(path / "config.json")
     elif where.startswith(("/", ".", "~")) or where.count("/") > 1:
         raise InputError(f"{where}: no such folder")
+
+
+def _is_file(path: Path) -> bool:
+    """Raises InputError where the machine does not say, such as of a folder that may not be entered."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _check_readable(path: Path) -> None:
+    """Raises InputError where a file cannot be opened; safetensors would say that there is none, transformers that it
+    is no config."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path}: cannot be read ({error.strerror})")
 
 
 # ── the tower alone ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -163,7 +188,9 @@ def _shards_of(where: str) -> dict[str, str]:
         return {}
     try:
         return _weight_map(json.loads(index.read_text(encoding="utf-8")))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise _unreadable(index, error) from None
+    except ValueError as error:
         raise InputError(f"{where}: {INDEX} is no index of weights: {first_line(error)}") from None
 
 
@@ -198,7 +225,7 @@ def _read_weights(where: str, files: Mapping[str, str], prefix: str) -> dict[str
                 try:
                     weights[name] = file.get_tensor(prefix + name)
                 except SafetensorError as error:
-                    raise InputError(f"{path.name}: {first_line(error)}") from None
+                    raise InputError(f"{path}: {first_line(error)}") from None
     return weights
 
 
@@ -208,7 +235,7 @@ def _file_of(where: str, name: str) -> Path | None:
 
     folder = Path(where)
     if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
+        return folder / name if _is_file(folder / name) else None
     try:
         found = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
@@ -217,10 +244,11 @@ def _file_of(where: str, name: str) -> Path | None:
 
 
 def _opened(path: Path) -> Any:
+    _check_readable(path)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path.name}: no whole safetensors file: {first_line(error)}") from None
+        raise InputError(f"{path}: no whole safetensors file: {first_line(error)}") from None
 
 
 def _loaded(where: str, cls: Any, source: str | None, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:

@@ -42,6 +42,13 @@ def unnamed(error: BaseException) -> str:
     return str(error).removeprefix(PREFIX)
 
 
+def named(error: InputError) -> InputError:
+    """The same error with our name before its message, as the functions of the library raise it; commands print what
+    it is about alone."""
+    error.args = (PREFIX + unnamed(error),)
+    return error
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line: its first sentence lines up to an empty one."""
     return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__

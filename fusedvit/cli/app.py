@@ -2,7 +2,6 @@
 that `--help` waits for neither torch nor transformers."""
 
 import contextlib
-import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -19,18 +18,16 @@ from fusedvit.cli.console import (
     new_console,
     progress,
     refuse_unwritable,
-    spell_out_names,
     write,
 )
-from fusedvit.errors import InputError, UnsupportedModel, first_line, is_out_of_memory
-
-PASSED, FAILED, UNUSABLE = 0, 1, 2  # exit codes; UNUSABLE is click's own for bad usage
-NO_READER = 141  # as of what SIGPIPE ends: click's own 1 would mean that answers differ
+from fusedvit.cli.ending import FAILED, PASSED, UNUSABLE
+from fusedvit.errors import InputError, UnsupportedModel, first_line, is_out_of_memory, unnamed
 
 app = typer.Typer(
     name="fusedvit",
     help="Fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models. "
-    "Exit codes: 0 fine, 1 answers differ or a bar is missed, 2 bad usage or input, 141 no reader of the output.",
+    "Exit codes: 0 fine, 1 answers differ or a bar is missed, 2 bad usage or input, or an output that is not written, "
+    "130 Ctrl-C, 141 no reader of the output, 143 SIGTERM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,  # locals would print tensors and paths
@@ -73,16 +70,15 @@ Rows = Annotated[
     list[int] | None, typer.Option("--rows", metavar="PATCHES", min=1, help="Each operation alone at so many rows.")
 ]
 Without = Annotated[
-    list[str] | None, typer.Option("--without", metavar="BACKEND", help="As if it were not there: linear/hopper …")
+    list[str] | None, typer.Option("--without", metavar="BACKEND", help="As if it were not there: linear/hopper ...")
 ]
 Commit = Annotated[str, typer.Option(help="Recorded as it is; read from git when left out.")]
 
 
 def run(command: str, json: str | None, **arguments: Any) -> None:
     """Runs `fusedvit.cli.<command>`, writes its document and exits with its code; 2 and a line for unusable input, or
-    where the output cannot be written; 141, and no line, where its reader has gone."""
+    where the machine fails. `ending` has what goes for every command."""
     alone = json == STDOUT
-    spell_out_names()
     try:
         if json and not alone:
             refuse_unwritable(json)
@@ -93,26 +89,14 @@ def run(command: str, json: str | None, **arguments: Any) -> None:
         if json:
             write(outcome.document, json)
     except (InputError, UnsupportedModel) as error:
-        _refuse(str(error))
-        sys.stdout.flush()  # else what cannot be written is found at the exit, where nothing catches it
-    except (BrokenPipeError, SystemExit) as error:  # who read the output has gone: `| head`; rich makes it an exit
-        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
-            raise
-        _drop_stdout()
-        raise typer.Exit(NO_READER) from None
+        _refuse(unnamed(error))
     except OSError as error:
-        _drop_stdout()
-        _refuse(f"{error.filename or 'standard output'}: {error.strerror}" if error.errno else first_line(error))
+        _refuse(f"{error.filename or command}: {error.strerror}" if error.errno else first_line(error))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         _refuse(f"out of memory: {first_line(error)}")
     raise typer.Exit(PASSED if outcome.passed else FAILED)
-
-
-def _drop_stdout() -> None:
-    """What is left in its buffer cannot be written at the exit either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _refuse(said: str) -> NoReturn:
@@ -174,7 +158,7 @@ def compile_kernels(
     model: Annotated[
         list[str], typer.Argument(metavar="MODEL...", help="Checkpoints (folders, hub names, config.json), or towers.")
     ],
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="a100, a10g, l4, l40s, h100, h200, b200, rtx-5090 …")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="a100, a10g, l4, l40s, h100, h200, b200, rtx-5090 ...")],
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", parser=_output, help="Where to; FUSEDVIT_KERNELS names it at run time.")
     ],
@@ -203,7 +187,8 @@ def tune(
         typer.Option("--budget", metavar="PATCHES", min=4, help="Row budgets; else the ladder's from 256 to 65536."),
     ] = None,
     operation: Annotated[
-        list[str] | None, typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 …")
+        list[str] | None,
+        typer.Option("--op", metavar="NAME", help="Only these, as `report()` names them: qkv, fc2 ..."),
     ] = None,
     budget_minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; run again to go on.")] = 12.0,
     jobs: Annotated[

@@ -1,6 +1,5 @@
 """What every command shares: errors that end in exit code 2, progress on stderr, and JSON documents."""
 
-import io
 import json
 import logging
 import math
@@ -25,6 +24,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from fusedvit.errors import InputError
 
@@ -49,10 +49,12 @@ def new_console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, emoji=False)
 
 
-def spell_out_names() -> None:
-    """Has standard output escape what its encoding lacks, as standard error does: names of files may hold anything."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+def new_table(title: str, *heads: str, **options: Any) -> Table:
+    """A table whose cells go on in the next line where there is no room: names that are cut off may read alike."""
+    table = Table(title=title, title_justify="left", **options)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    return table
 
 
 @contextmanager
@@ -192,8 +194,6 @@ def write(document: Any, path: str | Path) -> None:
     Raises:
         InputError: nothing can be written there.
     """
-    if str(path) == STDOUT and sys.stdout is None:
-        raise InputError("standard output: cannot be written (closed)")
     text = json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
     if str(path) == STDOUT:
         sys.stdout.write(text)
@@ -211,10 +211,10 @@ def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
     Raises:
         InputError: no file can be written there, or its suffix is none of `suffixes`, if there are any.
     """
-    path = _target(path)
     try:
+        path = _target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except OSError as error:  # also a working folder that is gone
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     if path.is_dir():
         raise InputError(f"{path}: cannot be written (a folder)")

@@ -114,9 +114,14 @@ class Demo:
         return self.spread.failures == 0
 
     @property
+    def compared(self) -> bool:
+        """Whether any call ran fused; else the original was compared with itself."""
+        return self.stats["fused"] > 0
+
+    @property
     def passed(self) -> bool:
         refused = all(bad.refused for bad in self.bad_inputs)
-        return self.same_answers and refused and all(check.passed for check in self.kernels)
+        return self.same_answers and self.compared and refused and all(check.passed for check in self.kernels)
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,11 +148,11 @@ def _parity_table(demo: Demo) -> Table:
     table = Table(
         title="Parity", caption=_rule(demo), box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left"
     )
-    table.add_column("output", no_wrap=True)
+    table.add_column("output", overflow="fold")
     for name in ("fused", "original", "max ratio", "rms ratio", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for call in demo.calls:
-        table.add_row(f"[bold]{escape(shorten(call.name, 25))}[/]")
+        table.add_row(f"[bold]{escape(call.name)}[/]")
         for parity in call.parity:
             c = parity.comparison
             errors = f"{c.max_ours:.2e}", f"{c.max_pt:.2e}", f"{c.ratio_max:.2f}", f"{c.ratio_rms:.2f}"
@@ -172,15 +177,15 @@ def _cost_table(demo: Demo) -> Table:
     table = Table(title="A call, original → fused", title_justify="left", box=box.SIMPLE_HEAD)
     if demo.fused_kernels:
         table.caption, table.caption_justify = _kernel_note(demo.fused_kernels), "left"
-    for name in ("", "t, h, w"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("", overflow="fold")
+    table.add_column("t, h, w", no_wrap=True)
     on_gpu = demo.fused_kernels is None
     costs = ("ms", "", "GPU kernels", "launches", "peak MiB") if on_gpu else ("operators → kernels",)
     for name in ("patches", *costs):
         table.add_column(name, justify="right", no_wrap=True)
     for call in demo.calls:
         grid = ", ".join(map(str, call.grid_thw[0])) if len(call.grid_thw) == 1 else f"{len(call.grid_thw)} items"
-        table.add_row(escape(stem(call.name, 16)), grid, str(call.patches), *_times(call), *_counts(call, demo))
+        table.add_row(escape(call.name), grid, str(call.patches), *_times(call), *_counts(call, demo))
     return table
 
 
@@ -213,13 +218,13 @@ def _counts(call: CallResult, demo: Demo) -> tuple[str, ...]:
 def _packing_table(demo: Demo) -> Table:
     table = Table(title="Packed into CUDA graphs", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "tokens of token budget, a graph each"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("items", "padding", "eager"):
         table.add_column(name, justify="right", no_wrap=True)
     for call in demo.packing:
         graphs = ", ".join(f"{batch.tokens} of {batch.budget}" for batch in call.batches)
         counts = str(call.items), f"{call.padding:.1%}", str(len(call.eager))
-        table.add_row(escape(shorten(call.name, 25)), graphs, *counts)
+        table.add_row(escape(call.name), graphs, *counts)
     return table
 
 
@@ -249,6 +254,7 @@ def _verdict(demo: Demo) -> str:
         counts += [f"{number} {said}"] if number else []
     original = sum(demo.stats["original"].values())
     counts += [f"{original} calls of the fused tower ran the original code"] if original else []
+    counts += [] if demo.compared else ["nothing was compared"]
     word = "[bold green]passed[/]" if demo.passed else "[bold red]failed[/]"
     return f"{word}: {', '.join(counts)}; {demo.seconds:.0f} s"
 

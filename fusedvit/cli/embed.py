@@ -1,7 +1,6 @@
 """`fusedvit embed`."""
 
 import contextlib
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -46,7 +45,7 @@ def run(
     if device is not None:
         device_of(device)
     start, left_out = time.perf_counter(), Counter[str]()
-    with _said_at_the_end(left_out), quiet(), _ended_by_sigterm(), progress_bar() as step:
+    with _said_at_the_end(left_out), quiet(), progress_bar() as step:
         workers = _gpus(gpus, device)
         so_far: list[ShardDone] = []
 
@@ -72,16 +71,6 @@ def _said_at_the_end(left_out: Counter[str]) -> Iterator[None]:
     finally:
         if left_out:
             new_console(stderr=True).print(escape(in_words(left_out)), highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a job as Ctrl-C does: its processes end, and nothing unfinished is left."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _gpus(named: str | None, device: str | None) -> list[int]:

@@ -1,6 +1,7 @@
 """A user's images and videos turned into the patches that a tower takes, by Hugging Face's processors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ SAMPLE_VIDEO = ASSETS / "big_buck_bunny.mp4"
 
 
 def load_all(paths: Sequence[str | Path]) -> list[Media]:
-    """The given files, or those that we ship. Raises MediaError."""
+    """The given files, or those that we ship. Raises MediaError, also for sizes that processors refuse."""
     media: dict[str, Media] = {}
     for path in paths or (SAMPLE_IMAGE, SAMPLE_VIDEO):
         item = load_one(path)
+        _check_size(item)  # before a tower is built or read
         while item.name in media:  # results go by name
             item = replace(item, name=f"another {item.name}")
         media[item.name] = item
@@ -73,8 +75,20 @@ def prepare(media: Media, layout: PatchLayout) -> VisionInput:
     Raises:
         MediaError: the processor refuses it, such as a picture over 200 times as wide as high.
     """
-    try:
+    with _named(media):
         return _prepared(media, layout)
+
+
+def _check_size(media: Media) -> None:
+    """Raises MediaError where the processor refuses the size, which it does by the sides' ratio in any layout."""
+    with _named(media):
+        _image_processor(PatchLayout()).get_number_of_image_patches(*media.frames.shape[1:3])
+
+
+@contextmanager
+def _named(media: Media) -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
         raise MediaError(f"{media.name}: Hugging Face's processor refuses it: {first_line(error)}") from None
 

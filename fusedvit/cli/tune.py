@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fusedvit import __version__
 from fusedvit.bench.towers import GEOMETRIES, MOST_USED, known, spec_of
@@ -17,7 +16,7 @@ from fusedvit.bench.tuning import in_tower
 from fusedvit.bench.tuning import tuner as tune
 from fusedvit.bench.tuning.candidates import TuningTask
 from fusedvit.bench.workloads import WORKLOADS
-from fusedvit.cli.console import Outcome, new_console, progress_bar, refuse_unknown, refuse_unwritable
+from fusedvit.cli.console import Outcome, new_console, new_table, progress_bar, refuse_unknown, refuse_unwritable
 from fusedvit.errors import InputError
 from fusedvit.kernels import tuning_table
 from fusedvit.kernels.tile_configs import Target
@@ -156,9 +155,7 @@ def _run(tuner: tune.Tuner, waves: list[list[TuningTask]], console: Console) -> 
 
 
 def _show_plan(items: list[TuningTask], tuner: tune.Tuner, console: Console) -> None:
-    table = Table(title="what would be tried", title_justify="left")
-    for head in ("operation", "candidates"):
-        table.add_column(head)
+    table = new_table("what would be tried", "operation", "candidates")
     for item in items:
         by_backend: dict[str, int] = {}
         for candidate in tuner.proposed(item):
@@ -168,9 +165,8 @@ def _show_plan(items: list[TuningTask], tuner: tune.Tuner, console: Console) -> 
 
 
 def _show_found(entries: list[dict[str, object]], console: Console) -> None:
-    table = Table(title="fastest, microseconds at a full budget", title_justify="left")
-    for head in ("operation", "rows", "backend", "us", "heuristic us", "configuration"):
-        table.add_column(head)
+    heads = ("operation", "rows", "backend", "us", "heuristic us", "configuration")
+    table = new_table("fastest, microseconds at a full budget", *heads)
     for e in entries:
         name = f"{e['op']} {e['kind']} {e['n']} x {e['k']}"
         cells = (name, e["rows"], e["backend"], e["us"], e.get("heuristic_us", "–"), e["config"])

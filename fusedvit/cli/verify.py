@@ -7,12 +7,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 import fusedvit
 from fusedvit.checkpoint import load_tower
 from fusedvit.cli import env
-from fusedvit.cli.console import Outcome, new_console, progress, quiet
+from fusedvit.cli.console import Outcome, new_console, new_table, progress, quiet
 from fusedvit.cli.media import load_all
 from fusedvit.cli.parity import REFERENCE, OutputParity, parity_of, prepared_for_towers, side_by_side
 from fusedvit.cli.towers import Tower, device_of, dtype_of
@@ -26,7 +25,7 @@ def run(
     dtype: str | None = None,
     json: Any = None,
 ) -> Outcome:
-    """Compares, prints and returns every output of every call."""
+    """Compares, prints and returns every output of every call; passes if all agree and some ran fused."""
     with quiet(), progress() as step:
         files = load_all(media or [])
         on = device_of(device)
@@ -38,26 +37,29 @@ def run(
         for name, item in prepared_for_towers(files, towers).items():
             step(name)
             found[name] = parity_of(towers, item)
-        report, original = towers.handle.report(), sum(towers.handle.stats()["original"].values())
+        report, stats = towers.handle.report(), towers.handle.stats()
     spread = summarize(p.comparison for parity in found.values() for p in parity)
+    original, compared = sum(stats["original"].values()), stats["fused"] > 0
+    passed = compared and not spread.failures
     console = new_console()
     show(found, spread, report, console)
     if original:
-        console.print(f"[yellow]{original} calls of the fused tower ran the original code: see the report above[/]")
+        console.print(f"[yellow]{original} of {stats['calls']} calls ran the original code: see the report above[/]")
+    if not compared:  # the original agrees with itself, which says nothing
+        console.print("[red]nothing was compared: no call ran fused[/]")
     calls = {name: [asdict(p) for p in parity] for name, parity in found.items()}
     head: dict[str, Any] = {"model": model, "dtype": str(tower.dtype), "device": str(on)}
-    head |= {"environment": env.collect(), "passed": not spread.failures, "ran_original_code": original}
-    return Outcome({**head, "calls": calls, "spread": asdict(spread), "report": report}, not spread.failures)
+    head |= {"environment": env.collect(), "passed": passed, "ran_original_code": original}
+    return Outcome({**head, "calls": calls, "spread": asdict(spread), "report": report}, passed)
 
 
 def show(found: dict[str, list[OutputParity]], spread: Summary, report: str, console: Console) -> None:
     """A line per output, then what was fused and the verdict."""
     title = (
-        f"error against {str(REFERENCE)[6:]}, fused / original: up to {FACTOR_MAX:g} (max), {FACTOR_RMS:g} (rms) pass"
+        f"Error ratio fused / original, both against {str(REFERENCE)[6:]}. "
+        f"Passes: max up to {FACTOR_MAX:g}, rms up to {FACTOR_RMS:g}."
     )
-    table = Table(title=title, title_justify="left")
-    for head in ("input", "output", "shape", "max", "rms", ""):
-        table.add_column(head)
+    table = new_table(title, "input", "output", "shape", "max", "rms", "")
     for name, parity in found.items():
         for p in parity:
             c = p.comparison
@@ -67,5 +69,5 @@ def show(found: dict[str, list[OutputParity]], spread: Summary, report: str, con
     console.print(table)
     console.print(escape(report), soft_wrap=True)
     total = sum(len(parity) for parity in found.values())
-    passed = spread.failures == 0
-    console.print(f"[{'green' if passed else 'red'}]{total - spread.failures} of {total} outputs pass[/]")
+    agree = spread.failures == 0
+    console.print(f"[{'green' if agree else 'red'}]{total - spread.failures} of {total} outputs pass[/]")

@@ -7,6 +7,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fusedvit.errors import InputError
     from fusedvit.pixels.byte_pixels import BytePixels
     from fusedvit.pixels.media import Limits, Media, MediaError, MediaTooLarge, load
     from fusedvit.pixels.processors import restore, swap
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "BytePixels",
+    "InputError",
     "Limits",
     "Media",
     "MediaError",
@@ -26,17 +28,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Limits", "Media", "MediaError", "MediaTooLarge", "load"), "media"),
-    **dict.fromkeys(("restore", "swap"), "processors"),
-    **dict.fromkeys(("Batch", "stream"), "streaming"),
-    "BytePixels": "byte_pixels",
+    **dict.fromkeys(("Limits", "Media", "MediaError", "MediaTooLarge", "load"), "pixels.media"),
+    **dict.fromkeys(("restore", "swap"), "pixels.processors"),
+    **dict.fromkeys(("Batch", "stream"), "pixels.streaming"),
+    "BytePixels": "pixels.byte_pixels",
+    "InputError": "errors",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'fusedvit.pixels' has no attribute {name!r}")
-    value = getattr(_import_module(f"fusedvit.pixels.{_HOMES[name]}"), name)
+    value = getattr(_import_module(f"fusedvit.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -23,17 +23,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusedvit.errors import InputError
+from fusedvit.errors import PREFIX, InputError, first_line, named
 from fusedvit.pixels.ahead import processors
+from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
 from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
 
 LONGEST_NAME = 400  # characters of a name in a message
 ERRORS = ("raise", "skip")
-# What the system says of a file; all else that it says is about the machine. A file that may not be read is the file's:
-# it stays so until somebody changes it.
+# What the system says of a file; all else that it says is about the machine, also that a file may not be read: it is
+# whole, and another user or mount reads it.
 _OF_A_FILE = frozenset(
-    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
     + (errno.EINVAL, errno.EILSEQ, errno.EOVERFLOW, errno.EFBIG)
 )
 
@@ -59,6 +60,9 @@ class Limits:
     max_bytes: int = 256 * 2**20
     max_pixels: int = 128 * 2**20
     max_frames: int = 20_000  # frames in the file, of which few are kept
+
+    def __post_init__(self) -> None:
+        check_counts(**vars(self))
 
 
 class VideoFacts(NamedTuple):
@@ -119,21 +123,25 @@ def load(
     Raises:
         MediaError: no such file, an unknown suffix, or a file that does not decode, or not to its end.
         MediaTooLarge: more bytes, pixels or frames than `limits` allow; found before the decoding where possible.
-        InputError: the machine fails, of open files, memory, disks or shares, whatever `errors` says.
+        InputError: the machine fails, of open files, memory, permissions, disks or shares, whatever `errors` says.
         TypeError, ValueError: an argument that is none of these.
     """
-    if errors not in ERRORS:
-        raise ValueError(f"errors must be one of {ERRORS}, got {errors!r}")
-    if not isinstance(frames, int) and not callable(frames):
-        raise TypeError(f"frames must be an int or callable, got {type(frames).__name__}")
-    if not isinstance(limits, Limits | None):
-        raise TypeError(f"limits must be Limits or None, got {type(limits).__name__}")
-    if isinstance(sources, SOURCES):
-        sources = [sources]
-    if not isinstance(sources, Iterable):
-        raise TypeError(f"sources must be paths, bytes or pixels, or several of them, got {type(sources).__name__}")
+    check_options(errors, limits, threads, called=False)
+    if not callable(frames):
+        if not isinstance(frames, int):
+            raise TypeError(f"fusedvit: frames must be an int or callable, got {type(frames).__name__}")
+        check_counts(frames=frames)
+    try:
+        return _loaded(each_of(sources), frames, limits, errors, threads or processors())
+    except InputError as error:
+        raise named(error) from None
+
+
+def _loaded(
+    sources: Iterable[Source], frames: Sampling, limits: Limits | None, errors: str, threads: int
+) -> list[Media]:
     found = []
-    with ThreadPoolExecutor(threads or processors()) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         tasks = [pool.submit(load_one, source, frames, limits, i) for i, source in enumerate(sources)]
         for task in tasks:
             try:
@@ -144,6 +152,29 @@ def load(
                     raise
                 logger.warning("fusedvit: skipped: %s", error)
     return found
+
+
+def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
+    """Raises TypeError or ValueError where an option of `load` or `stream` is none. called: `errors` may be callable."""
+    if not (called and callable(errors)) and errors not in ERRORS:
+        wrong = ValueError if isinstance(errors, str) else TypeError
+        raise wrong(f"fusedvit: errors must be one of {ERRORS}{' or callable' if called else ''}, got {errors!r}")
+    if not isinstance(limits, Limits | None):
+        raise TypeError(f"fusedvit: limits must be Limits or None, got {type(limits).__name__}")
+    if threads is not None:
+        check_counts(threads=threads)
+
+
+def each_of(sources: Any) -> Iterable[Source]:
+    """Several sources, or one: arrays of anything but names are pixels. Raises TypeError where it is neither."""
+    names = isinstance(sources, np.ndarray) and sources.dtype.kind in "OUS"
+    if isinstance(sources, SOURCES) and not names:
+        return [sources]
+    try:
+        return iter(sources)
+    except TypeError:
+        expected = "sources must be paths, bytes or pixels, or several of them"
+        raise TypeError(f"{PREFIX}{expected}, got {type(sources).__name__}") from None
 
 
 def load_one(source: Source, frames: Sampling = 8, limits: Limits | None = None, index: int = 0) -> Media:
@@ -163,11 +194,11 @@ def _load_one(source: Source, frames: Sampling, limits: Limits, index: int) -> M
     if isinstance(source, np.ndarray):
         return _of_pixels(source, index)
     given = _opened(source, index)
-    _check_limit(given.name, "bytes", given.size, limits.max_bytes)
+    _check_limit(given.shown, "bytes", given.size, limits.max_bytes)
     if given.video is None:
         return Media(given.name, "image", _decode_image(given, limits)[None], 1, index)
     if isinstance(frames, int) and frames < 1:
-        raise MediaError(f"{given.name}: at least 1 frame must be sampled, got {frames}")
+        raise MediaError(f"{given.shown}: at least 1 frame must be sampled, got {frames}")
     return _decode_video(given, frames, limits, index)
 
 
@@ -181,9 +212,16 @@ def _of_pixels(pixels: np.ndarray, index: int) -> Media:
 
 
 class _Given(NamedTuple):
-    """A source that may be an image or a video. video: FFmpeg's name of the format; None of an image."""
+    """A source that may be an image or a video.
+
+    Attributes:
+        name: of its `Media`.
+        shown: in messages: with the folder, as many files may have the same name.
+        video: FFmpeg's name of the format; None of an image.
+    """
 
     name: str
+    shown: str
     source: Path | bytes
     size: int
     video: str | None
@@ -194,40 +232,40 @@ class _Given(NamedTuple):
 
 def _opened(source: Source, index: int) -> _Given:
     if isinstance(source, bytes | bytearray | memoryview):
-        return _Given(f"bytes {index}", bytes(source), len(source), video_format(bytes(source[:16])))
+        return _Given(f"bytes {index}", f"bytes {index}", bytes(source), len(source), video_format(bytes(source[:16])))
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"sources must be paths or bytes, got {type(source).__name__}")
+        raise TypeError(f"fusedvit: sources must be paths or bytes, got {type(source).__name__}")
     if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
         raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
     if not os.fspath(source):
         raise MediaError("a path expected, got ''")
     path = Path(source)
-    name, suffix = _printable(path.name or str(path)), path.suffix.lower()
+    name, shown, suffix = _printable(path.name or str(path)), _printable(str(path)), path.suffix.lower()
     try:
         found = path.stat()
     except FileNotFoundError:
-        raise MediaError(f"{_printable(str(path))}: no such file") from None
+        raise MediaError(f"{shown}: no such file") from None
     except (OSError, ValueError, MemoryError) as error:  # too long a name, a folder not to be entered; a 0 in the name
-        raise_of_machine(error, name)
-        raise MediaError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+        raise_of_machine(error, shown)
+        raise MediaError(f"{shown}: {getattr(error, 'strerror', None) or error}") from None
     if stat.S_ISDIR(found.st_mode):
-        raise MediaError(f"{_printable(str(path))}: a folder; give images and videos")
+        raise MediaError(f"{shown}: a folder; give images and videos")
     if not stat.S_ISREG(found.st_mode):
-        raise MediaError(f"{_printable(str(path))}: not a regular file")
+        raise MediaError(f"{shown}: not a regular file")
     if suffix and suffix not in suffixes():
-        raise MediaError(f"{name}: the suffix must be one of Pillow's images or a video's, got {_printable(suffix)}")
-    video = VIDEO_FORMATS.get(suffix) if suffix else video_format(_head_of(path, name))
-    return _Given(name, path, found.st_size, video)
+        raise MediaError(f"{shown}: not an image or video format that is read: {_printable(suffix)}")
+    video = VIDEO_FORMATS.get(suffix) if suffix else video_format(_head_of(path, shown))
+    return _Given(name, shown, path, found.st_size, video)
 
 
-def _head_of(path: Path, name: str) -> bytes:
+def _head_of(path: Path, shown: str) -> bytes:
     """How a file without a suffix begins."""
     try:
         with path.open("rb") as file:
             return file.read(16)
     except OSError as error:
-        raise_of_machine(error, name)
-        raise MediaError(f"{name}: {error.strerror}") from None
+        raise_of_machine(error, shown)
+        raise MediaError(f"{shown}: {error.strerror}") from None
 
 
 def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
@@ -235,27 +273,38 @@ def _decode_image(given: _Given, limits: Limits) -> np.ndarray:
 
     try:
         with given.open() as file, Image.open(file, formats=image_formats()) as image:
-            _check_limit(given.name, "pixels", image.width * image.height, limits.max_pixels)
+            _check_limit(given.shown, "pixels", image.width * image.height, limits.max_pixels)
             ImageOps.exif_transpose(image, in_place=True)
             # as `load_image` gives it to a processor: without alpha, but a colour of it may still be transparent
             return rgb_of(image if image.mode == "RGB" else image.convert("RGB"))
     except Image.DecompressionBombError:
         # Pillow's own limit came first; its message may be trusted, the file may not
         limit = f"at most {limits.max_pixels} are read"
-        raise MediaTooLarge(f"{given.name}: more pixels than Pillow accepts, {limit}") from None
+        raise MediaTooLarge(f"{given.shown}: more pixels than Pillow accepts, {limit}") from None
     except MediaError:
         raise
     except Exception as error:  # Pillow raises struct.error, TypeError and others where a file is damaged
-        raise_of_machine(error, given.name)
-        raise MediaError(f"{given.name}: does not decode as an image ({type(error).__name__})") from None
+        raise_of_machine(error, given.shown)
+        raise MediaError(f"{given.shown}: does not decode as an image ({_said_of_image(error)})") from None
+
+
+def _said_of_image(error: Exception) -> str:
+    """Pillow's own words, such as that a file is truncated; where it has none for users, the error's name."""
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return "no format that Pillow knows"
+    if isinstance(error, OSError | SyntaxError):
+        return getattr(error, "strerror", None) or first_line(error)
+    return type(error).__name__
 
 
 def raise_of_machine(error: Exception, name: str) -> None:
     """Raises InputError, which is no MediaError, where `error` is the machine's and not that of the file `name`."""
     if isinstance(error, MemoryError):
-        raise InputError(f"{name}: not read: out of memory") from None
+        raise InputError(f"{name}: cannot be read (out of memory)") from None
     if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_A_FILE:
-        raise InputError(f"{name}: not read: {error.strerror or os.strerror(error.errno)}") from None
+        raise InputError(f"{name}: cannot be read ({error.strerror or os.strerror(error.errno)})") from None
 
 
 def rgb_of(picture: Any) -> np.ndarray:
@@ -282,8 +331,8 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
     else:
         wanted = np.linspace(0, facts.frames - 1, min(sampling, facts.frames)).round().astype(int).tolist()
     if not wanted or min(wanted) < 0 or max(wanted) >= facts.frames:
-        raise MediaError(f"{given.name}: frames 0 to {facts.frames - 1} can be sampled, asked for {wanted[:8]}")
-    _check_limit(given.name, "pixels", facts.width * facts.height * len(wanted), limits.max_pixels)
+        raise MediaError(f"{given.shown}: frames 0 to {facts.frames - 1} can be sampled, asked for {wanted[:8]}")
+    _check_limit(given.shown, "pixels", facts.width * facts.height * len(wanted), limits.max_pixels)
     decoded: dict[int, np.ndarray] = {}
     chosen = set(wanted)
     with _video_stream(given) as (container, stream):
@@ -292,13 +341,13 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
                 continue
             if (frame.width, frame.height) != (facts.width, facts.height):
                 expected, got = f"{facts.width}x{facts.height}", f"{frame.width}x{frame.height}"
-                raise MediaError(f"{given.name}: frames of {expected} expected, got {got}")
+                raise MediaError(f"{given.shown}: frames of {expected} expected, got {got}")
             decoded[i] = frame.to_ndarray(format="rgb24")
             if i == max(wanted):
                 break
     kept = tuple(i for i in wanted if i in decoded)  # fewer may decode than there are packets
     if not kept:
-        raise MediaError(f"{given.name}: at least 1 frame expected, got 0")
+        raise MediaError(f"{given.shown}: at least 1 frame expected, got 0")
     return Media(given.name, "video", np.stack([decoded[i] for i in kept]), facts.frames, index, facts.fps, kept)
 
 
@@ -312,15 +361,15 @@ def _facts_of(given: _Given, limits: Limits) -> VideoFacts:
         indexed = sum(entry.size > 0 for entry in stream.index_entries) if given.video == "avi" else 0
         for packet in container.demux(stream):
             count += packet.size > 0
-            _check_limit(given.name, "frames", count, limits.max_frames)
+            _check_limit(given.shown, "frames", count, limits.max_frames)
             if packet.is_corrupt:
-                raise MediaError(f"{given.name}: cut off: frame {count - 1} is not whole")
+                raise MediaError(f"{given.shown}: cut off: frame {count - 1} is not whole")
         if count < indexed:  # FFmpeg skips what it does not find
-            raise MediaError(f"{given.name}: damaged: {indexed} frames by its index, got {count}")
+            raise MediaError(f"{given.shown}: damaged: {indexed} frames by its index, got {count}")
         fps = None if not stream.average_rate else float(stream.average_rate)
         facts = VideoFacts(count, fps, stream.width, stream.height)
     if not count:
-        raise MediaError(f"{given.name}: at least 1 frame expected, got 0")
+        raise MediaError(f"{given.shown}: at least 1 frame expected, got 0")
     _check_whole(given)
     return facts
 
@@ -331,10 +380,10 @@ def _check_whole(given: _Given) -> None:
         with given.open() as file:
             missing = missing_bytes(file, given.video)
     except (OSError, MemoryError) as error:
-        raise_of_machine(error, given.name)
-        raise MediaError(f"{given.name}: {getattr(error, 'strerror', None) or error}") from None
+        raise_of_machine(error, given.shown)
+        raise MediaError(f"{given.shown}: {getattr(error, 'strerror', None) or error}") from None
     if missing:
-        raise MediaError(f"{given.name}: cut off: {given.size + missing} bytes expected, got {given.size}")
+        raise MediaError(f"{given.shown}: cut off: {given.size + missing} bytes expected, got {given.size}")
 
 
 @contextmanager
@@ -342,11 +391,11 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
     try:
         import av
     except ModuleNotFoundError:
-        raise MediaError(f'{given.name}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
+        raise MediaError(f'{given.shown}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
     try:
         with given.open() as file, av.open(file, format=given.video, metadata_errors="replace") as container:
             if not container.streams.video:
-                raise MediaError(f"{given.name}: one video stream expected, got none")
+                raise MediaError(f"{given.shown}: one video stream expected, got none")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             yield container, stream
@@ -354,8 +403,8 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
         raise
     except Exception as error:  # FFmpeg's own, and PyAV's AttributeError, UnicodeDecodeError of broken files
         if not isinstance(error, av.FFmpegError):  # which has a system's names for what is wrong with a file
-            raise_of_machine(error, given.name)
-        raise MediaError(f"{given.name}: does not decode as {given.video} ({type(error).__name__})") from None
+            raise_of_machine(error, given.shown)
+        raise MediaError(f"{given.shown}: does not decode as {given.video} ({type(error).__name__})") from None
 
 
 def _check_limit(name: str, what: str, got: int, limit: int) -> None:

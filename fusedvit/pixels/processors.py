@@ -18,6 +18,7 @@ import torch
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.spec import VisionSpec
+from fusedvit.pixels.arguments import device_named
 from fusedvit.pixels.byte_pixels import BytePixels, as_floats
 from fusedvit.pixels.byte_processors import ORIGINAL, STATE, Home, as_class, classes_of
 from fusedvit.pixels.pipeline import PIPELINE, pipeline_of
@@ -51,7 +52,7 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
     Raises:
         UnsupportedModel: it holds neither an image nor a video processor whose patches we can compute.
     """
-    home = Home(None if device is None else torch.device(device), os.getpid())
+    home = Home(None if device is None else device_named(device), os.getpid())
     parts = _parts_of(processor)
     found = {name: _supported(part, _original_of(part)) for name, part in parts.items()}
     reasons = {
@@ -69,8 +70,11 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
 
 
 def restore(processor: Any) -> Any:
-    """Gives the processors in `processor` their own classes back; returns `processor`."""
+    """Gives the processors in `processor` their own classes back; returns `processor`. Raises TypeError for what is no
+    processor."""
     for part in _parts_of(processor).values():
+        if not hasattr(part, "__dict__"):
+            raise TypeError(f"fusedvit: processor must be one of Hugging Face's, got {type(part).__name__}")
         part.__class__ = _original_of(part)
         part.__dict__.pop(STATE, None)
     return processor

@@ -18,16 +18,18 @@ from typing import Any
 
 import torch
 
-from fusedvit.errors import UnsupportedModel, first_line
+from fusedvit.errors import InputError, UnsupportedModel, first_line, named
 from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
+from fusedvit.pixels.arguments import check_counts, usable_device
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
-    ERRORS,
     Limits,
     Media,
     MediaError,
     Source,
     VideoFacts,
+    check_options,
+    each_of,
     load_one,
 )
 from fusedvit.pixels.processors import gives_grids, name_of, swap
@@ -82,7 +84,7 @@ class _Parts:
 
 
 def stream(
-    sources: Iterable[Source],
+    sources: Source | Iterable[Source],
     processor: Any,
     device: torch.device | str | None = None,
     patches: int = 16384,
@@ -95,7 +97,7 @@ def stream(
     given before it is raised, be it one of decoding or of `sources` themselves.
 
     Args:
-        sources: paths of images and videos, the contents of files, or pixels, as `media.load` takes them.
+        sources: paths of images and videos, the contents of files, or pixels, as `media.load` takes them; or one.
         processor: a Hugging Face processor, or an image processor; it stays as it is.
         device: where patches are computed and stay; the current GPU if there is one.
         patches: as many images go into a batch as have at most so many patches together. An image of more is alone,
@@ -108,17 +110,21 @@ def stream(
 
     Raises:
         MediaError: a source that does not decode, or that the processor refuses.
+        InputError: the machine fails, of open files, memory, permissions, disks or shares, whatever `errors` says.
         UnsupportedModel: the processor cannot give bytes.
-        ValueError: an argument out of range.
+        ValueError, TypeError: an argument out of range, or of another type.
     """
-    if errors not in ERRORS and not callable(errors):
-        raise ValueError(f"errors must be one of {ERRORS} or callable, got {errors!r}")
-    if patches < 1 or ahead < 1:
-        raise ValueError(f"patches and ahead must be at least 1, got {patches} and {ahead}")
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    parts = _parts_of(processor, torch.device(device))
-    return _batches(sources, parts, patches, threads or processors(), ahead, limits, errors)
+    check_options(errors, limits, threads, called=True)
+    check_counts(patches=patches, ahead=ahead)
+    parts = _parts_of(processor, usable_device(device))
+    return _named(_batches(each_of(sources), parts, patches, threads or processors(), ahead, limits, errors))
+
+
+def _named(batches: Iterator[Batch]) -> Iterator[Batch]:
+    try:
+        yield from batches
+    except InputError as error:
+        raise named(error) from None
 
 
 def frames_of(processor: Any) -> Callable[[VideoFacts], Sequence[int]]:
@@ -128,6 +134,8 @@ def frames_of(processor: Any) -> Callable[[VideoFacts], Sequence[int]]:
 
 def _parts_of(processor: Any, device: torch.device) -> _Parts:
     """Swapped copies."""
+    if processor is None:
+        raise TypeError("fusedvit: processor must be one of Hugging Face's, got None")
     found = {name: getattr(processor, f"{name}_processor", None) for name in ("image", "video")}
     if found == {"image": None, "video": None}:
         found["image"] = processor

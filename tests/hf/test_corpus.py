@@ -451,7 +451,7 @@ def test_killed_and_resumed(
     out = tmp_path / "out"
     command = [sys.executable, "-m", "fusedvit", "embed", checkpoint, pictures, out, "--shard-size", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for sent, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 130)):
+    for sent, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)):
         least = len(shards.committed(out)) + 1  # one of its own: by then it handles signals
         process = subprocess.Popen([str(part) for part in command], env=environment, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120

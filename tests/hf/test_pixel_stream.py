@@ -90,6 +90,14 @@ def test_what_does_not_decode_is_skipped_and_named(caplog: pytest.LogCaptureFixt
     assert list(stream([b"nothing"], image_processor(), errors=failed.append)) == []
 
 
+def test_one_source_and_errors_that_begin_with_our_name(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(32, 32))
+    (batch,) = stream(str(tmp_path / "a.png"), image_processor())
+    assert batch.names == ("a.png",)
+    with pytest.raises(MediaError, match=f"^fusedvit: {tmp_path}/b.png: no such file"):
+        list(stream(tmp_path / "b.png", image_processor()))
+
+
 def failing(sources: list[Any], at: int, error: Exception) -> Any:
     """The sources, of which `at` raises instead."""
     for i, source in enumerate(sources):
@@ -129,7 +137,7 @@ def test_what_came_before_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatc
 
     def failing_at(source: Any, frames: Any, limits: Any, index: int) -> Any:
         if index == 5:
-            raise InputError("a.png: not read: Input/output error")
+            raise InputError("a.png: cannot be read (Input/output error)")
         return load(source, frames, limits, index)
 
     monkeypatch.setattr(streaming, "load_one", failing_at)
@@ -157,9 +165,17 @@ def test_endless_sources_are_read_as_far_as_needed() -> None:
 
 
 def test_arguments_are_checked_before_anything_is_read() -> None:
-    for wrong in ({"errors": "ignore"}, {"patches": 0}, {"ahead": 0}):
-        with pytest.raises(ValueError, match=str(next(iter(wrong)))):
-            stream([], image_processor(), **wrong)
+    processor = image_processor()
+    for wrong in ({"errors": "ignore"}, {"patches": 0}, {"ahead": 0}, {"threads": 0}, {"device": "tpu"}):
+        with pytest.raises(ValueError, match=f"^fusedvit: {next(iter(wrong))} must be"):
+            stream([], processor, **wrong)
+    for device in ("cuda:99", "meta"):
+        with pytest.raises(ValueError, match=r"^fusedvit: device must be the CPU or one of \d+ GPUs"):
+            stream([], processor, device=device)
+    other: list[dict[str, Any]] = [{"errors": 5}, {"patches": "a"}, {"ahead": 2.5}, {"limits": 5}, {"device": []}]
+    for wrong in (*other, {"sources": 5}, {"processor": None}):
+        with pytest.raises(TypeError, match=f"^fusedvit: {next(iter(wrong))} must be"):
+            stream(**{"sources": [], "processor": processor} | wrong)
     with pytest.raises(UnsupportedModel, match="cannot give bytes"):
         stream([], object())
     parts = SimpleNamespace(image_processor=object(), video_processor=None)

@@ -411,6 +411,13 @@ def test_what_a_processor_is_stays() -> None:
     assert restore(processor) is processor  # of a processor that is its own
 
 
+def test_wrong_arguments_of_swap_and_restore() -> None:
+    with pytest.raises(ValueError, match="^fusedvit: device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'"):
+        swap(named("Qwen2VLImageProcessor"), "tpu")
+    with pytest.raises(TypeError, match="^fusedvit: processor must be one of Hugging Face's, got int"):
+        restore(5)
+
+
 def test_saved_and_loaded(tmp_path: Any) -> None:
     processor = swap(named("Qwen2VLImageProcessor"))
     processor.save_pretrained(tmp_path)

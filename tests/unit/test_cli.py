@@ -141,6 +141,27 @@ def test_demo_on_a_checkpoint(tmp_path: Path, photo: Path) -> None:
     assert [call["name"] for call in document["calls"]] == ["photo.png", "another photo.png", "all at once"]
 
 
+@pytest.mark.usefixtures("quick")
+def test_demo_of_original_code_alone_fails(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = towers.random_tower(torch.device("cpu"))
+    hooked.model.get_submodule("blocks.0").register_forward_hook(lambda module, args, output: None)
+    monkeypatch.setattr(demo, "random_tower", lambda device: hooked)
+    result, document = _demo(tmp_path, photo)
+    assert result.exit_code == 1 and document["passed"] is False
+    assert "nothing was compared" in " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("quick")
+def test_long_names_are_told_apart(tmp_path: Path, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    names = [f"{'a' * 30}{middle}{'b' * 30}.png" for middle in "xy"]
+    for name in names:
+        photo.with_name(name).write_bytes(photo.read_bytes())
+    result, _ = _demo(tmp_path, *map(photo.with_name, names))
+    shown = "".join(result.output.split())
+    assert result.exit_code == 0 and all(shown.count(f"a{middle}b") == 3 for middle in "xy"), result.output
+
+
 def test_demo_refuses_files_in_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")

@@ -1,8 +1,11 @@
 """Checkpoints whose tower is more than tensors to be read: they load as transformers loads them, or not at all."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +84,24 @@ def test_a_file_of_weights_comes_before_an_index(sharded: Path, tmp_path: Path) 
     ours = checkpoint.load_tower(str(folder), torch.device("cpu"), torch.float32)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model.visual
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("step", ["open", "stat"])
+@pytest.mark.parametrize("name", ["config.json", checkpoint.INDEX, "model-"])
+def test_files_that_may_not_be_read(sharded: Path, name: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there, and whole for all that anybody knows."""
+    real = getattr(Path, step)
+
+    def refused(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.parent == sharded and path.name.startswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, step, refused)
+    result = RUNNER.invoke(app, ["verify", str(sharded), str(SAMPLE_IMAGE)])
+    assert result.exit_code == 2, result.output
+    said = "".join(result.output.split())
+    assert f"{sharded}/{name}" in said and "cannotberead(Permissiondenied)" in said, result.output
 
 
 def test_an_adapter_in_the_folder_is_loaded(sharded: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """`fusedvit verify` on a small checkpoint that is saved and loaded as a user's would be."""
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,11 +60,32 @@ def test_every_family(name: str) -> None:
 
 
 def test_original_code_is_told(checkpoint: nn.Module, tmp_path: Path) -> None:
+    """It agrees with itself, which is no pass."""
     checkpoint.get_submodule("blocks.0").register_forward_hook(lambda module, args, output: None)
     result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE), "--json", str(tmp_path / "v.json")])
-    assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))["ran_original_code"] == 1
-    assert "1 calls of the fused tower ran the original code" in result.output
+    assert result.exit_code == 1, result.output
+    found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
+    assert found["ran_original_code"] == 1 and not found["passed"]
+    assert "1 of 1 calls ran the original code" in result.output and "nothing was compared" in result.output
+
+
+def test_some_original_code_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = verify.parity_of
+
+    def one_hooked(towers: Any, item: Any) -> Any:
+        hook = checkpoint.get_submodule("blocks.0").register_forward_hook(lambda module, args, output: None)
+        monkeypatch.setattr(verify, "parity_of", real)
+        with contextlib.closing(SimpleNamespace(close=hook.remove)):
+            return real(towers, item)
+
+    monkeypatch.setattr(verify, "parity_of", one_hooked)
+    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE), str(SAMPLE_IMAGE)])
+    assert result.exit_code == 0 and "1 of 3 calls ran the original code" in result.output, result.output
+
+
+def test_outputs_are_told_apart_in_few_columns(checkpoint: nn.Module) -> None:
+    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE)], env={"COLUMNS": "60"})
+    assert result.exit_code == 0 and "\u2026" not in result.output, result.output
 
 
 def test_a_difference_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,124 @@
+"""How every command ends, `--help` and `--version` too: one rule for its exit code, whatever standard output, standard
+error and signals do. Nothing here needs the packages of the extra "cli".
+
+    130   Ctrl-C
+    141   nobody reads standard output, as of what SIGPIPE ends
+    143   SIGTERM, after the same clean-up as Ctrl-C
+    2     standard output is closed or cannot be written, with a line on standard error
+    else  what the command ends with; standard error never changes it
+"""
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+PASSED, FAILED, UNUSABLE = 0, 1, 2  # UNUSABLE is click's own for bad usage
+INTERRUPTED, NO_READER, TERMINATED = 130, 141, 143
+_STDOUT, _STDERR = 1, 2  # descriptors
+
+
+class Unwritable(Exception):
+    """Standard output takes no more. No OSError: those are of files, and rich and click have rules of their own."""
+
+
+class _Descriptor(io.FileIO):
+    """A standard stream. From its first error on, which it keeps, what is written is dropped."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())  # for what is left in buffers, and for child processes
+        os.close(null)
+        if self.fileno() == _STDOUT:
+            raise Unwritable
+        return len(data)
+
+
+def ended(command: Callable[[], None]) -> int:
+    """Runs a command, which may end in SystemExit, and returns the exit code of the process."""
+    closed = sys.stdout is None
+    _fill_closed_descriptors()
+    _replaced(sys.stderr, _STDERR)
+    if closed:
+        return _unwritable("cannot be written (closed)")
+    output = _replaced(sys.stdout, _STDOUT)
+    before = signal.getsignal(signal.SIGTERM)
+    terminated = _interrupted_by_sigterm()
+    code = _code_of(command)
+    signal.signal(signal.SIGTERM, before)  # nothing is left to clean up
+    if terminated:
+        return TERMINATED
+    if code == INTERRUPTED or output is None or output.error is None:
+        return code
+    if output.error.errno == errno.EPIPE:
+        return NO_READER
+    return _unwritable(str(output.error.strerror))
+
+
+def _code_of(command: Callable[[], None]) -> int:
+    code = PASSED
+    try:
+        try:
+            command()
+        except SystemExit as error:
+            if not isinstance(error.code, int | None):
+                raise
+            code = error.code or PASSED
+        sys.stdout.flush()  # at the exit of Python an error would change the code
+    except Unwritable:
+        return UNUSABLE
+    except KeyboardInterrupt:  # while modules are imported; later typer makes it an exit
+        return INTERRUPTED
+    return code
+
+
+def _unwritable(why: str) -> int:
+    print(f"standard output: {why}", file=sys.stderr)
+    return UNUSABLE
+
+
+def _fill_closed_descriptors() -> None:
+    """Else the next file that is opened is standard output or standard error for whoever goes by their numbers."""
+    while (null := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(null, True)
+    os.close(null)
+
+
+def _replaced(stream: Any, number: int) -> _Descriptor | None:
+    """Has a standard stream escape what its encoding lacks (names of files may hold anything) and keep its errors. A
+    stream that stands in for it stays as it is."""
+    name = {_STDOUT: "stdout", _STDERR: "stderr"}[number]
+    if stream is not getattr(sys, f"__{name}__"):
+        return None
+    raw = _Descriptor(number)
+    by_line = True if stream is None else stream.line_buffering or stream.write_through
+    encoding = "utf-8" if stream is None else stream.encoding
+    text = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=by_line)
+    setattr(sys, name, text)
+    return raw
+
+
+def _interrupted_by_sigterm() -> list[int]:
+    """SIGTERM interrupts as Ctrl-C does; it is then in the list. Forked processes end by it at once, as before."""
+    received: list[int] = []
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # whoever started the process has it ignored
+        return received
+
+    def interrupt(number: int, frame: Any) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    return received

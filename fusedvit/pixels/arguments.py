@@ -1,0 +1,38 @@
+"""Checks of what the public functions of `fusedvit.pixels` are given."""
+
+from numbers import Integral
+from typing import Any
+
+import torch
+
+DEVICES = "'cpu', 'cuda' or 'cuda:N'"
+
+
+def check_counts(**given: Any) -> None:
+    """Raises TypeError or ValueError where an argument, by its name, is no int of at least 1."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"fusedvit: {name} must be an int, got {type(value).__name__}")
+        if value < 1:  # type: ignore[operator]
+            raise ValueError(f"fusedvit: {name} must be at least 1, got {value}")
+
+
+def device_named(device: Any) -> torch.device:
+    """torch's device of that name. Raises ValueError or TypeError where torch knows none."""
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"fusedvit: device must be {DEVICES}, got {device!r}") from None
+    except TypeError:
+        raise TypeError(f"fusedvit: device must be {DEVICES}, got {type(device).__name__}") from None
+
+
+def usable_device(device: Any) -> torch.device:
+    """The CPU or a GPU that is here; the current GPU, if there is one, for None. Raises ValueError for others."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
+    found = device_named(device)
+    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= count):
+        raise ValueError(f"fusedvit: device must be the CPU or one of {count} GPUs that torch sees, got {device!r}")
+    return found

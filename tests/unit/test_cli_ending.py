@@ -1,0 +1,167 @@
+"""How every command ends: whatever standard output and standard error are, in any locale, and by signals."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+pytest.importorskip("PIL.Image")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from fusedvit.cli import env  # noqa: E402
+from fusedvit.cli.app import app  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = f"{sys.executable} -m fusedvit"
+COMMANDS = ["", "demo", "verify", "compile", "env", "tune", "embed", "bench", "bench kernels", "bench pixels"]
+QUICK = ["--help", "--version", "embed --help"]
+
+
+def _shell(text: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What bash does, where `fusedvit` is the command; the exit code is that of its first process."""
+    text = f"{text.replace('fusedvit', COMMAND, 1)}; exit ${{PIPESTATUS[0]}}"
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "100"} | variables
+    return subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, check=False, env=environment, timeout=300, cwd=cwd
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_in_any_locale(command: str, encoding: str) -> None:
+    result = CliRunner(charset=encoding).invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0, result.output
+
+
+def test_what_an_encoding_lacks_is_spelled_out() -> None:
+    code = "from fusedvit.cli.ending import ended; print(ended(lambda: print(chr(0x2026), chr(0xdc80))))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+    )
+    assert done.stdout == "\\u2026 \\udc80\n0\n"
+
+
+# ── standard output ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("command", [*QUICK, "env", "env --json -"])
+def test_nobody_reads_the_output(command: str) -> None:
+    """Not 1: that says that answers differ."""
+    done = _shell(f"fusedvit {command} | true")
+    assert done.returncode == 141 and not re.search("Error|Traceback|Exception", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("command", [*QUICK, "env", "env --json -"])
+@pytest.mark.parametrize(
+    "to, said",
+    [(">/dev/full", "No space left on device"), (">&-", "cannot be written (closed)")],
+    ids=["full", "closed"],
+)
+def test_an_output_that_cannot_be_written(command: str, to: str, said: str) -> None:
+    done = _shell(f"fusedvit {command} {to}")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == f"standard output: {said}", done.stderr
+    assert not re.search("Traceback|Exception", done.stderr)
+
+
+# ── standard error ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("to", ["2>/dev/full", "2>&-", "2> >(true)"])
+@pytest.mark.parametrize("command, code", [("env", 0), ("verify /nope", 2), ("nothing", 2)])
+def test_a_broken_standard_error_changes_nothing(command: str, code: int, to: str) -> None:
+    done = _shell(f"fusedvit {command} {to}")
+    assert done.returncode == code and ("torch" in done.stdout) == (command == "env"), done.stdout
+
+
+def test_files_do_not_take_the_place_of_a_closed_standard_error(tmp_path: Path) -> None:
+    code = "import os; from fusedvit.cli.ending import ended; ended(lambda: print(os.open('x', os.O_CREAT) > 2))"
+    command = f'cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c "{code}" 2>&- 0<&-'
+    assert subprocess.run(command, shell=True, capture_output=True, text=True).stdout == "True\n"
+
+
+# ── errors of the machine ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("file, said", [(None, "env: "), ("here/a.bin", "here/a.bin: ")])
+def test_an_error_of_the_system_is_not_standard_outputs(
+    file: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (errno.EMFILE, errno.EPIPE):
+
+        def fail(number: int = number, **arguments: Any) -> None:
+            raise OSError(number, os.strerror(number), *filter(None, [file]))
+
+        monkeypatch.setattr(env, "run", fail)
+        result = CliRunner().invoke(app, ["env"])
+        assert result.exit_code == 2 and f"{said}{os.strerror(number)}\n" in result.output, result.output
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    done = _shell(f"rmdir {folder} && fusedvit env --json x.json", folder)
+    assert done.stderr.splitlines()[-1] == "x.json: cannot be written (No such file or directory)"
+    assert done.returncode == 2
+
+
+# ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _signalled(number: int, before: str = "pass") -> "subprocess.CompletedProcess[str]":
+    """A command that a signal reaches, and what it cleans up."""
+    code = f"""
+import os, signal, sys, time
+from fusedvit import __main__
+from fusedvit.cli import console, env
+{before}
+def run(json):
+    try:
+        os.kill(os.getpid(), {number})
+        time.sleep(5)
+        print("went on")
+        return console.Outcome({{}})
+    finally:
+        print("cleaned up")
+env.run = run
+sys.argv = ["fusedvit", "env"]
+__main__.main()
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_a_command_after_its_clean_up(number: int, code: int) -> None:
+    done = _signalled(number)
+    assert (done.returncode, done.stdout) == (code, "cleaned up\n") and "Traceback" not in done.stderr
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    done = _signalled(signal.SIGTERM, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    assert (done.returncode, done.stdout) == (0, "went on\ncleaned up\n")
+
+
+def test_forked_processes_end_by_the_signal_itself() -> None:
+    code = """
+import os, signal, time
+from fusedvit.cli.ending import ended
+def command():
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    os.kill(child, signal.SIGTERM)
+    print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+raise SystemExit(ended(command))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{signal.SIGTERM.value}\n", "")
