@@ -17,16 +17,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from fusedvit.api import fuse, unfuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
-from fusedvit.corpus.loading import check_model, check_options, fused, loaded, place_of, processors_of
+from fusedvit.corpus.loading import check_model, check_options, device_and_dtype, loaded, processors_of
 from fusedvit.corpus.shards import Embedded
 from fusedvit.corpus.values import as_many, check_many, columns_of, image_of, several, source_of, with_columns
-from fusedvit.errors import first_line
+from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
 from fusedvit.pixels.media import Limits, MediaError, Source
-from fusedvit.pixels.streaming import Batch, stream
+from fusedvit.pixels.processors import check_fits
+from fusedvit.pixels.streaming import Batch, frames_of, stream
 
 COLUMNS = ("bytes", "image", "path", "file", "image_path")  # the first that a batch has is read
 PATCHES = 65536  # of one call of the tower: some 80 images of 448 x 448
@@ -86,9 +88,9 @@ class Embedder:
     ) -> None:
         check_model(model, processor, encode)
         check_options(output, deepstack, threads, limits, config)
-        self._model = loaded(model, *place_of(model, device, dtype))
+        self._model = loaded(model, *device_and_dtype(model, device, dtype))
         self._processor = processors_of(str(model)) if processor is None else processor
-        self._handle = fused(self._model, config, None if encode else self._processor)
+        self._handle = _fused(self._model, config, None if encode else self._processor)
         self._output, self._deepstack, self._encode = output, deepstack, encode
         self._threads, self._limits = threads, limits
         self._vectors = output == "tokens" and encode is None
@@ -132,7 +134,7 @@ class Embedder:
             raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {names[:20]}")
         check_many(column, batch[column])
         found = list(self.embed(map(source_of, batch[column])))
-        added = {
+        added: dict[str, list[Any]] = {
             "embedding": [self._array(each) for each in found],
             "grid_thw": [list(each.grid_thw) for each in found],
             "error": [each.error for each in found],
@@ -323,6 +325,22 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 def _between(begin: Any, end: Any) -> float:
     """Seconds from one moment to another; the GPU has passed both."""
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+
+
+def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
+    """The tower's handle; where patches of `processor` do not fit it, the tower stays as it was. None is not asked."""
+    if processor is not None:
+        frames_of(processor)  # raises for one that cannot give bytes
+    tower = find_tower(model)
+    before = type(tower)
+    handle = fuse(model, FuseConfig(compile="now") if config is None else config)
+    try:
+        check_fits(processor, handle.spec)
+    except InputError:
+        if type(tower) is not before:
+            unfuse(tower)
+        raise
+    return handle
 
 
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ import torch
 from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
+from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Source
 
@@ -123,7 +124,7 @@ class Ran:
     shards: list[ShardDone]
     others: dict[str, int]
     left_out: dict[str, int]
-    failed: list[shards.Failed]
+    failed: list[Failed]
 
 
 def run(

@@ -1,4 +1,4 @@
-"""What an `Embedder` is made of: its options, which are checked first, the tower and the processors of a checkpoint."""
+"""What an `Embedder` is made from: its options, which are checked first, a checkpoint's tower and its processors."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse, unfuse
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
-from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.media import Limits
-from fusedvit.pixels.processors import check_fits
-from fusedvit.pixels.streaming import frames_of
 
 OUTPUTS = ("mean", "tokens")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +48,7 @@ def check_options(output: Any, deepstack: Any, threads: Any, limits: Any, config
         raise _wrong("config", "FuseConfig or None", config)
 
 
-def place_of(model: Any, device: Any, dtype: Any) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(model: Any, device: Any, dtype: Any) -> tuple[torch.device, torch.dtype]:
     """Where a checkpoint is loaded, and as what.
 
     Raises:
@@ -83,22 +79,6 @@ def _wrong(name: str, expected: str, got: Any) -> TypeError:
 def loaded(model: str | Path | nn.Module, on: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model, or the tower of a checkpoint."""
     return load_tower(str(model), on, dtype) if isinstance(model, _CHECKPOINT) else model
-
-
-def fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
-    """The tower's handle; where patches of `processor` do not fit it, the tower stays as it was. None is not asked."""
-    if processor is not None:
-        frames_of(processor)  # raises for one that cannot give bytes
-    tower = find_tower(model)
-    before = type(tower)
-    handle = fuse(model, FuseConfig(compile="now") if config is None else config)
-    try:
-        check_fits(processor, handle.spec)
-    except InputError:
-        if type(tower) is not before:
-            unfuse(tower)
-        raise
-    return handle
 
 
 def processors_of(where: str) -> Any:

@@ -37,10 +37,10 @@ def _said(name: str, was: Any, now: Any, known: dict[str, Any], job: dict[str, A
     if name == _FILES:
         begun, given = (", ".join(map(str, each.get("given") or ())) for each in (known, job))
         begun, given = begun[:_LONGEST], given[:_LONGEST]
-        places = f"of {given}" if begun == given else f"begun with {begun}, now {given}"
+        where = f"of {given}" if begun == given else f"begun with {begun}, now {given}"
         return (
             "inputs of the same names are other files, lie elsewhere, or are a table of other content "
-            f"({places}); put them back to go on, or"
+            f"({where}); put them back to go on, or"
         )
     if name in _DIGESTS:
         return f"the {_DIGESTS[name]} that it was begun with expected, got others (digest {was}, now {now});"

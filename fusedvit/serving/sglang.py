@@ -353,7 +353,7 @@ def _prepare_awake(manager: Any) -> None:
 def _served_of(manager: Any) -> list[tuple[str, Served]]:
     """Of the model that is served, and of a draft model with a tower of its own: each tower once."""
     draft = getattr(manager, "draft_worker", None)
-    runners = getattr(draft, "weight_update_runners", list)()
+    runners: list[Any] = getattr(draft, "weight_update_runners", list)()
     models = [manager.tp_worker.model_runner.model, *(runner.model for _, runner in runners)]
     found = [each for model in models for each in _served_in(model)]
     return [each for i, each in enumerate(found) if all(each[1] is not before for _, before in found[:i])]
