@@ -15,10 +15,14 @@ from rich.table import Table
 from fusedvit.cli.console import Outcome, new_console, progress_bar, quiet
 from fusedvit.cli.towers import device_of
 from fusedvit.corpus import job as corpus_job
-from fusedvit.corpus.embedder import OUTPUTS, embedder_of
+from fusedvit.corpus.embedder import embedder_of
 from fusedvit.corpus.inputs import in_words
-from fusedvit.corpus.job import Job, Ran, ShardDone
+from fusedvit.corpus.job import LISTED, Job, Ran, ShardDone
+from fusedvit.corpus.loading import OUTPUTS
+from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError
+
+SHOWN = 5  # inputs that are errors
 
 
 def run(
@@ -58,9 +62,19 @@ def run(
         ran = corpus_job.run(job, workers, embedder_of, done, left_out)
     summary = _summary(ran, time.perf_counter() - start) | _rates(ran.shards, max(1, len(workers)))
     _show(summary, Path(out))
-    return Outcome(
-        {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in ran.shards]}, not summary["errors"]
-    )
+    _show_failed(ran.failed, summary["errors"])
+    document = {"job": asdict(job), "summary": summary, "shards": [asdict(s) for s in ran.shards]}
+    return Outcome(document | {"failed": [each._asdict() for each in ran.failed]}, not summary["errors"])
+
+
+def _show_failed(failed: Sequence[Failed], errors: int) -> None:
+    """The first inputs that are errors, a line each, on standard error."""
+    console = new_console(stderr=True)
+    lines = [f"{each.id}: {each.error.removeprefix(f'{Path(each.id).name}: ')}" for each in failed[:SHOWN]]
+    if errors > len(lines):
+        lines.append(f"and {errors - len(lines)} more: --json lists {LISTED}, column error of each index all")
+    for line in lines:
+        console.print(escape("".join(c if c.isprintable() else "?" for c in line)), highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,19 +18,18 @@ import torch
 from torch import nn
 
 from fusedvit.api import fuse, unfuse
-from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.corpus.job import Job
+from fusedvit.corpus.loading import check_model, check_options, device_and_dtype, loaded, processors_of
 from fusedvit.corpus.shards import Embedded
-from fusedvit.corpus.values import as_many, image_of, is_one_row, source_of
+from fusedvit.corpus.values import as_many, check_many, columns_of, image_of, several, source_of, with_columns
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
 from fusedvit.pixels.media import Limits, MediaError, Source
 from fusedvit.pixels.processors import check_fits
-from fusedvit.pixels.streaming import Batch, stream
+from fusedvit.pixels.streaming import Batch, frames_of, stream
 
-OUTPUTS = ("mean", "tokens")
 COLUMNS = ("bytes", "image", "path", "file", "image_path")  # the first that a batch has is read
 PATCHES = 65536  # of one call of the tower: some 80 images of 448 x 448
 ENCODED = 16  # images of one call of `encode`
@@ -42,7 +40,8 @@ Encode = Callable[[Any, Any, list[Any]], Any]
 
 class Embedder:
     """A callable `(batch: dict) -> dict`, as Ray Data's `map_batches` and `datasets.map(batched=True)` call it; and
-    Daft's batch functions, whose columns are taken as they are: `embedder({"path": series})["embedding"]`.
+    Daft's batch functions, whose columns are taken as they are: `embedder({"path": series})["embedding"]`. Of an Arrow
+    table it makes an Arrow table.
 
     A batch is a dictionary of columns. Of `bytes`, `image`, `path`, `file` and `image_path` the first that is there is
     read: paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, Pillow images, or uint8 pixels
@@ -69,7 +68,7 @@ class Embedder:
 
     Raises:
         InputError, UnsupportedModel: a checkpoint that does not load, or has no tower that can be fused; a processor of
-            other patches than the tower's.
+            other patches than the tower's, or one that cannot give bytes.
         ValueError, TypeError: an option that is none; a model without its processor.
     """
 
@@ -87,15 +86,9 @@ class Embedder:
         limits: Limits | None = None,
         config: FuseConfig | None = None,
     ) -> None:
-        if output not in OUTPUTS:
-            raise ValueError(f"fusedvit: output must be one of {OUTPUTS}, got {output!r}")
-        if encode is not None and isinstance(model, str | Path):
-            raise TypeError(
-                "fusedvit: encode= takes a model that is loaded, with its processor, not a checkpoint's name"
-            )
-        if processor is None and not isinstance(model, str | Path):
-            raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
-        self._model = _loaded(model, device, dtype) if isinstance(model, str | Path) else model
+        check_model(model, processor, encode)
+        check_options(output, deepstack, threads, limits, config)
+        self._model = loaded(model, *device_and_dtype(model, device, dtype))
         self._processor = processors_of(str(model)) if processor is None else processor
         self._handle = _fused(self._model, config, None if encode else self._processor)
         self._output, self._deepstack, self._encode = output, deepstack, encode
@@ -133,37 +126,40 @@ class Embedder:
 
         Raises:
             ValueError: the batch has no column that is read.
-            TypeError: the column holds one row's value, as calls without batches give it.
+            TypeError: no columns; or the column holds one row's value, as calls without batches give it.
         """
-        column = next((name for name in COLUMNS if name in batch), None)
+        names = columns_of(batch)
+        column = next((name for name in COLUMNS if name in names), None)
         if column is None:
-            raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {sorted(batch)}")
-        if is_one_row(batch[column]):
-            got = f"one value, {type(batch[column]).__name__}"
-            raise TypeError(
-                f"fusedvit: column {column}: a list of values, one a row, expected, got {got}; call with batches"
-            )
+            raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {names[:20]}")
+        check_many(column, batch[column])
         found = list(self.embed(map(source_of, batch[column])))
-        return {
-            **batch,
+        added: dict[str, list[Any]] = {
             "embedding": [self._array(each) for each in found],
             "grid_thw": [list(each.grid_thw) for each in found],
             "error": [each.error for each in found],
         }
+        return with_columns(batch, added)
 
-    def embed(self, sources: Iterable[Source], names: Sequence[str] | None = None) -> Iterator[Embedded]:
+    def embed(self, sources: Source | Iterable[Source], names: Sequence[str] | None = None) -> Iterator[Embedded]:
         """What becomes of each source, in their order: the next ones are decoded and computed meanwhile.
 
         Args:
-            sources: paths, contents of files, or pixels, as `pixels.media.load` takes them; endless ones are fine.
+            sources: paths, contents of files, or pixels, as `pixels.media.load` takes them, or one of them; endless
+                ones are fine.
             names: ids of the sources, as many; their numbers if left out.
 
         Raises:
+            TypeError: sources that are none, a name alone.
             ValueError: fewer or more names than sources.
             InputError: the machine fails, or what `sources` itself raises; what came before comes out first.
         """
-        if names is not None:
-            sources = as_many(sources, len(names))
+        if isinstance(names, str):
+            raise TypeError("fusedvit: names: a list of as many as there are sources expected, got str")
+        given = several(sources)
+        return self._embed(given if names is None else as_many(given, len(names)), names)
+
+    def _embed(self, sources: Iterable[Source], names: Sequence[str] | None) -> Iterator[Embedded]:
         found: dict[int, Embedded] = {}
         done = 0
         for part in self._encoded(sources) if self._encode else self._streamed(sources):
@@ -332,10 +328,12 @@ def _between(begin: Any, end: Any) -> float:
 
 
 def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
-    """The tower's handle; where patches of `processor` do not fit it, the tower stays as it was."""
+    """The tower's handle; where patches of `processor` do not fit it, the tower stays as it was. None is not asked."""
+    if processor is not None:
+        frames_of(processor)  # raises for one that cannot give bytes
     tower = find_tower(model)
     before = type(tower)
-    handle = fuse(model, config or FuseConfig(compile="now"))
+    handle = fuse(model, FuseConfig(compile="now") if config is None else config)
     try:
         check_fits(processor, handle.spec)
     except InputError:
@@ -343,28 +341,6 @@ def _fused(model: nn.Module, config: FuseConfig | None, processor: Any) -> Any:
             unfuse(tower)
         raise
     return handle
-
-
-def _loaded(where: str | Path, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    on = device_or_default(device)
-    return load_tower(str(where), on, dtype or default_dtype(on))
-
-
-def processors_of(where: str) -> Any:
-    """A checkpoint's image processor, and its video processor where transformers can build it."""
-    from transformers import AutoImageProcessor, AutoVideoProcessor
-
-    try:
-        video = AutoVideoProcessor.from_pretrained(where)
-    except (OSError, ValueError, ImportError):  # none in the checkpoint, or torchvision is missing
-        video = None
-    except Exception as error:  # TypeError and others, where its file holds null or a list
-        raise InputError(f"{where}: no video processor that transformers reads: {first_line(error)}") from None
-    try:
-        image = AutoImageProcessor.from_pretrained(where)
-    except Exception as error:  # whatever transformers raises for absent and malformed ones
-        raise InputError(f"{where}: no image processor that transformers reads: {first_line(error)}") from None
-    return SimpleNamespace(image_processor=image, video_processor=video)
 
 
 def _rows_of(found: Any, count: int) -> list[torch.Tensor]:

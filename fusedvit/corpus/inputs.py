@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from fusedvit.corpus.values import content_of
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.formats import suffixes
 from fusedvit.pixels.media import MediaError, Source
@@ -188,15 +189,39 @@ def _rows_of(table: Path) -> Iterator[Input]:
         if schema.names.count(name) > 1:
             raise InputError(f"{table}: one column {name} expected, got {schema.names.count(name)}")
     _check_type(table, schema.field(column))
-    columns = _reading(table, lambda: pyarrow.parquet.read_table(table, columns=wanted)).to_pydict()
-    called = next(iter(columns.values()), None)
+    called = _names_in(table, wanted[0]) if wanted else None
     for row in range(_reading(table, lambda: pyarrow.parquet.read_metadata(table)).num_rows):
         if called is None or called[row] is None:
             if wanted == ["id"]:
                 raise InputError(f"{table}: an id of every row expected, got null in row {row}")
-            yield Input(f"{table}:{row}", table, row)
+            yield Input(row_name(table, row), table, row)
         else:
             yield Input(str(called[row]), table, row)
+
+
+def row_name(table: Path, row: int) -> str:
+    """The id of a row that has no other."""
+    return f"{_text(table)}:{row}"
+
+
+def _names_in(table: Path, column: str) -> list[Any]:
+    """The values of a column that names rows."""
+    import pyarrow.parquet
+
+    values = _reading(table, lambda: pyarrow.parquet.read_table(table, columns=[column]))[column]
+    try:
+        return list(values.to_pylist())
+    except Exception:  # text in another encoding, or a time that Python has none of, which Arrow does not mind
+        row, error = next(_not_converted(values))
+    raise InputError(f"{table}: column {column}: row {row} does not convert to Python: {first_line(error)}")
+
+
+def _not_converted(values: Iterable[Any]) -> Iterator[tuple[int, Exception]]:
+    for row, value in enumerate(values):
+        try:
+            value.as_py()
+        except Exception as error:
+            yield row, error
 
 
 def _column_of(table: Path, schema: Any) -> str:
@@ -252,9 +277,10 @@ class _Table:
         if known != group:
             values = _reading(self.path, lambda: self._file.read_row_group(group, columns=[self._column]))[self._column]
             self._last = group, values
-        value = values[row - (self._ends[group - 1] if group else 0)].as_py()
-        if isinstance(value, dict):
-            value = value.get("bytes") or value.get("path")
+        try:
+            value = content_of(values[row - (self._ends[group - 1] if group else 0)])
+        except Exception as error:  # text that is not UTF-8, which Arrow does not check
+            return MediaError(f"a file's bytes or path expected, got what does not convert: {first_line(error)}")
         if isinstance(value, str) and value:
             return value if "://" in value[:20] else self.path.parent / value
         return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")

@@ -23,10 +23,12 @@ import torch
 from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
+from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Source
 
 VERSION = 2  # of what `Job.document` records
+LISTED = 1000  # inputs that are errors, in what a run has found
 UNWRITTEN = 2  # shards that may wait for the disk
 WORKER = "fusedvit.corpus.worker"
 
@@ -79,6 +81,8 @@ class Job:
             "inputs": len(inputs),
             "inputs_digest": digest(inputs),
             "tables_digest": origin.tables(inputs),
+            "files_digest": origin.files(inputs),
+            "given": origin.given(self.given),
             "working_directory": origin.working_directory(self.given),
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
             **origin.checkpoint(self.model),
@@ -114,11 +118,13 @@ class Ran:
         shards: that it has committed.
         others: "shards", "inputs" and "errors" of what was there before, and of what another run has committed since.
         left_out: files of folders that are no inputs, by their suffixes.
+        failed: the first inputs that are errors, whichever run has committed them.
     """
 
     shards: list[ShardDone]
     others: dict[str, int]
     left_out: dict[str, int]
+    failed: list[Failed]
 
 
 def run(
@@ -140,28 +146,46 @@ def run(
         InputError, UnsupportedModel: see `inputs.collect`, `shards.start`, `shards.commit` and `Embedder`. What was
             committed stays.
     """
-    is_new = not shards.holds_job(Path(job.out))
     left_out = Counter() if left_out is None else left_out
-    parts, todo = remaining(job, job.dtype(), left_out)
     found: list[ShardDone] = []
 
     def committed(shard: ShardDone) -> None:
         found.append(shard)
         done(shard, len(parts))
 
-    if todo:
-        with _taken_back(job, is_new), shards.in_use(Path(job.out)):
-            if gpus:
-                _run_on(job, gpus[: len(todo)], todo, committed)
-            else:
-                work(build(job), parts, Path(job.out), iter(todo), committed)
-    others = set(range(len(parts))) - {shard.number for shard in found}
-    return Ran(found, _counts(Path(job.out), others), dict(left_out))
+    with begun(job, job.dtype(), left_out) as (parts, todo):
+        if todo and gpus:
+            _run_on(job, gpus[: len(todo)], todo, committed)
+        elif todo:
+            work(build(job), parts, Path(job.out), iter(todo), committed)
+    numbers, mine = set(range(len(parts))), {shard.number for shard in found}
+    counts, failed = totals(Path(job.out), numbers - mine), shards.failed(Path(job.out), numbers, LISTED)
+    return Ran(found, counts, dict(left_out), failed)
 
 
-def _counts(out: Path, numbers: Iterable[int]) -> dict[str, int]:
-    """What is in those of the shards that are committed."""
-    counts = [shards.count(out, number) for number in sorted(shards.committed(out) & set(numbers))]
+@contextlib.contextmanager
+def begun(
+    job: Job, dtype: torch.dtype, left_out: Counter[str] | None = None
+) -> Iterator[tuple[list[Sequence[Input]], list[int]]]:
+    """What `remaining` finds, for as long as it is worked on: the folder is in use, and is free again for another job
+    where this one fails without a shard.
+
+    Raises:
+        InputError: as `remaining`, and `shards.in_use`.
+    """
+    is_new = not shards.holds_job(Path(job.out))
+    parts, todo = remaining(job, dtype, left_out)
+    if not todo:
+        yield parts, todo
+        return
+    with _taken_back(job, is_new), shards.in_use(Path(job.out)):
+        yield parts, todo
+
+
+def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
+    """ "shards", "inputs" and "errors" of what is committed, whichever run has; of these shards, or of all."""
+    there = shards.committed(out)
+    counts = [shards.count(out, number) for number in sorted(there if numbers is None else there & set(numbers))]
     return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
 
 

@@ -1,4 +1,4 @@
-"""What a job's answers come from besides the names of its inputs: the checkpoint, and tables whose ids are row numbers.
+"""What a job's answers come from besides the names of its inputs: the checkpoint, and the files and tables themselves.
 
 Weights are told apart by the head of each file and a sample of every tensor in it: a file of gigabytes takes
 milliseconds, and training changes all of a tensor. A copy of a checkpoint, on another host or at another time, is the
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fusedvit.checkpoint import ADAPTER, tower_config
-from fusedvit.corpus.inputs import Input
+from fusedvit.corpus.inputs import Input, row_name
 from fusedvit.errors import InputError, first_line
 
 CONFIG = "config.json"
@@ -22,6 +22,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 _SAMPLE = 512  # bytes, at the beginning, the middle and the end of a tensor
 _SAMPLES = 256  # of a file that names no tensors
 _TAIL = 64 * 2**10  # bytes at its end: a parquet table's own list of what it holds
+_SMALL = 16 * 2**20  # bytes of a table that is read whole
+_NAMED = 8  # of what a job was given, in its document
 _LONGEST_HEAD = 100 * 2**20  # of a safetensors file, in bytes, as its own library has it
 
 
@@ -53,11 +55,73 @@ def tables(inputs: Iterable[Input]) -> str:
     Raises:
         InputError: one of them cannot be read.
     """
-    numbered = dict.fromkeys(each.path for each in inputs if each.row >= 0 and each.id == f"{each.path}:{each.row}")
+    numbered = dict.fromkeys(each.path for each in inputs if each.row >= 0 and each.id == row_name(each.path, each.row))
     try:
         return _digest(part for path in numbered for part in _file(path)) if numbered else ""
     except OSError as error:
         raise InputError(f"a table that cannot be read: {first_line(error)}") from None
+
+
+def files(inputs: Iterable[Input]) -> str:
+    """Digest of what the inputs are, whatever they are called: where each file lies, with links followed, and where
+    each table lies and what is in it, by samples.
+
+    Raises:
+        InputError: a table cannot be read.
+    """
+    folders, tables = _Resolved(), set[Path]()
+
+    def parts() -> Iterator[bytes]:
+        for each in inputs:
+            if each.row < 0:
+                yield folders.file(each.path)
+                continue
+            if each.path not in tables:
+                tables.add(each.path)
+                yield folders.file(each.path)
+                yield from _table(each.path)
+            yield each.row.to_bytes(8, "little")
+
+    try:
+        return _digest(parts())
+    except OSError as error:
+        raise InputError(f"a table that cannot be read: {first_line(error)}") from None
+
+
+class _Resolved:
+    """Where files really lie. Each folder is resolved once: many files share it."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+
+    def file(self, path: Path) -> bytes:
+        given, name = os.path.split(path)
+        folder = self._folders.get(given)
+        if folder is None:
+            folder = self._folders[given] = _real(given or ".")
+        found = os.path.join(folder, name)
+        return os.fsencode(_real(found) if name == ".." or os.path.islink(found) else found)
+
+
+def _real(path: str) -> str:
+    """As `realpath`; as it is where no file system has such a name, which is a row's error."""
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):
+        return path
+
+
+def _table(path: Path) -> Iterator[bytes]:
+    """A table's content: whole where it is small, as tables of paths are, else as `_file` has it."""
+    if path.stat().st_size <= _SMALL:
+        yield path.read_bytes()
+    else:
+        yield from _file(path)
+
+
+def given(sources: Sequence[str]) -> list[str]:
+    """Where the first of the job's folders, files, lists and tables lie: for a message."""
+    return [os.fsencode(_real(each)).decode("utf-8", "backslashreplace") for each in sources[:_NAMED]]
 
 
 def working_directory(given: Sequence[str]) -> str:

@@ -17,16 +17,17 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fusedvit.corpus import resuming
 from fusedvit.errors import InputError, first_line
 
 try:
@@ -38,14 +39,6 @@ JOB, INDEX, ROWS = "job.json", "index.parquet", "rows.safetensors"
 _PREFIX, _UNFINISHED = "shard-", ".unfinished-"
 _ATTEMPTS = 3
 _FORGOTTEN = 24 * 3600  # seconds after which nobody writes an unfinished file any more, where there are no locks
-_ELSEWHERE = "choose another output folder"
-_DIGESTS = {  # what is behind a digest, in a message
-    "inputs_digest": "inputs (names or order)",
-    "tables_digest": "tables",
-    "weights": "checkpoint's weights",
-    "config": "checkpoint's config",
-    "processor": "processor's settings",
-}
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,14 @@ class Embedded:
     rows: torch.Tensor | None
     grid_thw: tuple[int, int, int] = (0, 0, 0)
     error: str = ""
+
+
+class Failed(NamedTuple):
+    """An input that is an error."""
+
+    shard: int
+    id: str
+    error: str
 
 
 def holds_job(out: Path) -> bool:
@@ -100,22 +101,9 @@ def check(out: Path, job: dict[str, Any]) -> None:
         raise InputError(f"{out}: cannot be used as output: {JOB}: {first_line(error)}") from None
     if not isinstance(known, dict):
         raise InputError(f"{out / JOB}: no job of `fusedvit embed`")
-    _compare(out, known, json.loads(json.dumps(job)))
-
-
-def _compare(out: Path, known: dict[str, Any], job: dict[str, Any]) -> None:
-    """Raises InputError where two documents of a job differ; null is what its writer did not know."""
-    if known.get("version") != job.get("version"):
-        recorded = f"{JOB} of version {job.get('version')} expected, got {known.get('version') or 'none'}"
-        raise InputError(f"{out}: begun by another version of fusedvit: {recorded}; {_ELSEWHERE}")
-    for name in sorted(known.keys() | job.keys()):
-        was, now = known.get(name, "nothing"), job.get(name, "nothing")
-        if was == now or was is None or now is None:
-            continue
-        if name in _DIGESTS:
-            expected = f"the {_DIGESTS[name]} that it was begun with expected, got others"
-            raise InputError(f"{out}: holds another job: {expected} (digest {was}, now {now}); {_ELSEWHERE}")
-        raise InputError(f"{out}: holds another job: {name} was {str(was)[:200]} and is {str(now)[:200]}; {_ELSEWHERE}")
+    differs = resuming.difference(known, json.loads(json.dumps(job)))
+    if differs:
+        raise InputError(f"{out}: {differs}")
 
 
 @contextlib.contextmanager
@@ -280,13 +268,29 @@ def check_committed(out: Path, number: int, inputs: int) -> None:
 
 def count(out: Path, number: int) -> tuple[int, int]:
     """How many inputs a committed shard has, and how many of them are errors. Raises InputError as `read` does."""
+    said = _columns(out, number, "error")
+    return len(said), sum(map(any, said))
+
+
+def failed(out: Path, numbers: Iterable[int], most: int) -> list[Failed]:
+    """The first inputs of committed shards that are errors, in the job's order. Raises InputError as `read` does."""
+    found: list[Failed] = []
+    for number in sorted(committed(out) & set(numbers)):
+        if len(found) >= most:
+            break
+        found += [Failed(number, name, error) for name, error in _columns(out, number, "id", "error") if error]
+    return found[:most]
+
+
+def _columns(out: Path, number: int, *names: str) -> list[tuple[Any, ...]]:
+    """Columns of a shard's index, a tuple a row."""
     import pyarrow.parquet
 
     try:
-        said = pyarrow.parquet.read_table(_folder(out, number) / INDEX, columns=["error"])["error"].to_pylist()
+        table = pyarrow.parquet.read_table(_folder(out, number) / INDEX, columns=[*names])
+        return list(zip(*(table[name].to_pylist() for name in names), strict=True))
     except Exception as error:  # as in `read`
         raise InputError(f"{_folder(out, number)}: does not read: {first_line(error)}") from None
-    return len(said), sum(map(bool, said))
 
 
 def _folder(out: Path, number: int) -> Path:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fusedvit.errors import first_line
 from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, raise_of_machine, rgb_of
 
 
@@ -24,6 +25,58 @@ def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
         raise ValueError(f"{expected} {count} sources")
 
 
+def several(sources: Any) -> Iterable[Source]:
+    """The sources; one alone as a list of it. Raises TypeError for what is no source."""
+    if isinstance(sources, SOURCES) and not (isinstance(sources, np.ndarray) and sources.dtype.kind in "OUS"):
+        return [sources]
+    if not isinstance(sources, Iterable):
+        got = type(sources).__name__
+        raise TypeError(f"fusedvit: sources: paths, bytes or pixels, or several of them, expected, got {got}")
+    return sources
+
+
+def columns_of(batch: Any) -> list[str]:
+    """The names of a batch's columns. Raises TypeError for what has none."""
+    names = batch.column_names if _is_arrow(batch) else batch.keys() if hasattr(batch, "keys") else None
+    if names is None:
+        raise TypeError(
+            f"fusedvit: a dictionary of columns, a pandas frame or an Arrow table expected, got {type(batch).__name__}"
+        )
+    return list(map(str, names))
+
+
+def with_columns(batch: Any, added: dict[str, list[Any]]) -> Any:
+    """The batch and the columns, which take the place of others of their names: a dictionary, or an Arrow table."""
+    if not _is_arrow(batch):
+        return {**batch, **added}
+    import pyarrow
+
+    kinds = {"grid_thw": pyarrow.list_(pyarrow.int64()), "error": pyarrow.string()}
+    table = pyarrow.table({name: batch[name] for name in batch.column_names if name not in added})
+    for name, values in added.items():
+        vectors = name == "embedding" and any(value.ndim > 1 for value in values)
+        kind = pyarrow.list_(pyarrow.float32())
+        kind = kinds.get(name, pyarrow.list_(kind) if vectors else kind)
+        table = table.append_column(name, pyarrow.array([list(v) if vectors else v for v in values], kind))
+    return table
+
+
+def _is_arrow(batch: Any) -> bool:
+    """Whether a batch is a table, or a batch of rows, of Arrow's."""
+    return hasattr(batch, "column_names") and hasattr(batch, "schema")
+
+
+def check_many(column: str, values: Any) -> None:
+    """Raises TypeError where a column holds something else than a value of each row."""
+    if is_one_row(values):
+        got = f"one value, {type(values).__name__}; call with batches"
+    elif not isinstance(values, Iterable):
+        got = type(values).__name__
+    else:
+        return
+    raise TypeError(f"fusedvit: column {column}: a list of values, one a row, expected, got {got}")
+
+
 def is_one_row(values: Any) -> bool:
     """Whether a column holds one image instead of a list of them: a path, a file's bytes, a picture or its pixels."""
     if isinstance(values, np.ndarray):
@@ -32,12 +85,23 @@ def is_one_row(values: Any) -> bool:
     return isinstance(values, one) or hasattr(values, "as_py") or hasattr(values, "convert")
 
 
+def content_of(value: Any) -> Any:
+    """A file's bytes, else its path, of Arrow's value or of {"bytes": …, "path": …}. A path beside bytes is not asked
+    for: it may be in any encoding. Raises what Arrow does for a value that does not convert."""
+    while hasattr(value, "as_py") and hasattr(value, "value"):  # a dictionary's, or an extension's
+        value = value.value
+    if isinstance(value, Mapping):  # Arrow's structs too
+        parts = (content_of(value[name]) for name in ("bytes", "path") if name in value)
+        return next(filter(None, parts), None)
+    return value.as_py() if hasattr(value, "as_py") else value
+
+
 def source_of(value: Any) -> Source:
     """A row's value as a source of pixels; an error where it is none."""
-    if hasattr(value, "as_py"):  # of Arrow
-        value = value.as_py()
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
+    try:
+        value = content_of(value)
+    except Exception as error:  # text that is not UTF-8, which Arrow does not check
+        return MediaError(f"a value that does not convert: {first_line(error)}")
     if isinstance(value, np.generic):
         value = value.item()
     if hasattr(value, "convert"):  # a Pillow image, as `datasets` decodes them

@@ -303,6 +303,8 @@ def raise_of_machine(error: Exception, name: str) -> None:
     """Raises InputError, which is no MediaError, where `error` is the machine's and not that of the file `name`."""
     if isinstance(error, MemoryError):
         raise InputError(f"{name}: cannot be read (out of memory)") from None
+    if isinstance(error, ImportError):
+        raise InputError(f"{name}: cannot be read (a package is missing: {error})") from None
     if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_A_FILE:
         raise InputError(f"{name}: cannot be read ({error.strerror or os.strerror(error.errno)})") from None
 
@@ -391,7 +393,7 @@ def _video_stream(given: _Given) -> Iterator[tuple[Any, Any]]:
     try:
         import av
     except ModuleNotFoundError:
-        raise MediaError(f'{given.shown}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
+        raise InputError(f'{given.shown}: decoding a video needs PyAV: pip install "fusedvit[cli]"') from None
     try:
         with given.open() as file, av.open(file, format=given.video, metadata_errors="replace") as container:
             if not container.streams.video:

@@ -66,13 +66,20 @@ class _Parts:
     image: Any
     video: Any
     device: torch.device
+    no_video: str | None = None  # why there is no video processor, where the machine is at fault
+
+    def check_video(self, name: str = "", index: int = 0) -> None:
+        """Raises where there is no video processor: InputError where the machine lacks it, else the video's own."""
+        if self.video is None and self.no_video:
+            raise InputError(self.no_video)
+        if self.video is None:
+            raise MediaError(f"{name}a video, and no video processor gives bytes", index)
 
     def sample(self, facts: VideoFacts) -> Sequence[int]:
         """The numbers of the frames that the video processor takes."""
         from transformers.video_utils import VideoMetadata
 
-        if self.video is None:
-            raise MediaError("a video, and no video processor gives bytes")
+        self.check_video()
         if not self.video.do_sample_frames:
             return range(facts.frames)
         duration = None if facts.fps is None else facts.frames / facts.fps
@@ -81,6 +88,8 @@ class _Parts:
             return [int(i) for i in self.video.sample_frames(metadata=known)]
         except ValueError as error:
             raise MediaError(f"a video that Hugging Face's processor refuses: {first_line(error)}") from None
+        except ImportError as error:
+            raise InputError(f"a video's frames cannot be chosen: a package is missing: {first_line(error)}") from None
 
 
 def stream(
@@ -110,7 +119,8 @@ def stream(
 
     Raises:
         MediaError: a source that does not decode, or that the processor refuses.
-        InputError: the machine fails, of open files, memory, permissions, disks or shares, whatever `errors` says.
+        InputError: the machine fails (open files, memory, permissions, disks, network drives) or lacks a package,
+            whatever `errors` says.
         UnsupportedModel: the processor cannot give bytes.
         ValueError, TypeError: an argument out of range, or of another type.
     """
@@ -144,7 +154,7 @@ def _parts_of(processor: Any, device: torch.device) -> _Parts:
     usable = {name: part if gives_grids(part) else None for name, part in copies.items()}
     if usable == {"image": None, "video": None}:
         raise UnsupportedModel(f"{name_of(processor)} gives no grid_thw, by which batches are made")
-    return _Parts(**usable, device=device)
+    return _Parts(**usable, device=device, no_video=getattr(processor, "no_video", None))
 
 
 def _batches(
@@ -213,8 +223,7 @@ def _check_sides(media: Media, parts: _Parts) -> None:
 def _patches_of(media: Media, parts: _Parts) -> int:
     """How many patches an image gives; 0 for a video. Raises MediaError where the processor refuses it."""
     if media.kind == "video":
-        if parts.video is None:
-            raise MediaError(f"{media.name}: a video, and no video processor gives bytes", media.index)
+        parts.check_video(f"{media.name}: ", media.index)
         return 0
     if parts.image is None:
         raise MediaError(f"{media.name}: an image, and no image processor gives bytes", media.index)

@@ -6,9 +6,10 @@ Images only, as in Dynamo.
 """
 
 import asyncio
+import contextlib
 import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,14 @@ from dynamo.vllm.multimodal_utils.custom_encoder.backend.base import Preprocesse
 from fusedvit.api import fuse
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
+from fusedvit.corpus.loading import image_processor_of
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.pixels.processors import check_fits
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
 from fusedvit.serving.embeddings import VisionEmbeddings
 
+CLOSING = 5.0  # seconds that a fetch may take to end, and the loop after it
+_SHUT_DOWN = "fusedvit: the encoder was shut down before the image was there"
 MAX_THREADS = 8  # that decode and resize beside the one that runs the tower
 
 
@@ -48,15 +53,15 @@ class FusedVisionEncoder(VisionEncoderBackend):
         """Loads the checkpoint's tower and image processor, fuses them, and captures every graph.
 
         Raises:
-            InputError, UnsupportedModel: the checkpoint does not load, or holds no tower that can be fused.
+            InputError, UnsupportedModel: the checkpoint does not load, or holds no tower that can be fused, or no image
+                processor that cuts the tower's patches.
         """
-        from transformers import AutoImageProcessor
-
+        self._processor = image_processor_of(model_id)
         self._device = device_or_default(None)
         self._model = load_tower(model_id, self._device, default_dtype(self._device))
         self._handle: FusedEncoder = fuse(self._model, FuseConfig(compile="now"))
         self._merge = self._handle.spec.merge_size
-        self._processor = AutoImageProcessor.from_pretrained(model_id)
+        check_fits(self._processor, self._handle.spec)
         self._loader = _Loader()
         self._handle.warmup()
 
@@ -69,6 +74,7 @@ class FusedVisionEncoder(VisionEncoderBackend):
 
         Raises:
             ValueError, TypeError: an image that cannot be decoded or that the processor refuses.
+            RuntimeError: the encoder is shut down before the image is there.
         """
         image = self._loader.load(raw) if isinstance(raw, str) else raw
         found = self._processor(images=[image], return_tensors="pt", device="cpu")
@@ -113,7 +119,10 @@ class FusedLinearEncoder(FusedVisionEncoder):
 
 
 class _Loader:
-    """Dynamo's image loader, on an event loop of its own: preprocessing runs on threads that have none."""
+    """Dynamo's image loader, on an event loop of its own: preprocessing runs on threads that have none.
+
+    Threads that wait for an image when it is closed, or come later, get an error: nobody else would end their waiting.
+    """
 
     def __init__(self) -> None:
         from dynamo.common.multimodal.image_loader import ImageLoader
@@ -122,14 +131,49 @@ class _Loader:
         self._thread = threading.Thread(target=self._loop.run_forever, name="fusedvit-images", daemon=True)
         self._thread.start()
         self._images = ImageLoader()
+        self._lock, self._closed = threading.Lock(), False
+        self._pending = set[Future[Any]]()
 
     def load(self, url: str) -> Any:
-        """A PIL image. Raises what Dynamo's loader raises, with its HTTP status."""
-        found: Future[Any] = asyncio.run_coroutine_threadsafe(self._images.load_image(url), self._loop)
-        return found.result()
+        """A PIL image.
+
+        Raises:
+            RuntimeError: it is closed.
+            Exception: what Dynamo's loader raises, with its HTTP status.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(_SHUT_DOWN)
+            found: Future[Any] = asyncio.run_coroutine_threadsafe(self._images.load_image(url), self._loop)
+            self._pending.add(found)
+        try:
+            return found.result()
+        except CancelledError:
+            raise RuntimeError(_SHUT_DOWN) from None
+        finally:
+            with self._lock:
+                self._pending.discard(found)
 
     def close(self) -> None:
+        """Cancels what is being fetched, and ends the loop, for which it waits a few seconds at most."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            pending = [*self._pending]
+        for each in pending:
+            each.cancel()  # its thread goes on at once
+        with contextlib.suppress(TimeoutError):  # a fetch that does not end
+            asyncio.run_coroutine_threadsafe(_others_ended(), self._loop).result(CLOSING)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+        self._thread.join(CLOSING)
         if not self._loop.is_running():
             self._loop.close()
+
+
+async def _others_ended() -> None:
+    """Cancels every other task of the loop, and waits until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -8,6 +8,7 @@ folder is that of `fusedvit embed`, and each goes on with the other's. Every nod
 """
 
 import functools
+import os
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -15,10 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fusedvit.checkpoint import default_dtype
 from fusedvit.corpus import shards
-from fusedvit.corpus.embedder import Embedder, embedder_of, processors_of
-from fusedvit.corpus.inputs import sources
-from fusedvit.corpus.job import Job, remaining
+from fusedvit.corpus.embedder import Embedder, embedder_of
+from fusedvit.corpus.inputs import Input, sources
+from fusedvit.corpus.job import Job, begun
+from fusedvit.corpus.loading import processors_of
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_one
 from fusedvit.pixels.streaming import frames_of
@@ -35,6 +40,8 @@ def embed(
 ) -> list[Row]:
     """Embeds what is not committed yet, on the cluster that `ray.init` has started or joined.
 
+    Names are those of this process: relative ones lead on from its working directory.
+
     Args:
         job: all pixels of a shard wait in Ray's object store at once, 3 bytes a pixel: a `shard_size` of 64 is a good
             one. `device` is not asked: an actor takes the GPU that Ray gives it.
@@ -43,18 +50,52 @@ def embed(
         done: called with each shard that is committed: {"number", "inputs", "errors"}.
 
     Returns:
-        All that `done` was called with.
+        All that `done` was called with: what this call has committed. `job.totals` counts what any has.
 
     Raises:
-        InputError: what `fusedvit embed` ends with. What was committed stays.
+        InputError: what `fusedvit embed` ends with, or shards that did not come back. What was committed stays.
     """
+    found: list[Row] = []
+
+    def heard(row: Row) -> None:
+        found.append(row)
+        done(row)
+
+    on = "cuda" if gpus else "cpu"
+    with begun(job, default_dtype(torch.device(on))) as (parts, todo):
+        if todo:
+            _run(_absolute(replace(job, device=on)), parts, todo, (actors, decoders, gpus), heard)
+        missing = set(todo) - {row["number"] for row in found} - shards.committed(Path(job.out))
+        if missing:
+            raise InputError(
+                f"{job.out}: {len(missing)} of {len(todo)} shards did not come back: {str(sorted(missing))[:200]}; Ray "
+                "drops what fails up to DataContext.max_errored_blocks, and its log says why; start again for the rest"
+            )
+    return found
+
+
+def _absolute(job: Job) -> Job:
+    """The job under names that lead to the same from any folder: an actor's is not the driver's."""
+    model = os.path.abspath(job.model) if os.path.isdir(job.model) else job.model
+    return replace(job, model=model, out=os.path.abspath(job.out))
+
+
+def _run(
+    job: Job,
+    parts: Sequence[Sequence[Input]],
+    todo: Sequence[int],
+    resources: tuple[int, int, float],
+    heard: Callable[[Row], None],
+) -> None:
+    """Embeds the shards `todo`; `resources` are actors with the tower, those that decode, and the GPUs of the first."""
     import ray.data
     import ray.exceptions
 
-    parts, todo = remaining(job)
-    if not todo:
-        return []
-    rows = [{"number": number, "given": pickle.dumps(list(parts[number]))} for number in todo]
+    actors, decoders, gpus = resources
+    rows = [
+        {"number": n, "given": pickle.dumps([replace(each, path=each.path.absolute()) for each in parts[n]])}
+        for n in todo
+    ]
     decoding = {"compute": ray.data.ActorPoolStrategy(min_size=1, max_size=decoders), "num_cpus": 1}
     on_gpus = {"compute": ray.data.ActorPoolStrategy(size=actors), "num_cpus": 0 if gpus else 1, "num_gpus": gpus}
     dataset = (
@@ -62,17 +103,14 @@ def embed(
         .map(_Decoder, fn_constructor_args=(job.model,), **decoding)
         .map(_Tower, fn_constructor_args=(job,), **on_gpus)
     )
-    found = []
     try:
         for row in dataset.iter_rows():
-            found.append(row)
-            done(row)
+            heard(row)
     except ray.exceptions.RayTaskError as error:
         message = _message_in(error)
         if not message:
             raise
         raise InputError(message) from error
-    return found
 
 
 def _message_in(error: Exception) -> str:
@@ -111,15 +149,19 @@ class _Tower:
     """An actor on a GPU: the pixels of a shard to the committed shard."""
 
     def __init__(self, job: Job) -> None:
-        self._job = replace(job, device=None)
+        self._job = job
 
     def __call__(self, row: Row) -> Row:
-        rows = self._embedder.embed(pickle.loads(row["pixels"]))
-        found = [replace(each, id=given.id) for each, given in zip(rows, pickle.loads(row["given"]), strict=True)]
-        shards.commit(Path(self._job.out), row["number"], found, self._embedder.width, self._embedder.dtype)
+        out = Path(self._job.out)
+        with shards.in_use(out):  # the driver of a job that fails leaves it to those who are still at work
+            rows = self._embedder.embed(pickle.loads(row["pixels"]))
+            found = [replace(each, id=given.id) for each, given in zip(rows, pickle.loads(row["given"]), strict=True)]
+            shards.commit(out, row["number"], found, self._embedder.width, self._embedder.dtype)
         return {"number": row["number"], "inputs": len(found), "errors": sum(bool(each.error) for each in found)}
 
     @functools.cached_property
     def _embedder(self) -> Embedder:
         """Built by the first shard: Ray would try again and again to start an actor that raises."""
+        if self._job.device == "cuda" and not torch.cuda.is_available():
+            raise InputError("an actor that Ray gave a GPU: torch sees none there; gpus=0 runs the job on CPUs")
         return embedder_of(self._job)

@@ -73,7 +73,7 @@ def register() -> None:
 
 def report(scheduler: Any) -> None:
     """Logs the counters of a scheduler's fused towers: `engine.collective_rpc("fusedvit_report")`."""
-    for path, served in _served_in(scheduler.tp_worker.model_runner.model):
+    for path, served in _served_of(scheduler):
         logger.info("fusedvit: %s: %s", path, served.handle.stats())
 
 
@@ -351,7 +351,12 @@ def _prepare_awake(manager: Any) -> None:
 
 
 def _served_of(manager: Any) -> list[tuple[str, Served]]:
-    return list(_served_in(manager.tp_worker.model_runner.model))
+    """Of the model that is served, and of a draft model with a tower of its own: each tower once."""
+    draft = getattr(manager, "draft_worker", None)
+    runners: list[Any] = getattr(draft, "weight_update_runners", list)()
+    models = [manager.tp_worker.model_runner.model, *(runner.model for _, runner in runners)]
+    found = [each for model in models for each in _served_in(model)]
+    return [each for i, each in enumerate(found) if all(each[1] is not before for _, before in found[:i])]
 
 
 def _served_in(model: nn.Module) -> Iterator[tuple[str, Served]]:

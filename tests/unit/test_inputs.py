@@ -208,6 +208,35 @@ def test_tables_that_are_none(tmp_path: Path, columns: dict[str, Any], said: str
         collect([table(tmp_path, **columns)])
 
 
+LATIN_1 = pyarrow.Array.from_buffers(  # text that is not UTF-8, which Arrow does not check
+    pyarrow.string(), 2, [None, pyarrow.array([0, 3, 4], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"a\xe9bc")]
+)
+
+
+@pytest.mark.parametrize(
+    "columns, said",
+    [
+        ({"id": LATIN_1, "bytes": [b"1", b"2"]}, "column id: row 0 does not convert to Python: .*codec"),
+        ({"path": LATIN_1}, "column path: row 0 does not convert"),
+        ({"id": pyarrow.array([2, 2**40], pyarrow.timestamp("s")), "bytes": [b"1", b"2"]}, "column id: row 1 does not"),
+        ({"id": pyarrow.array([1, 2], pyarrow.timestamp("ns")), "bytes": [b"1", b"2"]}, "column id: row 0 does not"),
+    ],
+)
+def test_names_of_rows_that_do_not_convert(tmp_path: Path, columns: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=f"t.parquet: {said}"):
+        collect([table(tmp_path, **columns)])
+
+
+def test_contents_that_do_not_convert(tmp_path: Path) -> None:
+    """A path is a row's error where it is needed, and not read where it is not."""
+    (bad, good) = content(table(tmp_path, id=["0", "1"], path=LATIN_1))
+    assert "does not convert: 'utf-8' codec" in bad and good == tmp_path / "c"
+    for first in (b"1", None):
+        contents = pyarrow.array([first, b"2"], pyarrow.binary())
+        found = content(table(tmp_path, image=pyarrow.StructArray.from_arrays([contents, LATIN_1], ["bytes", "path"])))
+        assert found[1] == b"2" and (found[0] == b"1" if first else "does not convert" in found[0])
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -17,7 +17,7 @@ import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
 from fusedvit.corpus import origin  # noqa: E402
-from fusedvit.corpus.inputs import collect  # noqa: E402
+from fusedvit.corpus.inputs import collect, digest  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
 
 WEIGHTS = "model-00002-of-00002.safetensors"
@@ -101,10 +101,10 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
         origin.checkpoint(str(tmp_path / "absent"))
 
 
-def table_of(path: Path, ids: bool, **columns: list[object]) -> Path:
+def table_of(table: Path, ids: bool, **columns: list[object]) -> Path:
     names = {"id": [f"n{i}" for i in range(len(next(iter(columns.values()))))]} if ids else {}
-    pyarrow.parquet.write_table(pyarrow.table(names | columns), path)
-    return path
+    pyarrow.parquet.write_table(pyarrow.table(names | columns), table)
+    return table
 
 
 @pytest.mark.parametrize("size", [10, 5000, 200_000])
@@ -117,6 +117,55 @@ def test_another_table_of_as_many_rows(tmp_path: Path, size: int, ids: bool) -> 
         found += [origin.tables(collect([table])), origin.tables(collect([table]))]
     assert found[0] == found[1] and found[2] == found[3]
     assert (found == [""] * 4) if ids else (found[0] != found[2])
+
+
+def listed(folder: Path) -> Path:
+    (folder / "l.txt").write_text("0.png\n1.png\n")
+    return folder / "l.txt"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        listed,
+        lambda folder: table_of(folder / "t.parquet", False, path=["0.png", "1.png"]),
+        lambda folder: table_of(folder / "t.parquet", True, path=["0.png", "1.png"]),
+        lambda folder: table_of(folder / "t.parquet", True, bytes=[folder.name.encode()] * 2),
+    ],
+)
+def test_inputs_of_the_same_names_elsewhere(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        found.append(collect([make(tmp_path / name)]))
+    (tmp_path / "linked").symlink_to(tmp_path / "a")
+    found.append(collect([tmp_path / "linked" / next((tmp_path / "a").iterdir()).name]))
+    assert len({digest(each) for each in found}) == 1
+    first, other, linked = (origin.files(each) for each in found)
+    assert first == linked != other
+
+
+def test_a_table_of_the_same_ids_and_other_paths(tmp_path: Path) -> None:
+    """Somewhere among many, whose file is not sampled."""
+    paths, found = [f"{i:06d}" for i in range(60_000)], []
+    for at in (None, 0, 31_234, -1):
+        given = [*paths]
+        if at is not None:
+            given[at] = "others"
+        found.append(origin.files(collect([table_of(tmp_path / "t.parquet", False, id=paths, path=given)])))
+    assert len(set(found)) == len(found)
+
+
+def test_a_link_that_leads_elsewhere(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").touch()
+    found = []
+    for name in ("a", "b", "a"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(tmp_path / name)
+        found.append(origin.files(collect([tmp_path / "link"])))
+    assert found[0] == found[2] != found[1]
 
 
 def test_folders_from_which_names_lead_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,6 +356,35 @@ def test_what_one_run_did_not_know_is_not_compared(tmp_path: Path, dtypes: tuple
         shards.start(tmp_path / "out", JOB | {"dtype": dtype})
 
 
+FILES = {"files_digest": "1a", "given": ["/a/l.txt"]}
+
+
+@pytest.mark.parametrize("jobs", [(JOB, JOB | FILES), (JOB | FILES, JOB), (JOB | FILES, JOB | FILES | {"given": []})])
+def test_jobs_of_releases_before_and_after_files_were_recorded(tmp_path: Path, jobs: tuple[Any, Any]) -> None:
+    for job in jobs:
+        shards.start(tmp_path / "out", job)
+
+
+def test_other_files_of_the_same_names_are_refused(tmp_path: Path) -> None:
+    """Where both differ, what can be read comes first."""
+    shards.start(tmp_path / "out", JOB | FILES)
+    other = JOB | {"files_digest": "2b", "given": ["/b/l.txt"]}
+    with pytest.raises(InputError, match=r"other files.*\(begun with /a/l.txt, now /b/l.txt\); put them back to go on"):
+        shards.start(tmp_path / "out", other)
+    with pytest.raises(InputError, match="shard_size was 3 and is 4"):
+        shards.start(tmp_path / "out", other | {"shard_size": 4})
+
+
+@pytest.mark.parametrize("most, expected", [(5, [(0, "b"), (1, "b"), (2, "b")]), (2, [(0, "b"), (1, "b")]), (0, [])])
+def test_inputs_that_are_errors(tmp_path: Path, most: int, expected: list[tuple[int, str]]) -> None:
+    shards.start(tmp_path / "out", JOB)
+    for number in range(4):
+        commit(tmp_path / "out", number)
+    found = shards.failed(tmp_path / "out", range(3), most)
+    assert [(each.shard, each.id) for each in found] == expected
+    assert all(each.error == "b: does not decode" for each in found)
+
+
 @pytest.mark.parametrize("file", [shards.INDEX, shards.ROWS])
 @pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:20])])
 def test_a_damaged_shard_is_named(tmp_path: Path, file: str, damage: Callable[[Path], object]) -> None:

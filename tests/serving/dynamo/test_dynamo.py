@@ -2,10 +2,16 @@
 
 import asyncio
 import base64
+import contextlib
 import importlib.util
 import io
+import json
+import shutil
 import sys
+import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,7 @@ import numpy as np  # noqa: E402
 from PIL import Image as Pillow  # noqa: E402
 
 from fusedvit.cli.towers import TINY  # noqa: E402
+from fusedvit.errors import InputError  # noqa: E402
 from tests.support.checkpoint import tiny_checkpoint, tiny_processor  # noqa: E402
 
 CUSTOM = "dynamo.vllm.multimodal_utils.custom_encoder"
@@ -130,3 +137,52 @@ def test_a_bad_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, url:
     finally:
         encoder.shutdown()
     assert len(good) == 1 and isinstance(bad, Exception)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [({"patch_size": 14}, "patch_size 16 expected, got 14"), ({"merge_size": 1}, "merge_size 2"), (None, "no image")],
+)
+def test_a_processor_that_does_not_fit_is_refused_at_the_start(
+    dynamo: Any, checkpoint: Path, tmp_path: Path, change: dict[str, int] | None, said: str
+) -> None:
+    """Its requests would be answered with errors, or with patches in another order."""
+    ours, driver, _ = dynamo
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    settings = other / "preprocessor_config.json"
+    if change is None:
+        settings.unlink()
+    else:
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | change))
+    with pytest.raises(InputError, match=said):
+        driver(ours.FusedVisionEncoder()).load(str(other))
+
+
+@pytest.mark.parametrize("heeds", [True, False], ids=["ends", "goes on"])
+def test_images_that_are_being_fetched_when_it_is_shut_down(
+    dynamo: Any, monkeypatch: pytest.MonkeyPatch, heeds: bool
+) -> None:
+    """Whoever waits for one is told so, and who comes later; closing waits only so long for a fetch that does not end."""
+    ours, _, _ = dynamo
+    monkeypatch.setattr(ours, "CLOSING", 0.2)
+    loader, asked = ours._Loader(), threading.Event()
+
+    async def endless(url: str) -> Any:
+        asked.set()
+        while True:
+            with contextlib.suppress(asyncio.CancelledError) if not heeds else contextlib.nullcontext():
+                await asyncio.sleep(60)
+
+    loader._images = types.SimpleNamespace(load_image=endless)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(loader.load, "http://host/a.png") for _ in range(2)]
+        assert asked.wait(10)
+        begin = time.monotonic()
+        loader.close()
+        assert time.monotonic() - begin < 5
+        for each in waiting:
+            with pytest.raises(RuntimeError, match="shut down before the image was there"):
+                each.result(10)
+    with pytest.raises(RuntimeError, match="shut down before the image was there"):
+        loader.load("http://host/a.png")
+    loader.close()

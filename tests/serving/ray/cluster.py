@@ -1,13 +1,16 @@
-"""A Ray cluster of one test: `python cluster.py shards | rows MODEL PICTURES OUT`, on CPUs, as the pages show it."""
+"""A Ray cluster of one test: `python cluster.py shards | rows | elsewhere MODEL PICTURES OUT`, on CPUs, as the pages show it."""
 
 import json
+import os
 import sys
 import tempfile
+from pathlib import Path
 
 import ray
 
 import fusedvit
-from fusedvit.corpus.job import Job
+from fusedvit.corpus.job import Job, remaining
+from fusedvit.errors import InputError
 from fusedvit.serving.ray import embed
 
 
@@ -15,6 +18,25 @@ def shards(model: str, pictures: str, out: str) -> None:
     """Two actors with the tower, one that decodes; a shard's line when it is committed."""
     job = Job(model, (pictures,), out, shard_size=64)
     embed(job, actors=2, decoders=1, gpus=0, done=lambda shard: print(json.dumps(shard), flush=True))
+
+
+def elsewhere(model: str, pictures: str, out: str) -> None:
+    """Names that lead on from the driver's folder, on a cluster that was started in another; then a shard that cannot be
+    written, which Ray is told to leave out."""
+    os.chdir(Path(pictures).parent)
+    given = Path(pictures).name
+    for shard in embed(Job(model, (given,), out, shard_size=4), actors=1, decoders=1, gpus=0):
+        print(json.dumps(shard), flush=True)
+    job = Job(model, (given,), f"{out}-2", shard_size=4)
+    remaining(job)  # begins it
+    in_the_way = Path(job.out, "shard-00001")
+    in_the_way.mkdir()
+    (in_the_way / "notes").touch()
+    ray.data.DataContext.get_current().max_errored_blocks = -1
+    try:
+        embed(job, actors=1, decoders=1, gpus=0)
+    except InputError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
 
 
 def rows(model: str, pictures: str, out: str) -> None:
@@ -35,6 +57,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # sockets need a short name
         ray.init(num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False, _temp_dir=folder)
         try:
-            {"shards": shards, "rows": rows}[sys.argv[1]](*sys.argv[2:])
+            {"shards": shards, "rows": rows, "elsewhere": elsewhere}[sys.argv[1]](*sys.argv[2:])
         finally:
             ray.shutdown()

@@ -46,14 +46,19 @@ class Cluster:
         self._log, self._folder = log, folder
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def start(self, *arguments: object) -> "subprocess.Popen[str]":
+    def start(self, *arguments: object, cwd: Path | None = None) -> "subprocess.Popen[str]":
         own = {"RAY_AUTH_TOKEN": uuid.uuid4().hex, "TMPDIR": self._folder, "RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, Path(__file__).with_name("cluster.py"), *arguments]
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
         environment = os.environ | own | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         return subprocess.Popen(
-            [str(part) for part in command], stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            cwd=cwd,
         )
 
     def processes(self, title: str = "") -> list[int]:
@@ -144,6 +149,29 @@ def test_the_embedder_in_map_batches(cluster: Cluster, checkpoint: Path, picture
     expected = fusedvit.Embedder(checkpoint, device="cpu").embed(path for path, _, _ in found)
     for (_, number, error), wanted in zip(found, expected, strict=True):
         assert error == "" and math.isclose(number, float(wanted.rows[0, 0]), rel_tol=1e-4, abs_tol=1e-5)
+    wait(lambda: not cluster.processes())
+
+
+def test_a_driver_in_another_folder_and_a_shard_that_is_left_out(
+    cluster: Cluster, checkpoint: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """Where the cluster was started there are other files of these names; dtypes are recorded as by `fusedvit embed`."""
+    for folder, first in (("driver", 0), (".", 8)):
+        (tmp_path / folder / "some").mkdir(parents=True)
+        for i in range(8):
+            shutil.copy(pictures / f"{first + i:04d}.png", tmp_path / folder / "some" / f"{i}.png")
+    job = cluster.start("elsewhere", checkpoint, tmp_path / "driver" / "some", "out", cwd=tmp_path)
+    lines = [json.loads(line) for line in job.communicate(timeout=PATIENCE)[0].splitlines() if line.startswith("{")]
+    assert job.returncode == 0 and sorted(line.get("number", 9) for line in lines) == [0, 1, 9]
+    assert "out-2: 1 of 2 shards did not come back: [1]" in lines[-1]["error"]
+    out = tmp_path / "driver" / "out"
+    assert shards.committed(Path(f"{out}-2")) == {0}
+    assert json.loads((out / shards.JOB).read_text())["dtype"] == "float32"
+    found = [each for number in range(2) for each in shards.read(out, number)]
+    assert [each.id for each in found] == [f"some/{i}.png" for i in range(8)]
+    expected = fusedvit.Embedder(checkpoint, device="cpu").embed(tmp_path / "driver" / each.id for each in found)
+    for each, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(each.rows, wanted.rows, atol=1e-5, rtol=1e-5)
     wait(lambda: not cluster.processes())
 
 

@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.serving import sglang
 from tests.serving.sglang.support import GRIDS, build, close, embed, loaded, own, tower_of
 
 IMAGES = GRIDS["images"]
@@ -88,6 +89,23 @@ def test_memory_is_given_back_and_taken_again(saver: bool, caplog: pytest.LogCap
     manager.end_weight_update(EndWeightUpdateReqInput())
     assert served.ready and caplog.text.count("runs fused") == 1, "said once"
     assert torch.equal(embed(tower, IMAGES), want)
+
+
+def test_a_draft_models_tower_goes_with_the_other() -> None:
+    """Where a draft model has one of its own; one that it shares is prepared once."""
+    target, draft = loaded(build()), loaded(build())
+    towers = tower_of(target), tower_of(draft)
+    manager = manager_of(target)
+    manager.draft_worker = SimpleNamespace(
+        weight_update_runners=lambda: [("draft", SimpleNamespace(model=model)) for model in (draft, target)]
+    )
+    want = [embed(tower, IMAGES) for tower in towers]
+    manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["weights", "cuda_graph"]))
+    assert [vars(tower)["_fusedvit"].stats()["weights_mib"] for tower in towers] == [0, 0]
+    manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights", "cuda_graph"]))
+    assert all(vars(tower)["_fusedvit_served"].ready for tower in towers)
+    assert all(torch.equal(embed(tower, IMAGES), wanted) for tower, wanted in zip(towers, want, strict=True))
+    assert len(sglang._served_of(manager)) == 2
 
 
 def test_a_release_that_is_refused_takes_nothing() -> None:

@@ -1,0 +1,113 @@
+"""What an `Embedder` is made from: its options, which are checked first, a checkpoint's tower and its processors."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
+from fusedvit.config import FuseConfig
+from fusedvit.errors import InputError, first_line
+from fusedvit.pixels.media import Limits
+
+OUTPUTS = ("mean", "tokens")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PARTS = ("image_processor", "video_processor")
+_CHECKPOINT = (str, Path)
+
+
+def check_model(model: Any, processor: Any, encode: Any) -> None:
+    """Raises TypeError where these three are not as `Embedder` takes them together."""
+    if not isinstance(model, str | Path | nn.Module):
+        raise _wrong("model", "a checkpoint's folder or hub name, or a model", model)
+    if encode is not None and not callable(encode):
+        raise _wrong("encode", "a function (model, processor, images)", encode)
+    if encode is not None and isinstance(model, _CHECKPOINT):
+        raise TypeError("fusedvit: encode= takes a model that is loaded, with its processor, not a checkpoint's name")
+    if processor is None and not isinstance(model, _CHECKPOINT):
+        raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
+    if processor is not None and not callable(processor) and not any(hasattr(processor, name) for name in _PARTS):
+        raise _wrong("processor", "an image processor, or what holds one", processor)
+
+
+def check_options(output: Any, deepstack: Any, threads: Any, limits: Any, config: Any) -> None:
+    """Raises ValueError or TypeError for an option that is none."""
+    if output not in OUTPUTS:
+        raise ValueError(f"fusedvit: output must be one of {OUTPUTS}, got {output!r}")
+    if not isinstance(deepstack, bool):
+        raise _wrong("deepstack", "True or False", deepstack)
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool)):
+        raise _wrong("threads", "an int or None", threads)
+    if threads is not None and threads < 1:
+        raise ValueError(f"fusedvit: threads: at least 1 expected, got {threads}")
+    if not isinstance(limits, Limits | None):
+        raise _wrong("limits", "Limits or None", limits)
+    if not isinstance(config, FuseConfig | None):
+        raise _wrong("config", "FuseConfig or None", config)
+
+
+def device_and_dtype(model: Any, device: Any, dtype: Any) -> tuple[torch.device, torch.dtype]:
+    """Where a checkpoint is loaded, and as what.
+
+    Raises:
+        TypeError, ValueError: there is no such device or dtype; either is given for a model that is loaded.
+    """
+    if not isinstance(model, _CHECKPOINT) and (device, dtype) != (None, None):
+        raise TypeError("fusedvit: device= and dtype= are a checkpoint's; move a model that is loaded by itself")
+    if not isinstance(device, str | torch.device | None):
+        raise _wrong("device", "cpu, cuda or cuda:N", device)
+    if not isinstance(dtype, torch.dtype | None):
+        raise _wrong("dtype", "a torch.dtype", dtype)
+    if dtype not in (None, *_DTYPES):
+        raise ValueError(f"fusedvit: dtype: one of {', '.join(map(str, _DTYPES))} expected, got {dtype}")
+    try:
+        on = device_or_default(device)
+    except RuntimeError:
+        raise ValueError(f"fusedvit: device: cpu, cuda or cuda:N expected, got {device!r}") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if on.type not in ("cpu", "cuda") or (on.type == "cuda" and (on.index or 0) >= count):
+        raise ValueError(f"fusedvit: device: the CPU or one of {count} GPUs expected, got {str(device)!r}")
+    return on, dtype or default_dtype(on)
+
+
+def _wrong(name: str, expected: str, got: Any) -> TypeError:
+    return TypeError(f"fusedvit: {name}: {expected} expected, got {type(got).__name__}")
+
+
+def loaded(model: str | Path | nn.Module, on: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model, or the tower of a checkpoint."""
+    return load_tower(str(model), on, dtype) if isinstance(model, _CHECKPOINT) else model
+
+
+def processors_of(where: str) -> Any:
+    """A checkpoint's image processor, and its video processor where transformers can build it; else in `no_video` what
+    a video is answered with where a package is missing.
+
+    Raises:
+        InputError: the checkpoint has no image processor that transformers reads.
+    """
+    from transformers import AutoVideoProcessor
+
+    video, no_video = None, None
+    try:
+        video = AutoVideoProcessor.from_pretrained(where)
+    except ImportError as error:
+        missing = f"{where}: its video processor needs a package that is missing: {first_line(error).split('. ')[0]}"
+        no_video = f"{missing}: pip install torchvision, in the release that goes with torch"
+    except (OSError, ValueError):  # none in the checkpoint
+        video = None
+    except Exception as error:  # TypeError and others, where its file holds null or a list
+        raise InputError(f"{where}: no video processor that transformers reads: {first_line(error)}") from None
+    return SimpleNamespace(image_processor=image_processor_of(where), video_processor=video, no_video=no_video)
+
+
+def image_processor_of(where: str) -> Any:
+    """A checkpoint's image processor. Raises InputError where transformers reads none."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(where)
+    except Exception as error:  # whatever transformers raises for absent and malformed ones
+        raise InputError(f"{where}: no image processor that transformers reads: {first_line(error)}") from None

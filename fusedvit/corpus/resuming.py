@@ -1,0 +1,47 @@
+"""What two runs of a job must agree in, and what is said where they do not."""
+
+from typing import Any
+
+_ELSEWHERE = "choose another output folder"
+_DIGESTS = {  # what is behind a digest, in a message
+    "inputs_digest": "inputs (names or order)",
+    "tables_digest": "tables",
+    "weights": "checkpoint's weights",
+    "config": "checkpoint's config",
+    "processor": "processor's settings",
+}
+_FILES = "files_digest"
+# Of what newer releases record: jobs that older ones began go on without it, and theirs go on with ours.
+_NEWER = (_FILES,)
+_FOR_MESSAGES = ("given",)
+_LONGEST = 200  # characters of a value in a message
+
+
+def difference(known: dict[str, Any], job: dict[str, Any]) -> str:
+    """How the document of a job that was begun differs from that of one which shall go on with it; "" if it does not.
+
+    null is what a writer did not know. What can be read as it is comes before digests.
+    """
+    if known.get("version") != job.get("version"):
+        recorded = f"job.json of version {job.get('version')} expected, got {known.get('version') or 'none'}"
+        return f"begun by another version of fusedvit: {recorded}; {_ELSEWHERE}"
+    for name in sorted((known.keys() | job.keys()).difference(_FOR_MESSAGES), key=lambda name: (name in _FILES, name)):
+        was, now = known.get(name, "nothing"), job.get(name, "nothing")
+        if was == now or was is None or now is None or (name in _NEWER and "nothing" in (was, now)):
+            continue
+        return f"holds another job: {_said(name, was, now, known, job)} {_ELSEWHERE}"
+    return ""
+
+
+def _said(name: str, was: Any, now: Any, known: dict[str, Any], job: dict[str, Any]) -> str:
+    if name == _FILES:
+        begun, given = (", ".join(map(str, each.get("given") or ())) for each in (known, job))
+        begun, given = begun[:_LONGEST], given[:_LONGEST]
+        where = f"of {given}" if begun == given else f"begun with {begun}, now {given}"
+        return (
+            "inputs of the same names are other files, lie elsewhere, or are a table of other content "
+            f"({where}); put them back to go on, or"
+        )
+    if name in _DIGESTS:
+        return f"the {_DIGESTS[name]} that it was begun with expected, got others (digest {was}, now {now});"
+    return f"{name} was {str(was)[:_LONGEST]} and is {str(now)[:_LONGEST]};"

@@ -1,0 +1,173 @@
+"""What `Embedder` refuses when it is built, and what it takes as a batch or as sources."""
+
+import importlib
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+import pyarrow  # noqa: E402
+
+import fusedvit  # noqa: E402
+from fusedvit.corpus import job as corpus_job  # noqa: E402
+from fusedvit.corpus import loading, shards  # noqa: E402
+from fusedvit.corpus.embedder import embedder_of  # noqa: E402
+from fusedvit.errors import InputError, UnsupportedModel  # noqa: E402
+from fusedvit.pixels.media import MediaError, load_one  # noqa: E402
+from fusedvit.pixels.streaming import stream  # noqa: E402
+from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
+
+__all__ = ["checkpoint", "pictures"]  # fixtures
+PICTURES = 4, (40, 80), "03.png"
+VIDEO = np.zeros((4, 64, 64, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "options, error, said",
+    [
+        ({"device": "tpu"}, ValueError, "device: cpu, cuda or cuda:N expected, got 'tpu'"),
+        ({"device": "cuda:99"}, ValueError, "device: the CPU or one of"),
+        ({"device": "meta"}, ValueError, "device: the CPU or one of"),
+        ({"device": 0}, TypeError, "device: cpu, cuda or cuda:N expected, got int"),
+        ({"dtype": "fp16"}, TypeError, "dtype: a torch.dtype expected, got str"),
+        ({"dtype": torch.int8}, ValueError, "dtype: one of .* expected, got torch.int8"),
+        ({"threads": 0}, ValueError, "threads: at least 1 expected, got 0"),
+        ({"threads": "a"}, TypeError, "threads: an int or None expected, got str"),
+        ({"threads": True}, TypeError, "threads: an int or None expected, got bool"),
+        ({"limits": 5}, TypeError, "limits: Limits or None expected, got int"),
+        ({"config": {}}, TypeError, "config: FuseConfig or None expected, got dict"),
+        ({"deepstack": "yes"}, TypeError, "deepstack: True or False expected, got str"),
+        ({"processor": 5}, TypeError, "processor: an image processor, or what holds one expected, got int"),
+        ({"processor": len}, UnsupportedModel, "cannot give bytes"),
+        ({"encode": 5}, TypeError, r"encode: a function \(model, processor, images\) expected, got int"),
+    ],
+)
+def test_options_are_checked_when_it_is_built(
+    checkpoint: Path, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=f"fusedvit: .*{said}"):
+        fusedvit.Embedder(checkpoint, **options)
+
+
+def test_models_that_are_none(checkpoint: Path) -> None:
+    with pytest.raises(TypeError, match="fusedvit: model: a checkpoint's folder or hub name, or a model expected"):
+        fusedvit.Embedder(None)  # type: ignore[arg-type]
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    with pytest.raises(TypeError, match="fusedvit: device= and dtype= are a checkpoint's"):
+        fusedvit.Embedder(model, tiny_processor(), device="cpu")
+
+
+@pytest.mark.parametrize("as_one", [str, Path, Path.read_bytes, lambda path: np.zeros((40, 50, 3), np.uint8)])
+def test_one_source_alone(checkpoint: Path, pictures: Path, as_one: Any) -> None:
+    embedder, one = fusedvit.Embedder(checkpoint), as_one(pictures / "00.png")
+    (found,), (wanted,) = list(embedder.embed(one, ["a"])), list(embedder.embed([one], ["a"]))
+    assert found.error == "" and torch.equal(found.rows, wanted.rows)
+    with pytest.raises(TypeError, match="fusedvit: sources: .* expected, got int"):
+        embedder.embed(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fusedvit: names: .* expected, got str"):
+        embedder.embed([one], "a")
+    names = np.array([str(pictures / "00.png")] * 2)
+    assert [each.error for each in embedder.embed(names)] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "batch, said",
+    [
+        ({"path": None}, "column path: a list of values, one a row, expected, got NoneType"),
+        (5, "a dictionary of columns, a pandas frame or an Arrow table expected, got int"),
+        ([{"path": "a"}], "a dictionary of columns, .* expected, got list"),
+    ],
+)
+def test_batches_that_are_none(checkpoint: Path, batch: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=f"fusedvit: {said}"):
+        fusedvit.Embedder(checkpoint)(batch)
+
+
+@pytest.mark.parametrize("output", ["mean", "tokens"])
+@pytest.mark.parametrize("kind", [pyarrow.Table, pyarrow.RecordBatch])
+def test_arrow_tables(checkpoint: Path, pictures: Path, output: str, kind: Any) -> None:
+    """They come back as such, other columns as they were; a column of an earlier run is replaced."""
+    contents = [path.read_bytes() for path in sorted(pictures.glob("*.png"))]
+    times = pyarrow.array(range(4), pyarrow.timestamp("ns"))
+    batch = kind.from_arrays([pyarrow.array(contents), times, times], names=["bytes", "at", "error"])
+    embedder = fusedvit.Embedder(checkpoint, output=output)
+    found, wanted = embedder(batch), embedder({"bytes": contents})
+    assert found.column_names == ["bytes", "at", "embedding", "grid_thw", "error"]
+    assert found["at"].combine_chunks() == times and found["bytes"].to_pylist() == contents
+    assert found["error"].to_pylist() == wanted["error"] and found["grid_thw"].to_pylist() == wanted["grid_thw"]
+    for mine, theirs in zip(found["embedding"].to_pylist(), wanted["embedding"], strict=True):
+        shaped = np.asarray(mine, np.float32).reshape(theirs.shape)
+        np.testing.assert_array_equal(shaped, theirs)
+
+
+def test_a_column_that_is_none_is_not_told_in_its_content(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"a column of .* expected, got \['x'\]"):
+        fusedvit.Embedder(checkpoint)(pyarrow.table({"x": [b"content"]}))
+
+
+# ── packages that are missing ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def video_file(path: Path) -> Path:
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for frame in VIDEO:
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
+    return path
+
+
+def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(where: str) -> Any:
+        raise ImportError("AutoVideoProcessor requires the Torchvision library but it was not found. More of it.")
+
+    monkeypatch.setattr(transformers, "AutoVideoProcessor", SimpleNamespace(from_pretrained=missing))
+
+
+@pytest.mark.parametrize("package", ["torchvision", "av"])
+def test_a_package_that_is_missing_is_no_error_of_a_video(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """Nothing of it is committed, what is before it is."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes((pictures / "00.png").read_bytes())
+    video_file(tmp_path / "in" / "b.mp4")
+    without_torchvision(monkeypatch)
+    if package == "av":
+        monkeypatch.setitem(sys.modules, "av", None)
+    job = corpus_job.Job(str(checkpoint), (str(tmp_path / "in"),), str(tmp_path / "out"), shard_size=1)
+    with pytest.raises(InputError, match="pip install torchvision" if package == "torchvision" else "needs PyAV: pip"):
+        corpus_job.run(job, [], embedder_of, lambda shard, total: None)
+    assert 1 not in shards.committed(tmp_path / "out")
+
+
+def test_frames_of_a_video_as_well(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that holds none, on the other hand, refuses the video."""
+    without_torchvision(monkeypatch)
+    with pytest.raises(InputError, match=r"needs a package that is missing: AutoVideoProcessor .* not found[^.]*: pip"):
+        list(stream([VIDEO], loading.processors_of(str(checkpoint)), "cpu", errors="skip"))
+    with pytest.raises(MediaError, match="a video, and no video processor gives bytes"):
+        list(stream([VIDEO], tiny_processor(), "cpu"))
+
+
+def test_a_package_that_an_image_needs(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG", transparency=(0, 0, 0))
+    media = importlib.import_module("fusedvit.pixels.media")
+    monkeypatch.setattr(media, "_transformers_rgb", lambda: importlib.import_module("no_such_package"))
+    with pytest.raises(InputError, match="bytes 0: not read: a package is missing: .*no_such_package") as met:
+        load_one(file.getvalue())
+    assert not isinstance(met.value, MediaError)
