@@ -204,25 +204,9 @@ def _write_metadata(site: Path) -> None:
 
 def _engine(scratch: Path, ranks: int, mode: str, out: Path) -> int:
     """An engine's life."""
-    from vllm import LLM
-
     document: dict[str, Any] = {"free MiB": {"before": _free()}, "wake s": {}}
     begun = time.perf_counter()
-    llm = LLM(
-        model=str(scratch / _CHECKPOINTS[0]),
-        dtype="bfloat16",
-        max_model_len=16384,
-        gpu_memory_utilization=0.5,
-        enable_sleep_mode=True,
-        enable_prefix_caching=False,
-        mm_processor_cache_gb=0,
-        limit_mm_per_prompt={"image": 8, "video": 1},
-        compilation_config={"cudagraph_mm_encoder": True},
-        tensor_parallel_size=ranks,
-        mm_encoder_tp_mode=mode,
-        max_logprobs=-1,
-        seed=0,
-    )
+    llm = _loaded(scratch / _CHECKPOINTS[0], ranks, mode)
     document["load s"] = time.perf_counter() - begun
     document["KV blocks"] = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     answers = document["log probabilities"] = {}
@@ -245,6 +229,26 @@ def _engine(scratch: Path, ranks: int, mode: str, out: Path) -> int:
     document["stats"] = [] if os.environ["FUSEDVIT_DISABLE"] == "1" else llm.collective_rpc("fusedvit_stats")
     write(out, document)
     return 0
+
+
+def _loaded(checkpoint: Path, ranks: int, mode: str) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model=str(checkpoint),
+        dtype="bfloat16",
+        max_model_len=16384,
+        gpu_memory_utilization=0.5,
+        enable_sleep_mode=True,
+        enable_prefix_caching=False,
+        mm_processor_cache_gb=0,
+        limit_mm_per_prompt={"image": 8, "video": 1},
+        compilation_config={"cudagraph_mm_encoder": True},
+        tensor_parallel_size=ranks,
+        mm_encoder_tp_mode=mode,
+        max_logprobs=-1,
+        seed=0,
+    )
 
 
 def _answers(llm: Any) -> dict[str, list[float]]:

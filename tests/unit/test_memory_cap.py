@@ -48,9 +48,14 @@ def test_a_cap_that_nothing_fits_is_said(caplog: pytest.LogCaptureFixture) -> No
     limits_within(TOWERS["hd72"], torch.bfloat16, 150 * MIB)
     assert not caplog.records
     limits_within(TOWERS["hd72"], torch.bfloat16, -300 * MIB)
-    assert [record.getMessage().partition(" beside")[0] for record in caplog.records] == [
-        "fusedvit: memory= leaves -300 MiB"
-    ]
+    (said,) = (record.getMessage() for record in caplog.records)
+    held_mib = -(-held(TOWERS["hd72"], 64) // MIB)
+    assert said.startswith(f"fusedvit: FuseConfig(memory=…) is too small for this tower by {300 + held_mib} MiB: ")
+    assert f"holds {held_mib} MiB of buffers and graphs, and the prepared weights leave -300 MiB" in said
+    assert said.endswith(f"raise memory by {300 + held_mib}")
+    caplog.clear()
+    limits_within(TOWERS["hd72"], torch.bfloat16, -300 * MIB + (300 + held_mib) * MIB)
+    assert not caplog.records, "the advice is enough"
 
 
 def test_there_is_always_a_budget_with_room_for_the_items() -> None:
