@@ -417,7 +417,7 @@ def pixel_table(rows: list[Row]) -> Table:
 
     columns: dict[str, Column] = {"images": "workload", **{who: partial(ms, who=who) for who in rows[0]["ms"]}}
     columns["ours, CPU caches cold"] = lambda row: _ms(row.get("first_ms", {}).get("ours"))
-    columns["bar"] = lambda row: NONE if row["bar_ms"] is None else f"{row['bar_ms']:g}"
+    columns["target"] = lambda row: NONE if row["bar_ms"] is None else f"{row['bar_ms']:g}"
     return table(rows, columns | {"bytes copied, of fp32 patches'": lambda row: f"{row['bytes']['ratio']:.3f}"})
 
 
@@ -428,9 +428,9 @@ def rate_table(corpus: dict[str, Any]) -> Table:
 
 
 def bar_table(figures: Iterable[tuple[str, float, str]]) -> Table:
-    """Figures beside their bars.
+    """Figures beside their targets.
 
     Args:
-        figures: (what it is, what was found, its bar in words).
+        figures: (what it is, what was found, its target in words).
     """
-    return Table(["figure", "found", "bar"], [[what, f"{found:.2f}", bar] for what, found, bar in figures])
+    return Table(["figure", "found", "target"], [[what, f"{found:.2f}", bar] for what, found, bar in figures])
