@@ -287,7 +287,10 @@ class PreparedTower:
 
         Raises:
             CannotPrepare: the tower as it stands cannot run fused, or kernels cannot be compiled.
+            TypeError: `progress` cannot be called.
         """
+        if progress is not None and not callable(progress):
+            raise TypeError(f"fusedvit: progress must be a function, as tqdm.tqdm is, got {type(progress).__name__}")
         kinds = FLOATS, *(STILL_BYTES if still else BYTES for still in self.normalizations)
         parameter = self.weights.first_parameter()
         with self.nothing_launched():

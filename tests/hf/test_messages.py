@@ -256,6 +256,7 @@ class Empty(nn.Module):
         (lambda handle: handle.reconfigure({}), TypeError),
         (lambda handle: handle.reconfigure(None), TypeError),
         (lambda _: fusedvit.fuse(tiny_tower(num_heads=16)), fusedvit.UnsupportedModel),
+        (lambda handle: handle.warmup(5), TypeError),
         (lambda handle: handle.warmup(calls=5), TypeError),
         (lambda handle: handle.warmup(calls=[5]), TypeError),
         (lambda handle: handle.warmup(calls=[[(1, 3, 3)]]), ValueError),
