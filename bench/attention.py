@@ -90,7 +90,7 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the document; the exit code is 1 where an output is out of tolerance."""
+    """Prints a line a row and writes the document; the exit code is 1 where an output is out of tolerance."""
     parser = arguments(__doc__)
     parser.add_argument("--fa3", type=Path, help="vLLM's FA3 library, or that compressed with xz")
     parser.add_argument("--head-dim", type=int, action="append", help="72, 80 and 64 if left out")
@@ -102,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     given = {"--fa3": args.fa3, "--head-dim": args.head_dim, "--layout": args.layout, "--json": args.json}
     here = passport("python -m fusedvit.bench.attention", given, args.commit)
     rows = measure(args.head_dim or HEAD_DIMS, device, args.fa3 is not None, args.layout or ())
+    for row in rows:
+        print(json.dumps(row))
     write(args.json, {"passport": here, "rows": rows})
     return int(any(row["wrong"] for row in rows))
 

@@ -152,18 +152,19 @@ def compare(both: Mapping[str, Checkout], workload: str, seconds: float) -> dict
     return found
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prints a line a workload and writes the document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path, help="the root of another checkout")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each workload in each round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--tower", nargs="*", default=list(TOWERS))
-    parser.add_argument("--workload", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--tower", nargs="*", action="extend")
+    parser.add_argument("--workload", nargs="*", action="extend", choices=list(WORKLOADS))
+    parser.add_argument("--json", type=Path, help="where the document goes; without it figures are only printed")
     parser.add_argument("--commit", default="", help="of this checkout, where git does not tell")
     parser.add_argument("--before-commit", default="", help="of the other one")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    args.tower, args.workload = args.tower or list(TOWERS), args.workload or list(WORKLOADS)
     roots = {"before": args.before.resolve(), "after": ROOT}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     document = {
@@ -179,11 +180,16 @@ def main() -> int:
                 for name in args.workload:
                     rounds[name].append(compare(both, name, args.seconds))
                     print(tower, name, describe(rounds[name][-1]), flush=True)
-                    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+                    _write(args.json, document)
     document["geometric_mean"] = summary(found)
-    args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    _write(args.json, document)
     print(json.dumps(document["geometric_mean"]))
     return 0
+
+
+def _write(path: Path | None, document: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
 def _passport(args: argparse.Namespace) -> dict[str, str]:
@@ -191,8 +197,10 @@ def _passport(args: argparse.Namespace) -> dict[str, str]:
     command += " " + " ".join(args.tower)
     if args.workload != list(WORKLOADS):
         command += " --workload " + shlex.join(args.workload)
+    if args.json is not None:
+        command += f" --json {args.json.name}"
     return {
-        "command": f"{command} --json {args.json.name}",
+        "command": command,
         "commit": args.commit or commit_of(ROOT),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -172,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     path = args.json
     here = passport("python -m fusedvit.bench.families", {"--cpu": args.cpu, "--json": path}, args.commit)
-    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"families": {}}
+    kept = path is not None and path.exists()
+    document = json.loads(path.read_text(encoding="utf-8")) if kept else {"families": {}}
     broken = False
     for name in args.family:
         found = _found(name, args)

@@ -259,7 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = args.json
     if args.scenario:
-        out.write_text(json.dumps(_profiled(args.scenario) if args.profile else SCENARIOS[args.scenario]()))
+        result = _profiled(args.scenario) if args.profile else SCENARIOS[args.scenario]()
+        (print if out is None else out.write_text)(json.dumps(result))
         return 0
     found: dict[str, Any] = {}
     given = {"--folder": args.folder and Path(args.folder), "--json": out}

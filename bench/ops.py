@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedvit.bench import baselines
+from fusedvit.bench.tables import CUBLAS
 from fusedvit.bench.timing import Contender, captured, interleaved
 from fusedvit.bench.towers import GEOMETRIES, spec_of
 from fusedvit.bench.workloads import MERGED, Cost, attention_cost, linear_cost
@@ -61,6 +62,7 @@ SEQUENCES = {  # count x length; 784 and 1024 are single pictures, 256 is a vide
     "1 x 16384": (16384,),
 }
 SEQUENCES_ON_CPU = {"2 x 40": (40, 40)}
+NO_KERNEL, TORCH_PRODUCT = "torch reference", "torch product + bias"  # what runs on a CPU
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ def linear_case(
         ref = linear_ref.linear(x, weights[0], count, wide, e, config)
         return compare(out, ref, _as_torch_rounds(x, weights[0], count, e, config, ref.to(dtype)))
 
-    peers = {"cuBLAS + bias": functools.partial(_product, x, weights, [bias.to(dtype) for bias in common["bias"]])}
+    product = CUBLAS if device.type == "cuda" else TORCH_PRODUCT
+    peers = {product: functools.partial(_product, x, weights, [bias.to(dtype) for bias in common["bias"]])}
     cost = linear_cost(rows, n, k, extra_values=rows * n if parts & {"residual", "taps"} else 0)
     return Case(run, check, sets, cost, peers, count.fill_)
 
@@ -308,9 +311,10 @@ class OperationRow:
 
     Attributes:
         op: as in `plan.EncoderPlan`.
+        backend: of the kernel that ran; on a CPU `NO_KERNEL`.
         us: microseconds of ours, None where its answer broke the tolerance rule.
         peers_us: microseconds of each peer.
-        floor_us: of the workloads.
+        floor_us: of the workloads, an H200's; None on a CPU.
         reason: why there is no number.
     """
 
@@ -320,7 +324,7 @@ class OperationRow:
     backend: str
     us: float | None
     peers_us: dict[str, float]
-    floor_us: float
+    floor_us: float | None
     reason: str
 
 
@@ -400,7 +404,9 @@ def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
         us, wrong = times_us(case, {"ours": config}, device)
     except backends.BackendFailed:  # noted at its first launch, so that `choose` now takes another backend
         return _row(job, dtype, device)
-    ours, floor, backend = us.pop("ours", None), 1e3 * case.cost.floor_ms, backends.backend_of(config).name
+    ours, on_gpu = us.pop("ours", None), device.type == "cuda"
+    backend = backends.backend_of(config).name if on_gpu else NO_KERNEL
+    floor = 1e3 * case.cost.floor_ms if on_gpu else None
     return OperationRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, wrong.get("ours", ""))
 
 

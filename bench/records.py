@@ -26,7 +26,7 @@ def arguments(about: str) -> argparse.ArgumentParser:
         about: the program's docstring, whose first line its help shows.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--json", type=_document, required=True, help="where the document goes")
+    parser.add_argument("--json", type=_document, help="where the document goes; without it figures are only printed")
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
     return parser
 
@@ -56,9 +56,10 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a document of plain values."""
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def write(path: Path | None, document: Mapping[str, Any]) -> None:
+    """Writes a document of plain values; without a path nothing."""
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def passport(command: str, options: Mapping[str, Any], commit: str = "") -> dict[str, Any]:

@@ -255,7 +255,10 @@ def operation_table(rows: list[Row]) -> Table:
 
     columns: dict[str, Column] = {"operation": "op", "shape": "shape", "backend": "backend"}
     columns["ours, us"] = lambda row: f"{row['us']:.1f}" if row["us"] else "wrong"
-    return table(rows, columns | {"peers, us (ratio)": peers, "roofline, us": lambda row: f"{row['floor_us']:.1f}"})
+    columns["peers, us (ratio)"] = peers
+    if any(row["floor_us"] is not None for row in rows):  # on a CPU there is none
+        columns["roofline, us"] = lambda row: f"{row['floor_us']:.1f}"
+    return table(rows, columns)
 
 
 def gemm_table(rows: list[Row]) -> Table:
@@ -443,7 +446,7 @@ def pixel_table(rows: list[Row]) -> Table:
 
     columns: dict[str, Column] = {"images": "workload", **{who: partial(ms, who=who) for who in rows[0]["ms"]}}
     columns["ours, CPU caches cold"] = lambda row: _ms(row.get("first_ms", {}).get("ours"))
-    columns["bar"] = lambda row: NONE if row["bar_ms"] is None else f"{row['bar_ms']:g}"
+    columns["target"] = lambda row: NONE if row["bar_ms"] is None else f"{row['bar_ms']:g}"
     return table(rows, columns | {"bytes copied, of fp32 patches'": lambda row: f"{row['bytes']['ratio']:.3f}"})
 
 
@@ -454,9 +457,9 @@ def rate_table(corpus: dict[str, Any]) -> Table:
 
 
 def bar_table(figures: Iterable[tuple[str, float, str]]) -> Table:
-    """Figures beside their bars.
+    """Figures beside their targets.
 
     Args:
-        figures: (what it is, what was found, its bar in words).
+        figures: (what it is, what was found, its target in words).
     """
-    return Table(["figure", "found", "bar"], [[what, f"{found:.2f}", bar] for what, found, bar in figures])
+    return Table(["figure", "found", "target"], [[what, f"{found:.2f}", bar] for what, found, bar in figures])

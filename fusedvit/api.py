@@ -14,19 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
 from fusedvit.checks.ownership import ORIGINAL, own_class
-from fusedvit.config import FuseConfig
-from fusedvit.errors import UnsupportedModel
+from fusedvit.config import FuseConfig, check_config
+from fusedvit.errors import UnsupportedModel, unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
+from fusedvit.own_forward import bypass
 from fusedvit.pixels.processors import normalizations_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
@@ -48,23 +50,54 @@ def fuse(model: nn.Module, config: FuseConfig | None = None, *, processor: Any =
     Raises:
         UnsupportedModel: no supported tower, or several; the message names what is supported. Or a processor that
             cannot give bytes.
-        TypeError: `model` is no module, or `config` no `FuseConfig`.
+        TypeError: `model` is no module, `config` no `FuseConfig`, or `processor` no processor.
         ValueError: an option that this tower cannot meet; the message names it. Or a processor of other patches.
         RuntimeError: `strict`, and the tower has a `forward` of its own that calls its original code.
+
+    What raises leaves the tower, its options and the processor as they were.
     """
-    if config is not None and not isinstance(config, FuseConfig):
-        raise TypeError(f"fusedvit: config must be a FuseConfig, got {type(config).__name__}")
+    if config is not None:
+        check_config(config)
+    _check_processor(processor)
     tower = find_tower(model)
-    before = type(tower)
-    handle = _fuse(tower, config)
+    known = tower.__dict__.get(HANDLE)
+    if known is not None and known.serves(tower):
+        return _fuse_again(tower, known, config, processor)
+    handle = _fuse(tower, config or FuseConfig())
     if processor is not None:
         try:
             _take_bytes(handle, processor)
-        except (UnsupportedModel, ValueError):
-            if type(tower) is not before:
-                unfuse(tower)
+        except (UnsupportedModel, ValueError, TypeError):
+            unfuse(tower)
             raise
     return handle
+
+
+def _fuse_again(tower: nn.Module, known: FusedEncoder, config: FuseConfig | None, processor: Any) -> FusedEncoder:
+    """Gives a fused tower other options or one more processor: both, or where either is refused none."""
+    replaced = config is not None and config != known.config
+    if config is not None and replaced:
+        known.prepared.check(config)
+        why = bypass(tower)
+        if why is not None and config.strict:
+            raise RuntimeError(fallback.message(own_class(type(tower)).__name__, why))
+    if processor is not None:
+        _take_bytes(known, processor)
+    if config is not None and replaced:
+        known.reconfigure(config)
+        known.check_reached()
+    return known
+
+
+def _check_processor(processor: Any) -> None:
+    """Raises TypeError for what is neither None nor one of Hugging Face's processors, whole or in parts."""
+    if processor is None:
+        return
+    named = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
+    parts = [part for part in named if part is not None] or [processor]
+    if isinstance(processor, type) or not all(hasattr(part, "save_pretrained") for part in parts):
+        got = f"the class {processor.__name__}" if isinstance(processor, type) else type(processor).__name__
+        raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
 
 
 def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
@@ -80,13 +113,7 @@ def _take_bytes(handle: FusedEncoder, processor: Any) -> None:
         handle.processors.append(processor)
 
 
-def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
-    known = tower.__dict__.get(HANDLE)
-    if known is not None and known.serves(tower):
-        if config is not None and config != known.config:
-            known.reconfigure(config)
-            known.check_reached()
-        return known
+def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     original = own_class(type(tower))
     family = family_of(original.__name__)
     if family is None:
@@ -96,9 +123,9 @@ def _fuse(tower: nn.Module, config: FuseConfig | None) -> FusedEncoder:
         )
     try:
         spec = family.spec_from_config(tower.config)
-    except ValueError as error:
-        raise UnsupportedModel(f"{original.__name__} cannot be fused: {error}") from error
-    handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig())
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{original.__name__} cannot be fused: {unnamed(error)}") from error
+    handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config)
     _replace_base(tower, original, _fused_class(original))
     try:
         handle.check_reached()
@@ -135,9 +162,16 @@ def fuse_tower(
 
     Returns:
         The tower's handle. `fusedvit.unfuse` gives the class back.
+
+    Raises:
+        TypeError: an argument of another type; the message names it, and the tower is as it was.
+        ValueError: an option that this tower cannot meet.
     """
+    options = FuseConfig() if config is None else config
+    check_config(options)
+    _check_seam(tower, call, family=(family, Family), spec=(spec, VisionSpec), built=(built, Built))
     original: Any = type(tower)
-    handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, config or FuseConfig(), built)
+    handle = tower.__dict__[HANDLE] = FusedEncoder(tower, family, spec, options, built)
     _set_class(tower, _engine_class(original, call))
     return handle
 
@@ -147,11 +181,24 @@ def fuse_sharded(tower: nn.Module, handle: FusedEncoder, call: EngineCall) -> No
 
     Args:
         tower, call: as in `fuse_tower`.
+
+    Raises:
+        TypeError: as `fuse_tower`.
     """
+    _check_seam(tower, call, handle=(handle, FusedEncoder))
     original: Any = type(tower)
     handle.stand_for(tower)
     tower.__dict__[HANDLE] = handle
     _set_class(tower, _engine_class(original, call))
+
+
+def _check_seam(tower: object, call: object, **others: tuple[object, type]) -> None:
+    """Raises TypeError where `tower` is no module, `call` cannot be called, or one of `others` is not of its type."""
+    for name, (value, expected) in {"tower": (tower, nn.Module), **others}.items():
+        if not isinstance(value, expected):
+            raise TypeError(f"fusedvit: {name} must be a {expected.__name__}, got {type(value).__name__}")
+    if not callable(call):
+        raise TypeError(f"fusedvit: call must be a function, got {type(call).__name__}")
 
 
 def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
@@ -162,8 +209,9 @@ def unfuse(model: nn.Module, *, processor: Any = None) -> nn.Module:
 
     Raises:
         UnsupportedModel: no supported tower.
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `processor` no processor; the towers are as they were.
     """
+    _check_processor(processor)
     towers = towers_in(model)
     if not towers:
         raise UnsupportedModel(nothing_in(model))
@@ -256,6 +304,11 @@ def _fused_class(original: Any) -> Any:
     }
     fused = type(original.__name__, (original,), body)
     return fused
+
+
+def call_original(tower: nn.Module, pixels: Any, grid: Any, **kwargs: Any) -> Any:
+    """What the original `forward` of a fused tower that takes a grid returns; no counter of the handle's notices."""
+    return _call_original(own_class(type(tower)), False, tower, pixels, grid, **kwargs)
 
 
 def _call_original(original: Any, padded: bool, tower: nn.Module, pixels: Any, grid: Any, **kwargs: Any) -> Any:

@@ -15,11 +15,13 @@ class FuseConfig:
     """How a fused tower behaves.
 
     Attributes:
-        token_budgets: sizes of the captured CUDA graphs in output (merged) tokens, ascending. The largest decides how
-            much memory is held. At least four smaller sizes per octave are added, so that a small batch pays for its
-            own size. None: chosen from the tower and the free memory.
-        max_items: images and videos (or parts of videos) per graph; None: chosen.
-        max_frames: frames (attention sequences) per graph; None: chosen.
+        token_budgets: sizes of the captured CUDA graphs in output (merged) tokens, ascending; kept as a tuple. The
+            largest decides how much memory is held. At least four smaller sizes per octave are added, so that a small
+            batch pays for its own size. None: chosen from the tower and the free memory.
+        max_items: images and videos (or parts of videos) per graph; None: 64, or as many as the largest budget has
+            tokens if that is less.
+        max_frames: frames (attention sequences) per graph; None: four for each of `max_items` and at least 256, or as
+            many as the largest budget has tokens if that is less.
         graphs: replay CUDA graphs on a GPU; False runs every call eagerly.
         strict: raise `RuntimeError` where a call would fall back to the original code.
         compile: "background": until the kernels of a call are compiled it runs the original code, while processes of
@@ -33,7 +35,8 @@ class FuseConfig:
             `handle.refresh()`.
 
     Raises:
-        ValueError, TypeError: an option that no tower can meet; the message names the option.
+        TypeError: an option of another type; the message names the option.
+        ValueError: an option that no tower can meet; the message names the option.
     """
 
     token_budgets: Sequence[int] | None = None
@@ -49,20 +52,37 @@ class FuseConfig:
         for name in ("graphs", "strict", "watch_data"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"fusedvit: {name} must be True or False, got {getattr(self, name)!r}")
-        if self.compile not in COMPILE:
-            raise ValueError(f"fusedvit: compile must be one of {', '.join(map(repr, COMPILE))}; got {self.compile!r}")
+        _check_compile(self.compile)
         _check_memory(self.memory)
         if self.memory is not None and self.token_budgets is not None:
             raise ValueError("fusedvit: memory and token_budgets both choose how much is held: give one of them")
         items = 1 if self.max_items is None else self.max_items
         frames = items if self.max_frames is None else self.max_frames
-        check_limits((ANY_BUDGET,) if self.token_budgets is None else self.token_budgets, items, frames)
+        given = (ANY_BUDGET,) if self.token_budgets is None else self.token_budgets
+        limits = check_limits(given, items, frames)
+        if self.token_budgets is not None:  # a list could be changed after it was checked, and has no hash
+            object.__setattr__(self, "token_budgets", limits.token_budgets)
+
+
+def check_config(config: object) -> None:
+    """Raises TypeError for what is no `FuseConfig`."""
+    if not isinstance(config, FuseConfig):
+        raise TypeError(f"fusedvit: config must be a FuseConfig, got {type(config).__name__}")
+
+
+def _check_compile(compile: str) -> None:
+    expected = " or ".join(map(repr, COMPILE))
+    if not isinstance(compile, str):
+        raise TypeError(f"fusedvit: compile must be {expected}, got {compile!r}")
+    if compile not in COMPILE:
+        raise ValueError(f"fusedvit: compile must be {expected}, got {compile!r}")
 
 
 def _check_memory(memory: str | int | None) -> None:
-    if memory is None or memory == SMALL:
+    if memory is None or (isinstance(memory, str) and memory == SMALL):
         return
     if type(memory) is not int:
-        raise TypeError(f"fusedvit: memory must be {SMALL!r}, a number of MiB or None, got {memory!r}")
+        said = f"fusedvit: memory must be {SMALL!r}, a whole number of MiB or None, got {memory!r}"
+        raise ValueError(said) if isinstance(memory, str) else TypeError(said)
     if memory < 1:
         raise ValueError(f"fusedvit: memory must be at least 1 MiB, got {memory}")

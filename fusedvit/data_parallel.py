@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedvit.api import fuse
+from fusedvit.api import call_original, fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import first_line
@@ -16,7 +16,7 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
-from fusedvit.runtime.item_shares import in_order, shares_of
+from fusedvit.runtime.item_shares import Share, in_order, shares_of
 
 MOST_RUNS = 3  # of a call during which the tower changes, before it runs on the tower's own GPU alone
 
@@ -35,8 +35,9 @@ class DataParallelEncoder:
         config: as `fuse` takes it.
 
     Raises:
-        UnsupportedModel, TypeError: as `fuse`.
-        ValueError: no devices, or one that is not here.
+        UnsupportedModel: as `fuse`.
+        TypeError: as `fuse`, or `devices` is no list of devices.
+        ValueError: no devices, or one that is not here, or neither a CPU nor a GPU.
     """
 
     def __init__(
@@ -62,14 +63,20 @@ class DataParallelEncoder:
             `[tokens, (1 + n) * out]` in the caller's order.
 
         Raises:
-            TypeError, ValueError: as a call of the tower.
+            TypeError, ValueError, RuntimeError: as a call of the tower.
         """
         grid = check_grid(grid_thw).cpu()
         for _ in range(MOST_RUNS):
-            self._bring_copies_up_to_date()
-            found = self._run(pixel_values, grid)
-            if found is None:
+            if not self._bring_copies_up_to_date():
                 break
+            shares = self._shares_of(pixel_values, grid)
+            if shares is None:
+                break
+            found = self._run(pixel_values, shares)
+            if self._handle.state() != "fused":  # which `concatenated` raises
+                break
+            if found is None:  # the handle has counted this call
+                return _rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
             if self._handle.weights.version == self._synced:
                 return found
         return self._handle.concatenated(pixel_values, grid)
@@ -82,23 +89,27 @@ class DataParallelEncoder:
         self._pool.shutdown()
         self._copies.clear()
 
-    def _bring_copies_up_to_date(self) -> None:
+    def _bring_copies_up_to_date(self) -> bool:
+        """Returns whether there is anything to follow: not where the tower has never run fused, and cannot."""
         if self._synced < 0:
+            if self._handle.state() == "fused" and self._handle.reason() is not None:
+                return False
             self._handle.refresh()
         version = self._handle.weights.version
-        if version == self._synced:
-            return
-        for copied in self._copies:
-            copied.take(self._tower)
-        self._synced = version
+        if version != self._synced:
+            for copied in self._copies:
+                copied.take(self._tower)
+            self._synced = version
+        return True
 
-    def _run(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor | None:
-        """The gathered rows, or None where the tower itself ran its original code."""
+    def _shares_of(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[Share] | None:
+        """What each device takes, the tower's own first; None for pixels that the tower must judge."""
         if not isinstance(pixel_values, torch.Tensor) or pixel_values.ndim != 2:
             return None
-        shares = shares_of(self._handle.spec, len(pixel_values), grid, 1 + len(self._copies))
-        if shares is None:
-            return None
+        return shares_of(self._handle.spec, len(pixel_values), grid, 1 + len(self._copies))
+
+    def _run(self, pixel_values: torch.Tensor, shares: list[Share]) -> torch.Tensor | None:
+        """The gathered rows, or None where this call must take the tower's original code."""
         others = [
             self._pool.submit(copied.run, pixels.to(copied.device, non_blocking=True), share.grid, stream)
             for copied, share in zip(self._copies, shares[1:], strict=True)
@@ -150,16 +161,23 @@ class _Copy:
 
 
 def _devices_of(given: Sequence[str | torch.device]) -> list[torch.device]:
-    if isinstance(given, str) or not given:
-        raise ValueError(
-            f"fusedvit: devices must name at least one device, as ['cuda:0', 'cuda:1'] does, got {given!r}"
-        )
-    found = []
-    for name in given:
-        try:
-            found.append(torch.empty(0, device=name).device)
-        except (RuntimeError, AssertionError, TypeError) as error:  # torch's own, for what it has not
-            raise ValueError(f"fusedvit: devices: no device {name!r} here: {first_line(error)}") from None
+    expected = "devices must name at least one device, as ['cuda:0', 'cuda:1'] does"
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"fusedvit: {expected}, got {given!r}")
+    if not given:
+        raise ValueError(f"fusedvit: {expected}, got {given!r}")
+    return [_device_of(name) for name in given]
+
+
+def _device_of(name: str | torch.device) -> torch.device:
+    if not isinstance(name, str | torch.device):
+        raise TypeError(f"fusedvit: devices must hold names of devices, as 'cuda:0', got {name!r}")
+    try:
+        found = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch's own, for what it has not
+        raise ValueError(f"fusedvit: devices: no device {name!r} here: {first_line(error)}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"fusedvit: devices must be CPUs and NVIDIA GPUs, got {str(name)!r}")
     return found
 
 
@@ -169,6 +187,13 @@ def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
 
 def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _rows_of(found: Any) -> torch.Tensor:
+    """The rows of a record of Hugging Face's, as `FusedEncoder.concatenated` gives them."""
+    rows = getattr(found, "pooler_output", None)
+    rows = found.last_hidden_state if rows is None else rows
+    return torch.cat([rows, *getattr(found, "deepstack_features", ())], dim=1)
 
 
 def _concatenated(handle: FusedEncoder, outputs: EncoderOutputs) -> torch.Tensor:

@@ -16,6 +16,7 @@ from fusedvit.checks import accelerate_hooks, fallback
 from fusedvit.checks.ownership import ORIGINAL
 from fusedvit.errors import Reason
 
+_DECORATORS = "transformers."  # of every tower's own forward
 _MOST = 5000  # objects that are looked at: more than any wrapper holds
 
 
@@ -68,8 +69,14 @@ def _is_assigned(cell: Any) -> bool:
 
 
 def _named(value: Any) -> str:
-    """The function that a bound or wrapped one is, by its module and name."""
+    """The function that a bound or wrapped one is, by its module and name; a wrapper bears the name of what it calls."""
     while isinstance(value, MethodType | partial):
         value = value.__func__ if isinstance(value, MethodType) else value.func
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return f"{module}.{name}" if module and name else f"of {type(value).__module__}.{type(value).__qualname__}"
+    named = f"{module}.{name}" if module and name else f"of {type(value).__module__}.{type(value).__qualname__}"
+    if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
+        return named
+    if hasattr(value, "_torchdynamo_orig_callable"):
+        return f"torch.compile of {named}"
+    home = value.__globals__.get("__name__", "")
+    return named if home.startswith(_DECORATORS) else f"a wrapper, by {home}, around {named}"

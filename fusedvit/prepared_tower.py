@@ -13,7 +13,7 @@ import torch
 
 from fusedvit.checks import fallback
 from fusedvit.checks.checked_tower import CheckedTower
-from fusedvit.config import SMALL, FuseConfig
+from fusedvit.config import SMALL, FuseConfig, check_config
 from fusedvit.errors import Reason
 from fusedvit.forks import is_held
 from fusedvit.graphs.limits import Limits
@@ -106,7 +106,8 @@ class PreparedTower:
 
     def check(self, options: FuseConfig) -> None:
         """Raises ValueError, which names the option, where this tower could have no limits however much memory is
-        free."""
+        free, and TypeError for what are no options."""
+        check_config(options)
         self._limits(options, torch.float32, 0)
 
     def limits(self, dtype: torch.dtype, free_bytes: int) -> Limits:
@@ -125,6 +126,7 @@ class PreparedTower:
         """Takes new options; graphs are given back and captured again by them.
 
         Raises:
+            TypeError: `config` is no `FuseConfig`.
             ValueError: an option that this tower cannot meet.
         """
         self.check(config)
@@ -285,7 +287,10 @@ class PreparedTower:
 
         Raises:
             CannotPrepare: the tower as it stands cannot run fused, or kernels cannot be compiled.
+            TypeError: `progress` cannot be called.
         """
+        if progress is not None and not callable(progress):
+            raise TypeError(f"fusedvit: progress must be a function, as tqdm.tqdm is, got {type(progress).__name__}")
         kinds = FLOATS, *(STILL_BYTES if still else BYTES for still in self.normalizations)
         parameter = self.weights.first_parameter()
         with self.nothing_launched():

@@ -86,7 +86,7 @@ def tried(mutants: list[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
             yield mutant, "caught" if caught else "survived", time.monotonic() - begin
 
 
-def document(outcomes: dict[str, str], path: Path) -> dict[str, Any]:
+def document(outcomes: dict[str, str], path: Path | None) -> dict[str, Any]:
     """What was found so far, as docs/trust.md takes it."""
     survived = sum(outcome == "survived" for outcome in outcomes.values())
     counts = {"mutants": len(outcomes), "caught": len(outcomes) - survived, "wrong": survived}
@@ -95,19 +95,21 @@ def document(outcomes: dict[str, str], path: Path) -> dict[str, Any]:
     return found | {"date": datetime.date.today().isoformat(), "outcomes": outcomes}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Exits with 1 where a mutant survived. Those that the document at `--json` has as caught are not tried again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, help="where outcomes go; without it they are only printed")
     parser.add_argument("--only", default="", help="a part of a guard's name")
-    args = parser.parse_args()
-    known = json.loads(args.json.read_text(encoding="utf-8"))["outcomes"] if args.json.exists() else {}
+    args = parser.parse_args(argv)
+    there = args.json is not None and args.json.exists()
+    known = json.loads(args.json.read_text(encoding="utf-8"))["outcomes"] if there else {}
     outcomes = {m.guard: known[m.guard] for m in MUTANTS if m.guard in known}
     wanted = [m for m in MUTANTS if args.only in m.guard and outcomes.get(m.guard) != "caught"]
     for mutant, outcome, seconds in tried(wanted):
         outcomes[mutant.guard] = outcome
         print(f"{outcome:8} {seconds:5.1f} s  {mutant.guard}", flush=True)
-        args.json.write_text(json.dumps(document(outcomes, args.json), indent=1) + "\n", encoding="utf-8")
+        if args.json is not None:
+            args.json.write_text(json.dumps(document(outcomes, args.json), indent=1) + "\n", encoding="utf-8")
     survived = [guard for guard, outcome in outcomes.items() if outcome == "survived"]
     print(json.dumps({"mutants": len(outcomes), "survived": survived}))
     return int(bool(survived))

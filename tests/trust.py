@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedvit.bench.records import passport
+from fusedvit.bench.records import passport, write
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -180,18 +180,21 @@ def rows(wanted: list[str]) -> dict[str, Any]:
     return made
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Exits with 1 where a test failed, or a fault's tests are none."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, help="where the counts go; without it they are only printed")
     parser.add_argument("--only", nargs="*", choices=list(FAULTS), metavar="FAULT")
     parser.add_argument("--commit", default="", help="recorded as it is; read from git when left out")
-    args = parser.parse_args()
-    kept = json.loads(args.json.read_text(encoding="utf-8"))["rows"] if args.only and args.json.exists() else {}
+    args = parser.parse_args(argv)
+    there = args.only and args.json is not None and args.json.exists()
+    kept = json.loads(args.json.read_text(encoding="utf-8"))["rows"] if there else {}
     new = rows(args.only or list(FAULTS))
     document = {"passport": passport("python -m tests.trust", {"--json": args.json}, args.commit)}
     document["rows"] = {key: (kept | new).get(key, unmeasured(fault)) for key, fault in FAULTS.items()}
-    args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(args.json, document)
+    for key, row in new.items():
+        print(key, *(f"{row[count]} {count}" for count in ("passed", "failed", "skipped")))
     wrong = {key: row for key, row in new.items() if row["failed"] or (row["tests"] and not row["passed"])}
     print(json.dumps(wrong, indent=1))
     return int(bool(wrong))

@@ -67,10 +67,11 @@ def supported_versions() -> dict[str, str]:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """In a line: "ready: …", "works, but …" or "cannot run fused, because …". `found` is as from `collect`."""
+    """In a line: "ready: …", "works, but …" or "no speed-up here, because …". `found` is as from `collect`."""
     obstacles, doubts = list(_obstacles(found)), list(_doubts(found))
     if obstacles:
-        return f"cannot run fused, because {'; '.join(obstacles)}. Calls run on torch's operators: right, and no faster"
+        how = "Calls run the original code" if found["gpus"] else "Calls run fused on PyTorch operations, no faster"
+        return f"no speed-up here, because {'; '.join(obstacles)}. {how}"
     gpu = found["gpus"][0]
     ready = f"{gpu['name']}, {gpu['tuning']}"
     return f"works, but {'; '.join(doubts)} ({ready})" if doubts else f"ready: {ready}"

@@ -1,7 +1,8 @@
 """What a vision tower is, in numbers: a frozen record that knows nothing of Hugging Face."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from fusedvit.kernels.epilogue import HEAD_WIDTH
 
@@ -10,6 +11,37 @@ NORMS = ("layer", "rms")
 TAILS = ("merger", "downsample", "norm", "pool")
 TAPS = (2, 4, 16)
 LINEARS = ("patch", "qkv", "proj", "mlp", "merger")
+_AT_LEAST_1 = (
+    "depth",
+    "hidden_size",
+    "num_heads",
+    "head_dim",
+    "intermediate_size",
+    "out_size",
+    "patch_size",
+    "temporal_patch_size",
+    "in_channels",
+    "merge_size",
+)
+_AT_LEAST_0 = (
+    "glu_limit",
+    "norm_eps",
+    "merger_eps",
+    "rope_theta",
+    "attention_scale",
+    "position_side",
+    "kv_heads",
+    "window",
+    "merger_size",
+)
+_EXPECTED: dict[Any, tuple[str, tuple[type, ...]]] = {  # by a field's type: in words, and what passes
+    int: ("an int", (int,)),
+    float: ("a number", (int, float)),
+    str: ("a str", (str,)),
+    bool: ("True or False", (bool,)),
+    tuple[int, ...]: ("a tuple of ints", (int,)),
+    tuple[str, ...]: ("a tuple of strs", (str,)),
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +90,10 @@ class VisionSpec:
         rows_only: pixels come as `[patches, patch_width]`; other towers view them as patches, whatever their shape.
         padded: pixels come from 0 to 1 as `[images, patches, patch_width]`, which the tower takes to -1 to 1, and with
             them the position (x, y) of each patch, (-1, -1) where there is none.
+
+    Raises:
+        TypeError: a field of another type; the message names it.
+        ValueError: numbers that no tower has, alone or together; the message names them.
     """
 
     depth: int
@@ -97,30 +133,55 @@ class VisionSpec:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_heads * self.head_dim != self.hidden_size:
-            got = f"{self.hidden_size} and {self.num_heads} * {self.head_dim}"
-            raise ValueError(f"hidden_size must be num_heads * head_dim, got {got}")
-        if self.head_dim % 4:
-            raise ValueError(f"head_dim must be a multiple of 4 for 2-D rotary embedding, got {self.head_dim}")
-        if self.kv_heads and self.num_heads % self.kv_heads:
-            raise ValueError(f"num_heads must be a multiple of kv_heads, got {self.num_heads} and {self.kv_heads}")
+        self._check_types()
+        self._check_ranges()
+        self._check_heads()
         for name, known in (("activation", ACTIVATIONS), ("norm", NORMS), ("tail", TAILS), ("position_taps", TAPS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+                raise ValueError(f"fusedvit: {name} must be one of {known}, got {getattr(self, name)!r}")
         self._check_blocks("deepstack", self.deepstack)
         self._check_blocks("full_attention", self.full_attention)
         unknown = sorted(set(self.without_bias) - set(LINEARS))
         if unknown:
-            raise ValueError(f"without_bias must be of {LINEARS}, got {unknown}")
+            raise ValueError(f"fusedvit: without_bias must be of {LINEARS}, got {unknown}")
+        self._check_norms()
+
+    def _check_types(self) -> None:
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            expected, types = _EXPECTED[field.type]
+            several = expected.startswith("a tuple")
+            if (several and type(value) is not tuple) or not {*map(type, value if several else [value])} <= {*types}:
+                raise TypeError(f"fusedvit: {field.name} must be {expected}, got {value!r}")
+
+    def _check_ranges(self) -> None:
+        for least, names in ((1, _AT_LEAST_1), (0, _AT_LEAST_0)):
+            for name in names:
+                if not getattr(self, name) >= least:
+                    raise ValueError(f"fusedvit: {name} must be at least {least}, got {getattr(self, name)}")
+
+    def _check_heads(self) -> None:
+        if self.num_heads * self.head_dim != self.hidden_size:
+            got = f"{self.hidden_size} and {self.num_heads} * {self.head_dim}"
+            raise ValueError(f"fusedvit: hidden_size must be num_heads * head_dim, got {got}")
+        if self.head_dim % 4:
+            got = self.head_dim
+            raise ValueError(f"fusedvit: head_dim must be a multiple of 4 for 2-D rotary embedding, got {got}")
+        if self.kv_heads and self.num_heads % self.kv_heads:
+            got = f"{self.num_heads} and {self.kv_heads}"
+            raise ValueError(f"fusedvit: num_heads must be a multiple of kv_heads, got {got}")
+
+    def _check_norms(self) -> None:
         if self.v_norm > self.qk_norm or self.clipped > self.sandwich or self.sandwich > (self.norm == "rms"):
-            raise ValueError("v_norm needs qk_norm, clipped needs sandwich, and that needs RMSNorm, got one without")
+            needs = "v_norm needs qk_norm, clipped needs sandwich, and that needs RMSNorm"
+            raise ValueError(f"fusedvit: {needs}, got one without")
         if self.sandwich and not self.qk_norm:
-            raise ValueError("sandwich needs qk_norm, got none")
+            raise ValueError("fusedvit: sandwich needs qk_norm, got none")
 
     def _check_blocks(self, name: str, blocks: tuple[int, ...]) -> None:
         wrong = [i for i in blocks if not 0 <= i < self.depth]
         if wrong or len(set(blocks)) != len(blocks):
-            raise ValueError(f"{name} must name distinct blocks of 0..{self.depth - 1}, got {list(blocks)}")
+            raise ValueError(f"fusedvit: {name} must name distinct blocks of 0..{self.depth - 1}, got {list(blocks)}")
 
     @cached_property  # asked while the GPU waits for its first launch
     def patch_width(self) -> int:

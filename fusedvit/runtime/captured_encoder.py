@@ -325,9 +325,13 @@ def limits_within(
     held = _held_by(spec, dtype, found)
     if held > room:
         logger.warning(
-            "fusedvit: memory= leaves %d MiB beside the prepared weights; the fewest token budgets hold %d",
+            "fusedvit: FuseConfig(memory=…) is too small for this tower by %d MiB: its smallest token budget holds "
+            "%d MiB of buffers and graphs, and the prepared weights leave %d MiB. It is held all the same; "
+            "raise memory by %d",
+            -(room - held >> 20),
+            -(-held >> 20),
             room >> 20,
-            held >> 20,
+            -(room - held >> 20),
         )
     return found
 

@@ -12,7 +12,7 @@ from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
 from fusedvit.model.spec import VisionSpec
 
-_TRIPLE = [int, int, int]
+_TRIPLE, _TRIPLE_IN_WORDS = [int, int, int], "a list or tuple of three ints, (t, h, w)"
 _INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Grid = torch.Tensor | Sequence[Sequence[int]]
@@ -175,12 +175,19 @@ def _grid_from_rows(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     for i, row in enumerate(rows):
         if type(row) in (list, tuple) and list(map(type, row)) == _TRIPLE:
             continue
-        if not isinstance(row, Sequence) or len(row) != 3:
-            got = f"{len(row)} values" if isinstance(row, Sequence) else type(row).__name__
-            raise ValueError(f"fusedvit: grid_thw[{i}] must be (t, h, w), got {got}")
+        if not isinstance(row, Sequence) or isinstance(row, str | bytes):
+            raise TypeError(f"fusedvit: grid_thw[{i}] must be {_TRIPLE_IN_WORDS}, got {_named(row)}")
+        if len(row) != 3:
+            raise ValueError(f"fusedvit: grid_thw[{i}] must be {_TRIPLE_IN_WORDS}, got {len(row)} values")
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in row):
-            raise ValueError(f"fusedvit: grid_thw[{i}] must hold integers, got {[type(n).__name__ for n in row]}")
+            raise TypeError(f"fusedvit: grid_thw[{i}] must hold ints, got {[type(n).__name__ for n in row]}")
     return torch.tensor([list(row) for row in rows], dtype=torch.int64, device="cpu").reshape(len(rows), 3)
+
+
+def _named(row: object) -> str:
+    if isinstance(row, int):
+        return "an int: a grid is a list of triples, [(1, 4, 4)], and calls= of warmup() a list of grids, [[(1, 4, 4)]]"
+    return f"a {type(row).__name__}" + (": stack tensors into one of shape (n, 3)" * isinstance(row, torch.Tensor))
 
 
 def check_pixels(pixel_values: torch.Tensor, spec: VisionSpec, marked: bool = False) -> torch.Tensor:

@@ -1,17 +1,15 @@
-"""`python -m tests.gpu.byte_times`: a tower's time with bytes and with floats, nine workloads, one GPU.
+"""`python -m tests.gpu.byte_times --json PATH`: a tower's time with bytes and with floats, nine workloads, one GPU.
 
 Contenders run interleaved; medians of milliseconds. "plain" is the tower that nobody has brought bytes; the others are
 one tower that takes all three kinds. Images come as still bytes, videos as bytes of all frames.
 """
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import fusedvit
+from fusedvit.bench.records import arguments, passport, write
 from fusedvit.bench.timing import Contender, interleaved, spread
 from fusedvit.bench.towers import GEOMETRIES, build_one, shared_copy
 from fusedvit.bench.workloads import WORKLOADS
@@ -37,14 +35,15 @@ def contenders(plain: Any, taking: Any, grid: Any, still: bool) -> list[Contende
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=GEOMETRIES)
     parser.add_argument("--seconds", type=float, default=3.0, help="a workload")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     taking = build_one(GEOMETRIES[args.tower], torch.bfloat16, DEVICE).requires_grad_(False)
     plain = shared_copy(taking).requires_grad_(False)
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "tower": args.tower, "ms": {}}
+    given = {"--tower": args.tower, "--seconds": args.seconds, "--json": args.json}
+    of = passport("python -m tests.gpu.byte_times", given, args.commit)
+    found: dict[str, Any] = {"passport": of, "gpu": of["gpu"], "tower": args.tower, "ms": {}}
     with torch.inference_mode():
         for tower in (plain, taking):
             handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
@@ -56,8 +55,7 @@ def main() -> None:
             timed = interleaved(contenders(plain, taking, grid, still), DEVICE, args.seconds)
             found["ms"][name] = {contender: spread(ms).median for contender, ms in timed.items()}
             print(f"{name:26}", {k: round(v, 4) for k, v in found["ms"][name].items()}, flush=True)
-            if args.json is not None:
-                args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write(args.json, found)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,31 @@ def test_changes_of_the_tower_are_followed(change: Callable[[nn.Module], None]) 
     assert not torch.allclose(found, before)
 
 
+def test_a_call_of_the_original_code_counts_once_and_has_gradients() -> None:
+    tower, grid = family_tower("Qwen3VLVisionModel").requires_grad_(True), GRIDS["mixed"]
+    encoder, handle = DataParallelEncoder(tower, ["cpu", "cpu"]), fusedvit.fuse(tower)
+    with torch.enable_grad():
+        found = encoder(pixels_of(tower, grid), grid)
+        torch.testing.assert_close(found, expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+        assert found.requires_grad
+    stats = handle.stats()
+    assert (stats["calls"], stats["fused"], stats["original"]) == (1, 0, {"gradients": 1})
+
+
+@pytest.mark.parametrize("change", [_hook, _attribute])
+def test_a_tower_that_never_ran_fused(change: Callable[[nn.Module], None]) -> None:
+    """It runs its original code, also at the very first call; with `strict` the message is a call's."""
+    tower, grid = family_tower("Qwen3VLVisionModel"), GRIDS["mixed"]
+    encoder, handle = DataParallelEncoder(tower, ["cpu", "cpu"]), fusedvit.fuse(tower)
+    change(tower)
+    found = encoder(pixels_of(tower, grid), grid)
+    torch.testing.assert_close(found, expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+    assert handle.stats()["calls"] == 1 and sum(handle.stats()["original"].values()) == 1
+    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    with pytest.raises(RuntimeError, match="^fusedvit: Qwen3VLVisionModel runs its original code: "):
+        encoder(pixels_of(tower, grid), grid)
+
+
 @pytest.mark.parametrize(
     "grid, expected",
     [([(1, 4, 4), (1, 2, 2)], "16"), ([(1, 3, 4)], "merge"), ([(-1, 4, 4)], "t")],
@@ -94,15 +119,20 @@ def test_wrong_input_is_what_the_tower_says(grid: list[tuple[int, int, int]], ex
     "devices, said",
     [
         ([], "at least one"),
-        ("cpu", "got 'cpu'"),
         (["cpu", "tpu9"], "no device 'tpu9' here"),
         (["cuda:99"], "'cuda:99'"),
+        (["cpu", "meta"], "must be CPUs and NVIDIA GPUs, got 'meta'"),
+        ("cpu", "got 'cpu'"),
+        (5, "at least one device, .*got 5"),
+        (None, "got None"),
+        (["cpu", 5.0], "names of devices, .*got 5.0"),
     ],
 )
 def test_devices_that_are_none(devices: Any, said: str) -> None:
     tower = family_tower("Qwen3VLVisionModel")
     before = type(tower)
-    with pytest.raises(ValueError, match=f"fusedvit: devices.*{said}"):
+    wrong_type = not isinstance(devices, list) or 5.0 in devices
+    with pytest.raises(TypeError if wrong_type else ValueError, match=f"^fusedvit: devices.*{said}"):
         DataParallelEncoder(tower, devices)
     assert type(tower) is before
 

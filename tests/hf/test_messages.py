@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 
 import fusedvit
+from fusedvit.api import fuse_sharded
 from fusedvit.checks import fallback
+from fusedvit.checks.as_built import Built
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,7 +213,7 @@ def test_options_that_no_tower_can_meet(options: dict[str, Any], message: str) -
 
 RAISED = ("ValueError", "TypeError", "RuntimeError")  # `UnsupportedModel` begins so by itself
 USERS_MEET = (
-    *(f"fusedvit/{name}.py" for name in ("api", "config", "data_parallel", "fused_encoder")),
+    *(f"fusedvit/{name}.py" for name in ("api", "config", "data_parallel", "fused_encoder", "model/spec")),
     "fusedvit/outputs/lazy.py",
     "fusedvit/outputs/hugging_face.py",
     "fusedvit/original_inputs.py",
@@ -247,6 +250,13 @@ class Empty(nn.Module):
         (lambda _: fusedvit.fuse(tiny_tower(hidden_act="tanh")), fusedvit.UnsupportedModel),
         (lambda _: fusedvit.fuse(subclass_of_fused()), fusedvit.UnsupportedModel),
         (lambda handle: handle.graphs(), RuntimeError),
+        (lambda handle: fusedvit.fuse(handle.tower, processor=5), TypeError),
+        (lambda handle: fusedvit.fuse(handle.tower, processor=dict), TypeError),
+        (lambda handle: fusedvit.unfuse(handle.tower, processor="a path"), TypeError),
+        (lambda handle: handle.reconfigure({}), TypeError),
+        (lambda handle: handle.reconfigure(None), TypeError),
+        (lambda _: fusedvit.fuse(tiny_tower(num_heads=16)), fusedvit.UnsupportedModel),
+        (lambda handle: handle.warmup(5), TypeError),
         (lambda handle: handle.warmup(calls=5), TypeError),
         (lambda handle: handle.warmup(calls=[5]), TypeError),
         (lambda handle: handle.warmup(calls=[[(1, 3, 3)]]), ValueError),
@@ -266,6 +276,43 @@ def test_what_a_user_meets_begins_with_our_name_once(call: Callable[[Any], objec
     with pytest.raises(error, match=r"^fusedvit: ") as raised:
         call(handle)
     assert str(raised.value).count("fusedvit:") == 1
+
+
+@pytest.mark.parametrize("name", ["tower", "family", "spec", "config", "built", "call"])
+def test_the_seam_names_an_argument_of_another_type(name: str) -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(copy_of(tower))
+    built = Built.of(tower)
+    given = {"tower": tower, "family": handle.family, "spec": handle.spec, "config": None, "built": built, "call": max}
+    with pytest.raises(TypeError, match=f"^fusedvit: {name} must be a .*, got int$"):
+        fusedvit.fuse_tower(**(given | {name: 5}))  # type: ignore[arg-type]
+    assert type(tower).__name__ == "Qwen3VLVisionModel" and "_fusedvit" not in vars(tower)
+    with pytest.raises(TypeError, match="^fusedvit: handle must be a FusedEncoder, got int$"):
+        fuse_sharded(tower, 5, max)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("refused", ["forward", "processor", "option"])
+def test_fusing_again_takes_all_or_nothing(refused: str) -> None:
+    """New options are not in force where `fuse` raises, whatever it was about."""
+    tower, processor, options = tiny_tower(), None, {"strict": True}
+    if refused == "forward":
+        tower.forward = torch.compile(tower.forward)  # type: ignore[method-assign]
+    handle = fusedvit.fuse(tower)
+    if refused == "processor":
+        processor = SimpleNamespace(image_processor=SimpleNamespace(save_pretrained=None))  # whose patches nobody knows
+    if refused == "option":
+        options["token_budgets"] = (2**30,)  # type: ignore[assignment]
+    with pytest.raises((RuntimeError, ValueError), match="^fusedvit: "):
+        fusedvit.fuse(tower, fusedvit.FuseConfig(**options), processor=processor)  # type: ignore[arg-type]
+    assert handle.config == fusedvit.FuseConfig() and handle.state() == "fused"
+
+
+def test_unfuse_refuses_before_it_unfuses() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    with pytest.raises(TypeError, match="^fusedvit: processor must be a processor of transformers, .*got int$"):
+        fusedvit.unfuse(tower, processor=5)
+    assert handle.state() == "fused"
 
 
 def subclass_of_fused() -> Any:

@@ -141,5 +141,23 @@ def test_original_forward_put_after_fuse_is_told_of(name: str) -> None:
     tower.forward = types.MethodType(original, tower)
     reason = handle.reason()
     assert reason is not None and reason.kind == fallback.BYPASSED and name in reason.detail
+    assert "wrapper" not in reason.detail
     del tower.forward
     assert handle.reason() is None
+
+
+def test_a_wrapper_is_not_called_the_original() -> None:
+    """It bears the name of what it wraps."""
+    for wrap, said in ((torch.compile, "is torch.compile of "), (wrapped, f"is a wrapper, by {__name__}, around ")):
+        tower = family_tower("Qwen3VLVisionModel")
+        tower.forward = wrap(tower.forward)
+        reason = fusedvit.fuse(tower).reason()
+        assert reason is not None and said in reason.detail and reason.detail.endswith("Qwen3VLVisionModel.forward")
+
+
+def wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    return call

@@ -34,7 +34,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "original_inputs": (*CORE, "pixels"),
     "outputs": (*CORE, "pixels", "fused_encoder", "original_inputs"),
     "checkpoint": ("checks", "families", "errors"),
-    "api": (*CORE, "pixels", "stats", "fused_encoder", "original_inputs", "outputs"),
+    "api": (*CORE, "pixels", "stats", "fused_encoder", "original_inputs", "outputs", "own_forward"),
     "data_parallel": (*CORE, "api", "fused_encoder", "outputs"),
     "corpus": ("api", "checkpoint", "checks", "config", "errors", "pixels"),
 }

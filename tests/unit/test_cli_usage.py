@@ -398,10 +398,10 @@ GOOD: dict[str, Any] = {
         ({}, "ready: NVIDIA H200, no tuning table: heuristics choose"),
         ({"packages": GOOD["packages"] | {"torch": "2.10.0"}}, "works, but torch 2.10.0 is outside >=2.11,<2.16"),
         ({"gpus": [GPU | {"left_out": ["stale"]}]}, "works, but stale"),
-        ({"gpus": []}, "cannot run fused, because torch sees no NVIDIA GPU"),
-        ({"gpus": [], "cuda": None}, "cannot run fused, because torch is a CPU build"),
-        ({"gpus": [GPU | {"capability": "75"}]}, "cannot run fused, because NVIDIA H200 is sm_75"),
-        ({"packages": GOOD["packages"] | {"triton": None}}, "cannot run fused, because Triton is not installed"),
+        ({"gpus": []}, "no speed-up here, because torch sees no NVIDIA GPU"),
+        ({"gpus": [], "cuda": None}, "no speed-up here, because torch is a CPU build"),
+        ({"gpus": [GPU | {"capability": "75"}]}, "no speed-up here, because NVIDIA H200 is sm_75"),
+        ({"packages": GOOD["packages"] | {"triton": None}}, "no speed-up here, because Triton is not installed"),
     ],
 )
 def test_the_verdict(changes: dict[str, Any], said: str) -> None:

@@ -91,6 +91,16 @@ def test_memory_is_what_was_measured() -> None:
     assert f"{budgets} token budgets up to {largest}" in page("docs/serving.md")
 
 
+def test_figures_of_byte_times_are_those_of_their_document() -> None:
+    """The page has them in a sentence, which nothing generates."""
+    measured = report.load("h100-byte-times.json")["ms"]
+    ms = [measured[f"1 x {side} px"] for side in (224, 448)]
+    before, more = [each["plain, bf16 (wall)"] for each in ms], [each["bf16 (wall)"] for each in ms]
+    added = " and ".join(f"{1000 * (b - a):.0f}" for a, b in zip(before, more, strict=True))
+    calls = " and ".join(f"{a:.2f}" for a in before)
+    assert f"cost {added} µs of wall time in calls of {calls} ms" in " ".join(page("docs/pixels.md").split())
+
+
 def test_every_place_is_in_the_table_of_rooms() -> None:
     places = [p for p in (ROOT / "fusedvit").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
     text = page("docs/architecture.md").partition("## Rooms")[2].partition("## Import")[0]

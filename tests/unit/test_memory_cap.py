@@ -48,9 +48,14 @@ def test_a_cap_that_nothing_fits_is_said(caplog: pytest.LogCaptureFixture) -> No
     limits_within(TOWERS["hd72"], torch.bfloat16, 150 * MIB)
     assert not caplog.records
     limits_within(TOWERS["hd72"], torch.bfloat16, -300 * MIB)
-    assert [record.getMessage().partition(" beside")[0] for record in caplog.records] == [
-        "fusedvit: memory= leaves -300 MiB"
-    ]
+    (said,) = (record.getMessage() for record in caplog.records)
+    held_mib = -(-held(TOWERS["hd72"], 64) // MIB)
+    assert said.startswith(f"fusedvit: FuseConfig(memory=…) is too small for this tower by {300 + held_mib} MiB: ")
+    assert f"holds {held_mib} MiB of buffers and graphs, and the prepared weights leave -300 MiB" in said
+    assert said.endswith(f"raise memory by {300 + held_mib}")
+    caplog.clear()
+    limits_within(TOWERS["hd72"], torch.bfloat16, -300 * MIB + (300 + held_mib) * MIB)
+    assert not caplog.records, "the advice is enough"
 
 
 def test_there_is_always_a_budget_with_room_for_the_items() -> None:
@@ -72,13 +77,24 @@ def test_a_handle_chooses_by_what_its_weights_hold(memory: Any, most: float | No
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"memory": "large"}, TypeError, "memory must be 'small', a number of MiB or None, got 'large'"),
+        ({"memory": "large"}, ValueError, "memory must be 'small', a whole number of MiB or None, got 'large'"),
         ({"memory": True}, TypeError, "memory must be"),
+        ({"memory": [1]}, TypeError, r"memory must be .*got \[1\]"),
         ({"memory": 0}, ValueError, "memory must be at least 1 MiB, got 0"),
         ({"memory": 100, "token_budgets": (64,)}, ValueError, "give one of them"),
-        ({"compile": "later"}, ValueError, "compile must be one of 'background', 'now'; got 'later'"),
+        ({"compile": "later"}, ValueError, "compile must be 'background' or 'now', got 'later'"),
+        ({"compile": 1}, TypeError, "compile must be 'background' or 'now', got 1"),
+        ({"compile": None}, TypeError, "compile must be"),
     ],
 )
 def test_options_that_no_tower_can_meet(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         FuseConfig(**options)
+
+
+def test_token_budgets_cannot_be_changed_behind_the_check() -> None:
+    given = [64, 128]
+    config = FuseConfig(token_budgets=given)
+    given.clear()
+    assert config.token_budgets == (64, 128) and config == FuseConfig(token_budgets=(64, 128))
+    assert hash(config) == hash(FuseConfig(token_budgets=[64, 128]))

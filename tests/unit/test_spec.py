@@ -55,10 +55,35 @@ def test_spec_is_frozen_and_comparable() -> None:
         ({"deepstack": (27,)}, r"distinct blocks of 0..26, got \[27\]"),
         ({"deepstack": (-1,)}, r"distinct blocks of 0..26, got \[-1\]"),
         ({"deepstack": (8, 8)}, r"distinct blocks of 0..26, got \[8, 8\]"),
+        ({"depth": -1}, "depth must be at least 1, got -1"),
+        ({"patch_size": 0}, "patch_size must be at least 1, got 0"),
+        ({"window": -1}, "window must be at least 0, got -1"),
+        ({"norm_eps": float("nan")}, "norm_eps must be at least 0, got nan"),
+        ({"sandwich": True, "norm": "rms"}, "sandwich needs qk_norm"),
+        ({"v_norm": True}, "v_norm needs qk_norm"),
+        ({"kv_heads": 3}, "num_heads must be a multiple of kv_heads, got 16 and 3"),
+        ({"without_bias": ("nope",)}, r"without_bias must be of .*got \['nope'\]"),
     ],
 )
 def test_impossible_numbers(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^fusedvit: .*{message}"):
+        VisionSpec(**(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"depth": 2.0}, "depth must be an int, got 2.0"),
+        ({"depth": True}, "depth must be an int, got True"),
+        ({"norm_eps": "1e-6"}, "norm_eps must be a number, got '1e-6'"),
+        ({"qk_norm": 1}, "qk_norm must be True or False, got 1"),
+        ({"tail": None}, "tail must be a str, got None"),
+        ({"deepstack": [8]}, r"deepstack must be a tuple of ints, got \[8\]"),
+        ({"without_bias": "qkv"}, "without_bias must be a tuple of strs, got 'qkv'"),
+    ],
+)
+def test_fields_of_another_type(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^fusedvit: {message}$"):
         VisionSpec(**(GOOD | change))
 
 

@@ -161,7 +161,11 @@ def test_kernels_alone(tmp_path: Path) -> None:
     assert document["passport"]["commit"] == "abc"
     assert [row["op"] for row in found] == [*LINEARS, "attention"]
     assert {row["shape"].split()[0] for row in found if row["op"].startswith("merger")} == {"16"}
-    assert all(row["us"] > 0 and row["peers_us"] and row["floor_us"] > 0 for row in found)
+    assert all(row["us"] > 0 and row["peers_us"] for row in found)
+    if not torch.cuda.is_available():  # no kernel ran, no cuBLAS, and an H200's roofline says nothing
+        assert {row["backend"] for row in found} == {ops.NO_KERNEL} and not any(row["floor_us"] for row in found)
+        assert {name for row in found for name in row["peers_us"]} == {ops.TORCH_PRODUCT, "torch"}
+        assert "roofline" not in result.output
 
 
 def test_a_backend_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
