@@ -186,10 +186,11 @@ class FusedEncoder:
         """Counters as plain values, and MiB held by what; docs/using.md has the unit of each.
 
         `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU; `state`
-        is that of `state()`.
+        is that of `state()`, or "paused" and why, for how many calls, and what ends that.
         """
+        state, paused = self.state(), self._pause.lasts()
         more: dict[str, Any] = {
-            "state": self.state(),
+            "state": f"paused: {paused}" if state == "fused" and paused is not None else state,
             "refreshes": self.weights.prepared,
             "compiles": compiles(),
             "weights_mib": self.weights.held_bytes() / MIB,
@@ -200,17 +201,17 @@ class FusedEncoder:
         return self._stats.as_dict() | more
 
     def reason(self) -> Reason | None:
-        """Why the tower as it stands cannot run fused, or None; waits for the GPU.
+        """Why the next call of the tower as it stands would not run fused, or None; waits for the GPU.
 
         Raises:
             RuntimeError: the tower is gone.
         """
-        return bypass(self.tower) or transforms.active(None) or self._source().reason()
+        return bypass(self.tower) or transforms.active(None) or self._pause.lasts() or self._source().reason()
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
         stats = self.stats()
-        if stats["state"] != "fused":
+        if stats["state"] in _STATES:
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
         parameter = self.weights.first_parameter()
         return describe(self.tower, parameter, self.family.name, self.spec, stats, self.reason())
@@ -272,6 +273,7 @@ class FusedEncoder:
 
         What the next call needs is prepared and captured again then.
         """
+        self._pause.end()
         self.prepared.release()
 
     def drop_graphs(self) -> None:
@@ -366,19 +368,28 @@ class FusedEncoder:
         paused = self._pause.take()
         if paused is not None:
             return paused
-        weights, before = self.weights, self.weights.prepared
+        weights, before, changes = self.weights, self.weights.prepared, self.weights.changes
         found = self._run_until_unchanged(pixels, grid_thw, replay, marked)
         if not isinstance(found, Reason) and weights.prepared == before:
             weights.repeats = 0
-            self._pause.end()
-        elif self.prepared.config.strict:
-            return found
-        elif isinstance(found, Reason) and found.kind == fallback.CHANGING:
+            self._pause.holds()
+        elif not self.prepared.config.strict:
+            self._pause_after(found, weights.changes > changes)
+        return found
+
+    def _pause_after(self, found: Attempt | Reason, changed: bool) -> None:
+        """Begins a pause where a call, and those before it, prepared weights in vain.
+
+        Args:
+            changed: it prepared them as the tower had changed.
+        """
+        if isinstance(found, Reason) and found.kind == fallback.CHANGING:
             self._pause.begin(found)
-        elif weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
+        elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
             self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
             self.prepared.release()  # whoever offloads a tower wants its memory
-        return found
+        elif changed and self._pause.prepares():
+            self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
 
     def _run_until_unchanged(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
