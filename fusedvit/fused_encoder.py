@@ -81,6 +81,7 @@ class FusedEncoder:
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._stands_for: Callable[[], nn.Module | None] = self._tower
         self._ran_fused = True  # the last call
+        self._trained = False  # by a call that we know of
         self._pause = Pause()
         self._stats = Stats()
         self.processors: list[Any] = []
@@ -211,7 +212,7 @@ class FusedEncoder:
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
         stats = self.stats()
-        if stats["state"] in _STATES:
+        if stats["state"] in _STATES:  # it serves no tower any more
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
         parameter = self.weights.first_parameter()
         return describe(self.tower, parameter, self.family.name, self.spec, stats, self.reason())
@@ -433,7 +434,7 @@ class FusedEncoder:
         version = self.weights.version if replay is None else replay.weights_version
         try:
             runtime = self.prepared.runtime_on(self.weights.first_parameter())
-            check_content = self.prepared.config.watch_data and runtime.no_graphs != CAPTURING
+            check_content = (self.prepared.config.watch_data or self._trained) and runtime.no_graphs != CAPTURING
             return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
@@ -463,6 +464,9 @@ class FusedEncoder:
         """
         if self.prepared.config.strict:
             raise RuntimeError(fallback.message(self._name, reason))
+        if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write and count no version
+            tower = self._tower()
+            self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._stats.count_original(reason, self._name)
 
 

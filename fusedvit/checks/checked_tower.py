@@ -138,7 +138,7 @@ class CheckedTower:
         buffers = dict(self.tower.named_buffers(remove_duplicate=False))
         if None in versions or sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
             return None
-        values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # small, and made anew by `module.to`
+        values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # other objects in a moved tower
         folded_in = [(path, n, layer.scaling[n]) for path, layer in adapters.items() for n in active_adapters(layer)]
         kinds = [(b.dtype, b.device) for b in buffers.values()]
         named = [(name, id(p)) for name, p in parameters.items()]

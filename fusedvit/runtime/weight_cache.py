@@ -84,7 +84,7 @@ def _is_repeat(before: ContentCheck | None, now: ContentCheck) -> bool:
         return False
     others = map(is_not, before.parameters, now.parameters)
     if not any(other and isinstance(p, Parameter) for other, p in zip(others, now.parameters, strict=True)):
-        return False  # buffers are made anew wherever a tower is moved
+        return False  # buffers are other tensors wherever a tower was moved
     return torch.equal(before.expected[:count], now.expected)
 
 
@@ -131,7 +131,7 @@ class WeightCache:
         self._snapshot: Snapshot | None = None
         self._weights: EncoderWeights | None = None
         self._content: ContentCheck | None = None
-        self._made_of: object = None
+        self._ingredients: object = None
         self._pointers: tuple[int, ...] = ()
         self._lost = False
         self._borrowed = _Borrowed.of(())
@@ -147,7 +147,7 @@ class WeightCache:
     def outdate(self) -> None:
         """The next use prepares weights again, in the memory of these, whatever fingerprints say."""
         self.version += 1  # a run under way is not accepted
-        self._snapshot = self._made_of = None
+        self._snapshot = self._ingredients = None
         self._asked = True
 
     def get(self) -> EncoderWeights:
@@ -269,7 +269,7 @@ class WeightCache:
         if lent is None:
             return False
         self.moves += 1
-        self._take(lent, moved, readdressed, self._made_of)
+        self._take(lent, moved, readdressed, self._ingredients)
         return True
 
     def _lent_from(
@@ -294,28 +294,28 @@ class WeightCache:
             self._let_go(source.parameters())
             return reason
         if self._lost:
-            self._lost, self._made_of = False, None
+            self._lost, self._ingredients = False, None
             self._on_loss()
         parameters = source.parameters()
         device = next(iter(parameters.values())).device
         self._on_prepare(device)
         with torch.inference_mode(False), torch.no_grad():
             snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
-            made_of = source.ingredients()
+            ingredients = source.ingredients()
             content = self._read(source)
-            kept = self._kept(content, made_of)
+            kept = self._kept(content, ingredients)
             weights, content = kept or self._prepared_anew(source, content)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.moves += kept is not None and weights.pointers() != self._pointers
-        self._take(weights, content, snapshot, made_of)
+        self._take(weights, content, snapshot, ingredients)
         return None
 
-    def _kept(self, now: ContentCheck, made_of: object) -> tuple[EncoderWeights, ContentCheck] | None:
-        """The weights that are there, and a check of `now` with their copies, if preparing them from `made_of` and what
-        `now` read would give them again: the same parameters at the same versions, and the same fingerprints."""
+    def _kept(self, now: ContentCheck, ingredients: object) -> tuple[EncoderWeights, ContentCheck] | None:
+        """The weights that are there, and a check of `now` with their copies, if they would be prepared so again: the
+        same parameters at the same versions, and the same fingerprints."""
         weights, content = self._weights, self._content
-        if weights is None or content is None or made_of is None or made_of != self._made_of:
+        if weights is None or content is None or ingredients is None or ingredients != self._ingredients:
             return None
         whole = now.with_copies(weights.copies(), self._ops(now.sources.pointers.device))
         lent = self._lent_from(weights, content, now.parameters) if content.agrees_with(whole) else None
@@ -324,7 +324,7 @@ class WeightCache:
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
         """Weights of what `content` read, in the memory of those before, and a check of their copies, too."""
         self.repeats = self.repeats + 1 if _is_repeat(self._content, content) else 0
-        self._snapshot = self._made_of = None  # where this fails on the way, copies are of neither tower
+        self._snapshot = self._ingredients = None  # where this fails on the way, copies are of neither tower
         weights = source.prepare(source.parameters(), self._weights)
         self.prepared += 1
         self.changes += not self._asked
@@ -344,12 +344,12 @@ class WeightCache:
             self._forget()
             self._on_move()
 
-    def _take(self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, made_of: object) -> None:
+    def _take(self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, ingredients: object) -> None:
         """Puts these in place of those before. In this order, as others may be running: until the snapshot is there no
         run is accepted, and by then one that found the weights before has begun with an older version."""
         pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved
         self._snapshot = None
-        self._weights, self._content, self._made_of = weights, content, made_of
+        self._weights, self._content, self._ingredients = weights, content, ingredients
         self._borrowed, self._pointers = _Borrowed.of(weights.borrowed()), pointers
         self.kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)
         self.version += 1
