@@ -81,6 +81,7 @@ class FusedEncoder:
         self._tower = weakref.ref(tower, functools.partial(_end_of, this))
         self._stands_for: Callable[[], nn.Module | None] = self._tower
         self._ran_fused = True  # the last call
+        self._trained = False  # by a call that we know of
         self._pause = Pause()
         self._stats = Stats()
         self.processors: list[Any] = []
@@ -186,10 +187,11 @@ class FusedEncoder:
         """Counters as plain values, and MiB held by what; docs/using.md has the unit of each.
 
         `compiles` counts kernels compiled in this process; `graphs` is there once the tower has run on a GPU; `state`
-        is that of `state()`.
+        is that of `state()`, or "paused" and why, for how many calls, and what ends that.
         """
+        state, paused = self.state(), self._pause.lasts()
         more: dict[str, Any] = {
-            "state": self.state(),
+            "state": f"paused: {paused}" if state == "fused" and paused is not None else state,
             "refreshes": self.weights.prepared,
             "compiles": compiles(),
             "weights_mib": self.weights.held_bytes() / MIB,
@@ -200,17 +202,17 @@ class FusedEncoder:
         return self._stats.as_dict() | more
 
     def reason(self) -> Reason | None:
-        """Why the tower as it stands cannot run fused, or None; waits for the GPU.
+        """Why the next call of the tower as it stands would not run fused, or None; waits for the GPU.
 
         Raises:
             RuntimeError: the tower is gone.
         """
-        return bypass(self.tower) or transforms.active(None) or self._source().reason()
+        return bypass(self.tower) or transforms.active(None) or self._pause.lasts() or self._source().reason()
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
         stats = self.stats()
-        if stats["state"] != "fused":
+        if stats["state"] in _STATES:  # it serves no tower any more
             return describe_ended(f"{self._name} ({self.family.name}): {_STATES[stats['state']]}", stats)
         parameter = self.weights.first_parameter()
         return describe(self.tower, parameter, self.family.name, self.spec, stats, self.reason())
@@ -272,6 +274,7 @@ class FusedEncoder:
 
         What the next call needs is prepared and captured again then.
         """
+        self._pause.end()
         self.prepared.release()
 
     def drop_graphs(self) -> None:
@@ -366,19 +369,28 @@ class FusedEncoder:
         paused = self._pause.take()
         if paused is not None:
             return paused
-        weights, before = self.weights, self.weights.prepared
+        weights, before, changes = self.weights, self.weights.prepared, self.weights.changes
         found = self._run_until_unchanged(pixels, grid_thw, replay, marked)
         if not isinstance(found, Reason) and weights.prepared == before:
             weights.repeats = 0
-            self._pause.end()
-        elif self.prepared.config.strict:
-            return found
-        elif isinstance(found, Reason) and found.kind == fallback.CHANGING:
+            self._pause.holds()
+        elif not self.prepared.config.strict:
+            self._pause_after(found, weights.changes > changes)
+        return found
+
+    def _pause_after(self, found: Attempt | Reason, changed: bool) -> None:
+        """Begins a pause where a call, and those before it, prepared weights in vain.
+
+        Args:
+            changed: it prepared them as the tower had changed.
+        """
+        if isinstance(found, Reason) and found.kind == fallback.CHANGING:
             self._pause.begin(found)
-        elif weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
+        elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
             self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
             self.prepared.release()  # whoever offloads a tower wants its memory
-        return found
+        elif changed and self._pause.prepares():
+            self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
 
     def _run_until_unchanged(
         self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
@@ -422,7 +434,7 @@ class FusedEncoder:
         version = self.weights.version if replay is None else replay.weights_version
         try:
             runtime = self.prepared.runtime_on(self.weights.first_parameter())
-            check_content = self.prepared.config.watch_data and runtime.no_graphs != CAPTURING
+            check_content = (self.prepared.config.watch_data or self._trained) and runtime.no_graphs != CAPTURING
             return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
         except WeightsReleased:
             return Attempt(None, [], version, unchanged=False)
@@ -452,6 +464,9 @@ class FusedEncoder:
         """
         if self.prepared.config.strict:
             raise RuntimeError(fallback.message(self._name, reason))
+        if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write and count no version
+            tower = self._tower()
+            self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._stats.count_original(reason, self._name)
 
 

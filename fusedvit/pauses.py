@@ -1,12 +1,15 @@
 """Calls that take the original code at once, for a while, after calls before them have prepared weights in vain.
 
-A tower whose parameters somebody writes all the time, or replaces at each call, costs preparations and runs that nobody
-uses. Each time that this is found again twice as many calls pass before the next one tries.
+A tower whose parameters somebody writes all the time, replaces at each call, or changes between any two of them, costs
+preparations and runs that take longer than its original code. Each time that this is found again twice as many calls
+pass before the next one tries.
 """
 
 from fusedvit.errors import Reason
 
 FIRST, MOST = 4, 256  # calls
+MOST_PREPARING = 4  # calls in a row that prepared weights of a tower that had changed, before calls do without
+AS_MUCH_AS = 2  # of these, one call that finds nothing changed: who changes a tower between a few calls runs fused
 
 
 class Pause:
@@ -20,11 +23,19 @@ class Pause:
 
     def __init__(self) -> None:
         self._reason: Reason | None = None
-        self._left, self._next = 0, FIRST
+        self._left, self._next, self._preparing = 0, FIRST, 0
 
     @property
     def again(self) -> bool:
         return self._next > FIRST
+
+    def lasts(self) -> Reason | None:
+        """Why the next call does not try, for how many calls, and what ends that; None where it does."""
+        left, reason = self._left, self._reason
+        if left <= 0 or reason is None:
+            return None
+        calls = "1 more call" if left == 1 else f"{left} more calls"
+        return Reason(reason.kind, f"{reason.detail}; paused for {calls}, or until refresh()")
 
     def take(self) -> Reason | None:
         """Why this call does not try; None where it does."""
@@ -38,6 +49,16 @@ class Pause:
         self._reason, self._left = reason, self._next
         self._next = min(2 * self._next, MOST)
 
-    def end(self) -> None:
-        """Every call tries."""
+    def prepares(self) -> bool:
+        """Counts a call that prepared weights as the tower had changed; whether the next ones are to do without."""
+        self._preparing += 1
+        return self.again or self._preparing >= MOST_PREPARING
+
+    def holds(self) -> None:
+        """Counts a call that found the weights as the one before it left them: every call tries."""
         self._left, self._next = 0, FIRST
+        self._preparing = max(0, self._preparing - AS_MUCH_AS)
+
+    def end(self) -> None:
+        """Every call tries, as if none had been before."""
+        self._left, self._next, self._preparing = 0, FIRST, 0

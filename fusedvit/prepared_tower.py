@@ -207,6 +207,7 @@ class PreparedTower:
             CannotPrepare: the tower as it stands cannot run fused.
         """
         with self.nothing_launched():
+            self.weights.outdate()
             _raise_if(self.weights.prepare())
 
     @contextlib.contextmanager

@@ -25,6 +25,9 @@ from fusedvit.runtime.captured_encoder import TowerGraphs
 
 logger = logging.getLogger("fusedvit")
 
+MOST_LINES = 25  # of a report
+MOST_STALE = 3  # of these, what is wrong with a tuning table
+
 
 @dataclass
 class Stats:
@@ -121,9 +124,12 @@ def choices(spec: VisionSpec, dtype: torch.dtype, target: Target, budgets: Seque
     table = tuning_table.table_for(target)
     count, name = len(table.entries), target.name or "this device"
     lines.append(
-        f"  tuning table of {name}: {count} entries" if count else f"  no tuning table for {name}: heuristics choose"
+        f"  tuning table of {name}: {_counted(count, 'entry')}"
+        if count
+        else f"  no tuning table for {name}: heuristics choose"
     )
-    return lines + [f"  {why}; heuristics used instead" for why in table.stale]
+    stale = [f"  {why}; heuristics used instead" for why in table.stale]
+    return lines + _folded(stale, MOST_STALE, "tuning tables that are not used")
 
 
 def describe(
@@ -148,7 +154,7 @@ def describe(
         f"{type(tower).__name__} ({family}), {parameter.dtype} on {parameter.device} ({where}): {state}",
         f"  {spec.depth} blocks of {spec.hidden_size} channels, {spec.num_heads} heads of {spec.head_dim}, "
         f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
-        *_calls(stats),
+        *(calls := _calls(stats)),
         *_memory(stats),
     ]
     if parameter.device.type == "cuda":
@@ -156,7 +162,8 @@ def describe(
         lines += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
     if "forward" in tower.__dict__ and (reason is None or reason.kind != BYPASSED):
         lines.append("  the tower has a forward of its own, which decides whether the fused one is called")
-    return "\n".join(lines)
+    at = 2 + len(calls)
+    return _text([*lines[:at], *_reasons(stats, MOST_LINES - len(lines)), *lines[at:]])
 
 
 def describe_ended(first: str, stats: dict[str, Any]) -> str:
@@ -165,26 +172,56 @@ def describe_ended(first: str, stats: dict[str, Any]) -> str:
     Args:
         first: the line that says so.
     """
-    return "\n".join([first, *_calls(stats)])
+    calls = _calls(stats)
+    return _text([first, *calls, *_reasons(stats, MOST_LINES - 1 - len(calls))])
+
+
+def _text(lines: list[str]) -> str:
+    """A report of these; what a compiler says in several lines is put in one."""
+    return "\n".join(" ".join(line.splitlines()) for line in lines)
+
+
+def _counted(count: int, what: str) -> str:
+    """A number of things, what these are in the singular."""
+    if count == 1:
+        return f"1 {what}"
+    return f"{count} {what[:-1]}ies" if what.endswith("y") else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+def _folded(lines: list[str], room: int, what: str) -> list[str]:
+    """As many `lines` as there is room for; the last then says how many more there are, of what."""
+    return lines if len(lines) <= room else [*lines[: room - 1], f"  and {len(lines) - room + 1} more {what}"]
 
 
 def _calls(stats: dict[str, Any]) -> list[str]:
-    """Calls by path, and the reasons of those that were not fused or not replayed."""
+    """Calls by path, and runs."""
+    calls, items, patches = (stats[key] for key in ("calls", "items", "patch_tokens"))
     lines = [
-        f"  {stats['calls']} calls: {stats['fused']} fused, {sum(stats['original'].values())} original code; "
-        f"{stats['items']} items, {stats['patch_tokens']} patch tokens, {stats['refreshes']} weight preparations"
+        f"  {_counted(calls, 'call')}: {stats['fused']} fused, {sum(stats['original'].values())} original code; "
+        f"{_counted(items, 'item')}, {_counted(patches, 'patch')}, {_counted(stats['refreshes'], 'weight preparation')}"
     ]
     if "graphs" in stats:
         g = stats["graphs"]
         lines.append(
-            f"  {g['replays']} replays ({g['hit_rate']:.0%} of runs, {g['padding']:.0%} padding), "
-            f"{g['mispredictions']} mispredictions, {g['captures']} graphs captured, {g['capture_failures']} failed"
+            f"  {_counted(g['replays'], 'replay')} ({g['hit_rate']:.0%} of runs, {g['padding']:.0%} padding), "
+            f"{_counted(g['mispredictions'], 'misprediction')}, {_counted(g['captures'], 'graph')} captured, "
+            f"{g['capture_failures']} failed"
         )
-    lines += [f"  eager, {count} runs: {why}" for why, count in stats["eager_runs"].items()]
-    return lines + [
-        f"  original code, {count} calls: {with_advice(Reason(kind, stats['details'].get(kind, '')))}"
-        for kind, count in stats["original"].items()
-    ]
+    return lines
+
+
+def _reasons(stats: dict[str, Any], room: int) -> list[str]:
+    """Why runs were not replayed and calls not fused, a line each; the rarest in one where there is no room for all."""
+    found = [(count, why, f"run without a graph: {count} ({why})") for why, count in stats["eager_runs"].items()]
+    for kind, count in stats["original"].items():
+        advice = with_advice(Reason(kind, stats["details"].get(kind, "")))
+        found.append((count, kind, f"original code, {_counted(count, 'call')}: {advice}"))
+    room = max(1, room)
+    if len(found) > room:
+        found.sort(key=lambda reason: -reason[0])
+        rest = ", ".join(f"{why} {count}" for count, why, _ in found[room - 1 :])
+        found[room - 1 :] = [(0, "", f"and for other reasons: {rest}")]
+    return [f"  {line}" for _, _, line in found]
 
 
 def _memory(stats: dict[str, Any]) -> list[str]:
@@ -196,9 +233,8 @@ def _memory(stats: dict[str, Any]) -> list[str]:
         together = stats["weights_mib"] + g["held_mib"]
         lines[0] += f", static buffers {g['buffers_mib']:.0f} MiB, graphs {pool:.0f} MiB: {together:.0f} MiB together"
         budgets = g["token_budgets"]
-        lines.append(
-            f"  {len(budgets)} token budgets from {budgets[0]} to {budgets[-1]}, at most {g['max_items']} items and "
-            f"{g['max_frames']} frames a graph"
-        )
-    lines[0] += f"; {stats['compiles']} kernels compiled"
+        items, frames = _counted(g["max_items"], "item"), _counted(g["max_frames"], "frame")
+        sizes = f"from {budgets[0]} to {budgets[-1]}"
+        lines.append(f"  {_counted(len(budgets), 'token budget')} {sizes}, at most {items} and {frames} a graph")
+    lines[0] += f"; {_counted(stats['compiles'], 'kernel')} compiled"
     return lines

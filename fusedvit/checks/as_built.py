@@ -35,6 +35,7 @@ from fusedvit.model.param_names import (
 from fusedvit.model.spec import VisionSpec
 
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
+_FLATTENED = "{} is in a flat parameter of FSDP1, with or without use_orig_params; fully_shard leaves the tower fused"
 _FUSED_PATCH_EMBED = "transformers.fusion_mapping"  # see Family.aliases
 # Attributes of the tower that the spec gives too, by what the spec says of them.
 _OF_SPEC: Mapping[str, Callable[[VisionSpec], object]] = {
@@ -132,18 +133,31 @@ def wrong_parameters(plain: Plain, family: Family, spec: VisionSpec) -> str:
     if compiled:
         return compiled
     for name, shape in expected.items():
-        if name not in found:
-            return _missing(plain, name)
-        if nn.parameter.is_lazy(found[name]):  # it has no shape yet
-            return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
-        if _flat(tuple(found[name].shape)) != shape:
-            return _differs(f"the shape of {name}", tuple(found[name].shape), shape)
-        if type(found[name]) is not nn.Parameter and not _is_engines(type(found[name]), family.engine):
-            return _differs(f"the class of {name}", _name_of(type(found[name])), "torch.nn.Parameter")
-        if found[name].layout is not torch.strided:
-            return _differs(f"the layout of {name}", found[name].layout, torch.strided)
+        wrong = _wrong_parameter(name, found[name], shape, family) if name in found else _missing(plain, name)
+        if wrong:
+            return wrong
     left = found.keys() - expected.keys()
     return f"parameter {min(left)} is not expected" if left else ""
+
+
+def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], family: Family) -> str:
+    """What is wrong with a parameter that is there; "" for nothing."""
+    if _is_flattened(found):
+        return _FLATTENED.format(name)
+    if nn.parameter.is_lazy(found):  # it has no shape yet
+        return _differs(f"the class of {name}", _name_of(type(found)), "torch.nn.Parameter")
+    if _flat(tuple(found.shape)) != shape:
+        return _differs(f"the shape of {name}", tuple(found.shape), shape)
+    if type(found) is not nn.Parameter and not _is_engines(type(found), family.engine):
+        return _differs(f"the class of {name}", _name_of(type(found)), "torch.nn.Parameter")
+    return "" if found.layout is torch.strided else _differs(f"the layout of {name}", found.layout, torch.strided)
+
+
+def _is_flattened(tensor: torch.Tensor) -> bool:
+    """Whether FSDP1 keeps what it holds in a flat parameter: it marks that, and between calls what stands for a
+    parameter; during calls a view stands there."""
+    of = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+    return bool(getattr(of, "_fsdp_flattened", False))
 
 
 def _missing(plain: Plain, name: str) -> str:
@@ -156,8 +170,9 @@ def _missing(plain: Plain, name: str) -> str:
         if outer is not None and not isinstance(outer, nn.ModuleList) and parts[i] not in outer._modules:
             return f"{'.'.join(parts[:i])} is {_name_of(type(outer))}, expected a module with {parts[i]}"
     module = plain.modules.get(path)
-    if module is not None and isinstance(vars(module).get(last), torch.Tensor):
-        return f"{name} is a plain tensor, expected a parameter (FSDP keeps them with use_orig_params=True)"
+    there = None if module is None else vars(module).get(last)
+    if isinstance(there, torch.Tensor):
+        return _FLATTENED.format(name) if _is_flattened(there) else f"{name} is a plain tensor, expected a parameter"
     return f"parameter {name} is missing"
 
 

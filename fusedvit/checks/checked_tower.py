@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import hooks_of
-from fusedvit.checks.adapters import Plain, cannot_fold, folded
+from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded
 from fusedvit.checks.as_built import (
     Built,
     wrong_attributes,
@@ -21,6 +21,7 @@ from fusedvit.checks.change_detection import Snapshot, hooked
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class
+from fusedvit.checks.recorded import version_of
 from fusedvit.errors import Reason, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
@@ -30,6 +31,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 
 FINGERPRINTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MOST_IN_BUFFERS = 2**16  # numbers that are read to be compared; towers have rotary frequencies, 10 to 40
 
 
 @dataclass
@@ -124,6 +126,23 @@ class CheckedTower:
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""
         return Snapshot.of(self.tower, self._own_code())
+
+    def ingredients(self) -> object:
+        """What `prepare` reads beside the content of parameters, and which these are at which versions: equal where it
+        would give the same weights of the same content. None where that cannot be told, as a write counts no version.
+
+        Whoever compares two of these keeps the parameters alive: they are told apart by `id`.
+        """
+        parameters, adapters = self.parameters(), Plain.of(self.tower).layers
+        versions = list(map(version_of, parameters.values()))
+        buffers = dict(self.tower.named_buffers(remove_duplicate=False))
+        if None in versions or sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
+            return None
+        values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # other objects in a moved tower
+        folded_in = [(path, n, layer.scaling[n]) for path, layer in adapters.items() for n in active_adapters(layer)]
+        kinds = [(b.dtype, b.device) for b in buffers.values()]
+        named = [(name, id(p)) for name, p in parameters.items()]
+        return named, versions, [*buffers], kinds, values, folded_in, dict(self.normalizations)
 
     def _own_code(self) -> OwnCode:
         if self._code is None:

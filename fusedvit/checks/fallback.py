@@ -30,6 +30,7 @@ FREED = "freed parameters"
 ANOTHER_TOWER = "another tower"
 TRANSFORM = "transform"
 CHANGING = "changing weights"
+CHANGED = "changed weights"
 REPLACED = "replaced parameters"
 RELEASED = "unfused during the call"
 NOT_READY = "kernels not ready"
@@ -60,6 +61,7 @@ ADVICE = {
     ODD_POSITIONS: "fused run images whose patches come row by row, padding last, in whole squares that are pooled",
     SPARSE: "the fused encoder takes dense pixels",
     CHANGING: "somebody writes the tower's parameters all the time",
+    CHANGED: "preparing them takes longer than the original code: several calls between two changes run fused",
     REPLACED: "offloading brings them in so: keep the tower on its device",
     RELEASED: "calls that are under way end in the original code",
     NOT_READY: 'calls run fused once they are compiled; warmup() and FuseConfig(compile="now") wait for that',

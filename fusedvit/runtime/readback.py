@@ -168,6 +168,16 @@ class ContentCheck:
             return None
         return replace(self, addresses=[t.data_ptr() for t in sources.tensors[: len(now)]], sources=sources, slots=[])
 
+    def agrees_with(self, now: "ContentCheck") -> bool:
+        """Whether `now`, of as many parameters and copies, read the same content in the same layout, wherever it
+        lies."""
+        then = self.sources.tensors
+        return (
+            len(then) == len(now.sources.tensors)
+            and all(map(_is_like, now.sources.tensors, then))
+            and torch.equal(now.expected, self.expected)
+        )
+
     def held_by(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all memory of parameters that this keeps alive is that of `parameters`."""
         now = {id(p): p.data_ptr() for p in parameters if p.layout is torch.strided}

@@ -5,6 +5,7 @@ from operator import is_not
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn import Parameter
 
 from fusedvit.errors import Reason, WeightsReleased
 from fusedvit.kernels.load_inputs import FLOATS
@@ -52,6 +53,10 @@ class Source(Protocol):
     def snapshot(self) -> Snapshot:
         """The tower as it stands."""
 
+    def ingredients(self) -> object:
+        """What weights are prepared from beside the content of parameters, and versions of these, to be compared by
+        `==`; None where a write would count no version."""
+
 
 class _Borrowed(NamedTuple):
     """What the weights have in memory of the tower's parameters.
@@ -75,8 +80,11 @@ class _Borrowed(NamedTuple):
 def _is_repeat(before: ContentCheck | None, now: ContentCheck) -> bool:
     """Whether other parameters hold what those of before did, as far as fingerprints tell."""
     count = len(now.parameters)
-    if before is None or len(before.parameters) != count or not any(map(is_not, before.parameters, now.parameters)):
+    if before is None or len(before.parameters) != count:
         return False
+    others = map(is_not, before.parameters, now.parameters)
+    if not any(other and isinstance(p, Parameter) for other, p in zip(others, now.parameters, strict=True)):
+        return False  # buffers are other tensors wherever a tower was moved
     return torch.equal(before.expected[:count], now.expected)
 
 
@@ -86,6 +94,7 @@ class WeightCache:
     Attributes:
         version: a run that began with an older version is not accepted.
         prepared: how often weights were prepared.
+        changes: how often since the tower was another than before; not where somebody asked for it or gave them back.
         moves: how often parameters have moved with their content unchanged, since weights were last released.
         repeats: preparations in a row from other parameters that held what those before them did.
         kinds: of pixels that the weights take, of `kernels.load_inputs.KINDS`.
@@ -108,7 +117,8 @@ class WeightCache:
             ops: what fingerprints are taken with outside a call.
             on_prepare: called before weights are prepared on a device.
         """
-        self.version = self.prepared = self.moves = self.repeats = 0
+        self.version = self.prepared = self.changes = self.moves = self.repeats = 0
+        self._asked = False
         self.kinds: tuple[int, ...] = ()
         self._source = source
         self._on_move = on_move
@@ -121,6 +131,7 @@ class WeightCache:
         self._snapshot: Snapshot | None = None
         self._weights: EncoderWeights | None = None
         self._content: ContentCheck | None = None
+        self._ingredients: object = None
         self._pointers: tuple[int, ...] = ()
         self._lost = False
         self._borrowed = _Borrowed.of(())
@@ -130,12 +141,14 @@ class WeightCache:
         """Gives everything back; the next use prepares weights again."""
         self.version += 1  # a run under way is not accepted
         self.moves = 0
+        self._asked = True
         self._forget()
 
     def outdate(self) -> None:
         """The next use prepares weights again, in the memory of these, whatever fingerprints say."""
         self.version += 1  # a run under way is not accepted
-        self._snapshot = None
+        self._snapshot = self._ingredients = None
+        self._asked = True
 
     def get(self) -> EncoderWeights:
         """The prepared weights; `prepare` comes first.
@@ -252,41 +265,71 @@ class WeightCache:
         moved = content.moved(self._ops(content.sources.pointers.device))
         if moved is None:
             return False
-        by_address = dict(zip(content.addresses, content.parameters, strict=True))
-        if not by_address.keys() >= {*self._borrowed.pointers}:  # somebody moved them while they were prepared
+        lent = self._lent_from(weights, content, content.parameters)
+        if lent is None:
             return False
         self.moves += 1
-        self._take(weights.lent(self._borrowed.pointers, by_address), moved, readdressed)
+        self._take(lent, moved, readdressed, self._ingredients)
         return True
+
+    def _lent_from(
+        self, weights: EncoderWeights, content: ContentCheck, parameters: Sequence[torch.Tensor]
+    ) -> EncoderWeights | None:
+        """`weights` with what they borrow taken from `parameters`, in the order of those of `content`; None where
+        somebody moved these while they were prepared."""
+        by_address = dict(zip(content.addresses, parameters, strict=True))
+        borrowed = self._borrowed.pointers
+        return weights.lent(borrowed, by_address) if by_address.keys() >= {*borrowed} else None
 
     def prepare(self) -> Reason | None:
         """Prepares weights from the tower as it stands, or says why it cannot run fused; waits for the GPU.
 
-        Every way to prepared weights leads through here: the tower is checked first.
+        Every way to prepared weights leads through here: the tower is checked first. Weights stay that are of what is
+        there still, or again: a hook that came and went, or attention computed in another way, changes none.
         """
         source = self._source()
         reason = source.reason()
         if reason is not None:
-            self._snapshot = None  # whatever comes back is prepared anew
+            self._snapshot = None  # whatever comes back is checked anew
             self._let_go(source.parameters())
             return reason
         if self._lost:
-            self._lost = False
+            self._lost, self._ingredients = False, None
             self._on_loss()
         parameters = source.parameters()
         device = next(iter(parameters.values())).device
         self._on_prepare(device)
         with torch.inference_mode(False), torch.no_grad():
             snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
+            ingredients = source.ingredients()
             content = self._read(source)
-            self.repeats = self.repeats + 1 if _is_repeat(self._content, content) else 0
-            weights = source.prepare(parameters, self._weights)
-            content = content.with_copies(weights.copies(), self._ops(device))
+            kept = self._kept(content, ingredients)
+            weights, content = kept or self._prepared_anew(source, content)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
-        self.prepared += 1
-        self._take(weights, content, snapshot)
+        self.moves += kept is not None and weights.pointers() != self._pointers
+        self._take(weights, content, snapshot, ingredients)
         return None
+
+    def _kept(self, now: ContentCheck, ingredients: object) -> tuple[EncoderWeights, ContentCheck] | None:
+        """The weights that are there, and a check of `now` with their copies, if they would be prepared so again: the
+        same parameters at the same versions, and the same fingerprints."""
+        weights, content = self._weights, self._content
+        if weights is None or content is None or ingredients is None or ingredients != self._ingredients:
+            return None
+        whole = now.with_copies(weights.copies(), self._ops(now.sources.pointers.device))
+        lent = self._lent_from(weights, content, now.parameters) if content.agrees_with(whole) else None
+        return None if lent is None else (lent, whole)
+
+    def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
+        """Weights of what `content` read, in the memory of those before, and a check of their copies, too."""
+        self.repeats = self.repeats + 1 if _is_repeat(self._content, content) else 0
+        self._snapshot = self._ingredients = None  # where this fails on the way, copies are of neither tower
+        weights = source.prepare(source.parameters(), self._weights)
+        self.prepared += 1
+        self.changes += not self._asked
+        self._asked = False
+        return weights, content.with_copies(weights.copies(), self._ops(content.sources.pointers.device))
 
     def _read(self, source: Source) -> ContentCheck:
         """What the parameters of `source` hold; waits for the GPU."""
@@ -301,12 +344,12 @@ class WeightCache:
             self._forget()
             self._on_move()
 
-    def _take(self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot) -> None:
+    def _take(self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, ingredients: object) -> None:
         """Puts these in place of those before. In this order, as others may be running: until the snapshot is there no
         run is accepted, and by then one that found the weights before has begun with an older version."""
         pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved
         self._snapshot = None
-        self._weights, self._content = weights, content
+        self._weights, self._content, self._ingredients = weights, content, ingredients
         self._borrowed, self._pointers = _Borrowed.of(weights.borrowed()), pointers
         self.kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)
         self.version += 1

@@ -237,6 +237,26 @@ def test_a_sharded_tower(first: str, name: str, mesh: Any) -> None:
     assert_bitwise(call.run(tower), expected)
 
 
+@pytest.mark.parametrize("original", [True, False], ids=["use_orig_params", "flat"])
+def test_a_tower_that_fsdp1_flattens(original: bool, mesh: Any) -> None:
+    """During calls views stand for parameters, between them the parameters themselves: for one reason."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    expected = call.run(tower)
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+    wrapped = FullyShardedDataParallel(tower, use_orig_params=original, device_id=torch.device("cpu"))
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(wrapped(call.pixels, call.grid).pooler_output, expected["pooler_output"])
+        reason = handle.reason()
+        assert reason is not None and reason.detail == handle.stats()["details"][fallback.MODIFIED]
+        assert "flat parameter of FSDP1" in reason.detail and "fully_shard" in reason.detail
+    assert handle.stats()["original"] == {fallback.MODIFIED: 2}
+
+
 # races
 
 

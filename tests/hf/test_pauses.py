@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.errors import Reason
 from fusedvit.fused_encoder import MOST_REPEATS, MOST_RUNS, OVERTAKEN
-from fusedvit.pauses import FIRST, MOST, Pause
+from fusedvit.pauses import AS_MUCH_AS, FIRST, MOST, MOST_PREPARING, Pause
 from tests.hf.test_weights import like
 from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_tower
 
@@ -33,6 +35,17 @@ def test_a_pause_doubles_up_to_a_limit_and_ends() -> None:
     pause.begin(why)
     pause.end()
     assert pause.take() is None and not pause.again
+
+
+def test_calls_that_prepare_are_counted_in_a_row() -> None:
+    pause = Pause()
+    assert [pause.prepares() for _ in range(MOST_PREPARING)] == [False] * (MOST_PREPARING - 1) + [True]
+    pause.end()
+    for _ in range(5):  # as many prepare as one call makes up for
+        assert not any(pause.prepares() for _ in range(AS_MUCH_AS))
+        pause.holds()
+    nearly = [pause.prepares() for _ in range(3) for _ in (pause.holds(), *range(AS_MUCH_AS + 1))]
+    assert any(nearly)
 
 
 def written_during_each_run(handle: Any, tower: Any, write: Callable[[Any], None]) -> Callable[[], None]:
@@ -94,7 +107,7 @@ def test_weights_written_during_every_run_are_not_prepared_again_and_again(write
     assert handle.stats()["refreshes"] >= before + OVERTAKEN + MOST_RUNS, "the pause is over: a call tries in full"
 
 
-@pytest.mark.parametrize("act", ["refresh", "warmup", "reconfigure"])
+@pytest.mark.parametrize("act", ["refresh", "warmup", "reconfigure", "release"])
 def test_what_ends_a_pause(act: str) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
@@ -171,16 +184,119 @@ def test_equal_parameters_at_each_call(replace: Replace, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("replace", REPLACES, ids=lambda replace: replace.__name__)
-def test_other_values_at_each_call_run_fused(replace: Replace) -> None:
-    """Training between calls."""
+def test_other_values_between_a_few_calls_run_fused(replace: Replace) -> None:
+    """An evaluation after each step of a training."""
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
     handle = fusedvit.fuse(tower)
-    for i in range(3 * MOST_REPEATS):
+    for i in range(3 * MOST_PREPARING):
         replace(tower)
         tower.merger.linear_fc2.bias.data.add_(0.1 * (i + 1))
+        call.run(tower)
         assert_same(call.run(tower), expected_of(tower, call))
-    ran_fused(handle, calls=3 * MOST_REPEATS)
+    ran_fused(handle, calls=6 * MOST_PREPARING)
+
+
+def replace_with_others(tower: Any) -> None:
+    replace_all(tower)
+    add_through_data(tower)
+
+
+@pytest.mark.parametrize(
+    "write", [add, add_through_data, assign, replace_with_others], ids=lambda write: write.__name__
+)
+def test_other_values_at_each_call(write: Callable[[Any], None]) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    for _ in range(MOST_PREPARING + FIRST + 1 + 2 * FIRST):
+        assert_same(call.run(tower), expected_of(tower, call))
+        write(tower)
+    stats = handle.stats()
+    assert (stats["fused"], stats["refreshes"]) == (MOST_PREPARING + 1, MOST_PREPARING + 1)
+    assert stats["original"] == {fallback.CHANGED: 3 * FIRST} and handle.reason() is None
+    for _ in range(1 + 4 * FIRST + 2):  # nobody writes any more, which the last two show
+        assert_same(call.run(tower), expected_of(tower, call))
+    assert handle.stats()["fused"] == MOST_PREPARING + 4 and handle.stats()["refreshes"] == MOST_PREPARING + 2
+    assert handle.stats()["original"] == {fallback.CHANGED: 7 * FIRST}
+
+
+def test_an_adapter_that_is_switched_on_and_off_in_turn() -> None:
+    """A policy and its reference."""
+    tower = tiny_tower()
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=r".*qkv", init_lora_weights=False), tower)
+    tower.requires_grad_(False).eval()
+    layers = [m for m in tower.modules() if hasattr(m, "lora_A")]
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    for i in range(4 * MOST_PREPARING):
+        for layer in layers:
+            layer.enable_adapters(i % 2 == 0)
+        tower.requires_grad_(False)
+        assert_same(call.run(tower), expected_of(tower, call))
+    assert handle.stats()["refreshes"] == MOST_PREPARING + 1
+    assert handle.stats()["original"].keys() == {fallback.CHANGED}
+
+
+def test_training_under_a_reentrant_checkpoint() -> None:
+    """Its forward asks for no gradients, its recomputation does."""
+    tower = tiny_tower().requires_grad_(True)
+    call, marker = Call.of(tower, GRIDS["smallest"]), torch.zeros(1, requires_grad=True)
+    handle = fusedvit.fuse(tower)
+    optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
+    for _ in range(2 * MOST_PREPARING):
+        out = checkpoint(
+            lambda p, g, m: tower(p, g).pooler_output + m, call.pixels, call.grid, marker, use_reentrant=True
+        )
+        out.pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    original = handle.stats()["original"]
+    assert original == {fallback.GRADIENTS: 2 * MOST_PREPARING, fallback.CHANGED: FIRST}
+    assert handle.stats()["refreshes"] == MOST_PREPARING
+
+
+@pytest.mark.parametrize("ask", ["refresh", "outdate", "release"])
+def test_weights_that_somebody_asks_for_are_no_reason(ask: str) -> None:
+    """As an engine does that loads weights, and whoever wants the memory between calls."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    for _ in range(3 * MOST_PREPARING):
+        add(tower)
+        getattr(handle.weights if ask == "outdate" else handle, ask)()
+        assert_same(call.run(tower), expected_of(tower, call))
+    ran_fused(handle, calls=3 * MOST_PREPARING)
+
+
+@pytest.mark.parametrize("write", [add, replace_all], ids=lambda write: write.__name__)
+def test_a_handle_says_that_its_tower_pauses(write: Callable[[Any], None]) -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    for _ in range(MOST_PREPARING):
+        assert handle.reason() is None and handle.stats()["state"] == "fused"
+        call.run(tower)
+        write(tower)
+    kind = fallback.CHANGED if write is add else fallback.REPLACED
+    for left in range(FIRST, 0, -1):
+        reason, text = handle.reason(), f"paused for {left} more call{'s' * (left > 1)}, or until refresh()"
+        assert reason is not None and reason.kind == kind and text in reason.detail
+        for said in (repr(handle), handle.report().splitlines()[0], handle.stats()["state"]):
+            assert str(reason) in said and "fused on" not in said and "runs fused" not in said
+        assert handle.stats()["state"].startswith("paused: ") and handle.state() == "fused"
+        call.run(tower)
+        assert handle.stats()["details"][kind] in reason.detail
+    assert handle.reason() is None and "runs fused" in repr(handle)
+    call.run(tower)
+    write(tower)
+    call.run(tower)
+    assert "paused" in handle.stats()["state"]
+    handle.refresh()
+    assert handle.reason() is None and handle.stats()["state"] == "fused"
+    assert_same(call.run(tower), expected_of(tower, call))
+    fusedvit.unfuse(tower)
+    assert handle.stats()["state"] == "unfused"
 
 
 def test_equal_parameters_now_and_then_run_fused() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.errors import Reason
 from fusedvit.families.registry import FAMILIES
 from fusedvit.families.unsupported import UNSUPPORTED
 from tests.support.towers import (
@@ -166,6 +167,25 @@ def test_report_and_refresh() -> None:
     with torch.no_grad():
         Call.of(tower, GRIDS["mix"]).run(tower, output_attentions=True)
     assert "output_attentions" in handle.report()
+
+
+def test_a_report_of_every_reason_is_short() -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    Call.of(tower, GRIDS["smallest"]).run(tower)
+    lines = handle.report().splitlines()
+    assert lines[2].startswith("  1 call: 1 fused, 0 original code; 1 item, ")
+    assert lines[2].endswith(" patches, 1 weight preparation")
+    assert "  run without a graph: 1 (no GPU)" in lines
+    for count, kind in enumerate(fallback.ADVICE, 1):
+        for _ in range(count):
+            handle._stats.count_original(Reason(kind, "in several\nlines"), "a tower")
+    lines = handle.report().splitlines()
+    assert len(lines) == 25 and lines[-2].startswith("  and for other reasons: ")
+    assert all(kind in "\n".join(lines) for kind in (*fallback.ADVICE, "no GPU"))
+    assert f"{len(fallback.ADVICE)} calls: {kind}" in lines[3], "the most frequent first"
+    fusedvit.unfuse(tower)
+    assert len(handle.report().splitlines()) == 25
 
 
 # saved and loaded

@@ -291,7 +291,7 @@ MUTANTS = (
     _never(
         "parameters without a shape",
         BUILT,
-        "nn.parameter.is_lazy(found[name])",
+        "nn.parameter.is_lazy(found)",
         "hf/slow:parameters_that",
     ),
     _never("blocks compiled as modules", BUILT, "compiled", "hf/slow:a_block"),
@@ -571,6 +571,32 @@ MUTANTS = (
         "if False else",
         "hf/transposed:held",
     ),
+    Mutant(
+        "ingredients of kept weights",
+        CACHE,
+        " or ingredients is None or ingredients != self._ingredients",
+        "",
+        "hf/kept_weights:written_meanwhile hf/kept_weights:an_adapter",
+    ),
+    Mutant(
+        "content of kept weights",
+        CACHE,
+        "if content.agrees_with(whole) else None",
+        "if True else None",
+        "hf/kept_weights:written_meanwhile",
+    ),
+    Mutant(
+        "weights that were half prepared",
+        CACHE,
+        "self._snapshot = self._ingredients = None  # where",
+        "# where",
+        "hf/kept_weights:a_preparation",
+    ),
+    Mutant("weights that training writes", ENCODER, " or self._trained)", ")", "hf/kept_weights:steps_of"),
+    Mutant("calls that prepare", ENCODER, "elif changed and ", "elif False and ", "hf/pauses:other"),
+    Mutant(
+        "parameters of FSDP1", BUILT, "if isinstance(tensor, nn.Parameter) else tensor._base", "", "hf/handles:fsdp1"
+    ),
     Mutant("calls pause after a change", ENCODER, "self._pause.begin(found)", "pass", "hf/pauses:weights_written"),
     Mutant(
         "equal content is no news",
@@ -604,8 +630,12 @@ MUTANTS = (
     ),
     _without("modes that see operations", ENCODER, "transforms.active(None) or ", "hf/messages:questions"),
     _without("locks of a child", ENCODER, "        renew_in_children(self)\n", "hf/forks:a_child_waits"),
-    _without(
-        "half-prepared weights of a child", PREPARED, "            self.weights.outdate()\n", "hf/forks:weights_half"
+    Mutant(
+        "half-prepared weights of a child",
+        PREPARED,
+        "self._lock = threading.RLock()\n            self.weights.outdate()\n",
+        "self._lock = threading.RLock()\n",
+        "hf/forks:weights_half",
     ),
     Mutant("what a forward holds", OWN, "if held is fused:", "if True:", "hf/own_forward:put_before"),
     Mutant(
