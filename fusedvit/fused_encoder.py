@@ -207,7 +207,15 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower is gone.
         """
-        return bypass(self.tower) or transforms.active(None) or self._pause.lasts() or self._source().reason()
+        return self._reason_around() or self._pause.lasts() or self._source().reason()
+
+    def reason_of_tower(self) -> Reason | None:
+        """As `reason`, without a pause, which passes."""
+        return self._reason_around() or self._source().reason()
+
+    def _reason_around(self) -> Reason | None:
+        """Why calls from here would not reach the fused encoder."""
+        return bypass(self.tower) or transforms.active(None)
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
