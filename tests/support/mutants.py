@@ -593,7 +593,13 @@ MUTANTS = (
         "hf/kept_weights:a_preparation",
     ),
     Mutant("weights that training writes", ENCODER, " or self._trained)", ")", "hf/kept_weights:steps_of"),
-    Mutant("calls that prepare", ENCODER, "elif changed and ", "elif False and ", "hf/pauses:other"),
+    Mutant(
+        "calls that prepare",
+        ENCODER,
+        "elif self._pause.prepares",
+        "elif False and self._pause.prepares",
+        "hf/pauses:other",
+    ),
     Mutant(
         "parameters of FSDP1",
         BUILT,
