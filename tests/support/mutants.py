@@ -593,13 +593,7 @@ MUTANTS = (
         "hf/kept_weights:a_preparation",
     ),
     Mutant("weights that training writes", ENCODER, " or self._trained)", ")", "hf/kept_weights:steps_of"),
-    Mutant(
-        "calls that prepare",
-        ENCODER,
-        "elif self._pause.prepares",
-        "elif False and self._pause.prepares",
-        "hf/pauses:other",
-    ),
+    Mutant("calls that prepare", ENCODER, "elif each:", "elif False:", "hf/pauses:other"),
     Mutant(
         "parameters of FSDP1",
         BUILT,
