@@ -207,7 +207,15 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower is gone.
         """
-        return bypass(self.tower) or transforms.active(None) or self._pause.lasts() or self._source().reason()
+        return self._reason_around() or self._pause.lasts() or self._source().reason()
+
+    def reason_of_tower(self) -> Reason | None:
+        """As `reason`, without a pause, which passes."""
+        return self._reason_around() or self._source().reason()
+
+    def _reason_around(self) -> Reason | None:
+        """Why calls from here would not reach the fused encoder."""
+        return bypass(self.tower) or transforms.active(None)
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""
@@ -369,27 +377,24 @@ class FusedEncoder:
         paused = self._pause.take()
         if paused is not None:
             return paused
-        weights, before, changes = self.weights, self.weights.prepared, self.weights.changes
+        weights, before = self.weights, self.weights.prepared
         found = self._run_until_unchanged(pixels, grid_thw, replay, marked)
         if not isinstance(found, Reason) and weights.prepared == before:
             weights.repeats = 0
             self._pause.holds()
         elif not self.prepared.config.strict:
-            self._pause_after(found, weights.changes > changes)
+            self._pause_after(found)
         return found
 
-    def _pause_after(self, found: Attempt | Reason, changed: bool) -> None:
-        """Begins a pause where a call, and those before it, prepared weights in vain.
-
-        Args:
-            changed: it prepared them as the tower had changed.
-        """
+    def _pause_after(self, found: Attempt | Reason) -> None:
+        """Begins a pause where a call, and those before it, prepared weights in vain."""
+        each = self._pause.prepares(self.weights.changes)
         if isinstance(found, Reason) and found.kind == fallback.CHANGING:
             self._pause.begin(found)
         elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
             self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
             self.prepared.release()  # whoever offloads a tower wants its memory
-        elif changed and self._pause.prepares():
+        elif each:
             self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
 
     def _run_until_unchanged(

@@ -23,7 +23,7 @@ class Pause:
 
     def __init__(self) -> None:
         self._reason: Reason | None = None
-        self._left, self._next, self._preparing = 0, FIRST, 0
+        self._left, self._next, self._preparing, self._changes = 0, FIRST, 0, 0
 
     @property
     def again(self) -> bool:
@@ -49,8 +49,15 @@ class Pause:
         self._reason, self._left = reason, self._next
         self._next = min(2 * self._next, MOST)
 
-    def prepares(self) -> bool:
-        """Counts a call that prepared weights as the tower had changed; whether the next ones are to do without."""
+    def prepares(self, changes: int) -> bool:
+        """Counts a call that prepared weights as the tower had changed; whether the next ones are to do without.
+
+        Args:
+            changes: how often weights were prepared for that; calls of several threads may share one preparation.
+        """
+        if changes == self._changes:
+            return False
+        self._changes = changes
         self._preparing += 1
         return self.again or self._preparing >= MOST_PREPARING
 

@@ -14,7 +14,7 @@ from fusedvit.checks import fallback
 from tests.support.families import family_tower
 from tests.support.towers import GRIDS, Call, assert_different, assert_same, copy_of, ran_fused, tiny_tower
 
-UNWATCHED = fusedvit.FuseConfig(watch_data=False)
+BY_VERSIONS = fusedvit.FuseConfig(watch_data=False)
 LINEAR = r".*(attn\.(qkv|proj)|linear_fc1|linear_fc2)"
 Edit = Callable[[Any], Any]
 
@@ -36,13 +36,13 @@ def other_attention(tower: Any) -> None:
     tower.set_attn_implementation("eager" if tower.config._attn_implementation == "sdpa" else "sdpa")
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("watch_data", [True, False])
 @pytest.mark.parametrize("edit", [moved, cast_and_back, other_attention], ids=lambda edit: edit.__name__)
-def test_no_weight_changes(edit: Edit, watched: bool) -> None:
+def test_no_weight_changes(edit: Edit, watch_data: bool) -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
     expected = call.run(tower)
-    handle = fusedvit.fuse(tower, None if watched else UNWATCHED)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=watch_data))
     for _ in range(8):
         assert_same(call.run(tower), expected)
         edit(tower)
@@ -170,7 +170,7 @@ def test_parameters_that_count_no_version_are_prepared_again() -> None:
 def test_refresh_prepares_whatever_fingerprints_say() -> None:
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
-    handle = fusedvit.fuse(tower, UNWATCHED)
+    handle = fusedvit.fuse(tower, BY_VERSIONS)
     call.run(tower)
     tower.merger.linear_fc2.bias.data[3] += 4
     handle.refresh()
@@ -218,11 +218,11 @@ def test_moved_buffers_are_no_replaced_parameters() -> None:
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
-def test_steps_of_an_optimizer_that_nobody_watches(kind: Any, options: dict[str, bool]) -> None:
+def test_steps_of_an_optimizer_without_watch_data(kind: Any, options: dict[str, bool]) -> None:
     """`fused=True` counts no version."""
     tower = tiny_tower().requires_grad_(True)
     call = Call.of(tower, GRIDS["smallest"])
-    handle = fusedvit.fuse(tower, UNWATCHED)
+    handle = fusedvit.fuse(tower, BY_VERSIONS)
     before = call.run(tower)
     optimizer = kind(tower.parameters(), lr=0.05, **options)
     for _ in range(2):

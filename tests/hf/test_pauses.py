@@ -1,6 +1,8 @@
 """Calls that prepared weights in vain: the next ones run the original code at once, and try again later."""
 
+import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import peft
@@ -38,14 +40,34 @@ def test_a_pause_doubles_up_to_a_limit_and_ends() -> None:
 
 
 def test_calls_that_prepare_are_counted_in_a_row() -> None:
-    pause = Pause()
-    assert [pause.prepares() for _ in range(MOST_PREPARING)] == [False] * (MOST_PREPARING - 1) + [True]
+    pause, changes = Pause(), itertools.count(1)
+
+    def prepare() -> bool:
+        now = next(changes)
+        found = pause.prepares(now)
+        assert not pause.prepares(now), "a call of another thread that waited for the same preparation"
+        return found
+
+    assert [prepare() for _ in range(MOST_PREPARING)] == [False] * (MOST_PREPARING - 1) + [True]
     pause.end()
     for _ in range(5):  # as many prepare as one call makes up for
-        assert not any(pause.prepares() for _ in range(AS_MUCH_AS))
+        assert not any(prepare() for _ in range(AS_MUCH_AS))
         pause.holds()
-    nearly = [pause.prepares() for _ in range(3) for _ in (pause.holds(), *range(AS_MUCH_AS + 1))]
-    assert any(nearly)
+    assert any([prepare() for _ in range(3) for _ in (pause.holds(), *range(AS_MUCH_AS + 1))]), "nearly every call"
+
+
+def test_a_change_that_many_threads_meet_is_one() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+    for _ in range(3):
+        add(tower)
+        expected = expected_of(tower, call)
+        with ThreadPoolExecutor(3 * MOST_PREPARING) as threads:
+            for found in threads.map(lambda _: call.run(tower), range(3 * MOST_PREPARING)):
+                assert_same(found, expected)
+    ran_fused(handle, calls=1 + 9 * MOST_PREPARING)
 
 
 def written_during_each_run(handle: Any, tower: Any, write: Callable[[Any], None]) -> Callable[[], None]:

@@ -593,9 +593,13 @@ MUTANTS = (
         "hf/kept_weights:a_preparation",
     ),
     Mutant("weights that training writes", ENCODER, " or self._trained)", ")", "hf/kept_weights:steps_of"),
-    Mutant("calls that prepare", ENCODER, "elif changed and ", "elif False and ", "hf/pauses:other"),
+    Mutant("calls that prepare", ENCODER, "elif each:", "elif False:", "hf/pauses:other"),
     Mutant(
-        "parameters of FSDP1", BUILT, "if isinstance(tensor, nn.Parameter) else tensor._base", "", "hf/handles:fsdp1"
+        "parameters of FSDP1",
+        BUILT,
+        "if isinstance(tensor, nn.Parameter) else tensor._base",
+        "",
+        "hf/handles:a_tower_that_fsdp1",
     ),
     Mutant("calls pause after a change", ENCODER, "self._pause.begin(found)", "pass", "hf/pauses:weights_written"),
     Mutant(
@@ -628,7 +632,7 @@ MUTANTS = (
     _without(
         "offloading by its name", CHECKED, ", which accelerate offloads", "hf/messages:a_reason_names_the_wrapper"
     ),
-    _without("modes that see operations", ENCODER, "transforms.active(None) or ", "hf/messages:questions"),
+    _without("modes that see operations", ENCODER, " or transforms.active(None)", "hf/messages:questions"),
     _without("locks of a child", ENCODER, "        renew_in_children(self)\n", "hf/forks:a_child_waits"),
     Mutant(
         "half-prepared weights of a child",
