@@ -69,7 +69,7 @@ def _is_assigned(cell: Any) -> bool:
 
 
 def _named(value: Any) -> str:
-    """The function that a bound or wrapped one is, by its module and name; a wrapper bears the name of what it calls."""
+    """The function that a bound or wrapped one is, by module and name; a wrapper bears the name of what it calls."""
     while isinstance(value, MethodType | partial):
         value = value.__func__ if isinstance(value, MethodType) else value.func
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)

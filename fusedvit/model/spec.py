@@ -165,8 +165,8 @@ class VisionSpec:
             got = f"{self.hidden_size} and {self.num_heads} * {self.head_dim}"
             raise ValueError(f"fusedvit: hidden_size must be num_heads * head_dim, got {got}")
         if self.head_dim % 4:
-            got = self.head_dim
-            raise ValueError(f"fusedvit: head_dim must be a multiple of 4 for 2-D rotary embedding, got {got}")
+            expected = "a multiple of 4 for 2-D rotary embedding"
+            raise ValueError(f"fusedvit: head_dim must be {expected}, got {self.head_dim}")
         if self.kv_heads and self.num_heads % self.kv_heads:
             got = f"{self.num_heads} and {self.kv_heads}"
             raise ValueError(f"fusedvit: num_heads must be a multiple of kv_heads, got {got}")
