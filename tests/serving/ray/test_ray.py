@@ -155,7 +155,7 @@ def test_the_embedder_in_map_batches(cluster: Cluster, checkpoint: Path, picture
 def test_a_driver_in_another_folder_and_a_shard_that_is_left_out(
     cluster: Cluster, checkpoint: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    """Where the cluster was started there are other files of these names; dtypes are recorded as by `fusedvit embed`."""
+    """Where the cluster was started there are other files of these names; the dtype is recorded."""
     for folder, first in (("driver", 0), (".", 8)):
         (tmp_path / folder / "some").mkdir(parents=True)
         for i in range(8):
