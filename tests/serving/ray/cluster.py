@@ -1,4 +1,4 @@
-"""A Ray cluster of one test: `python cluster.py shards | rows | elsewhere MODEL PICTURES OUT`, on CPUs, as the pages show it."""
+"""A Ray cluster of one test: `python cluster.py shards | rows | elsewhere MODEL PICTURES OUT`, on CPUs."""
 
 import json
 import os
