@@ -78,8 +78,12 @@ class Cluster:
         return found
 
     def kill(self) -> None:
-        """What is left, until nothing is: a process may have started another meanwhile."""
-        while left := self.processes():
+        """What is left, until nothing is: a process may have started another meanwhile, or have got another parent while
+        the list was read, and be missing there."""
+        nothing = 0
+        while nothing < 5:
+            left = self.processes()
+            nothing = 0 if left else nothing + 1
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
