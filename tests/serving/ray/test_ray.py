@@ -78,8 +78,8 @@ class Cluster:
         return found
 
     def kill(self) -> None:
-        """What is left, until nothing is: a process may have started another meanwhile, or be missing in a list that was
-        read as it got another parent."""
+        """What is left, until nothing is: a process may have started another meanwhile, or be missing in a list that
+        was read as it got another parent."""
         nothing = 0
         while nothing < 5:
             left = self.processes()
