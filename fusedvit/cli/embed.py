@@ -159,6 +159,7 @@ def _figures(rates: dict[str, Any]) -> dict[str, str]:
 
 def _check_packages() -> None:
     try:
+        import PIL  # noqa: F401
         import pyarrow  # noqa: F401
-    except ModuleNotFoundError:
-        raise InputError('embed: needs pyarrow: pip install "fusedvit[embed]"') from None
+    except ModuleNotFoundError as error:
+        raise InputError(f'embed: needs {error.name}: pip install "fusedvit[embed]"') from None

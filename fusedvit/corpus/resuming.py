@@ -11,8 +11,7 @@ _DIGESTS = {  # what is behind a digest, in a message
     "processor": "processor's settings",
 }
 _FILES = "files_digest"
-# Of what newer releases record: jobs that older ones began go on without it, and theirs go on with ours.
-_NEWER = (_FILES,)
+_NEWER = (_FILES,)  # not recorded by every release of this version: jobs that were begun without it go on
 _FOR_MESSAGES = ("given",)
 _LONGEST = 200  # characters of a value in a message
 

@@ -29,10 +29,11 @@ def several(sources: Any) -> Iterable[Source]:
     """The sources; one alone as a list of it. Raises TypeError for what is no source."""
     if isinstance(sources, SOURCES) and not (isinstance(sources, np.ndarray) and sources.dtype.kind in "OUS"):
         return [sources]
-    if not isinstance(sources, Iterable):
+    if not _has_values(sources):
         got = type(sources).__name__
         raise TypeError(f"fusedvit: sources: paths, bytes or pixels, or several of them, expected, got {got}")
-    return sources
+    found: Iterable[Source] = sources
+    return found
 
 
 def columns_of(batch: Any) -> list[str]:
@@ -70,11 +71,20 @@ def check_many(column: str, values: Any) -> None:
     """Raises TypeError where a column holds something else than a value of each row."""
     if is_one_row(values):
         got = f"one value, {type(values).__name__}; call with batches"
-    elif not isinstance(values, Iterable):
+    elif not _has_values(values):
         got = type(values).__name__
     else:
         return
     raise TypeError(f"fusedvit: column {column}: a list of values, one a row, expected, got {got}")
+
+
+def _has_values(several: Any) -> bool:
+    """Whether it can be iterated, also by numbers alone."""
+    try:
+        iter(several)
+    except TypeError:
+        return False
+    return True
 
 
 def is_one_row(values: Any) -> bool:

@@ -162,7 +162,7 @@ def test_a_processor_that_does_not_fit_is_refused_at_the_start(
 def test_images_that_are_being_fetched_when_it_is_shut_down(
     dynamo: Any, monkeypatch: pytest.MonkeyPatch, heeds: bool
 ) -> None:
-    """Whoever waits for one is told so, and who comes later; closing waits only so long for a fetch that does not end."""
+    """Whoever waits for one is told so, and who comes later; closing does not wait for a fetch without end."""
     ours, _, _ = dynamo
     monkeypatch.setattr(ours, "CLOSING", 0.2)
     loader, asked = ours._Loader(), threading.Event()

@@ -1,4 +1,4 @@
-"""A Ray cluster of one test: `python cluster.py shards | rows | elsewhere MODEL PICTURES OUT`, on CPUs, as the pages show it."""
+"""A Ray cluster of one test: `python cluster.py shards | rows | elsewhere MODEL PICTURES OUT`, on CPUs."""
 
 import json
 import os
@@ -21,8 +21,8 @@ def shards(model: str, pictures: str, out: str) -> None:
 
 
 def elsewhere(model: str, pictures: str, out: str) -> None:
-    """Names that lead on from the driver's folder, on a cluster that was started in another; then a shard that cannot be
-    written, which Ray is told to leave out."""
+    """Names that lead on from the driver's folder, on a cluster that was started in another; then a shard that cannot
+    be written, which Ray is told to leave out."""
     os.chdir(Path(pictures).parent)
     given = Path(pictures).name
     for shard in embed(Job(model, (given,), out, shard_size=4), actors=1, decoders=1, gpus=0):
