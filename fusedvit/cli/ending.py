@@ -10,6 +10,7 @@ error and signals do. Nothing here needs the packages of the extra "cli".
 
 import errno
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -110,15 +111,32 @@ def _replaced(stream: Any, number: int) -> _Descriptor | None:
 
 
 def _interrupted_by_sigterm() -> list[int]:
-    """SIGTERM interrupts as Ctrl-C does; it is then in the list. Forked processes end by it at once, as before."""
+    """SIGTERM interrupts as Ctrl-C does, which reaches child processes too; it is then in the list. Forked processes
+    end by it at once, as before."""
     received: list[int] = []
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # whoever started the process has it ignored
         return received
 
     def interrupt(number: int, frame: Any) -> None:
         received.append(number)
+        for child in multiprocessing.active_children():  # else their pool waits for all that they have to do
+            child.terminate()
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_let_sigterm, after_in_child=_end_by_sigterm)
     return received
+
+
+def _hold_sigterm() -> None:
+    """During a fork: a child that still has its parent's handler would lose the signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _let_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _end_by_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_sigterm()

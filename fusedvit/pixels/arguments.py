@@ -13,7 +13,7 @@ def check_counts(**given: Any) -> None:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"fusedvit: {name} must be an int, got {type(value).__name__}")
-        if value < 1:  # type: ignore[operator]
+        if value < 1:
             raise ValueError(f"fusedvit: {name} must be at least 1, got {value}")
 
 
