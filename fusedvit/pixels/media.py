@@ -155,7 +155,11 @@ def _loaded(
 
 
 def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
-    """Raises TypeError or ValueError where an option of `load` or `stream` is none. called: whether `errors` may be."""
+    """Raises TypeError or ValueError where an option of `load` or `stream` is none.
+
+    Args:
+        called: whether `errors` may be a function.
+    """
     if not (called and callable(errors)) and errors not in ERRORS:
         wrong = ValueError if isinstance(errors, str) else TypeError
         raise wrong(f"fusedvit: errors must be one of {ERRORS}{' or callable' if called else ''}, got {errors!r}")
