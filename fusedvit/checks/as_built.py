@@ -21,6 +21,7 @@ from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import is_own, own_class
+from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
 from fusedvit.model.param_names import (
@@ -113,7 +114,7 @@ def wrong_spec(tower: nn.Module, family: Family, spec: VisionSpec) -> str:
     try:
         now = family.spec_from_config(tower.config)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        return f"its config: {error}"
+        return f"its config: {unnamed(error)}"
     causal = getattr(tower.config, CAUSAL, None)
     if causal:  # transformers hands it to the forward, where nobody else gives it
         return _differs(f"its config's {CAUSAL}", causal, None)

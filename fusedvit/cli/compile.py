@@ -14,7 +14,7 @@ from fusedvit.bench.towers import GEOMETRIES, known, spec_of
 from fusedvit.checkpoint import tower_config
 from fusedvit.cli.console import Outcome, new_console, progress_bar
 from fusedvit.cli.towers import DTYPES
-from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.errors import InputError, UnsupportedModel, unnamed
 from fusedvit.kernels.codegen_checks import AbsentGPU, Launch, target_named
 from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.spec import VisionSpec
@@ -62,8 +62,8 @@ def _spec_of(model: str) -> VisionSpec:
     family, config = tower_config(model)
     try:
         return family.spec_from_config(config)
-    except ValueError as error:
-        raise UnsupportedModel(f"{model}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise UnsupportedModel(f"{model}: {unnamed(error)}") from error
 
 
 def _make(out: Path) -> None:
