@@ -178,14 +178,15 @@ def test_refresh_prepares_whatever_fingerprints_say() -> None:
     assert_same(call.run(tower), expected_of(tower, call))
 
 
-def test_a_preparation_that_fails_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("watch_data", [True, False])
+def test_a_preparation_that_fails_on_the_way(watch_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies were written for a tower that is gone again at the next call."""
     from fusedvit.model import prepare_weights
 
     tower = tiny_tower()
     call = Call.of(tower, GRIDS["mix"])
     expected = call.run(tower)
-    handle = fusedvit.fuse(tower)
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=watch_data))
     call.run(tower)
     real, bias = prepare_weights.rewrite, tower.merger.linear_fc2.bias
     other = nn.Parameter(bias.detach() + 1, requires_grad=False)
