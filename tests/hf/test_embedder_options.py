@@ -168,6 +168,6 @@ def test_a_package_that_an_image_needs(pictures: Path, monkeypatch: pytest.Monke
     Image.new("RGB", (8, 8)).save(file, "PNG", transparency=(0, 0, 0))
     media = importlib.import_module("fusedvit.pixels.media")
     monkeypatch.setattr(media, "_transformers_rgb", lambda: importlib.import_module("no_such_package"))
-    with pytest.raises(InputError, match="bytes 0: not read: a package is missing: .*no_such_package") as met:
+    with pytest.raises(InputError, match="bytes 0: cannot be read .a package is missing: .*no_such_package") as met:
         load_one(file.getvalue())
     assert not isinstance(met.value, MediaError)

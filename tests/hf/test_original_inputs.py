@@ -42,7 +42,7 @@ def test_rows_as_grid_where_a_call_falls_back(name: str, reason: str) -> None:
         assert_same(outputs_of(tower(call.pixels, grid_thw=grid)), ref, 0.0)
     assert handle.concatenated(call.pixels, list(GRID)).shape[0] == handle.concatenated(call.pixels, call.grid).shape[0]
     assert handle.stats()["original"] == {reason: 5}
-    with pytest.raises(ValueError, match=r"^fusedvit: grid_thw\[0\] must be \(t, h, w\), got 2 values"):
+    with pytest.raises(ValueError, match=r"^fusedvit: grid_thw\[0\] must be .* \(t, h, w\), got 2 values"):
         tower(call.pixels, grid_thw=[(1, 2)])
 
 
