@@ -8,7 +8,7 @@ pass before the next one tries.
 from fusedvit.errors import Reason
 
 FIRST, MOST = 4, 256  # calls
-MOST_PREPARING = 4  # calls in a row that prepared weights of a tower that had changed, before calls do without
+MOST_PREPARING = 16  # calls in a row that prepared weights of a tower that had changed, before calls do without
 AS_MUCH_AS = 2  # of these, one call that finds nothing changed: who changes a tower between a few calls runs fused
 
 

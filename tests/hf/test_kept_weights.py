@@ -11,6 +11,7 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.pauses import MOST_PREPARING
 from tests.support.families import family_tower
 from tests.support.towers import GRIDS, Call, assert_different, assert_same, copy_of, ran_fused, tiny_tower
 
@@ -211,7 +212,7 @@ def test_moved_buffers_are_no_replaced_parameters() -> None:
         tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
     handle = fusedvit.fuse(tower)
-    for _ in range(8):
+    for _ in range(MOST_PREPARING + 2):
         call.run(tower)
         tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq.clone()
     assert handle.stats()["original"].keys() == {fallback.CHANGED}
