@@ -167,29 +167,26 @@ def vllm_table(rows: dict[str, Row]) -> Table:
 def engine_table(found: dict[str, Any]) -> Table:
     """A whole vLLM engine with the plugin and without: what each holds and takes, and how far its answers are from
     Hugging Face's."""
-    timed, asleep = "timed", "asleep on level 1"
-    figures: dict[str, Callable[[str, str], str]] = {
-        "blocks of the KV cache": lambda name, _: f"{found[name]['KV blocks']:,}",
-        "GPU memory free asleep, GiB": lambda name, _: f"{found[name]['free MiB'][asleep] / 1024:.1f}",
-        f"{found['vllm'][timed]['requests']} requests of an image of 448 x 448 px, s": (
-            lambda name, _: f"{found[name][timed]['s']:.2f}"
-        ),
-        "of these in the encoder, s": lambda name, _: f"{found[name][timed]['in the encoder, s']:.2f}",
-    }
-    for request in (name for name, row in found["answers"]["fresh"].items() if "ours - right" in row):
+    engines, answers = (found["vllm"], found["fusedvit"]), found["answers"]
+    timed = [engine["timed"] for engine in engines]
+    rows = [
+        ["blocks of the KV cache", *(f"{engine['KV blocks']:,}" for engine in engines)],
+        [
+            "GPU memory free asleep, GiB",
+            *(f"{engine['free MiB']['asleep on level 1'] / 1024:.1f}" for engine in engines),
+        ],
+        [f"{timed[0]['requests']} requests of an image of 448 x 448 px, s", *(f"{t['s']:.2f}" for t in timed)],
+        ["of these in the encoder, s", *(f"{t['in the encoder, s']:.2f}" for t in timed)],
+    ]
+    for request in (name for name, row in answers["fresh"].items() if "ours - right" in row):
         what = f"largest error of a log probability, {request}: fresh, woken, reloaded"
-        figures[what] = lambda _, who, request=request: _errors(found["answers"], request, who)  # type: ignore[misc]
-    columns: dict[str, Column] = {
-        "figure": "name",
-        "vLLM": lambda row: row["say"]("vllm", "theirs"),
-        "with fusedvit": lambda row: row["say"]("fusedvit", "ours"),
-    }
-    return table([{"name": name, "say": say} for name, say in figures.items()], columns)
+        rows.append([what, *(_errors(answers, request, whose) for whose in ("theirs", "ours"))])
+    return Table(["figure", "vLLM", "with fusedvit"], rows)
 
 
-def _errors(answers: dict[str, Any], request: str, who: str) -> str:
+def _errors(answers: dict[str, Any], request: str, whose: str) -> str:
     """The range over the stages of an engine's life."""
-    found = [stage[request][f"{who} - right"] for stage in answers.values()]
+    found = [stage[request][f"{whose} - right"] for stage in answers.values()]
     return f"{min(found):.3f} to {max(found):.3f}"
 
 

@@ -12,7 +12,7 @@ from fusedvit.api import call_original, fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import first_line
-from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.fused_encoder import FusedEncoder, rows_of
 from fusedvit.model.encoder import EncoderOutputs
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
@@ -76,7 +76,7 @@ class DataParallelEncoder:
             if self._handle.state() != "fused":  # which `concatenated` raises
                 break
             if found is None:  # the handle has counted this call
-                return _rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
+                return rows_of(call_original(self._tower, pixel_values, grid, return_dict=True))
             if self._handle.weights.version == self._synced:
                 return found
         return self._handle.concatenated(pixel_values, grid)
@@ -187,13 +187,6 @@ def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
 
 def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _rows_of(found: Any) -> torch.Tensor:
-    """The rows of a record of Hugging Face's, as `FusedEncoder.concatenated` gives them."""
-    rows = getattr(found, "pooler_output", None)
-    rows = found.last_hidden_state if rows is None else rows
-    return torch.cat([rows, *getattr(found, "deepstack_features", ())], dim=1)
 
 
 def _concatenated(handle: FusedEncoder, outputs: EncoderOutputs) -> torch.Tensor:

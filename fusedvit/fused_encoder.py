@@ -302,10 +302,7 @@ class FusedEncoder:
             RuntimeError: the tower was unfused, or is gone.
             TypeError, ValueError: as a call of the tower.
         """
-        found = self._live_tower()(pixel_values, grid_thw, return_dict=True)
-        rows = getattr(found, "pooler_output", None)
-        rows = found.last_hidden_state if rows is None else rows
-        return torch.cat([rows, *getattr(found, "deepstack_features", ())], dim=1)
+        return rows_of(self._live_tower()(pixel_values, grid_thw, return_dict=True))
 
     def graphs(self) -> TowerGraphs:
         """The tower's graphs, for measuring and testing.
@@ -473,6 +470,13 @@ class FusedEncoder:
             tower = self._tower()
             self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
         self._stats.count_original(reason, self._name)
+
+
+def rows_of(record: Any) -> torch.Tensor:
+    """The rows of a record of Hugging Face's, `[tokens, (1 + n) * out]`: see `FusedEncoder.concatenated`."""
+    rows = getattr(record, "pooler_output", None)
+    rows = record.last_hidden_state if rows is None else rows
+    return torch.cat([rows, *getattr(record, "deepstack_features", ())], dim=1)
 
 
 def _held(tower: weakref.ref[nn.Module], name: str) -> nn.Module:

@@ -150,20 +150,19 @@ def describe(
     fused = f"fused on {ops_for(parameter.device).name} operations"
     state = fused if reason is None else f"original code: {with_advice(reason)}"
     where = torch.cuda.get_device_name(parameter.device) if parameter.device.type == "cuda" else "no GPU"
-    lines = [
+    about = [
         f"{type(tower).__name__} ({family}), {parameter.dtype} on {parameter.device} ({where}): {state}",
         f"  {spec.depth} blocks of {spec.hidden_size} channels, {spec.num_heads} heads of {spec.head_dim}, "
         f"MLP {spec.intermediate_size} {spec.activation}, output {spec.out_size}, deepstack {list(spec.deepstack)}",
-        *(calls := _calls(stats)),
-        *_memory(stats),
+        *_calls(stats),
     ]
+    rest = _memory(stats)
     if parameter.device.type == "cuda":
         budgets = [b * spec.merge_unit for b in stats["graphs"]["token_budgets"]] if "graphs" in stats else [4096]
-        lines += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
+        rest += choices(spec, parameter.dtype, Target.of(parameter.device), budgets)
     if "forward" in tower.__dict__ and (reason is None or reason.kind != BYPASSED):
-        lines.append("  the tower has a forward of its own, which decides whether the fused one is called")
-    at = 2 + len(calls)
-    return _text([*lines[:at], *_reasons(stats, MOST_LINES - len(lines)), *lines[at:]])
+        rest.append("  the tower has a forward of its own, which decides whether the fused one is called")
+    return _text([*about, *_reasons(stats, MOST_LINES - len(about) - len(rest)), *rest])
 
 
 def describe_ended(first: str, stats: dict[str, Any]) -> str:

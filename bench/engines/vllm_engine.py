@@ -1,7 +1,7 @@
 """A whole vLLM engine on GPUs, with the plugin and without: answers, time in the vision tower, memory, sleep, reload.
 
     python -m fusedvit.bench.engines.vllm_engine FOLDER --json PATH [--tower NAME] [--ranks N] [--mode data|weights]
-        [--runner V1|V2 ...]
+        [--runner V1|V2]
 
 FOLDER is a site-packages that holds vLLM. The model has the tower of `--tower` and a small language model, random
 weights, and is loaded from a checkpoint as any other. Each engine is a program of its own, in which vLLM finds the
@@ -27,8 +27,8 @@ import fusedvit
 from fusedvit.bench.records import ROOT, arguments, need_gpus, passport, run_program, write
 from fusedvit.bench.towers import GEOMETRIES, random_weights_
 from fusedvit.errors import InputError
+from fusedvit.graphs.manager import MIB
 
-MIB = 2**20
 RUNNERS = "V1", "V2"  # the second is what dense models get by default, and has no encoder graphs
 _CHECKPOINTS = "first", "second"
 _OTHER = "other weights"  # the stage behind which an engine has those of the second
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tower", default="Qwen3-VL-8B", choices=[*GEOMETRIES])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--mode", default="data", choices=["data", "weights"], help="mm_encoder_tp_mode")
-    parser.add_argument("--runner", nargs="+", default=[*RUNNERS], choices=RUNNERS, help="vLLM's model runner")
+    parser.add_argument("--runner", action="append", choices=RUNNERS, help="vLLM's model runner; both if left out")
     parser.add_argument("--scratch", type=Path, help="a folder for the checkpoints, used again if they are there")
     parser.add_argument("--child", type=Path, help="an engine alone, of the checkpoints here")
     args = parser.parse_args(argv)
@@ -65,16 +65,18 @@ def main(argv: list[str] | None = None) -> int:
         scratch = args.scratch or Path(own)
         want = {name: _right(scratch / name, args.tower, seed) for seed, name in enumerate(_CHECKPOINTS, 1)}
         document = _document(args)
-        for runner in args.runner:
+        runners = args.runner or RUNNERS
+        for runner in runners:
             pair = {name: _run_engine(args, scratch, runner, name == "vllm") for name in ("vllm", "fusedvit")}
             document[runner] = verdict(pair, want)
             write(args.json, document)
             print(runner, json.dumps({n: document[runner][n] for n in ("answers", "holds")}))
-    return 0 if all(document[runner]["holds"] for runner in args.runner) else 1
+    return 0 if all(document[runner]["holds"] for runner in runners) else 1
 
 
 def _document(args: Any) -> dict[str, Any]:
-    given = {"--tower": args.tower, "--ranks": args.ranks, "--mode": args.mode, "--json": args.json}
+    given = {"--tower": args.tower, "--ranks": args.ranks, "--mode": args.mode, "--runner": args.runner}
+    given |= {"--json": args.json}
     of = passport("python -m fusedvit.bench.engines.vllm_engine FOLDER", given, args.commit)
     return {"passport": of, "tower": args.tower, "ranks": args.ranks, "mode": args.mode}
 

@@ -10,6 +10,7 @@ from torch import nn
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import InputError, first_line
+from fusedvit.pixels.arguments import gpus_here, is_usable
 from fusedvit.pixels.media import Limits
 
 OUTPUTS = ("mean", "tokens")
@@ -66,9 +67,8 @@ def device_and_dtype(model: Any, device: Any, dtype: Any) -> tuple[torch.device,
         on = device_or_default(device)
     except RuntimeError:
         raise ValueError(f"fusedvit: device: cpu, cuda or cuda:N expected, got {device!r}") from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if on.type not in ("cpu", "cuda") or (on.type == "cuda" and (on.index or 0) >= count):
-        raise ValueError(f"fusedvit: device: the CPU or one of {count} GPUs expected, got {str(device)!r}")
+    if not is_usable(on):
+        raise ValueError(f"fusedvit: device: the CPU or one of {gpus_here()} GPUs expected, got {str(device)!r}")
     return on, dtype or default_dtype(on)
 
 

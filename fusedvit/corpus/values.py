@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fusedvit.errors import first_line
-from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, load_one, raise_of_machine, rgb_of
+from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, is_one_source, load_one, raise_of_machine, rgb_of
 
 
 def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
@@ -27,7 +27,7 @@ def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
 
 def several(sources: Any) -> Iterable[Source]:
     """The sources; one alone as a list of it. Raises TypeError for what is no source."""
-    if isinstance(sources, SOURCES) and not (isinstance(sources, np.ndarray) and sources.dtype.kind in "OUS"):
+    if is_one_source(sources):
         return [sources]
     if not _has_values(sources):
         got = type(sources).__name__

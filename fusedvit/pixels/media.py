@@ -169,10 +169,15 @@ def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
         check_counts(threads=threads)
 
 
-def each_of(sources: Any) -> Iterable[Source]:
-    """Several sources, or one: arrays of anything but names are pixels. Raises TypeError where it is neither."""
+def is_one_source(sources: Any) -> bool:
+    """Whether it is a source itself: arrays of anything but names are pixels."""
     names = isinstance(sources, np.ndarray) and sources.dtype.kind in "OUS"
-    if isinstance(sources, SOURCES) and not names:
+    return isinstance(sources, SOURCES) and not names
+
+
+def each_of(sources: Any) -> Iterable[Source]:
+    """Several sources, or one. Raises TypeError where it is neither."""
+    if is_one_source(sources):
         return [sources]
     try:
         return iter(sources)

@@ -5,6 +5,7 @@ Budgets count merged tokens; buffers count patch tokens.
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from fusedvit.graphs.capture import CudaCapture
 from fusedvit.graphs.limits import Limits, infer_limits
-from fusedvit.graphs.manager import GraphManager
+from fusedvit.graphs.manager import MIB, GraphManager
 from fusedvit.graphs.side_stream import CapturedSideStream
 from fusedvit.kernels import load_inputs
 from fusedvit.kernels.backends import BackendFailed
@@ -324,14 +325,15 @@ def limits_within(
     found = limits_for(spec, dtype, 0, ladder[fewest : fewest + 1], max_items, max_frames)
     held = _held_by(spec, dtype, found)
     if held > room:
+        short = math.ceil((held - room) / MIB)
         logger.warning(
             "fusedvit: FuseConfig(memory=…) is too small for this tower by %d MiB: its smallest token budget holds "
             "%d MiB of buffers and graphs, and the prepared weights leave %d MiB. It is held all the same; "
             "raise memory by %d",
-            -(room - held >> 20),
-            -(-held >> 20),
-            room >> 20,
-            -(room - held >> 20),
+            short,
+            math.ceil(held / MIB),
+            room // MIB,
+            short,
         )
     return found
 

@@ -79,10 +79,12 @@ def writing(towers: Sequence[Served], why: str) -> Iterator[None]:
 
 
 def warm_up(handle: FusedEncoder, name: str, logger: logging.Logger, again: bool) -> None:
-    """Prepares weights, captures graphs, of `again` the largest, and says what they hold; what fails is left to the
-    calls.
+    """Prepares weights, captures graphs and says what they hold; what fails is left to the calls.
 
     It is said where weights are prepared for the first time, and later to who debugs.
+
+    Args:
+        again: all of it was done before: of the graphs only the largest is captured.
     """
     level = logging.DEBUG if handle.weights.prepared else logging.INFO
     try:
