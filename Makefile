@@ -46,13 +46,17 @@ endif
 
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -p no:cacheprovider
+# A worker without work takes over what others have not begun: files of long tests lie side by side.
+PARALLEL := -n $(JOBS) --dist worksteal
 TYPED := $(VENV)/typed
 ENGINES := $(VENV)/engines
 OLDER_VLLM := $(VENV)/vllm-$(OLDEST_VLLM)
 DEMO := demo-out
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 FOLDERS := tests/unit/test_compiled_kernels.py
-EMULATED := tests/emulator/kernels/test_emulated_kernels.py -k "72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed or tables"
+EMULATED := tests/emulator/kernels/test_emulated_kernels.py
+# The smallest sample of what other chips than Hopper compile.
+SAMPLE := --alike --dtype bf16 --tower hd72 windows --budget 256 4096
 AHEAD = $(PY) -m fusedvit.runtime.ahead_of_time --jobs $(JOBS)
 # Without a GPU conftest.py skips the gpu tests, and says so; with one they run by themselves.
 QUICK := $(if $(HAS_GPU),not slow and not gpu,not slow)
@@ -111,19 +115,19 @@ mypy: $(SETUP)
 
 # tests/conftest.py lists what is slow.
 test-quick: $(SETUP)
-	$(PYTEST) -n $(JOBS) -m "$(QUICK)"
+	$(PYTEST) $(PARALLEL) -m "$(QUICK)"
 
 test-cpu: $(SETUP)
-	$(PYTEST) -n $(JOBS) $(EVERY)
+	$(PYTEST) $(PARALLEL) $(EVERY)
 
 test-hf: $(OLDER_TRANSFORMERS:%=test-hf-%)
 
 test-hf-%: $(VENV)/transformers-%/.ready
-	PYTHONPATH=$(abspath $(<D)) $(PYTEST) -n $(JOBS) $(EVERY) $(OLDER_TESTS:%=tests/hf/test_%.py)
+	PYTHONPATH=$(abspath $(<D)) $(PYTEST) $(PARALLEL) $(EVERY) $(OLDER_TESTS:%=tests/hf/test_%.py)
 
 # Processors of torchvision's backend, and videos, which have no other. Operators that it asks for by name are made up.
 test-torchvision: $(VENV)/torchvision-$(TORCHVISION)/.ready
-	PYTHONPATH=$(CURDIR)/tests/serving/vllm/site:$(abspath $(<D)) $(PYTEST) -n $(JOBS) $(EVERY) $(TORCHVISION_TESTS:%=tests/hf/test_%.py)
+	PYTHONPATH=$(CURDIR)/tests/serving/vllm/site:$(abspath $(<D)) $(PYTEST) $(PARALLEL) $(EVERY) $(TORCHVISION_TESTS:%=tests/hf/test_%.py)
 
 test-gpu: $(SETUP)
 	$(PYTEST) -m gpu
@@ -164,16 +168,16 @@ $(OLDER_VLLM)/.ready: $(SETUP)
 # sizes or 16-bit types alone; for Ampere, Ada and smaller Blackwell a sample (make aot-chips has every tower).
 aot: $(SETUP)
 	$(AHEAD) --alike --arch 90
-	$(AHEAD) --alike --arch 80 86 89 120 --dtype bf16 --tower hd72 windows --budget 256 4096
+	$(AHEAD) $(SAMPLE) --arch 80 86 89 120
 
 # Every tower on every architecture that is not Hopper's, within its shared memory: half an hour on one core.
 aot-chips: $(SETUP)
 	$(AHEAD) --alike --arch 80 86 89 100 120
 
-# On the oldest Triton of our range: for Hopper every bf16 kernel and size, for other architectures one of those that are
-# alike. On the newest: one of those that are alike, for every architecture. On both some of what is compiled for Hopper
-# is run on the emulator of its instructions, as pytest does on the installed one, and a folder of kernels is filled. On
-# the version between these: what Hopper launches at two sizes.
+# One of those kernels that are alike in bf16. On the oldest Triton of our range: every tower at every size for Hopper, a
+# sample for two others. On the newest: every tower at one size for every architecture. On both some of what is compiled
+# for Hopper is run on the emulator of its instructions, as pytest does on the installed one (on the oldest what its
+# tuning tables choose), and a folder of kernels is filled. On the version between these: a sample for Hopper.
 # MATRIX="--arch 90 --dtype bf16" narrows it.
 aot-matrix: $(SETUP)
 	@set -e; failed=; \
@@ -186,11 +190,13 @@ aot-matrix: $(SETUP)
 	    echo "kernels on Triton $$version"; \
 	    compile() { PYTHONPATH=$$folder $(AHEAD) "$$@" $(MATRIX) || failed="$$failed $$version"; }; \
 	    case $$version in \
-	        $(MIDDLE_TRITON)) compile --alike --arch 90 --dtype bf16 --tower hd72 windows --budget 256 4096; continue;; \
-	        $(OLDEST_TRITON)) compile --arch 90 --dtype bf16; compile --alike --arch 80 100;; \
-	        *) compile --alike;; \
+	        $(MIDDLE_TRITON)) compile $(SAMPLE) --arch 90; continue;; \
+	        $(OLDEST_TRITON)) compile --alike --arch 90 --dtype bf16; compile $(SAMPLE) --arch 80 100; \
+	            emulated="tables or 72-bf16";; \
+	        *) compile --alike --dtype bf16 --budget 4096; \
+	            emulated="72-bf16 or hopper-bf16 or swap_ab-bf16 or noticed";; \
 	    esac; \
-	    PYTHONPATH=$$folder $(PYTEST) -n $(JOBS) $(EMULATED) || failed="$$failed $$version (emulated)"; \
+	    PYTHONPATH=$$folder $(PYTEST) $(PARALLEL) $(EMULATED) -k "$$emulated" || failed="$$failed $$version (emulated)"; \
 	    PYTHONPATH=$$folder $(PYTEST) -n 0 $(FOLDERS) || failed="$$failed $$version (folders)"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed on Triton$$failed" >&2; exit 1; }

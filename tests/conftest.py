@@ -15,17 +15,21 @@ if not HAS_GPU:
 # What `make test` leaves to `make test-all`: whole files, or tests, with processor seconds on one core; besides them
 # classes of a shape that another one stands for (`each_of` in tests/support/families.py).
 SLOW = (
-    "tests/emulator/kernels/test_emulated_kernels.py",  # 490
-    "tests/unit/test_emulated_tower.py",  # 200
+    "tests/emulator/kernels/test_emulated_kernels.py",  # 400
+    "tests/unit/test_emulated_tower.py",  # 115
     "tests/kernels/test_aot.py::test_command_passes_on_what_ships",  # 14
+    "tests/kernels/test_aot.py::test_what_is_compiled_is_what_whole_towers_launch",  # 28
     "tests/kernels/test_hopper_attention.py::test_what_is_found_by_address_lies_where_shared_memory_begins",  # 21
     "tests/kernels/test_hopper_attention.py::test_what_ships_compiles_clean",  # 8
     "tests/kernels/test_hopper_gemm.py::test_what_the_tuner_may_choose_compiles_clean",  # 16
     "tests/kernels/test_hopper_swap_ab.py::test_compiled_code_has_its_operands_where_shared_memory_begins",  # 9
     "tests/hf/test_compiled_receiver.py::test_mixed_traffic_compiles_no_more_than_behind_the_original",  # 27
     "tests/hf/test_compiled_receiver.py::test_the_count_sees_features_of_another_kind",  # 21, of the one above
+    "tests/hf/test_slow.py::test_a_compiled_model",  # 23
     "tests/hf/test_weights.py::test_threads_after_a_change",  # 16
-    "tests/hf/test_numbers.py::test_every_attribute_in_the_other_families",  # 60
+    "tests/hf/test_numbers.py::test_every_attribute_in_the_other_families",  # 150
+    "tests/unit/bench/test_tune.py::test_checking_survives_a_crash_and_a_hang",  # 32
+    "tests/unit/test_family_encoders.py::test_buffers_of_a_budget_and_nan_in_their_rest",  # 49
     "tests/unit/test_compile_service.py::test_a_full_disk",  # 6
     "tests/unit/test_compile_service.py::test_a_program_that_dies_is_started_again",  # 6
     "tests/unit/test_compile_service.py::test_a_program_that_cannot_run_is_said_once",  # 7

@@ -77,8 +77,10 @@ def test_an_output_that_cannot_be_written(command: str, to: str, said: str) -> N
 # ── standard error ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("to", ["2>/dev/full", "2>&-", "2> >(true)"])
-@pytest.mark.parametrize("command, code", [("env", 0), ("verify /nope", 2), ("nothing", 2)])
+@pytest.mark.parametrize(
+    "command, code, to",
+    [("env", 0, "2>/dev/full"), ("env", 0, "2>&-"), ("verify /nope", 2, "2> >(true)"), ("nothing", 2, "2>/dev/full")],
+)
 def test_a_broken_standard_error_changes_nothing(command: str, code: int, to: str) -> None:
     done = _shell(f"fusedvit {command} {to}")
     assert done.returncode == code and ("torch" in done.stdout) == (command == "env"), done.stdout

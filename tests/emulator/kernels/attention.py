@@ -25,10 +25,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LENGTHS = [1, 64, 70, 5, 130, 63]  # several tiles a CTA; frames of less than a tile
 
 
-def shipped(head_dim: int) -> Iterator[tuple[str, HopperAttentionConfig]]:
-    """The schedules that the heuristic chooses from, and their variants that a tuner may choose."""
+def chosen(head_dim: int, variants: bool) -> Iterator[tuple[str, HopperAttentionConfig]]:
+    """The schedules that the heuristic chooses from, and with `variants` those that a tuner may choose."""
     for config in schedules(head_dim):
         yield "", replace(config, max_programs=3, pdl=True)
+        if not variants:
+            continue
         switches = ("late", "by_warp") if config.consumers == 1 else ("late", "by_warp", "near", "ping_pong")
         changes = {name: {name: not getattr(config, name)} for name in switches}
         if config.consumers > 1:
@@ -117,9 +119,10 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, required=True)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--cases", type=int, default=4, help="random ones a schedule that ships")
+    parser.add_argument("--variants", action="store_true", help="schedules that a tuner may choose besides")
     args = parser.parse_args()
     dtype, rng = DTYPES[args.dtype], random.Random(args.head_dim)
-    for name, config in shipped(args.head_dim):
+    for name, config in chosen(args.head_dim, args.variants):
         check(LENGTHS, args.head_dim, dtype, config)
         nothing_to_do(args.head_dim, dtype, config)
         if not name:

@@ -1,4 +1,4 @@
-"""Two ranks with sharded weights, vLLM's default under tensor parallelism: `python sharded.py SCENARIO`."""
+"""Two ranks with sharded weights, vLLM's default under tensor parallelism: `python sharded.py SCENARIO...`, one after another."""
 
 import logging
 import os
@@ -279,6 +279,7 @@ def forbidden_here(rank: int) -> None:
         os.environ["FUSEDVIT_CONFIG"] = '{"gather_sharded": false}'
     said = lines()
     forbidden(rank)
+    os.environ.pop("FUSEDVIT_CONFIG", None)
     assert rank == 1 or "rank 1: its weights are sharded" in said[0], said
 
 
@@ -308,15 +309,16 @@ def fails_on_one(rank: int) -> None:
     check(config, model)
 
 
-def rank_of(rank: int, port: int, scenario: str) -> None:
+def rank_of(rank: int, port: int, scenarios: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     from tests.serving.vllm import support
 
     logging.getLogger("vllm").setLevel(logging.INFO)
     with support.under(support.config_of("Qwen3VLForConditionalGeneration", tensor_parallel_size=2)):
         support.start(rank, 2, port)
-    globals()[scenario](rank)
-    print(f"\nrank {rank} holds", flush=True)
+    for scenario in scenarios:
+        globals()[scenario](rank)
+        print(f"\nrank {rank}: {scenario} holds", flush=True)
     os._exit(0)  # groups may be broken, as they are to be
 
 
@@ -324,4 +326,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from tests.serving.vllm.support import free_port
 
-    multiprocessing.spawn(rank_of, (free_port(), sys.argv[1]), nprocs=2)
+    multiprocessing.spawn(rank_of, (free_port(), sys.argv[1:]), nprocs=2)

@@ -85,22 +85,26 @@ def test_data_parallel() -> None:
     assert found["holds"] and found["same bits"] and found["ranks fused"] == 2 and found["parity"]["passed"]
 
 
-@pytest.mark.parametrize("scenario", ["parity", "differences", "judged", "sleep", "delay", "fails_on_one"])
-def test_sharded_weights(scenario: str) -> None:
-    output = run(str(HERE / "sharded.py"), scenario)
-    assert output.count("holds") == 2 and "shards of 2 GPUs gathered" in output, output[-3000:]
+TOGETHER = "parity", "differences", "judged", "sleep", "fails_on_one", "replicated", "forbidden_here"
 
 
-def test_a_rank_that_is_late_to_its_first_call() -> None:
-    assert run(str(HERE / "sharded.py"), "delay", FIRST_CALL="1").count("holds") == 2
+def in_ranks(*scenarios: str, **environment: str) -> str:
+    """What two ranks print in which these scenarios hold, one after another."""
+    output = run(str(HERE / "sharded.py"), *scenarios, timeout=900, **environment)
+    held = [output.count(f": {scenario} holds") for scenario in scenarios]
+    assert held == [2] * len(scenarios), output[-3000:]
+    return output
 
 
-def test_a_rank_with_options_of_its_own() -> None:
-    assert run(str(HERE / "sharded.py"), "forbidden_here").count("holds") == 2
+def test_sharded_weights() -> None:
+    """In processes that live on: what goes wrong in one scenario leaves the next one whole."""
+    assert "shards of 2 GPUs gathered" in in_ranks(*TOGETHER)
 
 
-def test_weights_that_are_whole_on_every_rank() -> None:
-    assert run(str(HERE / "sharded.py"), "replicated").count("holds") == 2
+@pytest.mark.parametrize("first", [{}, {"FIRST_CALL": "1"}], ids=["a later call", "the first call"])
+def test_a_rank_that_is_late(first: dict[str, str]) -> None:
+    """It breaks the connection between the processes."""
+    in_ranks("delay", **first)
 
 
 SOURCES = """
@@ -115,9 +119,8 @@ def test_the_oldest_releases_gemma_is_known() -> None:
 
 
 def test_sharded_weights_that_shall_not_be_gathered() -> None:
-    output = run(str(HERE / "sharded.py"), "forbidden", FUSEDVIT_CONFIG='{"gather_sharded": false}')
+    output = in_ranks("forbidden", FUSEDVIT_CONFIG='{"gather_sharded": false}')
     assert output.count("with --mm-encoder-tp-mode data every GPU runs it fused") == 1, output[-3000:]
-    assert output.count("holds") == 2
 
 
 def test_the_command() -> None:
