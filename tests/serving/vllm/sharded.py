@@ -1,4 +1,4 @@
-"""Two ranks with sharded weights, vLLM's default under tensor parallelism: `python sharded.py SCENARIO...`, one after another."""
+"""Two ranks with sharded weights, vLLM's default under tensor parallelism: `python sharded.py SCENARIO...`, in turn."""
 
 import logging
 import os
