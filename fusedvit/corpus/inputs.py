@@ -11,14 +11,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fusedvit.corpus.values import content_of
+from fusedvit.corpus.values import COLUMNS, PATHS, content_of
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.formats import suffixes
 from fusedvit.pixels.media import MediaError, Source
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
-CONTENTS = ("image", "bytes")  # columns of a table that hold files' contents, or {"bytes": …, "path": …}
-PATHS = ("path", "file", "image_path")
 _NAMED = 8  # suffixes in a message
 
 
@@ -226,11 +224,9 @@ def _not_converted(values: Iterable[Any]) -> Iterator[tuple[int, Exception]]:
 
 def _column_of(table: Path, schema: Any) -> str:
     """The column that holds what is embedded."""
-    found = next((name for name in (*CONTENTS, *PATHS) if name in schema.names), None)
+    found = next((name for name in COLUMNS if name in schema.names), None)
     if found is None:
-        raise InputError(
-            f"{table}: a column of {', '.join((*CONTENTS, *PATHS))} expected, got {sorted(set(schema.names))}"
-        )
+        raise InputError(f"{table}: a column of {', '.join(COLUMNS)} expected, got {sorted(set(schema.names))}")
     return found
 
 

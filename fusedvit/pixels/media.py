@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fusedvit.cores import available_cores
 from fusedvit.errors import PREFIX, InputError, first_line, named
-from fusedvit.pixels.ahead import processors
 from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
 from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
@@ -118,7 +118,7 @@ def load(
             numbers, ascending.
         limits: on the bytes, pixels and frames of each.
         errors: "raise" the first error, or "skip" what does not decode, with a warning that names it.
-        threads: as many as there are processors if left out.
+        threads: as many as there are cores if left out.
 
     Raises:
         MediaError: no such file, an unknown suffix, or a file that does not decode, or not to its end.
@@ -132,7 +132,7 @@ def load(
             raise TypeError(f"fusedvit: frames must be an int or callable, got {type(frames).__name__}")
         check_counts(frames=frames)
     try:
-        return _loaded(each_of(sources), frames, limits, errors, threads or processors())
+        return _loaded(each_of(sources), frames, limits, errors, threads or available_cores())
     except InputError as error:
         raise named(error) from None
 

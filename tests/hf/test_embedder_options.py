@@ -15,10 +15,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
 
 import fusedvit  # noqa: E402
+from fusedvit.corpus import inputs, loading, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
-from fusedvit.corpus import loading, shards  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError, UnsupportedModel  # noqa: E402
 from fusedvit.pixels.media import MediaError, load_one  # noqa: E402
@@ -106,6 +107,18 @@ def test_arrow_tables(checkpoint: Path, pictures: Path, output: str, kind: Any) 
     for mine, theirs in zip(found["embedding"].to_pylist(), wanted["embedding"], strict=True):
         shaped = np.asarray(mine, np.float32).reshape(theirs.shape)
         np.testing.assert_array_equal(shaped, theirs)
+
+
+def test_of_several_columns_the_command_and_the_class_read_the_same(
+    checkpoint: Path, pictures: Path, tmp_path: Path
+) -> None:
+    read, other = (path.read_bytes() for path in sorted(pictures.glob("*.png"))[:2])
+    table = pyarrow.table({"path": ["absent.png"], "bytes": [other], "image": [read]})
+    pyarrow.parquet.write_table(table, tmp_path / "table.parquet")
+    assert list(inputs.sources(inputs.collect([tmp_path / "table.parquet"]))) == [read]
+    embedder = fusedvit.Embedder(checkpoint)
+    found, wanted, others = (embedder(batch)["embedding"] for batch in (table, {"bytes": [read]}, {"bytes": [other]}))
+    assert found[0].as_py() == wanted[0].tolist() != others[0].tolist()
 
 
 def test_a_column_that_is_none_is_not_told_in_its_content(checkpoint: Path) -> None:

@@ -19,12 +19,13 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "graphs": (),
     "errors": (),
     "tolerance": (),
+    "cores": (),
     "config": ("graphs",),
     "model": ("kernels",),
-    "runtime": ("model", "graphs", "kernels", "config", "errors"),
+    "runtime": ("model", "graphs", "kernels", "config", "cores", "errors"),
     "families": ("model", "kernels"),
     "checks": ("families", "model", "kernels", "errors"),
-    "pixels": ("model", "kernels", "checks", "errors"),
+    "pixels": ("model", "kernels", "checks", "cores", "errors"),
     "stats": (*CORE, "pixels", "forks"),
     "prepared_tower": (*CORE, "forks"),
     "own_forward": ("checks", "errors"),
@@ -36,7 +37,7 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checks", "families", "errors"),
     "api": (*CORE, "pixels", "stats", "fused_encoder", "original_inputs", "outputs", "own_forward"),
     "data_parallel": (*CORE, "api", "fused_encoder", "outputs"),
-    "corpus": ("api", "checkpoint", "checks", "config", "errors", "pixels"),
+    "corpus": ("api", "checkpoint", "checks", "config", "cores", "errors", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}
