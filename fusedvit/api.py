@@ -118,8 +118,8 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     family = family_of(original.__name__)
     if family is None:
         raise UnsupportedModel(
-            f"{original.__module__}.{original.__qualname__} cannot be fused: it is a class of somebody's, "
-            "based on one that was fused"
+            f"{original.__module__}.{original.__qualname__} cannot be fused: it was derived from a "
+            "fused tower's class; derive it from the original class"
         )
     try:
         spec = family.spec_from_config(tower.config)

@@ -90,7 +90,7 @@ class DataParallelEncoder:
         self._copies.clear()
 
     def _bring_copies_up_to_date(self) -> bool:
-        """Returns whether there is anything to follow: not where the tower has never run fused, and cannot."""
+        """False where there are no weights to copy: the tower has never run fused, and cannot."""
         if self._synced < 0:
             if self._handle.state() == "fused" and self._handle.reason() is not None:
                 return False

@@ -40,8 +40,8 @@ from fusedvit.runtime.runner import on_device
 from fusedvit.runtime.speculative_replay import Attempt, SpeculativeReplay, attempt
 from fusedvit.stats import Stats, compiles, describe, describe_ended, logger, of_graphs
 
-OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
-MOST_RUNS = 8
+OVERTAKEN = 3  # runs of a call before it takes the lock that stops other threads from preparing weights
+MOST_RUNS = 8  # with that lock
 MOST_REPEATS = 3  # preparations in a row from other parameters of the same values, before calls do without
 
 
@@ -176,7 +176,7 @@ class FusedEncoder:
         """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
         code that the tower runs, hashes Triton's where its cache has kernels, and collects garbage."""
         if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
-            if service_of(os.getpid()).at_rest():  # else the first call runs the original code, and waits for no key
+            if service_of(os.getpid()).is_idle_with_cache():  # else the first call waits for no key
                 triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.4 s, 1 s from a cold disk
             self._source().reason()  # whose answers about code are kept for the first call
             collect_garbage()

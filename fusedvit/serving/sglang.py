@@ -204,7 +204,7 @@ def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
         return _SHARDED.format(ranks)
     deterministic = get_exec().deterministic
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
-        return "deterministic inference is on: answers shall not depend on the batch, nor differ from a trainer's"
+        return "deterministic inference is on, and what the fused kernels give depends on the batch, and is not a trainer's"
     return ""
 
 

@@ -183,7 +183,7 @@ def _reason_of_engine(tower: nn.Module) -> str:
         return f"vLLM {vllm.__version__} is not known to this release of fusedvit, which knows {known}"
     envs, config = _vllm()
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
-        return "VLLM_BATCH_INVARIANT is set: answers shall not depend on the batch"
+        return "VLLM_BATCH_INVARIANT is set, and what the fused kernels give depends on the batch's size"
     lora = getattr(config, "lora_config", None)
     if getattr(lora, "enable_tower_connector_lora", False):
         return "LoRA of the vision tower is on (enable_tower_connector_lora)"
