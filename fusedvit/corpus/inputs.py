@@ -14,7 +14,7 @@ from typing import Any
 from fusedvit.corpus.values import COLUMNS, PATHS, content_of
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.formats import suffixes
-from fusedvit.pixels.media import MediaError, Source
+from fusedvit.pixels.media import MediaError, Source, is_url
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
 _NAMED = 8  # suffixes in a message
@@ -168,7 +168,7 @@ def _lines_of(source: Path) -> list[str]:
 
 
 def _check_no_url(path: str) -> None:
-    if "://" in path[:20] or path.startswith(("http:/", "https:/")):
+    if is_url(path):
         raise InputError(f"{path}: a URL; download it and give the file or its folder")
 
 
@@ -278,7 +278,7 @@ class _Table:
         except Exception as error:  # text that is not UTF-8, which Arrow does not check
             return MediaError(f"a file's bytes or path expected, got what does not convert: {first_line(error)}")
         if isinstance(value, str) and value:
-            return value if "://" in value[:20] else self.path.parent / value
+            return value if is_url(value) else self.path.parent / value
         return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")
 
 

@@ -169,6 +169,11 @@ def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
         check_counts(threads=threads)
 
 
+def is_url(path: str) -> bool:
+    """Whether it names something elsewhere; `Path` makes one slash of two."""
+    return "://" in path[:20] or path.startswith(("http:/", "https:/"))
+
+
 def is_one_source(sources: Any) -> bool:
     """Whether it is a source itself: arrays of anything but names are pixels."""
     names = isinstance(sources, np.ndarray) and sources.dtype.kind in "OUS"
@@ -244,7 +249,7 @@ def _opened(source: Source, index: int) -> _Given:
         return _Given(f"bytes {index}", f"bytes {index}", bytes(source), len(source), video_format(bytes(source[:16])))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"fusedvit: sources must be paths or bytes, got {type(source).__name__}")
-    if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
+    if is_url(str(source)):
         raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
     if not os.fspath(source):
         raise MediaError("a path expected, got ''")
