@@ -29,7 +29,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
 from fusedvit.own_forward import bypass
-from fusedvit.pixels.processors import normalizations_of, restore, swap
+from fusedvit.pixels.processors import normalizations_of, parts_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
@@ -93,9 +93,7 @@ def _check_processor(processor: Any) -> None:
     """Raises TypeError for what is neither None nor one of Hugging Face's processors, whole or in parts."""
     if processor is None:
         return
-    named = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
-    parts = [part for part in named if part is not None] or [processor]
-    if isinstance(processor, type) or not all(hasattr(part, "save_pretrained") for part in parts):
+    if isinstance(processor, type) or not all(hasattr(p, "save_pretrained") for p in parts_of(processor).values()):
         got = f"the class {processor.__name__}" if isinstance(processor, type) else type(processor).__name__
         raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
 

@@ -12,8 +12,7 @@ from fusedvit.api import call_original, fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import first_line
-from fusedvit.fused_encoder import FusedEncoder, rows_of
-from fusedvit.model.encoder import EncoderOutputs
+from fusedvit.fused_encoder import rows_of
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
@@ -124,7 +123,7 @@ class DataParallelEncoder:
         if own is None:
             return None
         ran = [shares[0], *(share for share in shares[1:] if share.pieces)]
-        return in_order(ran, [_concatenated(self._handle, own), *rows])
+        return in_order(ran, [side_by_side(own, self._handle.spec), *rows])
 
 
 class _Copy:
@@ -187,7 +186,3 @@ def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
 
 def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _concatenated(handle: FusedEncoder, outputs: EncoderOutputs) -> torch.Tensor:
-    return side_by_side(outputs, handle.spec) if handle.spec.merged_outputs else outputs.hidden

@@ -12,10 +12,10 @@ from fusedvit.config import FuseConfig
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels import media
 from fusedvit.pixels.arguments import usable_device
+from fusedvit.pixels.processors import PARTS
 
 OUTPUTS = ("mean", "tokens")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PARTS = ("image_processor", "video_processor")
 _CHECKPOINT = (str, Path)
 
 
@@ -29,7 +29,7 @@ def check_model(model: Any, processor: Any, encode: Any) -> None:
         raise TypeError("fusedvit: encode= takes a model that is loaded, with its processor, not a checkpoint's name")
     if processor is None and not isinstance(model, _CHECKPOINT):
         raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
-    if processor is not None and not callable(processor) and not any(hasattr(processor, name) for name in _PARTS):
+    if processor is not None and not callable(processor) and not any(hasattr(processor, name) for name in PARTS):
         raise _wrong("processor", "an image processor, or what holds one", processor)
 
 

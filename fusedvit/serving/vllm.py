@@ -33,7 +33,7 @@ from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
 from fusedvit.serving import vllm_gemma
 from fusedvit.serving.agreement import EngineGroup
-from fusedvit.serving.engine_calls import answer_of, grid_of, rows_of
+from fusedvit.serving.engine_calls import answer_of, as_rows, grid_of
 from fusedvit.serving.plugin import CONFIG, VARIABLES, install, may_gather, options, unknown_release, wrap
 from fusedvit.serving.served import SERVED, served_in, served_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
@@ -327,7 +327,7 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
     """
     if grid_thw is None or any(value is not None for value in more.values()):
         return None
-    rows = rows_of(grid_thw)
+    rows = as_rows(grid_thw)
     for _ in range(_OVERTAKEN):
         pixels = _pixels(tower, x)
         found = answer_of(handle, tower, pixels, rows)
