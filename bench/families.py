@@ -110,10 +110,10 @@ def measure(geometry: Geometry, device: torch.device, seconds: float, workloads:
     return found
 
 
-def measure_on_cpu(geometry: Geometry, depth: int = DEPTH_ON_CPU) -> dict[str, Any]:
+def measure_on_cpu(geometry: Geometry) -> dict[str, Any]:
     """Parity in fp32. One tower is widened to fp64 and narrowed again, which is exact: two would not fit in memory."""
     config = class_of(geometry).config_class(**geometry.numbers)
-    blocks = min(depth, getattr(config, depth_name(config)))
+    blocks = min(DEPTH_ON_CPU, getattr(config, depth_name(config)))
     tower = build_one(shallow(geometry, blocks), torch.float32, torch.device("cpu"))
     cast_parameters_(tower, torch.float64)
     ref = _outputs(tower, geometry, torch.float64)
