@@ -45,7 +45,7 @@ from fusedvit.bench.towers import (
 )
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
-from fusedvit.errors import UnsupportedModel
+from fusedvit.errors import UnsupportedModel, named_line
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 
@@ -199,7 +199,7 @@ def _found(name: str, args: argparse.Namespace) -> dict[str, Any]:
         with torch.inference_mode():
             return measure(geometry, torch.device("cuda"), args.seconds, args.workload)
     except (RuntimeError, UnsupportedModel) as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:500]}
+        return {"failed": named_line(error)}
 
 
 if __name__ == "__main__":

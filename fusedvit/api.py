@@ -19,7 +19,7 @@ from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
-from fusedvit.checks.ownership import ORIGINAL, own_class
+from fusedvit.checks.ownership import ORIGINAL, name_of, own_class
 from fusedvit.config import FuseConfig, check_config
 from fusedvit.errors import UnsupportedModel, unnamed
 from fusedvit.families.base import Family
@@ -116,7 +116,7 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     family = family_of(original.__name__)
     if family is None:
         raise UnsupportedModel(
-            f"{original.__module__}.{original.__qualname__} cannot be fused: it was derived from a "
+            f"{name_of(original)} cannot be fused: it was derived from a "
             "fused tower's class; derive it from the original class"
         )
     try:
