@@ -201,21 +201,17 @@ class FusedEncoder:
             more["graphs"] = of_graphs(graphs, self._stats.eager_runs.total())
         return self._stats.as_dict() | more
 
-    def reason(self) -> Reason | None:
+    def reason(self, pauses: bool = True) -> Reason | None:
         """Why the next call of the tower as it stands would not run fused, or None; waits for the GPU.
+
+        Args:
+            pauses: a pause, which passes, counts too.
 
         Raises:
             RuntimeError: the tower is gone.
         """
-        return self._reason_around() or self._pause.lasts() or self._source().reason()
-
-    def reason_of_tower(self) -> Reason | None:
-        """As `reason`, without a pause, which passes."""
-        return self._reason_around() or self._source().reason()
-
-    def _reason_around(self) -> Reason | None:
-        """Why calls from here would not reach the fused encoder."""
-        return bypass(self.tower) or transforms.active(None)
+        paused = self._pause.lasts() if pauses else None
+        return bypass(self.tower) or transforms.active(None) or paused or self._source().reason()
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""

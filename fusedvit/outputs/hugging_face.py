@@ -140,7 +140,7 @@ def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -
             return ""
         if _attention(tower) != attention:
             return f"the tower has changed (its attention is {_attention(tower)} and was {attention})"
-        reason = handle.reason_of_tower()
+        reason = handle.reason(pauses=False)
         return "the tower's weights have changed" if reason is None else f"the tower has changed ({reason})"
 
     return changed

@@ -235,7 +235,7 @@ class ShardedTower:
         room = None
         self.stale = "gathering failed"
         try:
-            detail = self._reason() or str(self.handle.reason_of_tower() or "")
+            detail = self._reason() or str(self.handle.reason(pauses=False) or "")
             layout = layout_of(self.sharded, self.whole, self.group.size)
             cut = [p for p, shard in zip(self.sharded.parameters(), layout, strict=True) if shard.dim is not None]
             room = cut[0].new_empty(self.group.size * max(p.numel() for p in cut)) if cut else None
