@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +208,29 @@ def assert_same(ours: Mapping[str, torch.Tensor], ref: Mapping[str, torch.Tensor
         assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device), name
         error = error_of(got, expected)
         assert error <= limit, f"{name}: relative error {error:.3g}, at most {limit:g}"
+
+
+def outcome(act: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a call gives, or the error that it raises."""
+    try:
+        return act(*arguments, **named)
+    except Exception as error:  # whatever it is, what is compared with it must raise it too
+        return error
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    """Two outcomes: the same answer, or errors of the same type."""
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        assert type(ours) is type(theirs), f"{ours!r}, expected {theirs!r}"
+    else:
+        assert_same(ours, theirs)
+
+
+def differs(plain: Mapping[str, torch.Tensor], other: Any) -> bool:
+    """Whether an outcome is another one than `plain`."""
+    if isinstance(other, Exception) or plain.keys() != other.keys():
+        return True
+    return any(t.shape != other[name].shape or error_of(t, other[name]) > 1e-5 for name, t in plain.items())
 
 
 def assert_rule(
