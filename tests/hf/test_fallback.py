@@ -16,9 +16,11 @@ from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
     Call,
+    assert_alike,
     assert_bitwise,
     assert_same,
     copy_of,
+    outcome,
     precomputed,
     prompt,
     ran_fused,
@@ -322,13 +324,6 @@ def test_arguments_that_would_be_given_twice(name: str) -> None:
     original, call = copy_of(tower), Call.of(tower, [(1, 8, 4), (1, 2, 10)])
     fusedvit.fuse(tower)
     for argument in ("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal"):
-        found = []
-        for each in (original, tower):
-            try:
-                found.append(call.run(each, **{argument: None}))
-            except TypeError as error:
-                found.append(str(error))
-        if isinstance(found[0], str):
-            assert found[1] == found[0], argument
-        else:
-            assert_same(found[1], found[0])
+        expected, found = (outcome(call.run, t, **{argument: None}) for t in (original, tower))
+        assert_alike(found, expected)
+        assert not isinstance(expected, Exception) or str(found) == str(expected), argument

@@ -14,7 +14,7 @@ from fusedvit.checks import fallback
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import buffer_shapes
 from tests.support.families import INSTALLED, each_of, family_tower
-from tests.support.towers import Call, error_of
+from tests.support.towers import Call, error_of, outcome
 
 GRID = [(1, 8, 4), (1, 2, 10)]  # single frames: GLM's towers take no more when called directly
 LIMIT = 1e-5
@@ -109,17 +109,9 @@ def given_data(path: str, name: str) -> Callable[[Any], None]:
     return change
 
 
-def outcome(tower: Any, call: Call) -> Any:
-    """A tower's outputs, or the type of what it raises."""
-    try:
-        return call.run(tower)
-    except Exception as error:  # whatever Hugging Face raises for a number that no tower has
-        return type(error)
-
-
 def wrong(ours: Any, theirs: Any) -> str:
-    if isinstance(theirs, type) or isinstance(ours, type):
-        return "" if ours is theirs else f"{ours if isinstance(ours, type) else 'an answer'}, not {theirs}"
+    if isinstance(theirs, Exception) or isinstance(ours, Exception):
+        return "" if type(ours) is type(theirs) else f"{ours!r}, not {theirs!r}"
     if ours.keys() != theirs.keys() or any(ours[n].shape != theirs[n].shape for n in theirs):
         return "another layout"
     error = max(error_of(ours[name], theirs[name]) for name in theirs)
@@ -133,7 +125,7 @@ def changed(tower: Any, change: Change, call: Call, used: bool) -> tuple[Any, di
     if used:
         call.run(ours)
     change.apply(ours)
-    return outcome(ours, call), handle.stats()["original"]
+    return outcome(call.run, ours), handle.stats()["original"]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -163,7 +155,7 @@ def check_every_attribute(name: str) -> None:
     for change in changes_of(tower):
         original = copy.deepcopy(tower)
         change.apply(original)
-        theirs = outcome(original, call)
+        theirs = outcome(call.run, original)
         matters = bool(wrong(plain, theirs)) and not change.name.startswith(COUNTED_ELSEWHERE)
         mattered += matters
         for used in (True, False) if matters else (True,):
