@@ -25,9 +25,10 @@ _KINDS: dict[str, tuple[type[nn.Module], str]] = {
     "Conv3d": (nn.Conv3d, "_ConvNd.forward"),
 }
 _BASE = "base_layer"
+CHOSEN = "_active_adapter"
 _RUN = (_BASE, "lora_A", "lora_B", "lora_dropout")
 # What a LoRA layer's forward goes by beside its parameters.
-_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
+_STATE = (CHOSEN, "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
 # What its forward mentions and does not run: for adapters to undo, and for a batch that names its adapters.
 NOT_RUN = frozenset({"unmerge", "_mixed_batch_forward"})
 _CASTS = "cast_input_dtype_enabled"
@@ -78,6 +79,24 @@ def modules_run(layer: Any) -> Iterator[nn.Module]:
     yield layer
     for name in _RUN:
         yield from getattr(layer, name).modules()
+
+
+def modules_read(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what it holds, by path, shared modules under each of theirs; of a LoRA layer's adapters only what is
+    of those that its next call adds."""
+    yield path, module
+    is_layer = is_lora(module)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        of = f"{path}.{name}" if path else name
+        if is_layer and name != _BASE and isinstance(child, nn.ModuleDict):  # by adapter
+            yield of, child
+            active = active_adapters(module)
+            for adapter in filter(active.__contains__, child):
+                yield from modules_read(child[adapter], f"{of}.{adapter}")
+        else:
+            yield from modules_read(child, of)
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

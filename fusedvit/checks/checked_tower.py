@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import hooks_of
-from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded
+from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded, modules_read
 from fusedvit.checks.as_built import (
     Built,
     wrong_attributes,
@@ -26,6 +26,7 @@ from fusedvit.errors import Reason, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
 from fusedvit.model.normalization import Normalization
+from fusedvit.model.param_names import buffer_shapes
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
@@ -97,12 +98,11 @@ class CheckedTower:
         named = self.tower.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if isinstance(p, torch.Tensor)}  # anything may be put there
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Buffers that the tower computes with, on the parameters' device."""
+    def read(self) -> list[torch.Tensor]:
+        """What the tower as it stands computes with: parameters, then buffers on their device."""
         device = next(self.tower.parameters()).device
-        names = self._own_code().names
-        found = self.tower.named_buffers()
-        return [b for path, b in found if path.rpartition(".")[2] in names and b.device == device and b.numel()]
+        buffers = [b for b in self._buffers_read().values() if b.device == device and b.numel()]
+        return [*self._parameters_read().values(), *buffers]
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
         """Weights from `parameters`, in the memory of `reuse` where that fits."""
@@ -125,24 +125,41 @@ class CheckedTower:
 
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""
-        return Snapshot.of(self.tower, self._own_code())
+        return Snapshot.of(self.tower, self._own_code(), self._buffer_names())
 
-    def ingredients(self) -> object:
-        """What `prepare` reads beside the content of parameters, and which these are at which versions: equal where it
-        would give the same weights of the same content. None where that cannot be told, as a write counts no version.
+    def ingredients(self) -> tuple[object, list[int | None]] | None:
+        """What `prepare` reads beside the content of parameters and which these are, equal where it would give the same
+        weights of the same content; and their versions, None for one that counts none. None for all of it where that
+        cannot be told.
 
         Whoever compares two of these keeps the parameters alive: they are told apart by `id`.
         """
-        parameters, adapters = self.parameters(), Plain.of(self.tower).layers
-        versions = list(map(version_of, parameters.values()))
-        buffers = dict(self.tower.named_buffers(remove_duplicate=False))
-        if None in versions or sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
+        parameters, adapters = self._parameters_read(), Plain.of(self.tower).layers
+        buffers = self._buffers_read()
+        if sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
             return None
         values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # other objects in a moved tower
         folded_in = [(path, n, layer.scaling[n]) for path, layer in adapters.items() for n in active_adapters(layer)]
         kinds = [(b.dtype, b.device) for b in buffers.values()]
         named = [(name, id(p)) for name, p in parameters.items()]
-        return named, versions, [*buffers], kinds, values, folded_in, dict(self.normalizations)
+        rest = named, [*buffers], kinds, values, folded_in, dict(self.normalizations)
+        return rest, list(map(version_of, parameters.values()))
+
+    def _parameters_read(self) -> dict[str, torch.Tensor]:
+        """Parameters as `parameters` has them, but those of adapters that are not active."""
+        found = (
+            (f"{path}.{n}" if path else n, p) for path, m in modules_read(self.tower) for n, p in m._parameters.items()
+        )
+        return {name: p for name, p in found if isinstance(p, torch.Tensor)}
+
+    def _buffers_read(self) -> dict[str, torch.Tensor]:
+        names, found = self._buffer_names(), self.tower.named_buffers(remove_duplicate=False)
+        return {path: buffer for path, buffer in found if path.rpartition(".")[2] in names}
+
+    def _buffer_names(self) -> frozenset[str]:
+        """Names that the code mentions, and those of buffers that the records know; others nobody reads."""
+        given = (path.rpartition(".")[2] for path, _ in buffer_shapes(self.family.names, self.spec))
+        return self._own_code().names.union(self.family.engine.buffers, given)
 
     def _own_code(self) -> OwnCode:
         if self._code is None:

@@ -30,7 +30,7 @@ CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
-PREPARE = "fusedvit/model/prepare_weights.py"
+PREPARE, DIGEST = "fusedvit/model/prepare_weights.py", "fusedvit/model/digest.py"
 LAZY, UNREAD = "fusedvit/outputs/lazy.py", "fusedvit/outputs/unread.py"
 API, LIMITS = "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
@@ -574,9 +574,66 @@ MUTANTS = (
     Mutant(
         "ingredients of kept weights",
         CACHE,
-        " or ingredients is None or ingredients != self._ingredients",
+        " or ingredients[0] != before[0]",
         "",
         "hf/kept_weights:written_meanwhile hf/kept_weights:an_adapter",
+    ),
+    Mutant(
+        "versions of kept weights",
+        CACHE,
+        "written = None in ingredients[1] or ingredients[1] != before[1]",
+        "written = False",
+        "hf/kept_weights:written_meanwhile hf/kept_weights:parameters_that",
+    ),
+    Mutant(
+        "all content of kept weights",
+        CACHE,
+        "(lent, whole) if digest == self._digest else None",
+        "(lent, whole)",
+        "hf/kept_weights:written_meanwhile",
+    ),
+    Mutant(
+        "all content of written parameters",
+        CACHE,
+        " or (written and moved.digest() != self._digest)",
+        "",
+        "hf/kept_weights:one_element",
+    ),
+    Mutant(
+        "all else of written parameters",
+        CACHE,
+        " or not now.unchanged() or (written",
+        " or (written",
+        "hf/kept_weights:whatever_else",
+    ),
+    Mutant("digests of all elements", DIGEST, ".split(CHUNK):", ".split(CHUNK)[:1]:", "unit/digest:every"),
+    Mutant(
+        "lists of active adapters",
+        CHANGE,
+        "contents = tuple(others.get(id(v), v) for v in self.contents[0]), self.contents[1]",
+        "contents = (), ()",
+        "hf/kept_weights:a_reference",
+    ),
+    Mutant(
+        "parameters of active adapters",
+        ADAPTERS,
+        "filter(active.__contains__, child)",
+        "()",
+        "hf/adapters:changes",
+    ),
+    Mutant(
+        "gradients of idle adapters",
+        CHANGE,
+        " or any(map(_wants_gradient, self.idle))",
+        "",
+        "hf/kept_weights:an_idle_adapter",
+    ),
+    Mutant(
+        "buffers that are read",
+        CHECKED,
+        "self._own_code().names.union(self.family.engine.buffers, given)",
+        "frozenset()",
+        "hf/kept_weights:written_meanwhile",
     ),
     Mutant(
         "content of kept weights",
