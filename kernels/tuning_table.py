@@ -19,10 +19,12 @@ fusedvit are recorded and decide nothing: one table serves every supported Trito
 well is refused by the configuration's own check (`Backend.wrong`). A malformed table is left out with a warning.
 """
 
+import errno
 import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
@@ -239,7 +241,13 @@ def write(path: Path, document_passport: dict[str, Any], entries: Sequence[Entry
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".new")
     unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.replace(path)
+    except OSError as error:
+        if error.errno != errno.EBUSY:  # of a file that is mounted by itself: it may be written all the same
+            raise
+        shutil.copyfile(unfinished, path)
+        unfinished.unlink()
     forget()
 
 

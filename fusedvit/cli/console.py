@@ -1,5 +1,7 @@
 """What every command shares: errors that end in exit code 2, progress on stderr, and JSON documents."""
 
+import contextlib
+import errno
 import json
 import logging
 import math
@@ -33,6 +35,8 @@ CountedStep = Callable[[str, int, int], None]
 SECONDS_BETWEEN_LINES = 1.0
 SECONDS_OF_SILENCE = 3.0
 STDOUT = "-"  # as `--json -`
+# Of a file that is mounted by itself, or in a folder that takes no other: it may be written all the same.
+_NOT_REPLACED = frozenset((errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTSUP))
 PICTURES = (".png", ".svg", ".pdf", ".jpg")  # suffixes that --plot takes
 
 
@@ -189,7 +193,7 @@ def plain(value: Any) -> Any:
 
 def write(document: Any, path: str | Path) -> None:
     """Write `document` to `path`, making its folder; "-" is standard output. A write that is cut off leaves an older
-    document as it was.
+    document as it was, unless that may be written and not replaced.
 
     Raises:
         InputError: nothing can be written there.
@@ -218,7 +222,7 @@ def refuse_unwritable(path: str | Path, suffixes: tuple[str, ...] = ()) -> None:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     if path.is_dir():
         raise InputError(f"{path}: cannot be written (a folder)")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not (os.access(path, os.W_OK) if path.exists() else os.access(path.parent, os.W_OK | os.X_OK)):
         raise InputError(f"{path}: cannot be written (no permission)")
     if suffixes and path.suffix.lower() not in suffixes:
         raise InputError(f"{path}: the suffix must be one of {', '.join(suffixes)}")
@@ -235,8 +239,16 @@ def _write_file(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         return
     whole = path.with_name(f".{os.getpid()}.new")  # short: a name may be as long as a file system takes
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(path)
+    try:
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(path)
+    except OSError as error:
+        if error.errno not in _NOT_REPLACED or not path.is_file():
+            raise
+        path.write_text(text, encoding="utf-8")
+    finally:
+        with contextlib.suppress(OSError):
+            whole.unlink(missing_ok=True)
 
 
 # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

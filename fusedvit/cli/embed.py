@@ -1,6 +1,7 @@
 """`fusedvit embed`."""
 
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,11 +71,18 @@ def run(
 def _show_failed(failed: Sequence[Failed], errors: int) -> None:
     """The first inputs that are errors, a line each, on standard error."""
     console = new_console(stderr=True)
-    lines = [f"{each.id}: {each.error.removeprefix(f'{Path(each.id).name}: ')}" for each in failed[:SHOWN]]
+    lines = [_named_once(each.id, each.error) for each in failed[:SHOWN]]
     if errors > len(lines):
         lines.append(f"and {errors - len(lines)} more: --json lists {LISTED}, column error of each index all")
     for line in lines:
         console.print(escape("".join(c if c.isprintable() else "?" for c in line)), highlight=False, soft_wrap=True)
+
+
+def _named_once(name: str, error: str) -> str:
+    """An input's name and its error, which may begin with the path of the file."""
+    before, found, rest = error.partition(f"{Path(name).name}: ")
+    is_path = found and (not before or before.endswith(os.sep))
+    return f"{name}: {rest if is_path else error}"
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ def ended(command: Callable[[], None]) -> int:
     terminated = _interrupted_by_sigterm()
     code = _code_of(command)
     signal.signal(signal.SIGTERM, before)  # nothing is left to clean up
+    exec("")  # CPython dies of SIGINT at its exit if the last text that it ran was interrupted, as while it imports
     if terminated:
         return TERMINATED
     if code == INTERRUPTED or output is None or output.error is None:

@@ -24,7 +24,7 @@ from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
 from fusedvit.corpus.shards import Failed
-from fusedvit.errors import InputError, UnsupportedModel
+from fusedvit.errors import InputError
 from fusedvit.pixels.media import Source
 
 VERSION = 3  # of what `Job.document` records
@@ -168,18 +168,17 @@ def begun(
     job: Job, dtype: torch.dtype, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[list[Sequence[Input]], list[int]]]:
     """What `remaining` finds, for as long as it is worked on: the folder is in use, and is free again for another job
-    where this one fails without a shard.
+    where this one ends without a shard.
 
     Raises:
         InputError: as `remaining`, and `shards.in_use`.
     """
-    is_new = not shards.holds_job(Path(job.out))
-    parts, todo = remaining(job, dtype, left_out)
-    if not todo:
-        yield parts, todo
-        return
-    with _taken_back(job, is_new), shards.in_use(Path(job.out)):
-        yield parts, todo
+    out = Path(job.out)
+    parts, document = _asked(job, dtype, left_out)
+    with contextlib.nullcontext() if shards.holds_job(out) else _taken_back(out, document):
+        todo = _begin(out, parts, document)
+        with shards.in_use(out) if todo else contextlib.nullcontext():
+            yield parts, todo
 
 
 def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
@@ -199,26 +198,38 @@ def remaining(
     Raises:
         InputError: see `inputs.collect` and `shards.start`; a shard that is there does not read.
     """
+    parts, document = _asked(job, dtype, left_out)
+    return parts, _begin(Path(job.out), parts, document)
+
+
+def _asked(
+    job: Job, dtype: torch.dtype | None, left_out: Counter[str] | None
+) -> tuple[list[Sequence[Input]], dict[str, Any]]:
+    """The inputs of each shard, and the job's document; nothing is written."""
     if job.shard_size < 1:
         raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
     inputs = collect(job.given, left_out)
-    shards.start(Path(job.out), job.document(inputs, dtype))
-    parts = shards_of(inputs, job.shard_size)
-    there = shards.committed(Path(job.out)) & set(range(len(parts)))
+    return shards_of(inputs, job.shard_size), job.document(inputs, dtype)
+
+
+def _begin(out: Path, parts: Sequence[Sequence[Input]], document: dict[str, Any]) -> list[int]:
+    """Makes or checks the folder; the shards to do, the longest first."""
+    shards.start(out, document)
+    there = shards.committed(out) & set(range(len(parts)))
     for number in sorted(there):
-        shards.check_committed(Path(job.out), number, len(parts[number]))
+        shards.check_committed(out, number, len(parts[number]))
     todo = set(range(len(parts))) - there
-    return parts, sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
+    return sorted(todo, key=lambda n: (-_bytes_of(parts[n]), n))
 
 
 @contextlib.contextmanager
-def _taken_back(job: Job, is_new: bool) -> Iterator[None]:
-    """Where a job ends without a shard, as its model does not load, and was only begun for that, it is taken back."""
+def _taken_back(out: Path, document: dict[str, Any]) -> Iterator[None]:
+    """Where a job ends without a shard, as its model does not load or somebody interrupts it, and was only begun for
+    that, it is taken back."""
     try:
         yield
-    except (InputError, UnsupportedModel):
-        if is_new:
-            shards.abandon(Path(job.out))
+    except BaseException:
+        shards.abandon(out, document)
         raise
 
 

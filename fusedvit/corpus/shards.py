@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -123,14 +122,15 @@ def in_use(out: Path) -> Iterator[None]:
         yield
 
 
-def abandon(out: Path) -> None:
+def abandon(out: Path, job: dict[str, Any]) -> None:
     """Takes back a `start` that nothing came of, so that the folder is free for another job.
 
-    It stays where anything is committed, or another process is at work on it, or the file system has no locks by which
-    that could be told.
+    It stays where it is another's, anything is committed, or another process is at work on it, or the file system has
+    no locks by which that could be told.
     """
-    with contextlib.suppress(OSError), (out / JOB).open("r+b") as file:
-        if _lock(file.fileno()) and not committed(out):
+    with contextlib.suppress(OSError, ValueError), (out / JOB).open("r+b") as file:
+        is_ours = json.load(file) == json.loads(json.dumps(job))
+        if is_ours and _lock(file.fileno()) and not committed(out):
             (out / JOB).unlink(missing_ok=True)
 
 
@@ -180,7 +180,7 @@ def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype:
     for left in reversed(range(_ATTEMPTS)):
         unfinished: Path | None = None
         try:
-            unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=out))
+            unfinished = _new_folder(out)
             with _locked(unfinished) as locked:
                 if not locked and left:
                     continue  # another start has met it before, and removes it: see `remove_unfinished`
@@ -194,6 +194,13 @@ def commit(out: Path, number: int, found: Sequence[Embedded], width: int, dtype:
             if unfinished is not None:
                 shutil.rmtree(unfinished, ignore_errors=True)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _new_folder(out: Path) -> Path:
+    """For a shard that is being written; whoever the umask lets read it may, which `mkdtemp` forbids."""
+    folder = out / f"{_UNFINISHED}{uuid.uuid4().hex}"
+    folder.mkdir()
+    return folder
 
 
 @contextlib.contextmanager
@@ -325,6 +332,8 @@ def _write(folder: Path, found: Sequence[Embedded], width: int, dtype: torch.dty
         {"rows": torch.cat([torch.empty(0, width, dtype=dtype, device="cpu"), *parts]).contiguous()}, folder / ROWS
     )
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / INDEX)
+    with contextlib.suppress(PermissionError):  # a file system whose modes nobody changes
+        shutil.copymode(folder / INDEX, folder / ROWS)  # safetensors lets nobody else read it, whatever the umask says
     for path in (folder / ROWS, folder / INDEX, folder):
         _sync(path)
 

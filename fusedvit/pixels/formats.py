@@ -3,6 +3,7 @@
 _COMMON = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 # Pillow runs Ghostscript on EPS, which holds a program; others it only recognises, or decodes on Windows alone.
 NO_IMAGES = frozenset(("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"))
+_OPENED_AS = {"MPO": "JPEG"}  # formats with a suffix of their own that the plugin of another opens
 # suffix -> what FFmpeg calls the format
 VIDEO_FORMATS = {
     **dict.fromkeys((".mp4", ".m4v", ".3gp", ".3g2"), "mp4"),
@@ -23,7 +24,8 @@ def suffixes() -> frozenset[str]:
     from PIL import Image
 
     decoded = set(image_formats())
-    return frozenset(VIDEO_FORMATS) | {s for s, name in Image.registered_extensions().items() if name in decoded}
+    known = Image.registered_extensions().items()
+    return frozenset(VIDEO_FORMATS) | {suffix for suffix, name in known if _OPENED_AS.get(name, name) in decoded}
 
 
 def image_formats() -> tuple[str, ...]:

@@ -66,7 +66,8 @@ class Limits:
 
 
 class VideoFacts(NamedTuple):
-    """What is known of a video before any frame is decoded. fps is None where the file does not say."""
+    """What is known of a video before any frame is decoded: sizes are those before it is turned. fps is None where the
+    file does not say."""
 
     frames: int
     fps: float | None
@@ -350,7 +351,7 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
         raise MediaError(f"{given.shown}: frames 0 to {facts.frames - 1} can be sampled, asked for {wanted[:8]}")
     _check_limit(given.shown, "pixels", facts.width * facts.height * len(wanted), limits.max_pixels)
     decoded: dict[int, np.ndarray] = {}
-    chosen = set(wanted)
+    chosen, turns = set(wanted), 0
     with _video_stream(given) as (container, stream):
         for i, frame in enumerate(container.decode(stream)):
             if i not in chosen:
@@ -358,13 +359,15 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
             if (frame.width, frame.height) != (facts.width, facts.height):
                 expected, got = f"{facts.width}x{facts.height}", f"{frame.width}x{frame.height}"
                 raise MediaError(f"{given.shown}: frames of {expected} expected, got {got}")
+            turns = turns if decoded else round(frame.rotation / 90)
             decoded[i] = frame.to_ndarray(format="rgb24")
             if i == max(wanted):
                 break
     kept = tuple(i for i in wanted if i in decoded)  # fewer may decode than there are packets
     if not kept:
         raise MediaError(f"{given.shown}: at least 1 frame expected, got 0")
-    return Media(given.name, "video", np.stack([decoded[i] for i in kept]), facts.frames, index, facts.fps, kept)
+    upright = np.rot90(np.stack([decoded[i] for i in kept]), turns, axes=(1, 2))  # as transformers' torchcodec does
+    return Media(given.name, "video", np.ascontiguousarray(upright), facts.frames, index, facts.fps, kept)
 
 
 def _facts_of(given: _Given, limits: Limits) -> VideoFacts:

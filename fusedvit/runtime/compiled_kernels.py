@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -267,12 +268,9 @@ def _is_whole(group: Path) -> bool:
 def _write(path: Path, content: bytes) -> None:
     """Writes a file in one step: another process may do the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent)
+    unfinished = path.with_name(f".{uuid.uuid4().hex}")
     try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -58,8 +58,9 @@ def embed(
     found: list[Row] = []
 
     def heard(row: Row) -> None:
-        found.append(row)
-        done(row)
+        if row.pop("committed"):  # else another run was faster
+            found.append(row)
+            done(row)
 
     on = "cuda" if gpus else "cpu"
     with begun(job, default_dtype(torch.device(on))) as (parts, todo):
@@ -156,8 +157,9 @@ class _Tower:
         with shards.in_use(out):  # the driver of a job that fails leaves it to those who are still at work
             rows = self._embedder.embed(pickle.loads(row["pixels"]))
             found = [replace(each, id=given.id) for each, given in zip(rows, pickle.loads(row["given"]), strict=True)]
-            shards.commit(out, row["number"], found, self._embedder.width, self._embedder.dtype)
-        return {"number": row["number"], "inputs": len(found), "errors": sum(bool(each.error) for each in found)}
+            committed = shards.commit(out, row["number"], found, self._embedder.width, self._embedder.dtype)
+        errors = sum(bool(each.error) for each in found)
+        return {"number": row["number"], "inputs": len(found), "errors": errors, "committed": committed}
 
     @functools.cached_property
     def _embedder(self) -> Embedder:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -27,13 +28,16 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
+from fusedvit.cli import embed  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
 from fusedvit.corpus import shards  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
+from fusedvit.corpus.inputs import collect  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
+from fusedvit.serving import ray as on_ray  # noqa: E402
 from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
 
 __all__ = ["checkpoint", "pictures"]  # fixtures
@@ -323,7 +327,7 @@ def test_the_command(
     assert (summary["shards"], summary["inputs"], summary["errors"]) == (4, COUNT, 1)
     for run in (result, again := RUNNER.invoke(app, command)):  # which input it is, whichever run has committed it
         (line,) = [line for line in run.stderr.splitlines() if "does not decode as an image" in line]
-        assert "05.png: " in line
+        assert "05.png: " in line and line.count("05.png") == 1
         assert [failed["shard"] for failed in json.loads(written.read_text())["failed"]] == [1]
     assert again.exit_code == 1 and "nothing left to do" in again.output
     assert f"1 of {COUNT} inputs are errors" in again.output
@@ -556,6 +560,63 @@ def test_a_shard_that_another_job_has_committed_is_not_reported(
     assert heard == [shard.number for shard in found.shards] and sorted(heard) == [0, 2]
     assert found.others == {"shards": 1, "inputs": 4, "errors": 1}
     assert shards.committed(tmp_path / "out") == {0, 1, 2}
+
+
+def test_what_another_run_has_committed_is_not_reported_on_ray(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actors, one after another in this process; another run is faster with the first shard."""
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
+    theirs: list[int] = []
+
+    def in_this_process(job: corpus_job.Job, parts: Any, todo: list[int], resources: Any, heard: Any) -> None:
+        corpus_job.work(embedder_of(job), parts, Path(job.out), iter([0]), lambda shard: theirs.append(shard.number))
+        decoder, tower = on_ray._Decoder(job.model), on_ray._Tower(job)
+        for number in todo:
+            heard(tower(decoder({"number": number, "given": pickle.dumps(parts[number])})))
+
+    monkeypatch.setattr(on_ray, "_run", in_this_process)
+    heard: list[dict[str, Any]] = []
+    found = on_ray.embed(job, gpus=0, done=heard.append)
+    assert theirs == [0] and found == heard
+    assert sorted(map(str, found)) == [
+        str({"number": n, "inputs": m, "errors": int(n == 1)}) for n, m in ((1, 4), (2, 3))
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])
+@pytest.mark.parametrize("step", ["build", "_bytes_of", "work"])
+def test_a_job_that_ends_without_a_shard_keeps_nobody_out(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: type
+) -> None:
+    """Whoever ends it; one that was there before stays."""
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4, device="cpu")
+
+    def ends(*args: Any) -> Any:
+        raise error("here")
+
+    with monkeypatch.context() as patched:
+        if step != "build":
+            patched.setattr(corpus_job, step, ends)
+        for other in (False, True):
+            if other:
+                shards.start(tmp_path / "out", job.document(collect(job.given), torch.float32))
+            with pytest.raises(error, match="here"):
+                corpus_job.run(job, [], ends if step == "build" else embedder_of, lambda shard, total: None)
+            assert [path.name for path in (tmp_path / "out").iterdir()] == [shards.JOB] * other
+
+
+def test_an_input_is_named_once() -> None:
+    for name, error, said in (
+        ("a/b.png", "a/b.png: bad", "a/b.png: bad"),
+        ("b.png", "/pictures/b.png: bad", "b.png: bad"),
+        ("b.png", "b.png: bad", "b.png: bad"),
+        ("b.png", "bytes 1: bad", "b.png: bytes 1: bad"),
+        ("b.png", "/pictures/ab.png: bad", "b.png: /pictures/ab.png: bad"),
+        ("x: y.png", "p/x: y.png: bad", "x: y.png: bad"),
+        ("", "bad: of", ": bad: of"),
+    ):
+        assert embed._named_once(name, error) == said
 
 
 @pytest.mark.parametrize("committed", [0, 1, 2, 3])

@@ -1,7 +1,10 @@
 """Tuning tables: read strictly, the user's over the shipped one, left out with one warning where they do not hold."""
 
+import contextlib
+import errno
 import json
 import logging
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +241,22 @@ def test_writing_keeps_what_was_not_decided_anew(tmp_path: Path) -> None:
     assert written(path) == [(64, 1.0), (128, 3.0)]
     tuning_table.write(path, passport, [], [replace(KEY, rows=64)])
     assert written(path) == [(128, 3.0)], "the heuristic's choice is as fast now"
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EIO])
+def test_a_table_that_is_mounted_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """It is written where it is; after other errors the older one stays."""
+    path, passport = tmp_path / "a.json", tuning_table.passport("NVIDIA H200", "0")
+    tuning_table.write(path, passport, [timed(64, 1.0)])
+
+    def refused(self: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(OSError) if number == errno.EIO else contextlib.nullcontext():
+        tuning_table.write(path, passport, [timed(128, 2.0)])
+    assert len(written(path)) == (1 if number == errno.EIO else 2)
+    assert (tmp_path / "a.json.new").exists() == (number == errno.EIO)
 
 
 def test_writing_drops_entries_of_other_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,8 +34,11 @@ PREPARE, DIGEST = "fusedvit/model/prepare_weights.py", "fusedvit/model/digest.py
 LAZY, UNREAD = "fusedvit/outputs/lazy.py", "fusedvit/outputs/unread.py"
 API, LIMITS = "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
+JOB, SHARDS = "fusedvit/corpus/job.py", "fusedvit/corpus/shards.py"
+CONSOLE, ENDING, EMBED, ON_RAY = (f"fusedvit/{n}.py" for n in ("cli/console", "cli/ending", "cli/embed", "serving/ray"))
 LOAD, EPILOGUE, NORMS, PRINT = (f"kernels/{n}.py" for n in ("load_inputs", "epilogue", "norms", "fingerprint"))
-REFERENCE = "kernels/reference/linear.py"
+REFERENCE, TABLE = "kernels/reference/linear.py", "kernels/tuning_table.py"
+MEDIA, FORMATS = "fusedvit/pixels/media.py", "fusedvit/pixels/formats.py"
 _UNCHANGED = "            and "  # a clause of `Snapshot.unchanged`
 
 
@@ -735,4 +738,45 @@ MUTANTS = (
         "rows = block * BLOCK_M + tl.arange(0, BLOCK_M)\n        mask_m = rows < num_rows\n        mask =",
         "kernels/norms kernels/aot:command_passes",
     ),
+    # what is written, and where
+    Mutant("who may enter a shard", SHARDS, "    folder.mkdir()\n", "    folder.mkdir(0o700)\n", "unit/shards:who"),
+    Mutant("who may read rows", SHARDS, "shutil.copymode(folder / INDEX, folder / ROWS)", "pass", "unit/shards:who"),
+    Mutant("modes that nobody changes", SHARDS, "suppress(PermissionError)", "suppress()", "unit/shards:a_file_system"),
+    _without("whose job is taken back", SHARDS, "is_ours and ", "unit/shards:a_job_that_is"),
+    Mutant(
+        "interrupted starts",
+        JOB,
+        "    except BaseException:\n        shards.abandon",
+        "    except InputError:\n        shards.abandon",
+        "hf/corpus:a_job_that_ends",
+    ),
+    Mutant("shards of other runs", ON_RAY, 'if row.pop("committed"):', "if True:", "hf/corpus:what_another_run"),
+    Mutant("names of failed inputs", EMBED, "rest if is_path else error", "error", "hf/corpus:an_input_is_named"),
+    Mutant("paths before an error", EMBED, "before.endswith(os.sep)", "before", "hf/corpus:an_input_is_named"),
+    _never(
+        "documents that are not replaced",
+        CONSOLE,
+        "error.errno not in _NOT_REPLACED or not path.is_file()",
+        "unit/cli_usage:a_full_disk",
+    ),
+    Mutant(
+        "mounted documents",
+        CONSOLE,
+        "(errno.EBUSY, errno.EXDEV,",
+        "(errno.EXDEV,",
+        "unit/cli_usage:a_document_that_may",
+    ),
+    Mutant(
+        "mounted tables", TABLE, "if error.errno != errno.EBUSY:", "if True:", "kernels/tuning_table:a_table_that_is"
+    ),
+    Mutant(
+        "tables and other errors",
+        TABLE,
+        "if error.errno != errno.EBUSY:",
+        "if False:",
+        "kernels/tuning_table:a_table_that",
+    ),
+    _without("text that is interrupted", ENDING, '    exec("")', "unit/cli_ending:a_signal_that_interrupts"),
+    Mutant("videos of phones", MEDIA, "round(frame.rotation / 90)", "0", "unit/pixels/media:videos_are_turned"),
+    Mutant("pictures of another's plugin", FORMATS, '{"MPO": "JPEG"}', "{}", "unit/pixels/media:whatever"),
 )

@@ -149,6 +149,24 @@ def test_signals_end_a_command_after_its_clean_up(number: int, code: int) -> Non
     assert (done.returncode, done.stdout) == (code, "cleaned up\n") and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name, code", [("INT", 130), ("TERM", 143)])
+def test_a_signal_that_interrupts_text(name: str, code: int, tmp_path: Path) -> None:
+    """As each dataclass is, which is made while torch is imported."""
+    (tmp_path / "interrupted.py").write_text(
+        f"""
+import signal
+import fusedvit.__main__ as command
+signal.signal(signal.SIGINT, signal.default_int_handler)
+command._command = lambda: exec("import os, signal, time\\nos.kill(os.getpid(), signal.SIG{name})\\ntime.sleep(5)")
+command.main()
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted"], check=False, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    )
+    assert done.returncode == code
+
+
 def test_a_pool_of_processes_ends_with_its_command() -> None:
     """As after Ctrl-C, which reaches the pool's processes too: it does not wait for all that they have to do."""
     code = """

@@ -1,5 +1,6 @@
 """What the command line does with what it is given: exit codes, one line in place of a traceback, JSON alone."""
 
+import errno
 import json
 import os
 import re
@@ -444,6 +445,39 @@ def test_a_document_of_a_long_name_or_behind_a_link(tmp_path: Path) -> None:
     assert _run("env", "--json", link).exit_code == 0
     assert link.is_symlink() and json.loads((tmp_path / "share" / "found.json").read_text())
     assert [path.name for path in (tmp_path / "share").iterdir()] == ["found.json"]
+
+
+@pytest.mark.parametrize("step, number", [("replace", errno.EBUSY), ("write_text", errno.EACCES)])
+def test_a_document_that_may_be_written_and_not_replaced(
+    step: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is mounted by itself, or lies in a folder that takes no other."""
+    real = getattr(Path, step)
+
+    def refused(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name.endswith(".new"):
+            raise OSError(number, os.strerror(number))
+        return real(self, *args, **kwargs)
+
+    path = tmp_path / "env.json"
+    path.write_text("older")
+    before = path.stat().st_ino
+    monkeypatch.setattr(Path, step, refused)
+    assert _run("env", "--json", path).exit_code == 0
+    assert json.loads(path.read_text()) and path.stat().st_ino == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_older_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "env.json"
+    path.write_text("older")
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    result = _run("env", "--json", path)
+    assert result.exit_code == 2 and "cannot be written (No space left" in result.output
+    assert path.read_text() == "older" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_console_of_no_width_prints_all_the_same() -> None:

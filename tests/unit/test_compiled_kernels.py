@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -168,3 +169,14 @@ def test_every_gpu_has_shared_memory_and_a_name() -> None:
     for name in GPUS:
         target = target_named(name)
         assert target.name.startswith("NVIDIA") and target.max_shared >= 99 << 10 and target.num_sms >= 56
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_who_may_read_is_the_umasks_to_say(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        compiled_kernels._write(tmp_path / "folder" / "kernel.json", b"x")
+    finally:
+        os.umask(before)
+    (written,) = (tmp_path / "folder").iterdir()
+    assert written.name == "kernel.json" and written.stat().st_mode & 0o777 == 0o666 & ~mask

@@ -128,3 +128,16 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
 def test_length(name: str, most: int) -> None:
     (path,) = (path for path in PAGES if path.name == name)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_shards_are_read_in_the_jobs_order(tmp_path: Path) -> None:
+    """Also past the five digits that their names begin with."""
+    pytest.importorskip("pyarrow")
+    from fusedvit.corpus import shards
+
+    numbers = [0, 10_000, 10_001, 99_999, 100_000, 1_000_010]
+    for number in numbers:
+        shards._folder(tmp_path, number).mkdir()
+    (loop,) = re.findall(r"^for shard in (.*):$", page("docs/using.md"), re.MULTILINE)
+    found = eval(loop, {"Path": lambda out: tmp_path})
+    assert list(found) == [shards._folder(tmp_path, number) for number in numbers]

@@ -5,7 +5,6 @@ import fcntl
 import multiprocessing
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fusedvit.errors import InputError  # noqa: E402
 JOB = {"model": "m", "shard_size": 3}
 # Every step of a commit that may fail: the module or class, its function.
 STEPS: list[tuple[Any, str]] = [
-    (tempfile, "mkdtemp"),
+    (shards, "_new_folder"),
     (shards, "save_file"),
     (pyarrow.parquet, "write_table"),
     (os, "open"),
@@ -72,6 +71,28 @@ def test_a_shard_of_errors_alone(tmp_path: Path) -> None:
     assert [e.error for e in shards.read(tmp_path / "out", 0)] == [FOUND[1].error]
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_who_may_read_is_the_umasks_to_say(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        shards.start(tmp_path / "out", JOB)
+        commit(tmp_path / "out")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "out").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
+
+
+def test_a_file_system_that_changes_no_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refused)
+    shards.start(tmp_path / "out", JOB)
+    assert commit(tmp_path / "out")
+    assert_whole(tmp_path / "out", {0})
+
+
 def test_a_start_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between writing the job and its rename."""
     with monkeypatch.context() as patched:
@@ -104,7 +125,7 @@ def test_writers_that_meet_at_the_rename(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("again", [1, 2])
-@pytest.mark.parametrize("step", ["mkdtemp", "save_file", "write_table", "rename"])
+@pytest.mark.parametrize("step", ["_new_folder", "save_file", "write_table", "rename"])
 def test_a_start_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, again: int) -> None:
     """Before each step of the writing; also where the folder was not yet locked, and is removed."""
     out, left = tmp_path / "out", again
@@ -114,16 +135,16 @@ def test_a_start_while_another_writes(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def disturbed(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
-        found = real(*args, **kwargs) if step == "mkdtemp" else None
+        found = real(*args, **kwargs) if step == "_new_folder" else None
         if left:
             left -= 1
             shards.start(out, JOB)
-        return found if step == "mkdtemp" else real(*args, **kwargs)
+        return found if step == "_new_folder" else real(*args, **kwargs)
 
     monkeypatch.setattr(where, step, disturbed)
     assert commit(out)
     monkeypatch.undo()
-    assert left == (0 if step == "mkdtemp" else again - 1)  # what is locked is written once
+    assert left == (0 if step == "_new_folder" else again - 1)  # what is locked is written once
     assert_whole(out, {0})
 
 
@@ -228,7 +249,7 @@ def test_file_systems_without_locks_and_links(tmp_path: Path, monkeypatch: pytes
     assert {path.name for path in out.iterdir()} == {shards.JOB, ".unfinished-new"}
     with shards.in_use(out):
         assert commit(out)
-    shards.abandon(out)
+    shards.abandon(out, JOB)
     assert shards.holds_job(out)
 
 
@@ -241,7 +262,9 @@ def test_a_job_that_is_taken_back(tmp_path: Path, used: bool, numbers: set[int])
     for number in numbers:
         commit(out, number)
     with shards.in_use(out) if used else contextlib.nullcontext():
-        shards.abandon(out)
+        shards.abandon(out, JOB | {"model": "another"})
+        assert shards.holds_job(out)
+        shards.abandon(out, JOB)
     assert shards.holds_job(out) == (used or bool(numbers))
     if not shards.holds_job(out):
         with pytest.raises(InputError, match="job.json is gone, start again"), shards.in_use(out):

@@ -193,12 +193,20 @@ def test_a_pictures_format_is_found_in_the_file(tmp_path: Path, name: str, kind:
 @pytest.mark.parametrize(
     "name, kind",
     [("a.jfif", "JPEG"), ("a.jpe", "JPEG"), ("a.avif", "AVIF"), ("a.jp2", "JPEG2000"), ("a.ppm", "PPM"), ("a", "PNG")]
-    + [("a.tga", "TGA"), ("a.ICO", "ICO"), ("a.pcx", "PCX"), ("a.dds", "DDS"), ("a.sgi", "SGI"), ("a.qoi", "QOI")],
+    + [
+        ("a.mpo", "MPO"),
+        ("a.tga", "TGA"),
+        ("a.ICO", "ICO"),
+        ("a.pcx", "PCX"),
+        ("a.dds", "DDS"),
+        ("a.sgi", "SGI"),
+        ("a.qoi", "QOI"),
+    ],
 )
 def test_whatever_pillow_decodes(tmp_path: Path, name: str, kind: str) -> None:
     """With its suffix, or without any; as bytes too."""
     Image.init()
-    if kind not in Image.OPEN or kind not in Image.SAVE:
+    if kind not in {*Image.OPEN, "MPO"} or kind not in Image.SAVE:
         pytest.skip(f"no {kind} in this Pillow")
     picture = Image.fromarray(_noise(1, 48, 48)[0])
     picture.save(tmp_path / name, format=kind)
@@ -235,6 +243,36 @@ def test_containers_of_videos(tmp_path: Path, suffix: str) -> None:
     except (ValueError, av.FFmpegError) as error:
         pytest.skip(f"this FFmpeg does not write it: {error}")
     assert load_one(path, frames=4).frames.shape == (4, 48, 64, 3)
+
+
+# Of an MP4's track: to where its header moves a point (x, y) of 96 x 64, and what was above then.
+UPRIGHT = {
+    "as it is": ((1, 0, 0, 1, 0, 0), np.s_[:, :32]),
+    "a quarter clockwise": ((0, 1, -1, 0, 64, 0), np.s_[:, :, 32:]),
+    "half": ((-1, 0, 0, -1, 96, 64), np.s_[:, 32:]),
+    "a quarter back": ((0, -1, 1, 0, 0, 96), np.s_[:, :, :32]),
+}
+
+
+@pytest.mark.parametrize("turn", UPRIGHT)
+def test_videos_are_turned_as_their_header_says(tmp_path: Path, turn: str) -> None:
+    av = pytest.importorskip("av")
+    with av.open(tmp_path / "a.mp4", "w") as file:
+        stream = file.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        picture = np.zeros((64, 96, 3), np.uint8)
+        picture[:32] = 200
+        for _ in range(6):
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
+        file.mux(stream.encode())
+    content = bytearray((tmp_path / "a.mp4").read_bytes())
+    (a, b, c, d, x, y), above = UPRIGHT[turn]
+    at = content.find(b"tkhd") + 4 + 40
+    content[at : at + 36] = struct.pack(">9i", *(n << 16 for n in (a, b, 0, c, d, 0, x, y)), 1 << 30)
+    for frames in (3, lambda facts: [5, 0, 0]):
+        found = load_one(bytes(content), frames=frames).frames
+        assert found.shape == (3, *((96, 64) if "quarter" in turn else (64, 96)), 3)
+        assert found.flags["C_CONTIGUOUS"] and found[above].mean() > 180 and found.mean() < 110
 
 
 def test_short_video_gives_what_it_has() -> None:
