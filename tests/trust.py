@@ -112,7 +112,7 @@ FAULTS = {
         "weights prepared without asking",
         "hf/numbers:every_way_to_prepared_weights hf/numbers:content_that_changed",
     ),
-    "F32": Fault("a write to part of a weight", "unit/fingerprint_coverage hf/weights:small_writes_through_data"),
+    "F32": Fault("a write to part of a weight", "unit/fingerprint_coverage hf/weights:small_writes"),
     "F33": Fault("whose handle it is", "hf/handles", "data_parallel"),
     "F34": Fault("memory that moves or is freed", "hf/memory", "sharded"),
     "F35": Fault("outputs that share storage", "hf/memory:outputs_are_tensors_of_their_own kernels/store_outputs"),
