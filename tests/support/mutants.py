@@ -88,7 +88,7 @@ MUTANTS = (
     _clause(
         "hooks",
         "not any(map(fires, filter(None, self.instances.hooks)))",
-        "hf/fallback:removed_hook hf/slow:hooks_that",
+        "hf/fallback:removed_hook hf/fallback:hooks_that",
     ),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/changes"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
@@ -140,7 +140,7 @@ MUTANTS = (
         CHANGE,
         "accelerate_hooks.slots_read(module) if",
         "() if",
-        "hf/slow:a_hook hf/slow:unhooked",
+        "hf/accelerate:a_hook_that hf/accelerate:unhooked",
     ),
     # what is asked before weights are prepared
     _never("hooks on inner modules", CHECKED, "path", "hf/changes:a_changed"),
@@ -250,7 +250,7 @@ MUTANTS = (
         ACCELERATE,
         '"AlignDevicesHook" or hook.offload',
         '"AlignDevicesHook"',
-        "hf/slow hf/memory:a_tower hf/state:offloaded",
+        "hf/accelerate hf/memory:a_tower hf/changes",
     ),
     Mutant(
         "LoRA's dropout", ADAPTERS, "(dropout.training and dropout.p)", "False", "hf/adapters:what hf/adapters:adapters"
@@ -288,16 +288,22 @@ MUTANTS = (
         "what stands before them", TORCHS, "sorted(names & vars(torch._VF).keys())", "()", "hf/own_code:what_stands"
     ),
     Mutant("what PEFT's layers run", CODE, "found.foreign or layers.foreign", "found.foreign", "hf/adapters"),
-    Mutant("what accelerate's hooks run", ACCELERATE, "and _runs_accelerates(hook) ", "", "hf/slow:what_accelerates"),
-    Mutant("classes of accelerate's hooks", CHANGE, "accelerate_hooks.hooks_of(m)))", "()))", "hf/slow:what_accel"),
-    Mutant("hooks that lie", CHANGE, "function.__code__ is _capturing_code(function)", "True", "hf/slow:hooks_that"),
+    Mutant(
+        "what accelerate's hooks run", ACCELERATE, "and _runs_accelerates(hook) ", "", "hf/accelerate:what_accelerates"
+    ),
+    Mutant(
+        "classes of accelerate's hooks", CHANGE, "accelerate_hooks.hooks_of(m)))", "()))", "hf/accelerate:what_accel"
+    ),
+    Mutant(
+        "hooks that lie", CHANGE, "function.__code__ is _capturing_code(function)", "True", "hf/fallback:hooks_that"
+    ),
     _never(
         "parameters without a shape",
         BUILT,
         "nn.parameter.is_lazy(found)",
-        "hf/slow:parameters_that",
+        "hf/fallback:parameters_that",
     ),
-    _never("blocks compiled as modules", BUILT, "compiled", "hf/slow:a_block"),
+    _never("blocks compiled as modules", BUILT, "compiled", "hf/compiled:a_block"),
     # what keeps its identity, or is found first
     Mutant("defaults of functions", SOURCE, "not _has_its_defaults(value)", "False", "hf/changed_in_place:what_every"),
     _never(
@@ -395,8 +401,8 @@ MUTANTS = (
         "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "hf/fallback:hooks_on"
     ),
     Mutant("gradients", FALLBACK, "if torch.is_grad_enabled() and", "if False and", "hf/state:training"),
-    _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/slow:autocast"),
-    Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/slow:keywords"),
+    _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/autocast:autocast"),
+    Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/arguments:keywords"),
     _never("copies of a tower", ENCODER, "self._tower() is not tower", "hf/handles:a_copy hf/handles:rep"),
     Mutant(
         "classes of tensors",
