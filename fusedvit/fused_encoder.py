@@ -97,13 +97,18 @@ class FusedEncoder:
         self._stats.renew_locks()
         self.prepared.renew_locks()
 
+    def __copy__(self) -> "FusedEncoder":
+        return self  # a tower has one handle
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
+        state = {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
+        return state | {"ended": self.prepared.ended}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tower, config = state.pop("tower"), state.pop("config")
+        tower, config, ended = state.pop("tower"), state.pop("config"), state.pop("ended")
         self.__dict__.update(state)
         self._start(tower, config)
+        self.prepared.ended = ended
 
     def of_copy(self, tower: nn.Module) -> "FusedEncoder":
         """A new handle with the options of this one."""
@@ -125,6 +130,8 @@ class FusedEncoder:
 
     def serves(self, tower: nn.Module) -> bool:
         """Whether it is the handle of this very tower, and not of one that this is a copy of."""
+        if "_tower" not in self.__dict__:  # a copy before its `__setstate__`: `tower` is what that brings
+            return True
         return self._tower() is tower or self._stands_for() is tower
 
     def stand_for(self, tower: nn.Module) -> None:
@@ -207,11 +214,17 @@ class FusedEncoder:
         Raises:
             RuntimeError: the tower is gone.
         """
-        return self._reason_around() or self._pause.lasts() or self._source().reason()
+        return self._reason_around() or self._pause.lasts() or self._reason_to_prepare_none()
 
     def reason_of_tower(self) -> Reason | None:
         """As `reason`, without a pause, which passes."""
-        return self._reason_around() or self._source().reason()
+        return self._reason_around() or self._reason_to_prepare_none()
+
+    def _reason_to_prepare_none(self) -> Reason | None:
+        """Why weights could not be prepared of the tower as it stands, or None."""
+        source = self._source()
+        reason = source.reason()
+        return source.refusal() if reason is None and not self.weights.host_unchanged() else reason
 
     def _reason_around(self) -> Reason | None:
         """Why calls from here would not reach the fused encoder."""
