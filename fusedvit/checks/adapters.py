@@ -16,6 +16,7 @@ from torch import nn
 
 from fusedvit.checks.ownership import name_of
 from fusedvit.checks.source_code import Definition, definition_of
+from fusedvit.model.fp16_range import Products
 
 _MODULE = "peft.tuners.lora.layer"
 # PEFT's class, by its name: what it consists of, and whose `forward` it has.
@@ -183,10 +184,10 @@ def active_adapters(layer: Any) -> list[str]:
     return [name for name in names if name in layer.lora_A]
 
 
-def folded(plain: Plain) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+def folded(plain: Plain, sums: Products) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Parameters as they would be without adapters, active ones folded in; and the names of those that are new tensors.
 
-    `cannot_fold` comes first.
+    `cannot_fold` comes first. `sums` takes what was rounded.
     """
     parameters: dict[str, torch.Tensor] = dict(plain.parameters())
     new: set[str] = set()
@@ -197,11 +198,15 @@ def folded(plain: Plain) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
         weight = parameters[f"{path}.weight"].data
         pairs = [(layer.scaling[n], layer.lora_B[n].weight.data, layer.lora_A[n].weight.data) for n in active]
         products = [s * (up.double().flatten(1) @ down.double().flatten(1)).view_as(weight) for s, up, down in pairs]
-        parameters[f"{path}.weight"] = (weight.double() + sum(products)).to(weight.dtype)
+        exact = weight.double() + sum(products)
+        merged = parameters[f"{path}.weight"] = exact.to(weight.dtype)
+        sums.add(f"{path}.weight with its adapters", exact, merged, parameters.get(f"{path}.bias"))
         new.add(f"{path}.weight")
         biases = [layer.scaling[n] * b.double() for n in active if (b := layer.lora_B[n].bias) is not None]
         if biases:
             bias = parameters[f"{path}.bias"].detach()
-            parameters[f"{path}.bias"] = (bias.double() + sum(biases)).to(bias.dtype)
+            exact = bias.double() + sum(biases)
+            merged = parameters[f"{path}.bias"] = exact.to(bias.dtype)
+            sums.add(f"{path}.bias with its adapters", exact[:, None], merged[:, None])
             new.add(f"{path}.bias")
     return parameters, frozenset(new)

@@ -22,9 +22,10 @@ from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class
 from fusedvit.checks.recorded import version_of
-from fusedvit.errors import Reason, first_line
+from fusedvit.errors import BEYOND_FP16, Reason, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
+from fusedvit.model.fp16_range import BeyondFp16, Products
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.param_names import buffer_shapes
 from fusedvit.model.prepare_weights import prepare
@@ -93,6 +94,18 @@ class CheckedTower:
         wrong = wrong or wrong_buffers(tower, family, spec, names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
+    def refusal(self) -> Reason | None:
+        """Why weights could not be prepared of it, though `reason` finds nothing, or None; waits for the GPU."""
+        parameters = self.parameters()
+        if next(iter(parameters.values())).dtype != torch.float16:
+            return None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self.prepare(parameters, None)
+        except BeyondFp16 as why:
+            return Reason(BEYOND_FP16, str(why))
+        return None
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name, shared ones under each of theirs."""
         named = self.tower.named_parameters(remove_duplicate=False)
@@ -105,12 +118,16 @@ class CheckedTower:
         return [*self._parameters_read().values(), *buffers]
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
-        """Weights from `parameters`, in the memory of `reuse` where that fits."""
-        plain = Plain.of(self.tower)
+        """Weights from `parameters`, in the memory of `reuse` where that fits.
+
+        Raises:
+            BeyondFp16: there is one that fp16 cannot hold.
+        """
+        plain, products = Plain.of(self.tower), Products()
         buffers = dict(self.tower.named_buffers(remove_duplicate=False))
         new: frozenset[str] = frozenset()
         if plain.layers:
-            parameters, new = folded(plain)
+            parameters, new = folded(plain, products)
         turned = {name: p.data.contiguous() for name, p in parameters.items() if not p.is_contiguous()}
         own = frozenset(self.family.aliases.get(name, name) for name in (*new, *turned))
         tensors = {name: t.data for name, t in {**buffers, **parameters, **turned}.items()}  # see `kernels.fingerprint`
@@ -120,7 +137,14 @@ class CheckedTower:
             found = (b for path, b in buffers.items() if path.rpartition(".")[2] == "inv_freq" and not b.is_meta)
             rotary = next(found, None)
         return prepare(
-            self.spec, names, source, reuse=reuse, own=own, normalizations=self.normalizations, inv_freq=rotary
+            self.spec,
+            names,
+            source,
+            reuse=reuse,
+            own=own,
+            normalizations=self.normalizations,
+            inv_freq=rotary,
+            products=products,
         )
 
     def snapshot(self) -> Snapshot:

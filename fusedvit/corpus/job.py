@@ -202,9 +202,7 @@ def remaining(
     return parts, _begin(Path(job.out), parts, document)
 
 
-def _asked(
-    job: Job, dtype: torch.dtype | None, left_out: Counter[str] | None
-) -> tuple[list[Sequence[Input]], dict[str, Any]]:
+def _asked(job: Job, dtype: torch.dtype, left_out: Counter[str] | None) -> tuple[list[Sequence[Input]], dict[str, Any]]:
     """The inputs of each shard, and the job's document; nothing is written."""
     if job.shard_size < 1:
         raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")

@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 
-from fusedvit.errors import Reason, WeightsReleased
+from fusedvit.errors import BEYOND_FP16, Reason, WeightsReleased
 from fusedvit.kernels.load_inputs import FLOATS
+from fusedvit.model.fp16_range import BeyondFp16
 from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
@@ -53,7 +54,11 @@ class Source(Protocol):
         """What the tower as it stands computes with: parameters, then buffers on their device."""
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
-        """Weights from `parameters`, in the memory of `reuse` where that fits."""
+        """Weights from `parameters`, in the memory of `reuse` where that fits.
+
+        Raises:
+            BeyondFp16: there is one that fp16 cannot hold.
+        """
 
     def snapshot(self) -> Snapshot:
         """The tower as it stands."""
@@ -139,6 +144,7 @@ class WeightCache:
         self._digest: list[int] | None = None  # of all that the parameters held, where that was asked
         self._pointers: tuple[int, ...] = ()
         self._lost = False
+        self._refused: tuple[object, torch.Tensor, str] | None = None  # ingredients, fingerprints, why
         self._borrowed = _Borrowed.of(())
         self.kinds = ()
 
@@ -152,7 +158,7 @@ class WeightCache:
     def outdate(self) -> None:
         """The next use prepares weights again, in the memory of these, whatever fingerprints say."""
         self.version += 1  # a run under way is not accepted
-        self._snapshot = self._ingredients = None
+        self._snapshot = self._ingredients = self._refused = None
         self._asked = True
 
     def get(self) -> EncoderWeights:
@@ -297,10 +303,17 @@ class WeightCache:
         """
         source = self._source()
         reason = source.reason()
+        try:
+            if reason is None:
+                self._prepare(source)
+        except BeyondFp16 as why:
+            reason = Reason(BEYOND_FP16, str(why))
         if reason is not None:
             self._snapshot = None  # whatever comes back is checked anew
             self._let_go(source.parameters())
-            return reason
+        return reason
+
+    def _prepare(self, source: Source) -> None:
         if self._lost:
             self._lost, self._ingredients = False, None
             self._on_loss()
@@ -312,13 +325,12 @@ class WeightCache:
             ingredients = source.ingredients()
             content = self._read(source)
             kept, digest = self._kept(content, ingredients)
-            weights, content = kept or self._prepared_anew(source, content)
+            weights, content = kept or self._prepared_unless_refused(source, content, ingredients)
             self._digest = digest if digest is not None and snapshot.unchanged() else None
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.moves += kept is not None and weights.pointers() != self._pointers
         self._take(weights, content, snapshot, ingredients)
-        return None
 
     def _kept(
         self, now: ContentCheck, ingredients: Ingredients | None
@@ -336,6 +348,19 @@ class WeightCache:
         written = None in ingredients[1] or ingredients[1] != before[1]
         digest = now.digest() if written else self._digest  # at the first write there is none to compare with
         return (lent, whole) if digest == self._digest else None, digest
+
+    def _prepared_unless_refused(
+        self, source: Source, content: ContentCheck, ingredients: object
+    ) -> tuple[EncoderWeights, ContentCheck]:
+        """As `_prepared_anew`; what was refused at the last call is refused again without a try."""
+        refused = self._refused
+        if refused is not None and refused[0] == ingredients and torch.equal(refused[1], content.expected):
+            raise BeyondFp16(refused[2])
+        try:
+            return self._prepared_anew(source, content)
+        except BeyondFp16 as why:
+            self._refused = ingredients, content.expected, str(why)
+            raise
 
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
         """Weights of what `content` read, in the memory of those before, and a check of their copies, too."""

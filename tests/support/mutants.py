@@ -31,6 +31,7 @@ CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache"
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
 PREPARE, DIGEST = "fusedvit/model/prepare_weights.py", "fusedvit/model/digest.py"
+RANGE = "fusedvit/model/fp16_range.py"
 LAZY, UNREAD = "fusedvit/outputs/lazy.py", "fusedvit/outputs/unread.py"
 API, LIMITS = "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
@@ -441,8 +442,8 @@ MUTANTS = (
     Mutant(
         "one door to prepared weights",
         CACHE,
-        "        if reason is not None:\n            self._snap",
-        "        if False:\n            self._snap",
+        "reason = source.reason()\n        try:",
+        "reason = source.reason() and None\n        try:",
         "hf/numbers:every_way",
     ),
     _never("addresses before a replay", REPLAY, "not weights.in_place()", "hf/memory:no_kernel"),
@@ -697,6 +698,50 @@ MUTANTS = (
     ),
     _without("offloading by its name", CHECKED, ", which accelerate offloads", "hf/changes"),
     _without("modes that see operations", ENCODER, " or transforms.active(None)", "hf/messages:questions"),
+    _never("products beyond fp16", RANGE, "cost > 1", "hf/fp16_range:what_fp16"),
+    Mutant("bits below normal numbers", RANGE, "(_EPS * size)", "(_TINY + _EPS * size)", "hf/fp16_range:the_criterion"),
+    Mutant("biases that come of products", RANGE, ".nan_to_num(0.0, 0.0, 0.0)", "", "hf/fp16_range:the_scale"),
+    _without(
+        "norms that fp16 cannot hold",
+        PREPARE,
+        '        self.products.add(f"{norm}.weight times the weights behind it", exact, scaled, bias)\n',
+        "hf/fp16_range:what_fp16",
+    ),
+    _without(
+        "bytes that fp16 cannot hold",
+        PREPARE,
+        '        self.products.add(f"{name}.weight times the scale of bytes", exact, rounded, common)\n',
+        "hf/fp16_range:the_scale",
+    ),
+    Mutant(
+        "adapters that fp16 cannot hold",
+        CHECKED,
+        "folded(plain, products)",
+        "folded(plain, Products())",
+        "hf/fp16_range:what_fp16",
+    ),
+    Mutant(
+        "a refusal before a call",
+        ENCODER,
+        "source.refusal() if found is None and",
+        "None if found is None and",
+        "hf/fp16_range:what_fp16",
+    ),
+    Mutant(
+        "a refusal of other weights",
+        CACHE,
+        "refused[0] == ingredients and torch.equal(refused[1], content.expected)",
+        "True",
+        "hf/fp16_range:it_is_decided",
+    ),
+    Mutant(
+        "handles that are copied first",
+        ENCODER,
+        'if "_tower" not in self.__dict__:',
+        "if False:",
+        "hf/handles:a_handle_that",
+    ),
+    Mutant("copies of a handle that ended", ENCODER, "self.prepared.ended = ended", "pass", "hf/handles:a_handle_that"),
     _without("locks of a child", ENCODER, "        renew_in_children(self)\n", "hf/forks:a_child_waits"),
     Mutant(
         "half-prepared weights of a child",
