@@ -600,7 +600,7 @@ MUTANTS = (
         CACHE,
         "(lent, whole) if digest == self._digest else None",
         "(lent, whole)",
-        "hf/kept_weights:written_meanwhile",
+        "hf/kept_weights:one_element",
     ),
     Mutant(
         "all content of written parameters",
@@ -643,7 +643,7 @@ MUTANTS = (
         CHECKED,
         "self._own_code().names.union(self.family.engine.buffers, given)",
         "frozenset()",
-        "hf/kept_weights:written_meanwhile",
+        "hf/kept_weights:whatever_else",
     ),
     Mutant(
         "content of kept weights",
