@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 import fusedvit
 from fusedvit.serving import vllm_worker
-from fusedvit.serving.served import Served
+from fusedvit.serving.served import SERVED, Served
 from tests.serving.vllm import support
 from tests.serving.vllm.support import GRIDS, close, config_of, embed, load, tower_of, under
 from tests.serving.vllm.test_vllm_processes import oldest
@@ -124,7 +124,7 @@ def test_what_is_ready_when_a_step_comes_is_left(first: str, monkeypatch: pytest
     """vLLM's CPU worker profiles after it has a KV cache."""
     config, model = load()
     worker, asked = worker_of(config, model), list[str]()
-    (served,) = (found for _, found in vllm_worker.served_in(model))
+    served = vars(tower_of(model))[SERVED]
     monkeypatch.setattr(Served, "prepare", lambda *_: (asked.append(first), setattr(served, "ready", True)))
     steps = [
         lambda: vllm_worker._initialize(lambda _: None, worker),
