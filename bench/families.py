@@ -45,7 +45,7 @@ from fusedvit.bench.towers import (
 )
 from fusedvit.bench.workloads import Grid, tokens
 from fusedvit.config import FuseConfig
-from fusedvit.errors import UnsupportedModel
+from fusedvit.errors import UnsupportedModel, named_line
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.spec import VisionSpec
 
@@ -110,10 +110,10 @@ def measure(geometry: Geometry, device: torch.device, seconds: float, workloads:
     return found
 
 
-def measure_on_cpu(geometry: Geometry, depth: int = DEPTH_ON_CPU) -> dict[str, Any]:
+def measure_on_cpu(geometry: Geometry) -> dict[str, Any]:
     """Parity in fp32. One tower is widened to fp64 and narrowed again, which is exact: two would not fit in memory."""
     config = class_of(geometry).config_class(**geometry.numbers)
-    blocks = min(depth, getattr(config, depth_name(config)))
+    blocks = min(DEPTH_ON_CPU, getattr(config, depth_name(config)))
     tower = build_one(shallow(geometry, blocks), torch.float32, torch.device("cpu"))
     cast_parameters_(tower, torch.float64)
     ref = _outputs(tower, geometry, torch.float64)
@@ -199,7 +199,7 @@ def _found(name: str, args: argparse.Namespace) -> dict[str, Any]:
         with torch.inference_mode():
             return measure(geometry, torch.device("cuda"), args.seconds, args.workload)
     except (RuntimeError, UnsupportedModel) as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:500]}
+        return {"failed": named_line(error)}
 
 
 if __name__ == "__main__":

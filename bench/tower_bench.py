@@ -23,6 +23,7 @@ from fusedvit.bench.timing import Contender, first_ms, interleaved_bursts, peak_
 from fusedvit.bench.towers import MOST_USED, outputs_of, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid, tokens
 from fusedvit.config import FuseConfig
+from fusedvit.errors import named_line
 from fusedvit.fused_encoder import FusedEncoder
 
 OURS, ENGINE = "ours", "engine-like"
@@ -96,7 +97,7 @@ def measure(
                     measured = row(setting, options, workload, towers.GEOMETRIES[name].rows(grid))
                     rows[workload] = measured | {"took_s": time.perf_counter() - begun}
                 except RuntimeError as error:  # the other workloads' figures are worth having
-                    found[name].setdefault("failed", {})[workload] = _reason(error)
+                    found[name].setdefault("failed", {})[workload] = named_line(error)
                 found[name] |= {"memory": _held(setting), "report": setting.handle.report()}
                 keep(document)
             setting.handle.release()
@@ -182,14 +183,10 @@ def contenders(
         try:
             engines[name] = baselines.prepare(s.tower, pixels, layout, attend)
         except RuntimeError as error:  # an attention that refuses this layout leaves the others
-            failed[name] = _reason(error)
+            failed[name] = named_line(error)
             continue
         calls.append(Contender(name, engines[name].run, "gpu"))
     return calls, engines, failed
-
-
-def _reason(error: RuntimeError) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _outputs(contender: Contender, engines: Mapping[str, baselines.EngineLike]) -> list[torch.Tensor]:

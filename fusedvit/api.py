@@ -19,7 +19,7 @@ from fusedvit.checks.accelerate_hooks import OLD, is_of_class
 from fusedvit.checks.as_built import Built
 from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower, nothing_in, towers_in
-from fusedvit.checks.ownership import ORIGINAL, own_class
+from fusedvit.checks.ownership import ORIGINAL, name_of, own_class
 from fusedvit.config import FuseConfig, check_config
 from fusedvit.errors import UnsupportedModel, unnamed
 from fusedvit.families.base import Family
@@ -29,7 +29,7 @@ from fusedvit.model.spec import VisionSpec
 from fusedvit.original_inputs import for_original
 from fusedvit.outputs.hugging_face import to_hugging_face
 from fusedvit.own_forward import bypass
-from fusedvit.pixels.processors import normalizations_of, restore, swap
+from fusedvit.pixels.processors import normalizations_of, parts_of, restore, swap
 from fusedvit.runtime.compiled_kernels import take
 
 EngineCall = Callable[..., Any]  # (handle, tower, *args, **kwargs) -> the engine's answer, or None
@@ -93,9 +93,7 @@ def _check_processor(processor: Any) -> None:
     """Raises TypeError for what is neither None nor one of Hugging Face's processors, whole or in parts."""
     if processor is None:
         return
-    named = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
-    parts = [part for part in named if part is not None] or [processor]
-    if isinstance(processor, type) or not all(hasattr(part, "save_pretrained") for part in parts):
+    if isinstance(processor, type) or not all(hasattr(p, "save_pretrained") for p in parts_of(processor).values()):
         got = f"the class {processor.__name__}" if isinstance(processor, type) else type(processor).__name__
         raise TypeError(f"fusedvit: processor must be a processor of transformers, as AutoProcessor gives, got {got}")
 
@@ -118,8 +116,8 @@ def _fuse(tower: nn.Module, config: FuseConfig) -> FusedEncoder:
     family = family_of(original.__name__)
     if family is None:
         raise UnsupportedModel(
-            f"{original.__module__}.{original.__qualname__} cannot be fused: it is a class of somebody's, "
-            "based on one that was fused"
+            f"{name_of(original)} cannot be fused: it was derived from a "
+            "fused tower's class; derive it from the original class"
         )
     try:
         spec = family.spec_from_config(tower.config)

@@ -7,7 +7,6 @@ from fusedvit.graphs.limits import MOST, check_limits
 
 COMPILE = ("background", "now")
 SMALL = "small"
-ANY_BUDGET = MOST  # placeholder for budgets that are inferred later
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class FuseConfig:
             raise ValueError("fusedvit: memory and token_budgets both choose how much is held: give one of them")
         items = 1 if self.max_items is None else self.max_items
         frames = items if self.max_frames is None else self.max_frames
-        given = (ANY_BUDGET,) if self.token_budgets is None else self.token_budgets
+        given = (MOST,) if self.token_budgets is None else self.token_budgets
         limits = check_limits(given, items, frames)
         if self.token_budgets is not None:  # a list could be changed after it was checked, and has no hash
             object.__setattr__(self, "token_budgets", limits.token_budgets)

@@ -12,8 +12,7 @@ from fusedvit.api import call_original, fuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import first_line
-from fusedvit.fused_encoder import FusedEncoder, rows_of
-from fusedvit.model.encoder import EncoderOutputs
+from fusedvit.fused_encoder import rows_of
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.runtime.inputs import Grid, check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
@@ -90,7 +89,7 @@ class DataParallelEncoder:
         self._copies.clear()
 
     def _bring_copies_up_to_date(self) -> bool:
-        """Returns whether there is anything to follow: not where the tower has never run fused, and cannot."""
+        """False where there are no weights to copy: the tower has never run fused, and cannot."""
         if self._synced < 0:
             if self._handle.state() == "fused" and self._handle.reason() is not None:
                 return False
@@ -124,7 +123,7 @@ class DataParallelEncoder:
         if own is None:
             return None
         ran = [shares[0], *(share for share in shares[1:] if share.pieces)]
-        return in_order(ran, [_concatenated(self._handle, own), *rows])
+        return in_order(ran, [side_by_side(own, self._handle.spec), *rows])
 
 
 class _Copy:
@@ -187,7 +186,3 @@ def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
 
 def _stream_on(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _concatenated(handle: FusedEncoder, outputs: EncoderOutputs) -> torch.Tensor:
-    return side_by_side(outputs, handle.spec) if handle.spec.merged_outputs else outputs.hidden

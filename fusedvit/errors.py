@@ -54,6 +54,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(str(error).strip().split("\n\n")[0].split())[:300] or type(error).__name__
 
 
+def named_line(error: BaseException) -> str:
+    """An error's class and all that it says, in one line of at most 500 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host's or a GPU's memory ran out; PyTorch says so of the host's in words alone."""
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)

@@ -33,7 +33,7 @@ def renew_in_children(holder: HoldsLocks) -> None:
 
 
 def is_held(lock: Lock) -> bool:
-    """Whether another thread holds it, in a child one of the parent's."""
+    """Whether another thread holds the lock; in a forked child that is a thread which exists in the parent only."""
     if not lock.acquire(blocking=False):
         return True
     lock.release()

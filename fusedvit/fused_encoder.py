@@ -40,8 +40,8 @@ from fusedvit.runtime.runner import on_device
 from fusedvit.runtime.speculative_replay import Attempt, SpeculativeReplay, attempt
 from fusedvit.stats import Stats, compiles, describe, describe_ended, logger, of_graphs
 
-OVERTAKEN = 3  # runs of a call that may end with other weights than they began with, before it keeps others out
-MOST_RUNS = 8
+OVERTAKEN = 3  # runs of a call before it takes the lock that stops other threads from preparing weights
+MOST_RUNS = 8  # with that lock
 MOST_REPEATS = 3  # preparations in a row from other parameters of the same values, before calls do without
 
 
@@ -176,7 +176,7 @@ class FusedEncoder:
         """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
         code that the tower runs, hashes Triton's where its cache has kernels, and collects garbage."""
         if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
-            if service_of(os.getpid()).at_rest():  # else the first call runs the original code, and waits for no key
+            if service_of(os.getpid()).is_idle_with_cache():  # else the first call waits for no key
                 triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.4 s, 1 s from a cold disk
             self._source().reason()  # whose answers about code are kept for the first call
             collect_garbage()
@@ -201,21 +201,17 @@ class FusedEncoder:
             more["graphs"] = of_graphs(graphs, self._stats.eager_runs.total())
         return self._stats.as_dict() | more
 
-    def reason(self) -> Reason | None:
+    def reason(self, pauses: bool = True) -> Reason | None:
         """Why the next call of the tower as it stands would not run fused, or None; waits for the GPU.
+
+        Args:
+            pauses: a pause, which passes, counts too.
 
         Raises:
             RuntimeError: the tower is gone.
         """
-        return self._reason_around() or self._pause.lasts() or self._source().reason()
-
-    def reason_of_tower(self) -> Reason | None:
-        """As `reason`, without a pause, which passes."""
-        return self._reason_around() or self._source().reason()
-
-    def _reason_around(self) -> Reason | None:
-        """Why calls from here would not reach the fused encoder."""
-        return bypass(self.tower) or transforms.active(None)
+        paused = self._pause.lasts() if pauses else None
+        return bypass(self.tower) or transforms.active(None) or paused or self._source().reason()
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""

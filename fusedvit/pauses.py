@@ -1,4 +1,4 @@
-"""Calls that take the original code at once, for a while, after calls before them have prepared weights in vain.
+"""Back-off: after preparations that no later call could use, the next 4, 8, … 256 calls run the original code at once.
 
 A tower whose parameters somebody writes all the time, replaces at each call, or changes between any two of them, costs
 preparations and runs that take longer than its original code. Each time that this is found again twice as many calls

@@ -88,10 +88,10 @@ class PreparedTower:
         this = weakref.ref(self)  # below nothing holds it: it and its weights go with the last user's reference
         self.weights = WeightCache(
             source,
-            functools.partial(_told, this, PreparedTower._weights_moved),
-            functools.partial(_told, this, PreparedTower._release_graphs),
+            functools.partial(_call_living, this, PreparedTower._weights_moved),
+            functools.partial(_call_living, this, PreparedTower._release_graphs),
             functools.partial(_loaded_ops, this),
-            functools.partial(_told, this, PreparedTower.expect_kernels),
+            functools.partial(_call_living, this, PreparedTower.expect_kernels),
         )
 
     def renew_locks(self) -> None:
@@ -350,8 +350,8 @@ def _loaded_ops(prepared: weakref.ref[PreparedTower], device: torch.device) -> O
     return ops_for(device) if ready else TORCH
 
 
-def _told(prepared: weakref.ref[PreparedTower], what: Callable[..., None], *given: object) -> None:
-    """Calls a method of what its own parts hold weakly."""
+def _call_living(prepared: weakref.ref[PreparedTower], method: Callable[..., None], *given: object) -> None:
+    """Calls `method` of a `PreparedTower`, which its own parts hold weakly, unless it is gone."""
     alive = prepared()
     if alive is not None:
-        what(alive, *given)
+        method(alive, *given)

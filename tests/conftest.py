@@ -1,6 +1,7 @@
 """What every test shares: the interpreter where there is no GPU, the `gpu` and `slow` markers, the device."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -53,6 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU under Triton's interpreter."""
     return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
+
+
+@pytest.fixture
+def without_tf32() -> Iterator[None]:
+    """fp32 in earnest on a GPU: cuDNN would take TF32 for the patch embedding's convolution."""
+    kept = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = kept
 
 
 @pytest.fixture

@@ -102,12 +102,12 @@ FAULTS = {
     "F22": Fault("races", "unit/encoder:run_to_run_the_same_bits emulator/parts:races", "repeats"),
     "F23": Fault("out of bounds", "emulator/parts:only_a_launchs_tensors_can_be_reached", "memcheck"),
     "F24": Fault("memory and latency drift", "", "soak"),
-    "F25": Fault("LoRA, hooks, attentions, training", "hf/fallback hf/adapters"),
+    "F25": Fault("LoRA, hooks, attentions, training", "hf/fallback hf/changes hf/adapters"),
     "F26": Fault("empty batches, items without frames", "hf/outputs:empty_batch hf/outputs:item_without_frames"),
     "F27": Fault("untrusted files", "kernels/tuning_table unit/pixels/media"),
     "F28": Fault("a guard that no test looks at", "unit/graphs/plan_rules", "mutants"),
     "F29": Fault("code that is not transformers' own", "hf/own_code"),
-    "F30": Fault("structure or numbers change", "hf/numbers hf/layouts"),
+    "F30": Fault("structure or numbers change", "hf/numbers hf/changes hf/layouts"),
     "F31": Fault(
         "weights prepared without asking",
         "hf/numbers:every_way_to_prepared_weights hf/numbers:content_that_changed",
@@ -122,7 +122,7 @@ FAULTS = {
     "F39": Fault("remote code under a known name", "hf/own_code:remote_code"),
     "F40": Fault("a large common mean", "hf/large_mean"),
     "F41": Fault("silently slow", "hf/slow hf/lazy_outputs hf/unread_states hf/unread_in_models:a_whole"),
-    "F42": Fault("messages that name nothing", "hf/messages"),
+    "F42": Fault("messages that name nothing", "hf/messages hf/changes"),
 }
 
 

@@ -19,6 +19,7 @@ from fusedvit.bench.tables import VLLM_PEERS, vllm_table
 from fusedvit.bench.timing import Contender, interleaved_bursts, ratios, spread
 from fusedvit.bench.towers import pixels_for, verdict_of
 from fusedvit.bench.workloads import Grid, tokens
+from fusedvit.errors import named_line
 from fusedvit.outputs.hugging_face import side_by_side
 
 EAGER, GRAPHS, EXACT, REPLAY = VLLM_PEERS
@@ -72,7 +73,7 @@ def measure(
             try:
                 document["workloads"][name] = row(served, manager, grid, options)
             except RuntimeError as error:  # the others' figures are worth having
-                document.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]
+                document.setdefault("failed", {})[name] = named_line(error)
             document["report"] = fuse(served.ours).report()
             keep(document)
     return document

@@ -40,8 +40,8 @@ from fusedvit.bench.towers import GEOMETRIES, build, pixels_for, verdict_of
 from fusedvit.bench.workloads import WORKLOADS, Grid
 from fusedvit.errors import first_line
 from fusedvit.runtime.item_shares import shares_of
+from fusedvit.serving.served import SERVED
 from fusedvit.serving.sharded import divided
-from fusedvit.serving.vllm_worker import SERVED
 
 NAMES = ("1 x 448 px", "8 x 448 px", "video, 64 frames 448 px", "mixed")
 IMAGES = WORKLOADS["8 x 448 px"]

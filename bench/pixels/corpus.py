@@ -12,8 +12,8 @@ import torch
 
 from fusedvit.bench.pixels.table import HF_CPU, HF_CPU_HF, HF_CUDA, OURS, Setting, Workload, pictures, processor_for
 from fusedvit.bench.timing import wait
+from fusedvit.cores import available_cores
 from fusedvit.pixels import load, stream, swap
-from fusedvit.pixels.ahead import processors
 
 LOADER = "HF DataLoader + HF tower"
 _DISTINCT = 64  # files; a corpus repeats them
@@ -37,7 +37,7 @@ def measure(setting: Setting, work: Workload, count: int, seconds: float) -> dic
     files = jpegs(count, work.side)
     plain = processor_for(work.target, setting.patch)
     runs = _contenders(setting, plain, work)
-    found: dict[str, Any] = {"images": count, "side": work.side, "target": work.target, "threads": processors()}
+    found: dict[str, Any] = {"images": count, "side": work.side, "target": work.target, "threads": available_cores()}
     found["images_per_s"] = {
         name: _rate(run, files, seconds if name != OURS else None, setting.device, count % work.images)
         for name, run in runs.items()
@@ -71,7 +71,7 @@ def _contenders(setting: Setting, plain: Any, work: Workload) -> dict[str, Run]:
         """Decoded by all cores, then Hugging Face's processor, then the tower; batch after batch."""
 
         def run(files: Sequence[bytes]) -> Iterator[int]:
-            with ThreadPoolExecutor(processors()) as pool:
+            with ThreadPoolExecutor(available_cores()) as pool:
                 for batch in _chunks(files, work.images):
                     images = list(pool.map(_decoded, batch))
                     found = plain(images=images, return_tensors="pt", **options)
@@ -100,7 +100,7 @@ def _through_loader(setting: Setting, plain: Any, work: Workload) -> Run:
 
     def run(files: Sequence[bytes]) -> Iterator[int]:
         batches = list(_chunks(files, work.images))
-        workers = max(1, min(processors() - 1, len(batches)))
+        workers = max(1, min(available_cores() - 1, len(batches)))
         loader = torch.utils.data.DataLoader(
             _Processed(batches, plain), batch_size=None, num_workers=workers, pin_memory=True, prefetch_factor=2
         )
@@ -138,7 +138,7 @@ def by_threads(setting: Setting, work: Workload, count: int) -> list[dict[str, A
     """Images a second decoded, and from JPEG to patches on the device, by the threads that decode."""
     plain, files = processor_for(work.target, setting.patch), jpegs(count, work.side)
     found = []
-    for threads in (n for n in (1, 2, 4, 8, 16, 32) if n <= processors()):
+    for threads in (n for n in (1, 2, 4, 8, 16, 32) if n <= available_cores()):
         begin = time.perf_counter()
         load(files, threads=threads)
         decoded = count / (time.perf_counter() - begin)

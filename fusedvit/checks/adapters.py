@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fusedvit.checks.ownership import name_of
 from fusedvit.checks.source_code import Definition, definition_of
 
 _MODULE = "peft.tuners.lora.layer"
@@ -92,9 +93,7 @@ def cannot_fold(plain: Plain) -> str:
     """The first adapter layer whose product is not that of one matrix, and why; "" if there is none."""
     for path, module in plain.modules.items():
         if type(module).__module__.startswith("peft."):
-            return (
-                f"{path} is {type(module).__module__}.{type(module).__qualname__}, expected a LoRA layer of {[*_KINDS]}"
-            )
+            return f"{path} is {name_of(type(module))}, expected a LoRA layer of {[*_KINDS]}"
     for path, layer in plain.layers.items():
         why = _why_not(layer)
         if why:

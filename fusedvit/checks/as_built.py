@@ -20,7 +20,7 @@ from torch import nn
 from fusedvit.checks.accelerate_hooks import own_forwards
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.own_code.findings import OwnCode
-from fusedvit.checks.ownership import is_own, own_class
+from fusedvit.checks.ownership import is_own, name_of, own_class
 from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE, Engine
@@ -79,7 +79,7 @@ class Built:
         modules = dict(tower.named_modules(remove_duplicate=False))
         for path, module in modules.items():
             if not is_own(own_class(type(module)), engine):  # and not kept: it may be there for a while only
-                raise ValueError(f"{path} is of class {_name_of(type(module))}")
+                raise ValueError(f"{path} is of class {name_of(type(module))}")
         return Built(
             {path: type(m) for path, m in modules.items()},
             {
@@ -146,11 +146,11 @@ def _wrong_parameter(name: str, found: torch.Tensor, shape: tuple[int, ...], fam
     if _is_flattened(found):
         return _FLATTENED.format(name)
     if nn.parameter.is_lazy(found):  # it has no shape yet
-        return _differs(f"the class of {name}", _name_of(type(found)), "torch.nn.Parameter")
+        return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
     if _flat(tuple(found.shape)) != shape:
         return _differs(f"the shape of {name}", tuple(found.shape), shape)
     if type(found) is not nn.Parameter and not _is_engines(type(found), family.engine):
-        return _differs(f"the class of {name}", _name_of(type(found)), "torch.nn.Parameter")
+        return _differs(f"the class of {name}", name_of(type(found)), "torch.nn.Parameter")
     return "" if found.layout is torch.strided else _differs(f"the layout of {name}", found.layout, torch.strided)
 
 
@@ -169,7 +169,7 @@ def _missing(plain: Plain, name: str) -> str:
     for i in range(1, len(parts)):
         outer = plain.modules.get(".".join(parts[:i]))
         if outer is not None and not isinstance(outer, nn.ModuleList) and parts[i] not in outer._modules:
-            return f"{'.'.join(parts[:i])} is {_name_of(type(outer))}, expected a module with {parts[i]}"
+            return f"{'.'.join(parts[:i])} is {name_of(type(outer))}, expected a module with {parts[i]}"
     module = plain.modules.get(path)
     there = None if module is None else vars(module).get(last)
     if isinstance(there, torch.Tensor):
@@ -180,7 +180,7 @@ def _missing(plain: Plain, name: str) -> str:
 def _wrapped_to_compile(plain: Plain) -> str:
     """The first inner module that `torch.compile(module)` has put another around."""
     for path, module in plain.modules.items():
-        if path and _name_of(type(module)) == _COMPILED:
+        if path and name_of(type(module)) == _COMPILED:
             return f"{path} is {_COMPILED}; {path}.compile(), or torch.compile of the model, leaves the tower fused"
     return ""
 
@@ -201,8 +201,8 @@ def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) 
             return f"module {path} is missing"
         module = found[path]
         if path and (type(module) is not cls or path in own_forward):
-            own = "a forward of its own" if path in own_forward else _name_of(type(module))
-            return _differs(path, own, _name_of(cls))
+            own = "a forward of its own" if path in own_forward else name_of(type(module))
+            return _differs(path, own, name_of(cls))
         if tuple(module._modules) != built.children[path] and isinstance(module, nn.ModuleList | nn.Sequential):
             return _differs(f"what {path} holds", list(module._modules), list(built.children[path]))
         wrong = _wrong_registries(path, module, built)
@@ -219,7 +219,7 @@ def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
             return f"buffer {_dotted(path, name)} is missing"
     for registry in (module._parameters, module._buffers, module._modules):
         if type(registry) not in _REGISTRIES:
-            return _differs(_dotted(path, "a registry"), _name_of(type(registry)), "a dict")
+            return _differs(_dotted(path, "a registry"), name_of(type(registry)), "a dict")
         hidden = vars(module).keys() & registry.keys()
         if hidden:
             return _differs(_dotted(path, min(hidden)), "an attribute of the instance", "what is registered")
@@ -239,7 +239,7 @@ def _wrong_activations(found: Mapping[str, nn.Module], family: Family, spec: Vis
     for path, (name, approximate) in _activation_paths(family, spec).items():
         cls = type(found.get(path))
         if cls.__name__ != name or not cls.__module__.startswith(("torch.nn.", *family.engine.packages)):
-            return _differs(path, _name_of(cls), name)
+            return _differs(path, name_of(cls), name)
         if approximate is not None and getattr(found[path], "approximate", None) != approximate:
             return _differs(f"{path}.approximate", getattr(found[path], "approximate", "missing"), approximate)
     return ""
@@ -285,8 +285,8 @@ def _wrong_values(path: str, own: Mapping[str, Any], values: Mapping[str, object
         if own.get(name, value) != value:
             return _differs(_dotted(path, name), own[name], value)
     for name in own.keys() & engine.objects.keys():
-        if _name_of(type(own[name])) not in engine.objects[name]:
-            return _differs(_dotted(path, name), _name_of(type(own[name])), min(engine.objects[name]))
+        if name_of(type(own[name])) not in engine.objects[name]:
+            return _differs(_dotted(path, name), name_of(type(own[name])), min(engine.objects[name]))
     return ""
 
 
@@ -325,7 +325,7 @@ def wrong_buffers(tower: nn.Module, family: Family, spec: VisionSpec, names: Col
             return _differs(f"buffer {path}", got, shape)
     for path, buffer in buffers.items():
         if not isinstance(buffer, torch.Tensor):
-            return _differs(f"buffer {path}", _name_of(type(buffer)), "torch.Tensor")
+            return _differs(f"buffer {path}", name_of(type(buffer)), "torch.Tensor")
         if buffer.requires_grad:
             return f"buffer {path} wants a gradient"
         name = path.rpartition(".")[2]
@@ -390,10 +390,6 @@ def _is_same(got: Any, expected: Any) -> bool:
 
 def _dotted(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _differs(what: str, got: object, expected: object) -> str:

@@ -26,7 +26,7 @@ def foreign_class(tower: nn.Module, engine: Engine = HUGGING_FACE) -> str:
     """The class of `tower`, if it is not one of the engine's own."""
     cls = own_class(type(tower))
     own = cls.__module__.startswith(engine.towers) and defines(cls.__module__, cls.__qualname__)
-    return "" if own else f"the tower's class is {cls.__module__}.{cls.__qualname__}"
+    return "" if own else f"the tower's class is {name_of(cls)}"
 
 
 def is_own(cls: type, engine: Engine = HUGGING_FACE) -> bool:
@@ -60,7 +60,7 @@ def is_foreign_function(value: object, name: str) -> bool:
 
 def held_function(value: object) -> object:
     """What a cache of functools or a kernel of Triton holds; anything else itself."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = name_of(type(value))
     if kind == "functools._lru_cache_wrapper":
         return held_function(getattr(value, "__wrapped__", None))
     return held_function(getattr(value, "fn", None)) if kind.startswith("triton.runtime.") else value
@@ -116,8 +116,13 @@ def is_foreign_object(value: object, engine: Engine) -> bool:
     return callable(value) or root == "types" or root not in {*sys.stdlib_module_names, *_ARRAYS}
 
 
+def name_of(defined: FunctionType | type) -> str:
+    """Module and name of a class or function."""
+    return f"{defined.__module__}.{defined.__qualname__}"
+
+
 def describe(value: object) -> str:
     """A function by where it was defined, anything else by its type."""
     if isinstance(value, FunctionType | type):
-        return f"{value.__module__}.{value.__qualname__}"
-    return "missing" if value is None else f"an object of {type(value).__module__}.{type(value).__qualname__}"
+        return name_of(value)
+    return "missing" if value is None else f"an object of {name_of(type(value))}"

@@ -18,7 +18,7 @@ from fusedvit.checks import module_calls
 
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # what instances may have before their class
+HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # set on an instance, these hide its class's
 KEYS: Any = type({}.keys())
 _version_of_dictionary: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")

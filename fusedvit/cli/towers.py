@@ -9,8 +9,9 @@ from torch import nn
 from fusedvit.bench.towers import cast_parameters_, random_weights_
 from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.cli.media import PatchLayout
-from fusedvit.errors import InputError
+from fusedvit.errors import InputError, unnamed
 from fusedvit.model.spec import VisionSpec
+from fusedvit.pixels.arguments import usable_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QWEN3_VL_8B: dict[str, Any] = {
@@ -64,13 +65,9 @@ def device_of(name: str | None) -> torch.device:
     if name is None:
         return device_or_default(None)
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"--device: cpu, cuda or cuda:N expected, got {name!r}") from None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= count):
-        raise InputError(f"--device: no {name!r} here; torch sees the CPU and {count} GPUs")
-    return device
+        return usable_device(name)
+    except ValueError as error:
+        raise InputError(f"--{unnamed(error)}") from None
 
 
 def dtype_of(name: str | None, device: torch.device) -> torch.dtype:

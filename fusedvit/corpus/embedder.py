@@ -20,17 +20,17 @@ from torch import nn
 from fusedvit.api import fuse, unfuse
 from fusedvit.checks.find_tower import find_tower
 from fusedvit.config import FuseConfig
+from fusedvit.cores import available_cores
 from fusedvit.corpus.job import Job
 from fusedvit.corpus.loading import check_model, check_options, device_and_dtype, loaded, processors_of
 from fusedvit.corpus.shards import Embedded
-from fusedvit.corpus.values import as_many, check_many, columns_of, image_of, several, source_of, with_columns
+from fusedvit.corpus.values import COLUMNS, as_many, check_many, columns_of, image_of, several, source_of, with_columns
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
+from fusedvit.pixels.ahead import raise_met, started_ahead, until_error
 from fusedvit.pixels.media import Limits, MediaError, Source
 from fusedvit.pixels.processors import check_fits
 from fusedvit.pixels.streaming import Batch, frames_of, stream
 
-COLUMNS = ("bytes", "image", "path", "file", "image_path")  # the first that a batch has is read
 PATCHES = 65536  # of one call of the tower: some 80 images of 448 x 448
 ENCODED = 16  # images of one call of `encode`
 DECODED = 64  # images that may wait for it
@@ -43,7 +43,7 @@ class Embedder:
     Daft's batch functions, whose columns are taken as they are: `embedder({"path": series})["embedding"]`. Of an Arrow
     table it makes an Arrow table.
 
-    A batch is a dictionary of columns. Of `bytes`, `image`, `path`, `file` and `image_path` the first that is there is
+    A batch is a dictionary of columns. Of `image`, `bytes`, `path`, `file` and `image_path` the first that is there is
     read: paths, contents of files, {"bytes": …, "path": …} as `datasets` stores images, Pillow images, or uint8 pixels
     `[H, W, 3]` as `ray.data.read_images` gives them. Added are:
 
@@ -62,7 +62,7 @@ class Embedder:
             and at most 16 Pillow images. An image alone for which it raises ValueError is a row with an error, unless
             it does for all of its first call. `output` and `deepstack` are not asked then.
         device, dtype: of a checkpoint; a GPU and bf16 if there is one, else the CPU and fp32.
-        threads: that decode; as many as there are processors if left out.
+        threads: that decode; as many as there are cores if left out.
         limits: on bytes, pixels and frames of each file.
         config: as `fuse` takes it; `FuseConfig(compile="now")` if left out.
 
@@ -238,7 +238,7 @@ class Embedder:
 
     def _images(self, sources: Iterable[Source]) -> Iterator[Any]:
         """Each source as a Pillow image, or what is wrong with it; decoded ahead in threads."""
-        pool = ThreadPoolExecutor(self._threads or processors(), "fusedvit-decode")
+        pool = ThreadPoolExecutor(self._threads or available_cores(), "fusedvit-decode")
         loads = (functools.partial(image_of, source, self._limits, i) for i, source in enumerate(sources))
         try:
             for task in started_ahead(pool, loads, DECODED):

@@ -11,14 +11,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fusedvit.corpus.values import content_of
+from fusedvit.corpus.values import COLUMNS, PATHS, content_of
 from fusedvit.errors import InputError, first_line
 from fusedvit.pixels.formats import suffixes
-from fusedvit.pixels.media import MediaError, Source
+from fusedvit.pixels.media import MediaError, Source, is_url
 
 LISTS, TABLES = (".txt", ".lst"), (".parquet",)
-CONTENTS = ("image", "bytes")  # columns of a table that hold files' contents, or {"bytes": …, "path": …}
-PATHS = ("path", "file", "image_path")
 _NAMED = 8  # suffixes in a message
 
 
@@ -170,7 +168,7 @@ def _lines_of(source: Path) -> list[str]:
 
 
 def _check_no_url(path: str) -> None:
-    if "://" in path[:20] or path.startswith(("http:/", "https:/")):
+    if is_url(path):
         raise InputError(f"{path}: a URL; download it and give the file or its folder")
 
 
@@ -226,11 +224,9 @@ def _not_converted(values: Iterable[Any]) -> Iterator[tuple[int, Exception]]:
 
 def _column_of(table: Path, schema: Any) -> str:
     """The column that holds what is embedded."""
-    found = next((name for name in (*CONTENTS, *PATHS) if name in schema.names), None)
+    found = next((name for name in COLUMNS if name in schema.names), None)
     if found is None:
-        raise InputError(
-            f"{table}: a column of {', '.join((*CONTENTS, *PATHS))} expected, got {sorted(set(schema.names))}"
-        )
+        raise InputError(f"{table}: a column of {', '.join(COLUMNS)} expected, got {sorted(set(schema.names))}")
     return found
 
 
@@ -282,7 +278,7 @@ class _Table:
         except Exception as error:  # text that is not UTF-8, which Arrow does not check
             return MediaError(f"a file's bytes or path expected, got what does not convert: {first_line(error)}")
         if isinstance(value, str) and value:
-            return value if "://" in value[:20] else self.path.parent / value
+            return value if is_url(value) else self.path.parent / value
         return value if value and isinstance(value, bytes) else MediaError("a file's bytes or path expected, got none")
 
 

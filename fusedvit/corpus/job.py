@@ -27,7 +27,7 @@ from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError
 from fusedvit.pixels.media import Source
 
-VERSION = 2  # of what `Job.document` records
+VERSION = 3  # of what `Job.document` records
 LISTED = 1000  # inputs that are errors, in what a run has found
 UNWRITTEN = 2  # shards that may wait for the disk
 WORKER = "fusedvit.corpus.worker"
@@ -67,10 +67,10 @@ class Job:
     shard_size: int = 512
     device: str | None = None
 
-    def document(self, inputs: Sequence[Input], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def document(self, inputs: Sequence[Input], dtype: torch.dtype) -> dict[str, Any]:
         """What another run must agree with to go on: everything that decides a shard's content.
 
-        `dtype` is the tower's; None where it is not known here, as on the driver of a cluster.
+        `dtype` is the tower's.
 
         Raises:
             InputError: the checkpoint or a table cannot be read.
@@ -84,7 +84,7 @@ class Job:
             "files_digest": origin.files(inputs),
             "given": origin.given(self.given),
             "working_directory": origin.working_directory(self.given),
-            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             **origin.checkpoint(self.model),
         }
 
@@ -167,11 +167,13 @@ def run(
 def begun(
     job: Job, dtype: torch.dtype, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[list[Sequence[Input]], list[int]]]:
-    """What `remaining` finds, for as long as it is worked on: the folder is in use, and is free again for another job
-    where this one ends without a shard.
+    """The inputs of each shard, and the numbers of those to do, the longest first, for as long as they are worked on:
+    the folder is made or checked, is in use, and is free again for another job where this one ends without a shard.
+
+    `dtype` is what the tower will have, `left_out` as of `inputs.collect`.
 
     Raises:
-        InputError: as `remaining`, and `shards.in_use`.
+        InputError: see `inputs.collect`, `shards.start` and `shards.in_use`; a shard that is there does not read.
     """
     out = Path(job.out)
     parts, document = _asked(job, dtype, left_out)
@@ -188,23 +190,7 @@ def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
     return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
 
 
-def remaining(
-    job: Job, dtype: torch.dtype | None = None, left_out: Counter[str] | None = None
-) -> tuple[list[Sequence[Input]], list[int]]:
-    """The inputs of each shard, and the numbers of those to do, the longest first; the folder is made or checked.
-
-    `dtype` is what the tower will have, as far as that is known; `left_out` as of `inputs.collect`.
-
-    Raises:
-        InputError: see `inputs.collect` and `shards.start`; a shard that is there does not read.
-    """
-    parts, document = _asked(job, dtype, left_out)
-    return parts, _begin(Path(job.out), parts, document)
-
-
-def _asked(
-    job: Job, dtype: torch.dtype | None, left_out: Counter[str] | None
-) -> tuple[list[Sequence[Input]], dict[str, Any]]:
+def _asked(job: Job, dtype: torch.dtype, left_out: Counter[str] | None) -> tuple[list[Sequence[Input]], dict[str, Any]]:
     """The inputs of each shard, and the job's document; nothing is written."""
     if job.shard_size < 1:
         raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")

@@ -10,12 +10,12 @@ from torch import nn
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
 from fusedvit.errors import InputError, first_line
-from fusedvit.pixels.arguments import gpus_here, is_usable
-from fusedvit.pixels.media import Limits
+from fusedvit.pixels import media
+from fusedvit.pixels.arguments import usable_device
+from fusedvit.pixels.processors import PARTS
 
 OUTPUTS = ("mean", "tokens")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PARTS = ("image_processor", "video_processor")
 _CHECKPOINT = (str, Path)
 
 
@@ -29,7 +29,7 @@ def check_model(model: Any, processor: Any, encode: Any) -> None:
         raise TypeError("fusedvit: encode= takes a model that is loaded, with its processor, not a checkpoint's name")
     if processor is None and not isinstance(model, _CHECKPOINT):
         raise TypeError("fusedvit: a model that is loaded needs its processor: Embedder(model, processor)")
-    if processor is not None and not callable(processor) and not any(hasattr(processor, name) for name in _PARTS):
+    if processor is not None and not callable(processor) and not any(hasattr(processor, name) for name in PARTS):
         raise _wrong("processor", "an image processor, or what holds one", processor)
 
 
@@ -39,12 +39,7 @@ def check_options(output: Any, deepstack: Any, threads: Any, limits: Any, config
         raise ValueError(f"fusedvit: output must be one of {OUTPUTS}, got {output!r}")
     if not isinstance(deepstack, bool):
         raise _wrong("deepstack", "True or False", deepstack)
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool)):
-        raise _wrong("threads", "an int or None", threads)
-    if threads is not None and threads < 1:
-        raise ValueError(f"fusedvit: threads: at least 1 expected, got {threads}")
-    if not isinstance(limits, Limits | None):
-        raise _wrong("limits", "Limits or None", limits)
+    media.check_options("raise", limits, threads, called=False)
     if not isinstance(config, FuseConfig | None):
         raise _wrong("config", "FuseConfig or None", config)
 
@@ -63,12 +58,7 @@ def device_and_dtype(model: Any, device: Any, dtype: Any) -> tuple[torch.device,
         raise _wrong("dtype", "a torch.dtype", dtype)
     if dtype not in (None, *_DTYPES):
         raise ValueError(f"fusedvit: dtype: one of {', '.join(map(str, _DTYPES))} expected, got {dtype}")
-    try:
-        on = device_or_default(device)
-    except RuntimeError:
-        raise ValueError(f"fusedvit: device: cpu, cuda or cuda:N expected, got {device!r}") from None
-    if not is_usable(on):
-        raise ValueError(f"fusedvit: device: the CPU or one of {gpus_here()} GPUs expected, got {str(device)!r}")
+    on = device_or_default(None) if device is None else usable_device(device)
     return on, dtype or default_dtype(on)
 
 

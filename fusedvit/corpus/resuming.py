@@ -11,7 +11,6 @@ _DIGESTS = {  # what is behind a digest, in a message
     "processor": "processor's settings",
 }
 _FILES = "files_digest"
-_NEWER = (_FILES,)  # not recorded by every release of this version: jobs that were begun without it go on
 _FOR_MESSAGES = ("given",)
 _LONGEST = 200  # characters of a value in a message
 
@@ -19,16 +18,15 @@ _LONGEST = 200  # characters of a value in a message
 def difference(known: dict[str, Any], job: dict[str, Any]) -> str:
     """How the document of a job that was begun differs from that of one which shall go on with it; "" if it does not.
 
-    null is what a writer did not know. What can be read as it is comes before digests.
+    What can be read as it is comes before digests.
     """
     if known.get("version") != job.get("version"):
         recorded = f"job.json of version {job.get('version')} expected, got {known.get('version') or 'none'}"
         return f"begun by another version of fusedvit: {recorded}; {_ELSEWHERE}"
     for name in sorted((known.keys() | job.keys()).difference(_FOR_MESSAGES), key=lambda name: (name in _FILES, name)):
         was, now = known.get(name, "nothing"), job.get(name, "nothing")
-        if was == now or was is None or now is None or (name in _NEWER and "nothing" in (was, now)):
-            continue
-        return f"holds another job: {_said(name, was, now, known, job)} {_ELSEWHERE}"
+        if was != now:
+            return f"holds another job: {_said(name, was, now, known, job)} {_ELSEWHERE}"
     return ""
 
 

@@ -135,8 +135,8 @@ def abandon(out: Path, job: dict[str, Any]) -> None:
 
 
 def remove_unfinished(out: Path) -> None:
-    """Removes what killed writers have left. What a living one has locked stays; one that is met before it has locked
-    begins again: see `commit`."""
+    """Removes what killed writers have left. What a living writer has locked stays; a writer whose folder is removed
+    before it has locked it starts over (`commit`)."""
     for path in out.glob(f"{_UNFINISHED}*"):
         with contextlib.suppress(OSError):  # another start was faster, or the file system has no locks
             handle = os.open(path, os.O_RDONLY)

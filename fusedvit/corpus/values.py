@@ -9,6 +9,9 @@ import numpy as np
 from fusedvit.errors import first_line
 from fusedvit.pixels.media import SOURCES, Limits, MediaError, Source, is_one_source, load_one, raise_of_machine, rgb_of
 
+PATHS = ("path", "file", "image_path")
+COLUMNS = ("image", "bytes", *PATHS)  # the first that a batch or a table has is read
+
 
 def as_many(sources: Iterable[Source], names: int) -> Iterator[Source]:
     """The sources; raises ValueError where they are not as many as names, at once where their number is known."""

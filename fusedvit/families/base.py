@@ -40,11 +40,11 @@ class Family:
     class_names: tuple[str, ...]
     spec_from_config: Callable[[Any], VisionSpec]
     names: WeightNames
-    output_class: str | tuple[str, ...]
+    output_class: str | tuple[str, ...] = "BaseModelOutputWithPooling"
     has_deepstack: bool = False
     call: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     also_in: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=lambda: LINEAR_PATCH_EMBED)
     engine: Engine = HUGGING_FACE
 
     def source(self, parameters: Mapping[str, torch.Tensor]) -> TensorSource:

@@ -7,7 +7,7 @@ GLM-OCR and GLM-5.3 have rotary positions only and normalise q and k. GLM-5.3 cl
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, activation_of, spec_with
+from fusedvit.families.base import Family, activation_of, spec_with
 from fusedvit.model.param_names import DownsampleNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
@@ -89,24 +89,18 @@ FAMILIES = (
         class_names=("Glm4vVisionModel", "Glm4vMoeVisionModel"),
         spec_from_config=glm4v_spec,
         names=WITH_POSITIONS,
-        output_class="BaseModelOutputWithPooling",
         also_in=("glm46v", "glmga"),
-        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="GLM-OCR",
         class_names=("GlmOcrVisionModel",),
         spec_from_config=glm_ocr_spec,
         names=NAMES,
-        output_class="BaseModelOutputWithPooling",
-        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="GLM-5.3",
         class_names=("Glm5NextVisionModel",),
         spec_from_config=glm5_spec,
         names=NAMES,
-        output_class="BaseModelOutputWithPooling",
-        aliases=LINEAR_PATCH_EMBED,
     ),
 )

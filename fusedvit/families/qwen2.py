@@ -6,7 +6,7 @@ ERNIE's tower takes single frames and ends with a norm: its token merger is a mo
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import GELUS, LINEAR_PATCH_EMBED, Family, activation_of, spec_with
+from fusedvit.families.base import GELUS, Family, activation_of, spec_with
 from fusedvit.model.param_names import LastNormNames, MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
@@ -64,15 +64,13 @@ FAMILIES = (
         class_names=("Qwen2VisionTransformerPretrainedModel",),
         spec_from_config=spec_from_config,
         names=NAMES,
-        output_class="BaseModelOutputWithPooling",
         also_in=("colqwen2",),
-        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="ERNIE 4.5 VL",
         class_names=("Ernie4_5_VLMoeVisionTransformerPretrainedModel",),
         spec_from_config=ernie_spec,
         names=ERNIE_NAMES,
-        output_class="BaseModelOutputWithPooling",
+        aliases={},
     ),
 )

@@ -6,7 +6,7 @@ Qwen2.5-Omni has separate linear layers for q, k and v. EXAONE 4.5 uses grouped-
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import LINEAR_PATCH_EMBED, Family, activation_of, spec_with
+from fusedvit.families.base import Family, activation_of, spec_with
 from fusedvit.model.param_names import MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
@@ -54,24 +54,18 @@ FAMILIES = (
         class_names=("Qwen2_5_VisionTransformerPretrainedModel",),
         spec_from_config=spec_from_config,
         names=NAMES,
-        output_class="BaseModelOutputWithPooling",
         also_in=("hyperclovax_vision_v2",),
-        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="Qwen2.5-Omni",
         class_names=("Qwen2_5OmniVisionEncoder",),
         spec_from_config=spec_from_config,
         names=SEPARATE_QKV_NAMES,
-        output_class="BaseModelOutputWithPooling",
-        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="EXAONE 4.5",
         class_names=("Exaone4_5_VisionModel",),
         spec_from_config=spec_from_config,
         names=NAMES,
-        output_class="BaseModelOutputWithPooling",
-        aliases=LINEAR_PATCH_EMBED,
     ),
 )

@@ -6,7 +6,7 @@ Qwen3-VL's dense and MoE models have one tower. Qwen3-Omni has other parameter n
 from dataclasses import replace
 from typing import Any
 
-from fusedvit.families.base import GELUS, LINEAR_PATCH_EMBED, Family, activation_of, spec_with
+from fusedvit.families.base import GELUS, Family, activation_of, spec_with
 from fusedvit.model.param_names import MergerNames, WeightNames
 from fusedvit.model.spec import VisionSpec
 
@@ -73,7 +73,6 @@ FAMILIES = (
         output_class="BaseModelOutputWithDeepstackFeatures",
         has_deepstack=True,
         also_in=("cosmos3_omni",),
-        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="Qwen3-Omni",
@@ -82,14 +81,11 @@ FAMILIES = (
         names=OMNI_NAMES,
         output_class="BaseModelOutputWithDeepstackFeatures",
         has_deepstack=True,
-        aliases=LINEAR_PATCH_EMBED,
     ),
     Family(
         name="Qwen3.5, Qwen3.6, Qwen3.8, Qwen4-Exp",
         class_names=("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel"),
         spec_from_config=spec_without_deepstack,
         names=NAMES,
-        output_class="BaseModelOutputWithPooling",
-        aliases=LINEAR_PATCH_EMBED,
     ),
 )

@@ -105,7 +105,7 @@ class EncoderBuffers:
         stats: flat fp32, partial row moments.
         merged: `[tokens / merge_unit, out]` each, output: the merger's rows, then each deepstack merger's, or the
             downsampling convolution's.
-        scratch: where the parts of split products meet; no room where no form splits any.
+        scratch: where the parts of split products meet; empty where no backend splits any.
         overlap: for mergers that are overlapped with blocks; without it they run in line.
     """
 

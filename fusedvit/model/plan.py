@@ -1,6 +1,6 @@
 """Which backend and launch configuration each operation of the encoder takes for a token budget.
 
-A tuning table answers first, then the heuristics of the forms that the device has, the fastest backend first.
+A tuning table answers first, then the heuristic of each backend that the device has, the fastest backend first.
 """
 
 from collections.abc import Callable
@@ -220,10 +220,10 @@ def chosen_for(
 
 def as_launched(spec: VisionSpec, name: str, rows: int, config: Any) -> Any:
     """What a plan of `rows` patch tokens makes of a configuration that was chosen for the operation `name`."""
-    return _early(config) if spec.sandwich and rows <= SANDWICH_PDL_ROWS.get(name, 0) else config
+    return _with_pdl(config) if spec.sandwich and rows <= SANDWICH_PDL_ROWS.get(name, 0) else config
 
 
-def _early(config: Any) -> Any:
+def _with_pdl(config: Any) -> Any:
     """`config` with programmatic dependent launch, where the GPU has it."""
     return replace(config, pdl=True) if isinstance(config, HopperGemmConfig | HopperSwapABConfig) else config
 
@@ -235,7 +235,7 @@ def choose(task: Task, dtype: torch.dtype, target: Target, table: Table) -> Any:
 
 
 def heuristic(task: Task, dtype: torch.dtype, target: Target) -> Any:
-    """The first answer of the forms of this operation, the fastest backend first; plain Triton always has one."""
+    """The first answer of this operation's backends, the fastest first; plain Triton always has one."""
     for backend in backends.available_backends(task.key.op, target, dtype):
         config = backend.heuristic(task.key, dtype, target, task.widest)
         if config is not None:

@@ -46,7 +46,10 @@ def to_hugging_face(
 
 
 def side_by_side(outputs: EncoderOutputs, spec: VisionSpec) -> torch.Tensor:
-    """What serving engines hand to a language model: `[tokens, (1 + n) * out]`, n the deepstack features by block."""
+    """What serving engines hand to a language model: `[tokens, (1 + n) * out]`, n the deepstack features by block; of a
+    tower without mergers its last hidden states."""
+    if not spec.merged_outputs:
+        return outputs.hidden
     features = outputs.deepstack_by_block(spec)
     return torch.cat([outputs.pooled, *features], dim=1) if features else outputs.pooled
 
@@ -137,7 +140,7 @@ def _changed_since_now(tower: nn.Module, handle: FusedEncoder, selected: bool) -
             return ""
         if _attention(tower) != attention:
             return f"the tower has changed (its attention is {_attention(tower)} and was {attention})"
-        reason = handle.reason_of_tower()
+        reason = handle.reason(pauses=False)
         return "the tower's weights have changed" if reason is None else f"the tower has changed ({reason})"
 
     return changed

@@ -76,7 +76,7 @@ def _checksums(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Ambient:
-    """What a thread or the process has set beside the arguments of a call, and its answer hangs on.
+    """PyTorch's ambient state that the result of a call depends on.
 
     Attributes:
         inference: inference mode, whose tensors autograd does not take.

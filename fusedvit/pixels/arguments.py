@@ -27,22 +27,12 @@ def device_named(device: Any) -> torch.device:
         raise TypeError(f"fusedvit: device must be {DEVICES}, got {type(device).__name__}") from None
 
 
-def gpus_here() -> int:
-    """How many GPUs torch sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def is_usable(device: torch.device) -> bool:
-    """Whether it is the CPU or a GPU that is here."""
-    return device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < gpus_here())
-
-
 def usable_device(device: Any) -> torch.device:
     """The CPU or a GPU that is here; the current GPU, if there is one, for None. Raises ValueError for others."""
-    count = gpus_here()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
     found = device_named(device)
-    if not is_usable(found):
-        raise ValueError(f"fusedvit: device must be the CPU or one of {count} GPUs that torch sees, got {device!r}")
+    if found.type != "cpu" and (found.type != "cuda" or (found.index or 0) >= count):
+        raise ValueError(f"fusedvit: device must be the CPU or one of {count} GPUs that torch sees, got '{device}'")
     return found

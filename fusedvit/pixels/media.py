@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fusedvit.cores import available_cores
 from fusedvit.errors import PREFIX, InputError, first_line, named
-from fusedvit.pixels.ahead import processors
 from fusedvit.pixels.arguments import check_counts
 from fusedvit.pixels.containers import missing_bytes
 from fusedvit.pixels.formats import VIDEO_FORMATS, image_formats, suffixes, video_format
@@ -119,7 +119,7 @@ def load(
             numbers, ascending.
         limits: on the bytes, pixels and frames of each.
         errors: "raise" the first error, or "skip" what does not decode, with a warning that names it.
-        threads: as many as there are processors if left out.
+        threads: as many as there are cores if left out.
 
     Raises:
         MediaError: no such file, an unknown suffix, or a file that does not decode, or not to its end.
@@ -133,7 +133,7 @@ def load(
             raise TypeError(f"fusedvit: frames must be an int or callable, got {type(frames).__name__}")
         check_counts(frames=frames)
     try:
-        return _loaded(each_of(sources), frames, limits, errors, threads or processors())
+        return _loaded(each_of(sources), frames, limits, errors, threads or available_cores())
     except InputError as error:
         raise named(error) from None
 
@@ -168,6 +168,11 @@ def check_options(errors: Any, limits: Any, threads: Any, called: bool) -> None:
         raise TypeError(f"fusedvit: limits must be Limits or None, got {type(limits).__name__}")
     if threads is not None:
         check_counts(threads=threads)
+
+
+def is_url(path: str) -> bool:
+    """Whether it names something elsewhere; `Path` makes one slash of two."""
+    return "://" in path[:20] or path.startswith(("http:/", "https:/"))
 
 
 def is_one_source(sources: Any) -> bool:
@@ -245,7 +250,7 @@ def _opened(source: Source, index: int) -> _Given:
         return _Given(f"bytes {index}", f"bytes {index}", bytes(source), len(source), video_format(bytes(source[:16])))
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"fusedvit: sources must be paths or bytes, got {type(source).__name__}")
-    if "://" in str(source)[:20] or str(source).startswith(("http:/", "https:/")):
+    if is_url(str(source)):
         raise MediaError(f"{_printable(str(source))}: a URL; download it and give the file")
     if not os.fspath(source):
         raise MediaError("a path expected, got ''")

@@ -35,7 +35,7 @@ _OPTIONS = (
     "patch_size",
     "temporal_patch_size",
 )
-_PARTS = ("image_processor", "video_processor")
+PARTS = ("image_processor", "video_processor")  # of one of Hugging Face's whole processors
 
 
 def swap(processor: Any, device: torch.device | str | None = None) -> Any:
@@ -53,7 +53,7 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
         UnsupportedModel: it holds neither an image nor a video processor whose patches we can compute.
     """
     home = Home(None if device is None else device_named(device), os.getpid())
-    parts = _parts_of(processor)
+    parts = parts_of(processor)
     found = {name: _supported(part, _original_of(part)) for name, part in parts.items()}
     reasons = {
         name: f"{name} ({_original_of(parts[name]).__name__}) {reason}" for name, (reason, _) in found.items() if reason
@@ -72,7 +72,7 @@ def swap(processor: Any, device: torch.device | str | None = None) -> Any:
 def restore(processor: Any) -> Any:
     """Gives the processors in `processor` their own classes back; returns `processor`. Raises TypeError for what is no
     processor."""
-    for part in _parts_of(processor).values():
+    for part in parts_of(processor).values():
         if not hasattr(part, "__dict__"):
             raise TypeError(f"fusedvit: processor must be one of Hugging Face's, got {type(part).__name__}")
         part.__class__ = _original_of(part)
@@ -94,7 +94,7 @@ def normalizations_of(processor: Any) -> dict[bool, Normalization]:
     """What swapped processors in `processor` leave to the tower's weights unless a call says otherwise, by whether it
     is of still images. Bytes of padded images are normalised by themselves."""
     found = {}
-    for part in filter(is_swapped, _parts_of(processor).values()):
+    for part in filter(is_swapped, parts_of(processor).values()):
         kind = classes_of(_original_of(part)).kind
         normalization = kind.normalization(_options_of(part))
         if normalization is not None and not kind.padded:
@@ -109,7 +109,7 @@ def _options_of(part: Any) -> dict[str, Any]:
 
 def check_fits(processor: Any, spec: VisionSpec) -> None:
     """Raises InputError where an image or video processor in `processor` cuts other patches than a tower takes."""
-    for part in _parts_of(processor).values():
+    for part in parts_of(processor).values():
         kind = kind_of(_original_of(part))
         if kind is None or kind.padded:  # no patches in a grid
             continue
@@ -127,11 +127,12 @@ def name_of(processor: Any) -> str:
     """What messages call `processor`: its class; where that says nothing, those of what it holds."""
     if not isinstance(processor, SimpleNamespace):
         return type(processor).__name__
-    return " and ".join(dict.fromkeys(_original_of(part).__name__ for part in _parts_of(processor).values()))
+    return " and ".join(dict.fromkeys(_original_of(part).__name__ for part in parts_of(processor).values()))
 
 
-def _parts_of(processor: Any) -> dict[str, Any]:
-    found = {name: getattr(processor, name, None) for name in _PARTS}
+def parts_of(processor: Any) -> dict[str, Any]:
+    """The image and video processors in `processor` by name, or itself as "it"."""
+    found = {name: getattr(processor, name, None) for name in PARTS}
     parts = {name: part for name, part in found.items() if part is not None}
     return parts or {"it": processor}
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from fusedvit.cores import available_cores
 from fusedvit.errors import InputError, UnsupportedModel, first_line, named
-from fusedvit.pixels.ahead import processors, raise_met, started_ahead, until_error
+from fusedvit.pixels.ahead import raise_met, started_ahead, until_error
 from fusedvit.pixels.arguments import check_counts, usable_device
 from fusedvit.pixels.byte_processors import CHANNELS_LAST
 from fusedvit.pixels.media import (
@@ -111,7 +112,7 @@ def stream(
         device: where patches are computed and stay; the current GPU if there is one.
         patches: as many images go into a batch as have at most so many patches together. An image of more is alone,
             and so is every video.
-        threads: that decode; as many as there are processors if left out.
+        threads: that decode; as many as there are cores if left out.
         ahead: how many sources are decoded before they are used. Decoded ones take 3 bytes a pixel.
         limits: on the bytes, pixels and frames of each source.
         errors: "raise" the first error, "skip" what does not decode with a warning that names it, or what is called
@@ -127,7 +128,7 @@ def stream(
     check_options(errors, limits, threads, called=True)
     check_counts(patches=patches, ahead=ahead)
     parts = _parts_of(processor, usable_device(device))
-    return _named(_batches(each_of(sources), parts, patches, threads or processors(), ahead, limits, errors))
+    return _named(_batches(each_of(sources), parts, patches, threads or available_cores(), ahead, limits, errors))
 
 
 def _named(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import triton
 
+from fusedvit.errors import named_line
 from fusedvit.kernels.codegen_checks import (
     MAX_SHARED,
     Compiled,
@@ -191,8 +192,7 @@ def compile_or_fail(launch: Launch, arch: int) -> Compiled:
     try:
         return compile_launch(launch, arch)
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return Compiled(launch.describe(), arch, 0, 0, 0, (said[:500],))
+        return Compiled(launch.describe(), arch, 0, 0, 0, (named_line(error),))
 
 
 def compile_all(matrix: Matrix, processes: int = 1) -> list[Compiled]:

@@ -90,7 +90,7 @@ class CompileService:
             if self._process is None and not self.broken and not self.ending.is_set() and _is_empty(_cache_folder()):
                 self._start()
 
-    def at_rest(self) -> bool:
+    def is_idle_with_cache(self) -> bool:
         """Whether nothing is being compiled, and Triton's cache holds something."""
         return self._process is None and not _is_empty(_cache_folder())
 

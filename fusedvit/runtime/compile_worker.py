@@ -28,12 +28,12 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.cache import get_cache_manager
 
+from fusedvit.cores import CONTROL_GROUP, available_cores
 from fusedvit.kernels.codegen_checks import AbsentGPU
 from fusedvit.kernels.launch import FromCache, KernelJob, is_cached, loading_from_cache, private_cache
 from fusedvit.runtime.compile_service import FIRST, HEADER, Request
 from fusedvit.runtime.compiled_kernels import build_launcher, end_with_parent
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")
 MOST_CHILDREN = 16
 CHILDREN_AT_FIRST = 8  # while the first call's kernels are compiled: beside 15 others each takes 1.3 times as long
 MEMORY_OF_A_CHILD = 600 << 20  # bytes
@@ -241,15 +241,6 @@ def most_children(urgent: bool) -> int:
     cores = available_cores()
     wanted = cores if urgent else cores - 1
     return max(1, min(MOST_CHILDREN, wanted, available_memory() // MEMORY_OF_A_CHILD))
-
-
-def available_cores() -> int:
-    """Cores that this process may use, by its affinity and its control group."""
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
-        cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
 
 
 def available_memory() -> int:

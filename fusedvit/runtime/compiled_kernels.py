@@ -28,6 +28,7 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 
 from fusedvit import __version__
+from fusedvit.errors import named_line
 from fusedvit.kernels import tile_configs
 from fusedvit.kernels.tile_configs import Target
 
@@ -87,7 +88,7 @@ def fill(
                 build_launcher(compilations[index]())
                 said.put("")
             except Exception as error:  # whatever a compiler dies of is one kernel's problem
-                said.put(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+                said.put(named_line(error))
 
     workers = [context.Process(target=work, daemon=True) for _ in range(min(processes, len(compilations)))]
     for worker in workers:

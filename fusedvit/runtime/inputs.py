@@ -27,8 +27,8 @@ class Inputs:
         grid: `[n, 3]` integers on the tower's device, if the host has yet to read them; else None.
         items: what the grid says; None until it is read.
         padded: pixels are `[images, patches, patch_width]` and the grid positions `[images, patches, 2]`. After
-            `without_padding` pixels are as many rows, those that are no padding first, and rows of zeros in the grid
-            are images that have none.
+            `without_padding` pixels are as many rows, those that are no padding first, and a row of zeros in the grid
+            marks an image whose positions are not row-major.
     """
 
     pixels: torch.Tensor

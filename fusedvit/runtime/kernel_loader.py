@@ -32,7 +32,7 @@ LOADING = 0.01  # seconds of a call that may go into loading kernels
 SOME_LOADING = 0.002  # seconds of it behind which the capture is left to the next call
 WORK, LONGEST_REST = 0.001, 0.1  # seconds that the thread works before it rests, and that it rests at most
 REST = 2.0  # times as long as it has worked; twice that for runs that nobody asked for
-ASKED_FOR = 1e3  # runs that calls asked for go before those of the ladder
+ASKED_FOR = 1e3  # added to the order of budgets that no call needed yet: those that one needed go first
 
 
 class Run(NamedTuple):
@@ -49,7 +49,7 @@ class Run(NamedTuple):
     kinds: tuple[int, ...]
 
 
-AROUND = Run(0, False, ())  # what calls launch whatever they run
+AROUND = Run(0, False, ())  # kernels that every call launches: fingerprints, rows of padded images
 
 
 class KernelsNotReady(Exception):
@@ -61,7 +61,7 @@ class _Ending(Exception):
     """The process ends."""
 
 
-def _go_on() -> None:
+def _no_pause() -> None:
     pass
 
 
@@ -146,7 +146,7 @@ class KernelLoader:
         """Whether a call that finds the kernels of `runs` in Triton's cache needs no other: what it launches around
         them is there. Not asked for runs that were refused, as the thread knows what they lack."""
         weights = self._weights()
-        if weights is None or not (self._refused.isdisjoint(runs) and self._service.at_rest()):
+        if weights is None or not (self._refused.isdisjoint(runs) and self._service.is_idle_with_cache()):
             return False
         if AROUND not in self.ready:
             with _current(self._device), loading_from_cache(FromCache(collect=True)) as mode:
@@ -312,7 +312,7 @@ class KernelLoader:
             with (
                 self._trying,
                 _current(self._device),
-                loading_from_cache(FromCache(True, pause if patient else _go_on)) as mode,
+                loading_from_cache(FromCache(True, pause if patient else _no_pause)) as mode,
             ):
                 if weights is None:
                     raise WeightsReleased

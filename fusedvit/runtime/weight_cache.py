@@ -54,8 +54,8 @@ class Source(Protocol):
         """The tower as it stands."""
 
     def ingredients(self) -> object:
-        """What weights are prepared from beside the content of parameters, and versions of these, to be compared by
-        `==`; None where a write would count no version."""
+        """Equal (`==`) for two states of the tower that give the same weights if parameters have the same content; None
+        where a parameter counts no writes."""
 
 
 class _Borrowed(NamedTuple):
@@ -113,7 +113,7 @@ class WeightCache:
         Args:
             source: the tower, which is asked for anew each time and not kept.
             on_move: called when tensors that a captured graph points to are no longer the ones in use.
-            on_loss: called when memory has lost its content, and static buffers may have too.
+            on_loss: called when GPU memory was discarded, as by an engine's sleep mode: static buffers may be, too.
             ops: what fingerprints are taken with outside a call.
             on_prepare: called before weights are prepared on a device.
         """

@@ -7,7 +7,6 @@ Images only, as in Dynamo.
 
 import asyncio
 import contextlib
-import os
 import threading
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dynamo.vllm.multimodal_utils.custom_encoder.backend.base import Preprocesse
 from fusedvit.api import fuse
 from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
+from fusedvit.cores import available_cores
 from fusedvit.corpus.loading import image_processor_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.pixels.processors import check_fits
@@ -47,7 +47,7 @@ class FusedVisionEncoder(VisionEncoderBackend):
 
     max_batch_cost = LARGEST_BUDGET  # merged tokens
     buckets = None  # the tower has graphs of its own
-    preprocess_concurrency = min(MAX_THREADS, os.cpu_count() or 1)
+    preprocess_concurrency = min(MAX_THREADS, available_cores())
 
     def build(self, model_id: str) -> None:
         """Loads the checkpoint's tower and image processor, fuses them, and captures every graph.

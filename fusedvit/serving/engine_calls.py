@@ -32,13 +32,13 @@ def answer_of(
 def grid_of(handle: FusedEncoder, grid_thw: Any) -> torch.Tensor | None:
     """`grid_thw` as an integer tensor `[n, 3]`; None, counted, for anything else. Nothing is read from a GPU."""
     try:
-        return check_grid(rows_of(grid_thw))
+        return check_grid(as_rows(grid_thw))
     except _REFUSED as error:
         handle.leave(unnamed(error))
         return None
 
 
-def rows_of(grid_thw: Any) -> Any:
+def as_rows(grid_thw: Any) -> Any:
     """Arrays, and lists of arrays or tensors, as lists of integers; a tensor, and what is no grid at all, as it is."""
     if isinstance(grid_thw, torch.Tensor):
         return grid_thw

@@ -13,6 +13,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -102,6 +103,15 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:
 def unwrapped(function: Any) -> Any:
     """What `wrap` has replaced by `function`; else `function` itself."""
     return function.__wrapped__ if hasattr(function, _WRAPPED) else function
+
+
+def unknown_release(engine: str, version: str, known: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    """What is wrong with the release of an engine; "" where it is one of the `known`, the first to the last."""
+    release = tuple(map(int, re.findall(r"\d+", version)[: len(known[0])]))
+    if known[0] <= release <= known[1]:
+        return ""
+    first, last = (".".join(map(str, each)) for each in known)
+    return f"{engine} {version} is not known to this release of fusedvit, which knows {first} to {last}"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

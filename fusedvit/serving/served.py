@@ -3,14 +3,19 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from fusedvit.checks.as_built import Built
 from fusedvit.errors import unnamed
 from fusedvit.fused_encoder import FusedEncoder
-from fusedvit.serving.sharded import ShardedTower
+from fusedvit.serving.agreement import Group
+from fusedvit.serving.sharded import ShardedTower, agreed_whole
+
+SERVED = "_fusedvit_served"  # in a tower's __dict__
 
 
 @dataclass
@@ -61,6 +66,40 @@ class Served:
         elif self.sharded.gather():
             self.sharded.after(warm)
         self.ready = True
+
+
+def served_in(model: object) -> list[tuple[str, nn.Module, Served]]:
+    """Paths of the fused towers in `model`, the towers, and what they are to the engine; none in what is no module."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    return [(path, module, vars(module)[SERVED]) for path, module in modules if SERVED in vars(module)]
+
+
+def served_whole(
+    tower: nn.Module,
+    built: Built,
+    group: Group,
+    make: Callable[[], tuple[nn.Module | None, str]],
+    run: Callable[..., torch.Tensor | None],
+    logger: logging.Logger,
+) -> tuple[Served | None, str]:
+    """A whole copy, whose shards are gathered later, to run in a sharded tower's place; or None and why it cannot, on
+    every rank alike.
+
+    Args:
+        built: `tower` as it was built.
+        make: builds the copy and fuses it, or says why it cannot, or shall not, be.
+        run: the engine's call of a fused tower.
+
+    Raises:
+        RuntimeError: another rank did not come.
+    """
+    whole, why_not = agreed_whole(group, make)
+    if whole is None:
+        return None, why_not
+    served: Served = vars(whole)[SERVED]
+    served.sharded = ShardedTower(tower, whole, served.handle, built, group, run, logger)
+    vars(tower)[SERVED] = served
+    return served, ""
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ An encoder server of several ranks loads plugins in its first alone; the others 
 import functools
 import inspect
 import logging
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -29,13 +28,12 @@ from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.outputs.hugging_face import side_by_side
 from fusedvit.serving.agreement import EngineGroup
 from fusedvit.serving.engine_calls import answer_of, grid_of
-from fusedvit.serving.plugin import install, may_gather, options, wrap
-from fusedvit.serving.served import Served, writing
+from fusedvit.serving.plugin import install, may_gather, options, unknown_release, wrap
+from fusedvit.serving.served import SERVED, Served, served_in, served_whole, writing
 from fusedvit.serving.sglang_towers import SGLANG, TOWERS
-from fusedvit.serving.sharded import ShardedTower, agreed_whole
 
 RELEASES = ((0, 5, 21), (0, 5, 23))  # first and last that are known
-_BUILT, _SERVED = "_fusedvit_built", "_fusedvit_served"  # in a tower's __dict__
+_BUILT = "_fusedvit_built"  # in a tower's __dict__
 _DATA_PARALLEL = "use_data_parallel"  # of a tower's constructor: whole weights
 _LOADED = "maybe_precompile_model_kernels_after_loading"  # called with weights in place and no KV pool yet
 _SHARDED = "its weights are sharded over {} GPUs; with --mm-enable-dp-encoder every GPU runs it fused"
@@ -73,7 +71,7 @@ def register() -> None:
 
 def report(scheduler: Any) -> None:
     """Logs the counters of a scheduler's fused towers: `engine.collective_rpc("fusedvit_report")`."""
-    for path, served in _served_of(scheduler):
+    for path, _, served in _served_of(scheduler):
         logger.info("fusedvit: %s: %s", path, served.handle.stats())
 
 
@@ -106,10 +104,12 @@ def _wrong_signature(cls: Any) -> str:
 
 def _construct(cls: Any, family: Family, original: Callable[..., None], tower: Any, *args: Any, **kwargs: Any) -> None:
     """A tower's constructor; what it built is noted as it returns, before anybody else has the tower."""
+    import sglang.version
+
     original(tower, *args, **kwargs)
     if type(tower) is not cls:  # somebody's subclass, which notes itself or may compute something else
         return
-    wrong = _unknown_release()
+    wrong = unknown_release("SGLang", sglang.version.__version__, RELEASES)
     for module, patch in _LOADERS.items():  # complete by now, as they need not be when plugins are loaded
         if module in sys.modules and not wrong:
             wrong = patch(sys.modules[module])
@@ -145,16 +145,6 @@ def _note(tower: Any, config: Any, whole: Callable[[], Any] | None = None) -> No
         return Noted(None, str(error), config, graphs, whole)
 
 
-def _unknown_release() -> str:
-    from sglang.version import __version__
-
-    release = tuple(map(int, re.findall(r"\d+", __version__)[:3]))
-    if RELEASES[0] <= release <= RELEASES[1]:
-        return ""
-    known = " to ".join(".".join(map(str, r)) for r in RELEASES)
-    return f"SGLang {__version__} is not known to this release of fusedvit, which knows {known}"
-
-
 # loading
 
 
@@ -183,7 +173,7 @@ def fuse_towers(model: nn.Module) -> None:
         why_not = noted.wrong or _reason_of_engine(tower, noted) or fuse(tower, family, noted)
         if not why_not:
             _turn_off_graphs()
-            vars(tower)[_SERVED].prepare(name, logger)
+            vars(tower)[SERVED].prepare(name, logger)
             continue
         vars(tower).update(noted.graphs)
         if _rank() == 0:
@@ -204,7 +194,9 @@ def _reason_of_engine(tower: nn.Module, noted: Noted) -> str:
         return _SHARDED.format(ranks)
     deterministic = get_exec().deterministic
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
-        return "deterministic inference is on: answers shall not depend on the batch, nor differ from a trainer's"
+        return (
+            "deterministic inference is on, and what the fused kernels give depends on the batch and is not a trainer's"
+        )
     return ""
 
 
@@ -226,17 +218,12 @@ def _fuse(tower: nn.Module, family: Family, noted: Noted) -> str:
     if reason is not None:
         unfuse(tower)
         return str(reason)
-    vars(tower)[_SERVED] = Served(handle)
+    vars(tower)[SERVED] = Served(handle)
     return ""
 
 
 def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
-    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot, on
-    every rank alike.
-
-    Raises:
-        RuntimeError: another rank did not come.
-    """
+    """As `served_whole`, which then runs; "" for nothing."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     def make() -> tuple[Any, str]:
@@ -255,15 +242,10 @@ def _fuse_sharded(tower: nn.Module, family: Family, noted: Noted) -> str:
         return whole, of_whole.wrong or _fuse(whole, family, of_whole)
 
     assert noted.built is not None, "asked for only where nothing was wrong"
-    group = EngineGroup.of(get_tp_group())
-    whole, why_not = agreed_whole(group, make)
-    if whole is None:
-        return why_not
-    served: Served = vars(whole)[_SERVED]
-    served.sharded = ShardedTower(tower, whole, served.handle, noted.built, group, run, logger)
-    vars(tower)[_SERVED] = served
-    fuse_sharded(tower, served.handle, _run_sharded)
-    return ""
+    served, why_not = served_whole(tower, noted.built, EngineGroup.of(get_tp_group()), make, run, logger)
+    if served is not None:
+        fuse_sharded(tower, served.handle, _run_sharded)
+    return why_not
 
 
 def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any) -> torch.Tensor | None:
@@ -271,7 +253,7 @@ def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_t
     grid = grid_of(handle, grid_thw)  # every rank has the same, and refuses the same
     if grid is None or _spans_frames(handle, grid):
         return None
-    found: torch.Tensor | None = vars(tower)[_SERVED].sharded(x, grid)
+    found: torch.Tensor | None = vars(tower)[SERVED].sharded(x, grid)
     return found
 
 
@@ -317,7 +299,7 @@ def _release(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     away = {_WEIGHTS, _GRAPHS} & manager.offload_tags
     features = get_exec().features
     loses = features.enable_memory_saver and not features.enable_weights_cpu_backup
-    for _, served in _served_of(manager) if away else ():
+    for *_, served in _served_of(manager) if away else ():
         served.give_back("woken", served.lost or (_WEIGHTS in away and loses))
     if away and torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -333,7 +315,7 @@ def _resume(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: An
 
 def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Other content in the same parameters, prepared at once; what was lost is there again."""
-    towers = [served for _, served in _served_of(manager)]
+    towers = [served for *_, served in _served_of(manager)]
     with writing(towers, "updated"):
         found = original(manager, *args, **kwargs)
     for served in towers if found.success else ():
@@ -345,22 +327,18 @@ def _updated(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
 def _prepare_awake(manager: Any) -> None:
     if {_WEIGHTS, _GRAPHS} & manager.offload_tags:
         return
-    for path, served in _served_of(manager):
+    for path, _, served in _served_of(manager):
         if not served.ready and not served.lost:
             served.prepare(path, logger)
 
 
-def _served_of(manager: Any) -> list[tuple[str, Served]]:
+def _served_of(manager: Any) -> list[tuple[str, nn.Module, Served]]:
     """Of the model that is served, and of a draft model with a tower of its own: each tower once."""
     draft = getattr(manager, "draft_worker", None)
     runners: list[Any] = getattr(draft, "weight_update_runners", list)()
     models = [manager.tp_worker.model_runner.model, *(runner.model for _, runner in runners)]
-    found = [each for model in models for each in _served_in(model)]
-    return [each for i, each in enumerate(found) if all(each[1] is not before for _, before in found[:i])]
-
-
-def _served_in(model: nn.Module) -> Iterator[tuple[str, Served]]:
-    return ((path, vars(module)[_SERVED]) for path, module in model.named_modules() if _SERVED in vars(module))
+    found = [each for model in models for each in served_in(model)]
+    return [each for i, each in enumerate(found) if all(each[-1] is not before for *_, before in found[:i])]
 
 
 # where

@@ -22,6 +22,7 @@ from fusedvit.checks.change_detection import Snapshot, hooked
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.fused_encoder import FusedEncoder
+from fusedvit.graphs.manager import MIB
 from fusedvit.model.ops import ops_for
 from fusedvit.runtime.inputs import check_grid
 from fusedvit.runtime.item_shares import Share, in_order, shares_of
@@ -40,9 +41,6 @@ from fusedvit.serving.agreement import (
     told,
 )
 from fusedvit.serving.shards import Shard, layout_of
-
-MIB = 2**20
-
 
 Encode = Callable[[FusedEncoder, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
@@ -237,7 +235,7 @@ class ShardedTower:
         room = None
         self.stale = "gathering failed"
         try:
-            detail = self._reason() or str(self.handle.reason_of_tower() or "")
+            detail = self._reason() or str(self.handle.reason(pauses=False) or "")
             layout = layout_of(self.sharded, self.whole, self.group.size)
             cut = [p for p, shard in zip(self.sharded.parameters(), layout, strict=True) if shard.dim is not None]
             room = cut[0].new_empty(self.group.size * max(p.numel() for p in cut)) if cut else None

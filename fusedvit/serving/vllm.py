@@ -11,7 +11,6 @@ gives them back. What cannot run fused runs vLLM's own code, and one log line sa
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from operator import is_
@@ -34,19 +33,17 @@ from fusedvit.pixels.byte_pixels import BytePixels
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET, limits_for
 from fusedvit.serving import vllm_gemma
 from fusedvit.serving.agreement import EngineGroup
-from fusedvit.serving.engine_calls import answer_of, grid_of, rows_of
-from fusedvit.serving.plugin import CONFIG, VARIABLES, install, may_gather, options, wrap
-from fusedvit.serving.sharded import ShardedTower, agreed_whole
+from fusedvit.serving.engine_calls import answer_of, as_rows, grid_of
+from fusedvit.serving.plugin import CONFIG, VARIABLES, install, may_gather, options, unknown_release, wrap
+from fusedvit.serving.served import SERVED, served_in, served_whole
 from fusedvit.serving.vllm_towers import MODELS, TOWERS, VLLM
 from fusedvit.serving.vllm_worker import (
     RUNNERS,
-    SERVED,
     WORKER,
     ServedTower,
     logger,
     patch_runner,
     patch_worker,
-    served_in,
 )
 
 RELEASES = ((0, 26), (0, 33))  # first and last that are known
@@ -177,13 +174,12 @@ def _reason_of_engine(tower: nn.Module) -> str:
     """What of vLLM's options and release keeps a tower from running fused, the same on every rank; "" for nothing."""
     import vllm
 
-    release = tuple(map(int, re.findall(r"\d+", vllm.__version__)[:2]))
-    if not RELEASES[0] <= release <= RELEASES[1]:  # before anything else is asked of it
-        known = " to ".join(".".join(map(str, r)) for r in RELEASES)
-        return f"vLLM {vllm.__version__} is not known to this release of fusedvit, which knows {known}"
+    unknown = unknown_release("vLLM", vllm.__version__, RELEASES)
+    if unknown:  # before anything else is asked of it
+        return unknown
     envs, config = _vllm()
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
-        return "VLLM_BATCH_INVARIANT is set: answers shall not depend on the batch"
+        return "VLLM_BATCH_INVARIANT is set, and fused kernels' results depend on the batch"
     lora = getattr(config, "lora_config", None)
     if getattr(lora, "enable_tower_connector_lora", False):
         return "LoRA of the vision tower is on (enable_tower_connector_lora)"
@@ -252,23 +248,13 @@ def _whole(cls: Any, family: Family, original: Any, vision_config: Any, args: An
 
 
 def _fuse_sharded(tower: nn.Module, make: Callable[[], tuple[Any, str]]) -> str:
-    """Lets a whole copy, of which shards are gathered later, run in a sharded tower's place, or says why it cannot, on
-    every rank alike.
-
-    Raises:
-        RuntimeError: another rank did not come.
-    """
+    """As `served_whole`, which then runs; "" for nothing."""
     from vllm.distributed import get_tp_group
 
-    group = EngineGroup.of(get_tp_group())
-    whole, why_not = agreed_whole(group, make)
-    if whole is None:
-        return why_not
-    served: ServedTower = vars(whole)[SERVED]
-    served.sharded = ShardedTower(tower, whole, served.handle, Built.of(tower, VLLM), group, run, logger)
-    vars(tower)[SERVED] = served
-    fuse_sharded(tower, served.handle, _run_sharded)
-    return ""
+    served, why_not = served_whole(tower, Built.of(tower, VLLM), EngineGroup.of(get_tp_group()), make, run, logger)
+    if served is not None:
+        fuse_sharded(tower, served.handle, _run_sharded)
+    return why_not
 
 
 def _run_sharded(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, **more: Any) -> Any:
@@ -284,7 +270,7 @@ def _load(original: Callable[..., Any], tower: nn.Module, *args: Any, **kwargs: 
     try:
         return original(tower, *args, **kwargs)
     finally:
-        for _, served in served_in(tower):
+        for *_, served in served_in(tower):
             served.changed("loaded")
 
 
@@ -341,7 +327,7 @@ def run(handle: FusedEncoder, tower: nn.Module, x: torch.Tensor, grid_thw: Any, 
     """
     if grid_thw is None or any(value is not None for value in more.values()):
         return None
-    rows = rows_of(grid_thw)
+    rows = as_rows(grid_thw)
     for _ in range(_OVERTAKEN):
         pixels = _pixels(tower, x)
         found = answer_of(handle, tower, pixels, rows)

@@ -3,7 +3,7 @@ as it sleeps."""
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,9 +13,8 @@ from torch import nn
 
 from fusedvit.model.normalization import Normalization
 from fusedvit.serving.plugin import wrap
-from fusedvit.serving.served import Served, writing
+from fusedvit.serving.served import Served, served_in, writing
 
-SERVED = "_fusedvit_served"  # in a tower's __dict__
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 WORKER = "vllm.v1.worker.gpu_worker"
 _LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
@@ -38,14 +37,13 @@ class ServedTower(Served):
 
 def stats(worker: Any) -> dict[str, Any]:
     """Counters of the fused towers of a worker, by their paths: `llm.collective_rpc("fusedvit_stats")`."""
-    return {path: served.handle.stats() for path, served in _served_by(worker)}
+    return {path: served.handle.stats() for path, _, served in _served_in(worker)}
 
 
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """A model runner's profile run: what fused towers hold is taken before memory is measured."""
     towers = served_in(_model_of(runner))
-    for tower, served in towers:
-        served.prepare(type(tower).__name__, logger)
+    _prepare_all(towers)
     if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
         logger.info(
             "fusedvit: the size of the KV cache is given, by --kv-cache-memory-bytes or a start-up plan: "
@@ -57,7 +55,7 @@ def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: An
 def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives graphs and prepared weights back; on level 2 the weights themselves are lost."""
     level = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("level", 1)
-    for _, served in _served_by(worker):
+    for *_, served in _served_in(worker):
         served.give_back("woken", level >= _LAST_LEVEL)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -68,7 +66,7 @@ def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
     """Prepares again where the weights are there, with their content."""
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags")
     woken = _awake(worker) if tags is None or "weights" in tags else []
-    with writing([served for _, served in woken], "woken"):
+    with writing([served for *_, served in woken], "woken"):
         found = original(worker, *args, **kwargs)
     _prepare_all(woken)
     return found
@@ -76,7 +74,7 @@ def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
 
 def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Other content in the same parameters, prepared at once; what was lost is there again."""
-    towers = [served for _, served in _served_by(worker)]
+    towers = [served for *_, served in _served_in(worker)]
     with writing(towers, "reloaded"):
         found = original(worker, *args, **kwargs)
     for served in towers:
@@ -87,31 +85,30 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
 
 def _update(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """A part of an update, after which another may come or none: the next call prepares."""
-    with writing([served for _, served in _served_by(worker)], "updated"):
+    with writing([served for *_, served in _served_in(worker)], "updated"):
         return original(worker, *args, **kwargs)
 
 
 def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Weights lose their content, as on the last level of sleep, where they are among what is discarded."""
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags", ())
-    for _, served in _served_by(worker) if "weights" in tags else ():
+    for *_, served in _served_in(worker) if "weights" in tags else ():
         served.give_back("discarded", lost=True)
     return original(worker, *args, **kwargs)
 
 
-def _awake(worker: Any) -> list[tuple[nn.Module, ServedTower]]:
+def _awake(worker: Any) -> list[tuple[str, nn.Module, Served]]:
     """Towers that are not prepared though their weights are there."""
-    towers = served_in(_model_of(getattr(worker, "model_runner", None)))
-    return [(tower, served) for tower, served in towers if not served.ready and not served.lost]
+    return [each for each in _served_in(worker) if not each[-1].ready and not each[-1].lost]
 
 
-def _prepare_all(towers: list[tuple[nn.Module, ServedTower]]) -> None:
-    for tower, served in towers:
+def _prepare_all(towers: Sequence[tuple[str, nn.Module, Served]]) -> None:
+    for _, tower, served in towers:
         served.prepare(type(tower).__name__, logger)
 
 
 def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    for path, served in _served_by(worker):
+    for path, _, served in _served_in(worker):
         found = served.handle.stats()
         logger.info("fusedvit: %s: %s", path, {name: value for name, value in found.items() if name != "graphs"})
     return original(worker, *args, **kwargs)
@@ -124,15 +121,8 @@ def _model_of(runner: Any) -> Any:
     return model.unwrap() if hasattr(type(model), "unwrap") else model
 
 
-def _served_by(worker: Any) -> Iterator[tuple[str, ServedTower]]:
-    model = _model_of(getattr(worker, "model_runner", None))
-    named = model.named_modules() if isinstance(model, nn.Module) else ()
-    return ((path, vars(module)[SERVED]) for path, module in named if SERVED in vars(module))
-
-
-def served_in(model: object) -> list[tuple[nn.Module, ServedTower]]:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [(module, vars(module)[SERVED]) for module in modules if SERVED in vars(module)]
+def _served_in(worker: Any) -> list[tuple[str, nn.Module, Served]]:
+    return served_in(_model_of(getattr(worker, "model_runner", None)))
 
 
 def patch_runner(module: ModuleType) -> None:

@@ -1,6 +1,5 @@
 """Bytes in towers of real widths on a GPU: the tolerance rule, one graph for every kind, pixels from anywhere."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import fusedvit
 from fusedvit.bench.towers import GEOMETRIES, build
 from fusedvit.pixels.byte_pixels import BytePixels
 from tests.support.byte_patches import CLIP, HALF, KINDS, bytes_for
-from tests.support.towers import Call, assert_bitwise, assert_rule, random_grid, without_tf32
+from tests.support.towers import Call, assert_bitwise, assert_rule, poison, random_grid
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_tf32")]
 
 LEAST, MOST = 1025, 1088  # patch tokens: one budget, hence one set of kernels to compile
 SHALLOW = {
@@ -21,18 +20,6 @@ SHALLOW = {
     "GLM-4.1V-9B": {"depth": 2},
 }
 CAPTURED = fusedvit.FuseConfig(strict=True, token_budgets=(MOST // 4,), max_items=64, max_frames=64)
-
-
-@pytest.fixture(autouse=True)
-def fp32_in_earnest() -> Iterator[None]:
-    with without_tf32():
-        yield
-
-
-def poison(handle: Any) -> None:
-    for name, tensor in handle.graphs().encoder.whole().tensors().items():
-        if tensor.is_floating_point() and not name.startswith("scratch"):
-            tensor.fill_(float("nan"))
 
 
 @pytest.mark.parametrize("numbers", [CLIP, HALF], ids=["clip", "half"])
@@ -55,7 +42,7 @@ def test_every_kind_keeps_the_rule_in_one_graph(name: str, dtype: torch.dtype, n
     calls = [Call(p, grid) for p, grid in zip([*pixels, *floats], rows + rows, strict=True)]
     answers = []
     for call in calls:
-        poison(handle)
+        poison(handle.graphs().encoder)
         answers.append(call.run(tower))
     assert handle.stats()["eager_runs"] == {} and handle.stats()["refreshes"] == 2
     for answer, ref, theirs in zip(answers, refs + refs, pt + pt, strict=True):

@@ -1,7 +1,7 @@
 """Towers of real width run eagerly on a GPU: accuracy, launches, synchronisations, memory, bits from run to run."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -31,10 +31,9 @@ from tests.support.towers import (
     random_grid,
     tiny_model,
     vision_tower,
-    without_tf32,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_tf32")]
 
 STRICT = fusedvit.FuseConfig(strict=True, graphs=False)
 LEAST, MOST = 1025, 1088  # patch tokens: one budget, hence one set of kernels to compile
@@ -49,12 +48,6 @@ QWEN3_VL_8B = {
 QWEN3_VL_4B = QWEN3_VL_8B | {"hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560}
 WIDTHS = {"8B": QWEN3_VL_8B, "4B": QWEN3_VL_4B}
 MASSIVE = {7: 200.0, 130: -200.0, 600: 150.0, 1021: -180.0}  # channels of the residual stream
-
-
-@pytest.fixture(autouse=True)
-def fp32_in_earnest() -> Iterator[None]:
-    with without_tf32():
-        yield
 
 
 @functools.cache

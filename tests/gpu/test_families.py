@@ -5,9 +5,9 @@ import torch
 
 import fusedvit
 from fusedvit.bench.towers import GEOMETRIES, build
-from tests.support.towers import Call, assert_bitwise, assert_rule, random_grid, without_tf32
+from tests.support.towers import Call, assert_bitwise, assert_rule, random_grid
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_tf32")]
 
 LEAST, MOST = 2049, 2304  # patch tokens: one budget, hence one set of kernels to compile
 SHALLOW = {
@@ -24,12 +24,11 @@ SHALLOW = {
 def test_a_graph_gives_the_same_bits_and_keeps_the_rule(name: str) -> None:
     """Captured once, replayed on other images, videos and windows."""
     geometry = GEOMETRIES[name].but(**SHALLOW[name])
-    with without_tf32():
-        tower, wide = build(geometry, torch.bfloat16, torch.device("cuda"))
-        grids = [geometry.rows(list(random_grid(seed, LEAST, MOST))) for seed in range(5)]
-        calls = [Call.of(tower, grid, seed) for seed, grid in enumerate(grids)]
-        pt = calls[0].run(tower)
-        ref = Call(calls[0].pixels.float(), calls[0].grid).run(wide)
+    tower, wide = build(geometry, torch.bfloat16, torch.device("cuda"))
+    grids = [geometry.rows(list(random_grid(seed, LEAST, MOST))) for seed in range(5)]
+    calls = [Call.of(tower, grid, seed) for seed, grid in enumerate(grids)]
+    pt = calls[0].run(tower)
+    ref = Call(calls[0].pixels.float(), calls[0].grid).run(wide)
     most = 512 if geometry.merge == 3 else MOST // 4  # sides of 3s may have more patches
     captured = fusedvit.FuseConfig(strict=True, token_budgets=(most,), max_items=64, max_frames=64)
     handle = fusedvit.fuse(tower, captured)

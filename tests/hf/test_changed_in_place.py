@@ -19,14 +19,10 @@ from torch.utils._contextlib import context_decorator
 
 import fusedvit
 from tests.support.families import family_tower
-from tests.support.towers import GRIDS, Call, assert_same, error_of
+from tests.support.towers import GRIDS, Call, assert_same, error_of, modeling
 
 GEMMA = "Gemma4VisionModel"
 Edit = Callable[[Any], contextlib.AbstractContextManager[Any]]
-
-
-def modeling() -> Any:
-    return importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
 
 
 def config_class() -> Any:

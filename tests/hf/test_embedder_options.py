@@ -15,10 +15,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
 
 import fusedvit  # noqa: E402
+from fusedvit.corpus import inputs, loading, shards  # noqa: E402
 from fusedvit.corpus import job as corpus_job  # noqa: E402
-from fusedvit.corpus import loading, shards  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.errors import InputError, UnsupportedModel  # noqa: E402
 from fusedvit.pixels.media import MediaError, load_one  # noqa: E402
@@ -33,16 +34,16 @@ VIDEO = np.zeros((4, 64, 64, 3), np.uint8)
 @pytest.mark.parametrize(
     "options, error, said",
     [
-        ({"device": "tpu"}, ValueError, "device: cpu, cuda or cuda:N expected, got 'tpu'"),
-        ({"device": "cuda:99"}, ValueError, "device: the CPU or one of"),
-        ({"device": "meta"}, ValueError, "device: the CPU or one of"),
+        ({"device": "tpu"}, ValueError, "device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
+        ({"device": "cuda:99"}, ValueError, "device must be the CPU or one of"),
+        ({"device": "meta"}, ValueError, "device must be the CPU or one of"),
         ({"device": 0}, TypeError, "device: cpu, cuda or cuda:N expected, got int"),
         ({"dtype": "fp16"}, TypeError, "dtype: a torch.dtype expected, got str"),
         ({"dtype": torch.int8}, ValueError, "dtype: one of .* expected, got torch.int8"),
-        ({"threads": 0}, ValueError, "threads: at least 1 expected, got 0"),
-        ({"threads": "a"}, TypeError, "threads: an int or None expected, got str"),
-        ({"threads": True}, TypeError, "threads: an int or None expected, got bool"),
-        ({"limits": 5}, TypeError, "limits: Limits or None expected, got int"),
+        ({"threads": 0}, ValueError, "threads must be at least 1, got 0"),
+        ({"threads": "a"}, TypeError, "threads must be an int, got str"),
+        ({"threads": True}, TypeError, "threads must be an int, got bool"),
+        ({"limits": 5}, TypeError, "limits must be Limits or None, got int"),
         ({"config": {}}, TypeError, "config: FuseConfig or None expected, got dict"),
         ({"deepstack": "yes"}, TypeError, "deepstack: True or False expected, got str"),
         ({"processor": 5}, TypeError, "processor: an image processor, or what holds one expected, got int"),
@@ -106,6 +107,18 @@ def test_arrow_tables(checkpoint: Path, pictures: Path, output: str, kind: Any) 
     for mine, theirs in zip(found["embedding"].to_pylist(), wanted["embedding"], strict=True):
         shaped = np.asarray(mine, np.float32).reshape(theirs.shape)
         np.testing.assert_array_equal(shaped, theirs)
+
+
+def test_of_several_columns_the_command_and_the_class_read_the_same(
+    checkpoint: Path, pictures: Path, tmp_path: Path
+) -> None:
+    read, other = (path.read_bytes() for path in sorted(pictures.glob("*.png"))[:2])
+    table = pyarrow.table({"path": ["absent.png"], "bytes": [other], "image": [read]})
+    pyarrow.parquet.write_table(table, tmp_path / "table.parquet")
+    assert list(inputs.sources(inputs.collect([tmp_path / "table.parquet"]))) == [read]
+    embedder = fusedvit.Embedder(checkpoint)
+    found, wanted, others = (embedder(batch)["embedding"] for batch in (table, {"bytes": [read]}, {"bytes": [other]}))
+    assert found[0].as_py() == wanted[0].tolist() != others[0].tolist()
 
 
 def test_a_column_that_is_none_is_not_told_in_its_content(checkpoint: Path) -> None:

@@ -4,21 +4,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 
 from PIL import Image  # noqa: E402
-from transformers.processing_utils import ProcessorMixin  # noqa: E402
 
 import fusedvit  # noqa: E402
 from fusedvit.bench.towers import random_weights_  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
 from tests.support.checkpoint import noisy_pictures, tiny_processor  # noqa: E402
+from tests.support.processors import whole_processor  # noqa: E402
 
 TOKENS = {"<|vision_start|>": 1, "<|image_pad|>": 2, "<|vision_end|>": 3, "<|video_pad|>": 4, "<pad>": 5}
 CHAT = (
@@ -28,14 +27,8 @@ CHAT = (
 
 
 def processor() -> Any:
-    words = tokenizers.models.WordLevel({"<unk>": 0, "Represent": 6, "user": 7} | TOKENS, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", additional_special_tokens=list(TOKENS)
-    )
-    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None):  # None for video
-        return transformers.Qwen3VLProcessor(tiny_processor(), fast, None, chat_template=CHAT)
+    words = {"Represent": 6, "user": 7} | TOKENS
+    return whole_processor(tiny_processor(), None, words, TOKENS, "<pad>", chat_template=CHAT)
 
 
 def model() -> Any:

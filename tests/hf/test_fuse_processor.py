@@ -2,23 +2,19 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import transformers
-from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
 
 import fusedvit
 from fusedvit.pixels.byte_pixels import BytePixels
-from tests.support.processors import image_processor, noise, video_processor
+from tests.support.processors import image_processor, noise, video_processor, whole_processor
 from tests.support.towers import IMAGE, VIDEO, VISION_END, VISION_START, copy_of, tiny_model
 
 pytest.importorskip("PIL.Image")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 
 STRICT = fusedvit.FuseConfig(strict=True)
 TOKENS = {
@@ -33,16 +29,9 @@ needs_torchvision = pytest.mark.skipif(not is_torchvision_available(), reason="n
 
 
 @pytest.fixture
-def processor() -> Iterator[Any]:
-    words = tokenizers.models.WordLevel({"<unk>": 0, "a": 5, "b": 6, "c": 7} | TOKENS, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<unk>", additional_special_tokens=list(TOKENS)
-    )
+def processor() -> Any:
     video = video_processor(patch_size=4) if is_torchvision_available() else None
-    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None):  # None for video
-        yield transformers.Qwen3VLProcessor(image_processor(patch_size=4), fast, video)
+    return whole_processor(image_processor(patch_size=4), video, {"a": 5, "b": 6, "c": 7} | TOKENS, TOKENS, "<unk>")
 
 
 def inputs_of(processor: Any, videos: bool = False) -> Any:

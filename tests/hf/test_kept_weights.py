@@ -13,15 +13,19 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.pauses import MOST_PREPARING
 from tests.support.families import family_tower
-from tests.support.towers import GRIDS, Call, assert_different, assert_same, copy_of, ran_fused, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_different,
+    assert_same,
+    expected_of,
+    ran_fused,
+    tiny_tower,
+)
 
 BY_VERSIONS = fusedvit.FuseConfig(watch_data=False)
 LINEAR = r".*(attn\.(qkv|proj)|linear_fc1|linear_fc2)"
 Edit = Callable[[Any], Any]
-
-
-def expected_of(tower: Any, call: Call) -> Any:
-    return call.run(fusedvit.unfuse(copy_of(tower)))
 
 
 def moved(tower: Any) -> None:

@@ -27,6 +27,7 @@ from tests.support.towers import (
     copy_of,
     outputs_of,
     ran_fused,
+    storages_of,
     tiny_model,
     tiny_tower,
 )
@@ -246,10 +247,6 @@ def test_sleep(name: str, level: int, graphs: bool) -> None:
 
 def alive(storages: list[Any]) -> int:
     return sum(not torch.UntypedStorage._expired(w) for w in storages)
-
-
-def storages_of(tensors: Any) -> list[Any]:
-    return [t.untyped_storage()._weak_ref() for t in tensors]
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -2,9 +2,7 @@
 
 import ast
 import gc
-import logging
 import re
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,119 +20,6 @@ from fusedvit.checks.as_built import Built
 from tests.support.towers import GRIDS, Call, assert_same, copy_of, tiny_tower
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def eps(tower: Any) -> None:
-    tower.blocks[1].norm2.eps = 0.5
-
-
-def missing_bias(tower: Any) -> None:
-    tower.blocks[0].attn.qkv.bias = None
-
-
-def narrow(tower: Any) -> None:
-    tower.merger.linear_fc2 = nn.Linear(192, 24).requires_grad_(False)
-
-
-def another_class(tower: Any) -> None:
-    tower.blocks[2].mlp.act_fn = nn.ReLU()
-
-
-def own_forward(tower: Any) -> None:
-    tower.blocks[1].mlp.forward = lambda x: x
-
-
-def left_over(tower: Any) -> None:
-    tower.blocks.append(copy_of(tower.blocks[0]))
-
-
-def fewer(tower: Any) -> None:
-    del tower.blocks[2]
-
-
-def frequencies(tower: Any) -> None:
-    tower.rotary_pos_emb.inv_freq.mul_(2)
-
-
-def option(tower: Any) -> None:
-    tower.merger.act_fn.approximate = "tanh"
-
-
-def config_field(tower: Any) -> None:
-    tower.config.num_heads = 4
-
-
-def sparse(tower: Any) -> None:
-    weight = tower.blocks[0].attn.proj.weight
-    weight.data = weight.detach().repeat_interleave(2, 0)[::2]
-
-
-def hook(tower: Any) -> None:
-    tower.blocks[1].attn.register_forward_pre_hook(lambda module, arguments: None)
-
-
-def half(tower: Any) -> None:
-    tower.blocks[1].mlp.half()
-
-
-def on_meta(tower: Any) -> None:
-    tower.blocks[1].mlp.linear_fc1.to("meta")
-
-
-CASES: list[tuple[Callable[[Any], None], str, str]] = [
-    (eps, fallback.MODIFIED, "blocks.1.norm2.eps is 0.5, expected 1e-06"),
-    (missing_bias, fallback.MODIFIED, "parameter blocks.0.attn.qkv.bias is missing"),
-    (narrow, fallback.MODIFIED, "the shape of merger.linear_fc2.weight is (24, 192), expected (40, 192)"),
-    (
-        another_class,
-        fallback.MODIFIED,
-        "blocks.2.mlp.act_fn is torch.nn.modules.activation.ReLU, expected transformers.activations.GELUTanh",
-    ),
-    (own_forward, fallback.MODIFIED, "blocks.1.mlp is a forward of its own, expected transformers.models.qwen3_vl."),
-    (left_over, fallback.MODIFIED, "parameter blocks.3.attn.proj.bias is not expected"),
-    (fewer, fallback.MODIFIED, "parameter blocks.2.norm1.weight is missing"),
-    (
-        frequencies,
-        fallback.MODIFIED,
-        "buffer rotary_pos_emb.inv_freq does not hold the rotary frequencies of base 10000",
-    ),
-    (option, fallback.MODIFIED, "merger.act_fn.approximate is tanh, expected none"),
-    (config_field, fallback.MODIFIED, "its config's num_heads is 4, expected 2"),
-    (sparse, fallback.MODIFIED, "blocks.0.attn.proj.weight is not dense in memory"),
-    (hook, fallback.HOOKS, "on blocks.1.attn"),
-    (half, fallback.DTYPES, "blocks.1.mlp.linear_fc1.weight is torch.float16, patch_embed.proj.weight torch.float32"),
-    (on_meta, fallback.META, "blocks.1.mlp.linear_fc1.weight"),
-]
-
-
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-@pytest.mark.parametrize("change, kind, detail", CASES, ids=[change.__name__ for change, _, _ in CASES])
-def test_a_reason_names_its_object(
-    change: Callable[[Any], None], kind: str, detail: str, used: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The same text in the warning, the strict error, `refresh()`, `warmup()`, `report()` and `stats()`."""
-    caplog.set_level(logging.WARNING, logger="fusedvit")
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    call = Call.of(tower, GRIDS["smallest"])
-    if used:
-        call.run(tower)
-    change(tower)
-    try:
-        call.run(tower)
-    except (RuntimeError, NotImplementedError):  # Hugging Face's own
-        assert change in (half, on_meta, narrow)
-    assert handle.stats()["original"] == {kind: 1}
-    assert handle.stats()["details"][kind].startswith(detail)
-    text = f"{kind}: {handle.stats()['details'][kind]} ({fallback.ADVICE[kind]})"
-    assert [r.getMessage() for r in caplog.records] == [f"fusedvit: Qwen3VLVisionModel runs its original code: {text}"]
-    assert text in handle.report()
-    for way in (handle.refresh, handle.warmup):
-        with pytest.raises(RuntimeError, match=f"^fusedvit: Qwen3VLVisionModel cannot run fused: {re.escape(text)}$"):
-            way()
-    fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
-    with pytest.raises(RuntimeError, match=f"^fusedvit: Qwen3VLVisionModel runs its original code: {re.escape(text)}$"):
-        call.run(tower)
 
 
 def logged(path: Path) -> Iterator[tuple[int, ast.expr]]:
@@ -340,73 +225,6 @@ def test_a_subclass_of_a_fused_class_is_named_and_goes_with_its_towers() -> None
         del tower
     gc.collect()
     assert [cls() for cls in kept] == [None, None]
-
-
-def offloaded_to_the_cpu(tower: Any) -> None:
-    from accelerate import cpu_offload
-
-    cpu_offload(tower, execution_device="cpu")
-
-
-def offloaded_to_disk(tower: Any) -> None:
-    from accelerate import disk_offload
-
-    with tempfile.TemporaryDirectory() as folder:
-        disk_offload(tower, folder, execution_device="cpu")
-
-
-def checkpointed_blocks(tower: Any) -> None:
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-
-    checkpoint_wrapper.apply_activation_checkpointing(tower, check_fn=lambda m: m in list(tower.blocks))
-
-
-def checkpointed_mlp(tower: Any) -> None:
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-
-    tower.blocks[1].mlp = checkpoint_wrapper.checkpoint_wrapper(tower.blocks[1].mlp)
-
-
-class Wrapper(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-
-def wrapped_merger(tower: Any) -> None:
-    tower.merger = Wrapper(tower.merger)
-
-
-def joined_parameters(tower: Any) -> None:
-    """As FSDP leaves them without `use_orig_params`, where it wraps the tower or what holds it."""
-    norm = tower.blocks[0].norm1
-    weight = norm._parameters.pop("weight")
-    norm.weight = weight.detach()
-
-
-_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper"
-WRAPPED: list[tuple[Callable[[Any], None], str, str]] = [
-    (offloaded_to_the_cpu, fallback.META, "patch_embed.proj.weight, which accelerate offloads"),
-    (offloaded_to_disk, fallback.META, "patch_embed.proj.weight, which accelerate offloads"),
-    (on_meta, fallback.META, "blocks.1.mlp.linear_fc1.weight"),
-    (checkpointed_blocks, fallback.MODIFIED, f"blocks.0 is {_CHECKPOINT}, expected a module with norm1"),
-    (checkpointed_mlp, fallback.MODIFIED, f"blocks.1.mlp is {_CHECKPOINT}, expected a module with linear_fc1"),
-    (wrapped_merger, fallback.MODIFIED, f"merger is {__name__}.Wrapper, expected a module with norm"),
-    (joined_parameters, fallback.MODIFIED, "blocks.0.norm1.weight is a plain tensor, expected a parameter"),
-]
-
-
-@pytest.mark.parametrize("change, kind, detail", WRAPPED, ids=[change.__name__ for change, _, _ in WRAPPED])
-def test_a_reason_names_the_wrapper(change: Callable[[Any], None], kind: str, detail: str) -> None:
-    tower = tiny_tower()
-    handle = fusedvit.fuse(tower)
-    change(tower)
-    reason = handle.reason()
-    assert reason is not None and reason.kind == kind and reason.detail.startswith(detail)
-    if kind == fallback.MODIFIED:
-        assert "is missing" not in reason.detail
-    else:
-        assert reason.detail == detail
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])

@@ -14,7 +14,7 @@ from fusedvit.checks import fallback
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import buffer_shapes
 from tests.support.families import INSTALLED, each_of, family_tower
-from tests.support.towers import Call, error_of
+from tests.support.towers import Call, error_of, outcome
 
 GRID = [(1, 8, 4), (1, 2, 10)]  # single frames: GLM's towers take no more when called directly
 LIMIT = 1e-5
@@ -109,17 +109,9 @@ def given_data(path: str, name: str) -> Callable[[Any], None]:
     return change
 
 
-def outcome(tower: Any, call: Call) -> Any:
-    """A tower's outputs, or the type of what it raises."""
-    try:
-        return call.run(tower)
-    except Exception as error:  # whatever Hugging Face raises for a number that no tower has
-        return type(error)
-
-
 def wrong(ours: Any, theirs: Any) -> str:
-    if isinstance(theirs, type) or isinstance(ours, type):
-        return "" if ours is theirs else f"{ours if isinstance(ours, type) else 'an answer'}, not {theirs}"
+    if isinstance(theirs, Exception) or isinstance(ours, Exception):
+        return "" if type(ours) is type(theirs) else f"{ours!r}, not {theirs!r}"
     if ours.keys() != theirs.keys() or any(ours[n].shape != theirs[n].shape for n in theirs):
         return "another layout"
     error = max(error_of(ours[name], theirs[name]) for name in theirs)
@@ -133,7 +125,7 @@ def changed(tower: Any, change: Change, call: Call, used: bool) -> tuple[Any, di
     if used:
         call.run(ours)
     change.apply(ours)
-    return outcome(ours, call), handle.stats()["original"]
+    return outcome(call.run, ours), handle.stats()["original"]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -163,7 +155,7 @@ def check_every_attribute(name: str) -> None:
     for change in changes_of(tower):
         original = copy.deepcopy(tower)
         change.apply(original)
-        theirs = outcome(original, call)
+        theirs = outcome(call.run, original)
         matters = bool(wrong(plain, theirs)) and not change.name.startswith(COUNTED_ELSEWHERE)
         mattered += matters
         for used in (True, False) if matters else (True,):
@@ -243,106 +235,6 @@ def test_a_parameter_where_there_was_none(name: str, used: bool) -> None:
         assert wrong(call.run(tower), expected) != "", path
         assert wrong(call.run(ours), expected) == "", path
         assert handle.stats()["original"] == {fallback.MODIFIED: 1}, path
-
-
-def appended(tower: Any) -> None:
-    tower.blocks.append(copy.deepcopy(tower.blocks[0]))
-
-
-def extended(tower: Any) -> None:
-    tower.blocks.extend([copy.deepcopy(block) for block in tower.blocks])
-
-
-def inserted(tower: Any) -> None:
-    tower.blocks.insert(0, copy.deepcopy(tower.blocks[1]))
-
-
-def deleted(tower: Any) -> None:
-    del tower.blocks[0]
-
-
-def reordered(tower: Any) -> None:
-    tower.blocks._modules["0"] = tower.blocks._modules.pop("0")
-
-
-def registries_replaced(tower: Any) -> None:
-    tower.blocks._modules = dict(reversed(list(tower.blocks._modules.items())))
-
-
-def parameters_replaced(tower: Any) -> None:
-    module = tower.blocks[0].attn.proj
-    module._parameters = {n: nn.Parameter(p * 2, requires_grad=False) for n, p in module._parameters.items()}
-
-
-def child_replaced(tower: Any) -> None:
-    tower.blocks[1].norm1 = copy.deepcopy(tower.blocks[1].norm2)
-
-
-def buffer_dropped(tower: Any) -> None:
-    tower.rotary_pos_emb.inv_freq = None
-
-
-def buffer_as_an_attribute(tower: Any) -> None:
-    vars(tower.rotary_pos_emb)["inv_freq"] = 2 * tower.rotary_pos_emb._buffers.pop("inv_freq")
-
-
-def hidden_buffer(tower: Any) -> None:
-    vars(tower.rotary_pos_emb)["inv_freq"] = 2 * tower.rotary_pos_emb.inv_freq
-
-
-def hidden_parameter(tower: Any) -> None:
-    vars(tower.blocks[1].norm1)["weight"] = 2 * tower.blocks[1].norm1.weight
-
-
-def hidden_module(tower: Any) -> None:
-    vars(tower.blocks[0])["norm2"] = nn.Identity()
-
-
-def hidden_blocks(tower: Any) -> None:
-    vars(tower)["blocks"] = list(tower.blocks)[:1]
-
-
-def class_assigned(tower: Any) -> None:
-    kept: Any = type(tower.blocks[1])
-    tower.blocks[1].__class__ = type(
-        "Other", (kept,), {"forward": lambda self, *given, **named: 2 * kept.forward(self, *given, **named)}
-    )
-
-
-STRUCTURES = [
-    class_assigned,
-    buffer_dropped,
-    buffer_as_an_attribute,
-    hidden_buffer,
-    hidden_parameter,
-    hidden_module,
-    hidden_blocks,
-    child_replaced,
-    appended,
-    extended,
-    inserted,
-    deleted,
-    reordered,
-    registries_replaced,
-    parameters_replaced,
-]
-
-
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-@pytest.mark.parametrize("change", STRUCTURES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("name", ["Qwen3VLVisionModel", "Qwen2_5_VisionTransformerPretrainedModel"])
-def test_another_structure(name: str, change: Callable[[Any], None], used: bool) -> None:
-    tower = family_tower(name)
-    call = Call.of(tower, GRID)
-    theirs, ours = copy.deepcopy(tower), copy.deepcopy(tower)
-    fusedvit.fuse(ours)
-    if used:
-        call.run(ours)
-    change(theirs)
-    change(ours)
-    expected = outcome(theirs, call)
-    assert wrong(call.run(tower), expected) != "", "nothing changed: the test shows nothing"
-    assert wrong(outcome(ours, call), expected) == ""
 
 
 @pytest.mark.parametrize("path", ["", "blocks.1", "merger"])

@@ -14,7 +14,7 @@ import fusedvit
 from fusedvit.families.registry import family_of
 from fusedvit.original_inputs import for_original
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
-from tests.support.towers import Call, assert_same, outputs_of
+from tests.support.towers import Call, assert_same, outcome, outputs_of
 
 GRID = [(1, 8, 4), (1, 2, 10)]
 
@@ -104,12 +104,9 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@torch.no_grad()
 def answer(tower: Any, given: Any, **arguments: Any) -> Any:
-    try:
-        with torch.no_grad():
-            return outputs_of(tower(*given, **arguments))
-    except Exception as error:
-        return error
+    return outputs_of(tower(*given, **arguments))
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["pixels", "grid"])
@@ -127,7 +124,7 @@ def test_tensors_of_every_kind(name: str, which: int) -> None:
             continue  # there is no such tensor
         inputs = [changed if i == which else each for i, each in enumerate(given)]
         for asked in ({}, {"output_hidden_states": True}):
-            ref, ours = answer(original, inputs, **asked), answer(tower, inputs, **asked)
+            ref, ours = (outcome(answer, t, inputs, **asked) for t in (original, tower))
             if isinstance(ref, Exception):
                 typed = str(ours).startswith("fusedvit: ") or kind == "jagged"
                 assert not isinstance(ours, Exception) or typed, (kind, asked, ours)

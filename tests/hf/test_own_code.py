@@ -25,7 +25,7 @@ from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import is_builtin
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import BY_GRID, INSTALLED, class_of, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, modeling, tiny_tower
 
 GRID = [(1, 8, 4), (1, 2, 10)]
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -118,10 +118,6 @@ def test_fused_again_when_what_was_replaced_is_back() -> None:
         call.run(tower)
     assert_bitwise(call.run(tower), expected)
     assert handle.stats()["fused"] == 2
-
-
-def modeling() -> Any:
-    return importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def test_put_before_fuse_is_told_of(put: Put, caplog: pytest.LogCaptureFixture) 
     call = Call.of(tower, GRIDS["mix"])
     put(tower)
     own, cls, expected = dict(vars(tower)), type(tower), call.run(tower)
-    with pytest.raises(RuntimeError, match=f"{fallback.BYPASSED}.*`forward`.*take it off, fuse"):
+    with pytest.raises(RuntimeError, match=f"{fallback.BYPASSED}.*`forward`.*remove it, call fuse"):
         fusedvit.fuse(tower, STRICT)
     assert type(tower) is cls and vars(tower) == own
     handle = fusedvit.fuse(tower)

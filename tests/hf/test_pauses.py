@@ -17,7 +17,15 @@ from fusedvit.errors import Reason
 from fusedvit.fused_encoder import MOST_REPEATS, MOST_RUNS, OVERTAKEN
 from fusedvit.pauses import AS_MUCH_AS, FIRST, MOST, MOST_PREPARING, Pause
 from tests.hf.test_weights import like
-from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, copy_of, ran_fused, tiny_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    assert_bitwise,
+    assert_same,
+    expected_of,
+    ran_fused,
+    tiny_tower,
+)
 
 STRICT = fusedvit.FuseConfig(strict=True)
 Replace = Callable[[Any], None]
@@ -99,10 +107,6 @@ def add_through_data(tower: Any) -> None:
 
 def assign(tower: Any) -> None:
     tower.blocks[1].norm1.weight = nn.Parameter(tower.blocks[1].norm1.weight.detach() * 1.01, requires_grad=False)
-
-
-def expected_of(tower: Any, call: Call) -> Any:
-    return call.run(fusedvit.unfuse(copy_of(tower)))
 
 
 @pytest.mark.parametrize("write", [add, add_through_data, assign], ids=lambda write: write.__name__)

@@ -13,7 +13,7 @@ import torch
 import fusedvit
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.hidden_states import runs
-from tests.support.towers import GRIDS, Call, error_of, prompt, tiny_model, tiny_tower
+from tests.support.towers import GRIDS, Call, error_of, prompt, storages_of, tiny_model, tiny_tower
 
 __all__ = ["runs"]  # a fixture
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -125,10 +125,6 @@ KEPT: dict[str, Callable[[Any], Any]] = {
     "a cast of one": lambda r: torch.utils._pytree.tree_leaves(r.to_tuple()[-1])[0].double(),
     "a mapped record": lambda r: torch.utils._pytree.tree_map(torch.Tensor.half, r),
 }
-
-
-def storages_of(tensors: Any) -> list[Any]:
-    return [t.untyped_storage()._weak_ref() for t in tensors]
 
 
 @pytest.mark.parametrize("read", [True, False])

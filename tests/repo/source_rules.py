@@ -12,35 +12,39 @@ from pathlib import Path
 FOLDERS = {"fusedvit": "fusedvit"} | {name: f"fusedvit.{name}" for name in ("kernels", "graphs", "bench")}
 
 # Which areas of our own an area may import besides itself. An area is a folder, or a file directly in fusedvit/.
-CORE = ("model", "runtime", "checks", "families", "graphs", "kernels", "config", "errors", "tolerance")
 OUTER = {"cli": ("bench",), "bench": ("serving",), "serving": ()}  # import all inner areas, and of one another these
+_ENGINE = ("checks", "runtime", "model", "graphs", "kernels", "config", "errors")  # what runs a call
 DIRECTIONS: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "graphs": (),
     "errors": (),
     "tolerance": (),
+    "cores": (),
     "config": ("graphs",),
     "model": ("kernels",),
-    "runtime": ("model", "graphs", "kernels", "config", "errors"),
-    "families": ("model", "kernels"),
-    "checks": ("families", "model", "kernels", "errors"),
-    "pixels": ("model", "kernels", "checks", "errors"),
-    "stats": (*CORE, "pixels", "forks"),
-    "prepared_tower": (*CORE, "forks"),
+    "runtime": ("model", "graphs", "kernels", "cores", "errors"),
+    "families": ("model",),
+    "checks": ("families", "model", "errors"),
+    "pixels": ("model", "kernels", "checks", "cores", "errors"),
+    "stats": ("checks", "runtime", "model", "graphs", "kernels", "errors", "forks"),
+    "prepared_tower": (*_ENGINE, "forks"),
     "own_forward": ("checks", "errors"),
     "forks": (),
     "pauses": ("errors",),
-    "fused_encoder": (*CORE, "pixels", "prepared_tower", "stats", "own_forward", "pauses", "forks"),
-    "original_inputs": (*CORE, "pixels"),
-    "outputs": (*CORE, "pixels", "fused_encoder", "original_inputs"),
+    "fused_encoder": (*_ENGINE, "families", "pixels", "prepared_tower", "stats", "own_forward", "pauses", "forks"),
+    "original_inputs": ("runtime", "pixels"),
+    "outputs": ("checks", "model", "pixels", "fused_encoder", "original_inputs"),
     "checkpoint": ("checks", "families", "errors"),
-    "api": (*CORE, "pixels", "stats", "fused_encoder", "original_inputs", "outputs", "own_forward"),
-    "data_parallel": (*CORE, "api", "fused_encoder", "outputs"),
-    "corpus": ("api", "checkpoint", "checks", "config", "errors", "pixels"),
+    "api": (
+        *("checks", "families", "model", "runtime", "config", "errors", "pixels"),
+        *("fused_encoder", "original_inputs", "outputs", "own_forward"),
+    ),
+    "data_parallel": ("api", "fused_encoder", "outputs", "checks", "runtime", "config", "errors"),
+    "corpus": ("api", "checkpoint", "checks", "config", "cores", "errors", "pixels"),
 }
 # Packages beside the standard library and our own; an area that is not named may import any.
 PACKAGES = {"kernels": ("torch", "triton", "einops"), "graphs": ("torch",)}
-TRANSFORMERS = ("api", "checkpoint", "checks", "corpus", "families", "pixels", *OUTER)  # may import it, in functions
+TRANSFORMERS = ("checkpoint", "corpus", "pixels", *OUTER)  # may import it, in functions
 
 MAX_FILE, MAX_FUNCTION, MAX_KERNEL = 800, 40, 120  # lines
 MAX_FOLDER, MAX_FOLDERS = 16, {"kernels/hopper": 10}  # Python files of one folder, __init__.py not counted
@@ -134,6 +138,15 @@ def wrong_directions(sources: list[Source]) -> Iterator[str]:
                 continue
             if area not in ("", source.area, *(OUTER.get(source.area, ()) if allowed is None else allowed)):
                 yield f"{source.path}:{item.line}: {source.area} imports {item.target}"
+
+
+def unused_allowances(sources: list[Source]) -> Iterator[str]:
+    """Pairs of `DIRECTIONS` and `OUTER`, and areas of `TRANSFORMERS`, that no file needs."""
+    used = {(source.area, area_of(item.target)) for source in sources for item in imports_of(source)}
+    for area, allowed in {**DIRECTIONS, **OUTER}.items():
+        yield from (f"{area} imports no {other}" for other in allowed if (area, other) not in used)
+    with_transformers = {s.area for s in sources for item in imports_of(s) if within(item.target, "transformers")}
+    yield from (f"{area} imports no transformers" for area in TRANSFORMERS if area not in with_transformers)
 
 
 def wrong_packages(sources: list[Source]) -> Iterator[str]:

@@ -45,6 +45,15 @@ def test_sources_keep_the_rule(rule):
     assert list(rule(sources)) == []
 
 
+def test_no_allowance_is_unused():
+    assert list(rules.unused_allowances(rules.read_sources(ROOT))) == []
+
+
+def test_an_unused_allowance_is_noticed(tmp_path):
+    found = [*rules.unused_allowances(plant(tmp_path, {"fusedvit/config.py": "import fusedvit.graphs.limits\n"}))]
+    assert "model imports no kernels" in found and "config imports no graphs" not in found
+
+
 def test_pages_that_are_named_exist():
     assert list(rules.missing_pages(ROOT)) == []
 
@@ -102,7 +111,8 @@ def test_rules_allow_what_they_should(tmp_path):
         tmp_path,
         {
             "fusedvit/__init__.py": "if TYPE_CHECKING:\n    from fusedvit.api import fuse\n",
-            "fusedvit/api.py": "from fusedvit import __version__\ndef fuse():\n    import transformers\n",
+            "fusedvit/api.py": "from fusedvit import __version__\n",
+            "fusedvit/checkpoint.py": "def load_tower():\n    import transformers\n",
             "fusedvit/runtime/a.py": "from fusedvit.graphs import manager\nfrom fusedvit.model import spec\n",
             "fusedvit/checks/a.py": "from fusedvit.families.base import Family\n_own = 1\nx._own\nparameter._version\n",
             "kernels/a.py": "import os, torch\nfrom fusedvit.kernels.b import c\n" + function(120, "@triton.jit\n"),

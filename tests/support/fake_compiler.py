@@ -58,7 +58,7 @@ class FakeCompiler(CompileService):
         """Stands for `kernels.launch.is_cached`."""
         return name in self.cached
 
-    def at_rest(self) -> bool:
+    def is_idle_with_cache(self) -> bool:
         return self._process is None and bool(self.cached)
 
     def _start(self) -> None:

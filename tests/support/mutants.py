@@ -56,13 +56,13 @@ def _without(guard: str, file: str, text: str, tests: str) -> Mutant:
 
 MUTANTS = (
     # what is compared at a call
-    _without("children", CHANGE, "self.children.unchanged()\n            and ", "hf/fallback:never hf/numbers:another"),
+    _without("children", CHANGE, "self.children.unchanged()\n            and ", "hf/changes"),
     _clause(
         "lengths of registries",
         "list(map(len, self.registries)) == self.lengths",
-        "hf/numbers:another hf/numbers:a_module",
+        "hf/changes hf/numbers:a_module",
     ),
-    _clause("order of lists", "list(map(tuple, self.orders[0])) == self.orders[1]", "hf/numbers:another"),
+    _clause("order of lists", "list(map(tuple, self.orders[0])) == self.orders[1]", "hf/changes"),
     _without(
         "entries of instances",
         RECORDED,
@@ -75,7 +75,7 @@ MUTANTS = (
         "not all(map(is_, map(vars, self.classed), self.homes))",
         "hf/changed_in_place:another_dict",
     ),
-    _without("what was written", CHANGE, " and versions == self.written.versions", "hf/numbers:another"),
+    _without("what was written", CHANGE, " and versions == self.written.versions", "hf/changes"),
     _without("registries that were empty", CHANGE, " and not any(self.empty)", "hf/changed_in_place:what_a_tower"),
     _clause("what hides a tower's", "self.hidden[0].isdisjoint(self.hidden[1])", "hf/changed_in_place:what_a_tower"),
     _without(
@@ -90,7 +90,7 @@ MUTANTS = (
         "not any(map(fires, filter(None, self.instances.hooks)))",
         "hf/fallback:removed_hook hf/slow:hooks_that",
     ),
-    _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/numbers:another"),
+    _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/changes"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
     _clause(
         "what decorators wrap",
@@ -143,7 +143,7 @@ MUTANTS = (
         "hf/slow:a_hook hf/slow:unhooked",
     ),
     # what is asked before weights are prepared
-    _never("hooks on inner modules", CHECKED, "path", "hf/fallback:original"),
+    _never("hooks on inner modules", CHECKED, "path", "hf/changes:a_changed"),
     _never("the tower's class", CHECKED, "foreign", "hf/own_code:remote"),
     _never("adapters of other kinds", CHECKED, "adapter", "hf/adapters:other hf/adapters:what"),
     Mutant(
@@ -151,20 +151,20 @@ MUTANTS = (
         CHECKED,
         "wrong_parameters(plain, family, spec) or wrong",
         "wrong",
-        "hf/numbers:a_param hf/messages:a_reason",
+        "hf/numbers:a_param hf/changes",
     ),
     _without(
         "the config's numbers",
         CHECKED,
         " or wrong_spec(tower, family, spec)",
-        "hf/numbers:every_attribute hf/messages:a_reason",
+        "hf/numbers:every_attribute hf/changes",
     ),
     Mutant(
         "modules",
         CHECKED,
         "wrong = wrong_modules(plain, built, family, spec)",
         'wrong = ""',
-        "hf/numbers:another hf/messages:a_reason",
+        "hf/changes",
     ),
     _never("foreign code", CHECKED, "self._code.foreign", "hf/own_code:every_function"),
     _never("freed parameters", CHECKED, "freed", "hf/memory:freed"),
@@ -173,7 +173,7 @@ MUTANTS = (
         CHECKED,
         "return p.is_contiguous() or",
         "return True or",
-        "hf/messages:a_reason",
+        "hf/changes",
     ),
     Mutant(
         "attributes as built",
@@ -187,10 +187,10 @@ MUTANTS = (
         CHECKED,
         "wrong or wrong_buffers(tower, family, spec, names)",
         "wrong",
-        "hf/messages:a_reason",
+        "hf/changes",
     ),
-    _never("buffers that are missing", BUILT, "module._buffers.get(name) is None", "hf/numbers:another"),
-    _never("what an attribute hides", BUILT, "hidden", "hf/numbers:another"),
+    _never("buffers that are missing", BUILT, "module._buffers.get(name) is None", "hf/changes"),
+    _never("what an attribute hides", BUILT, "hidden", "hf/changes"),
     _never("function modes", "fusedvit/checks/transforms.py", "found is not None", "hf/transforms:transforms"),
     Mutant(
         "the inverse root of merged rows",
@@ -205,13 +205,13 @@ MUTANTS = (
         BUILT,
         "if approximate is not None and",
         "if False and",
-        "hf/numbers:every_attribute hf/messages:a_reason",
+        "hf/numbers:every_attribute hf/changes",
     ),
     _without(
         "num_grid_per_side",
         BUILT,
         '    "num_grid_per_side": lambda spec: spec.position_side,\n',
-        "hf/numbers:every_attribute hf/fallback",
+        "hf/numbers:every_attribute hf/changes",
     ),
     _never("dropout in training mode", BUILT, 'own.get("training", True) and own.get(DROPOUT)', "hf/numbers:dropout"),
     Mutant("an activation's limit", BUILT, 'everywhere["swiglu_limit"] = spec.glu_limit', "pass", "hf/numbers"),
@@ -220,7 +220,7 @@ MUTANTS = (
         BUILT,
         "if path and name in names and callable",
         "if False and callable",
-        "hf/own_code:ways hf/numbers",
+        "hf/own_code:ways hf/changes",
     ),
     Mutant(
         "functions of modules", WALK, "self._follow_global(sys.modules", "id(sys.modules", "hf/own_code:every_function"
@@ -390,11 +390,11 @@ MUTANTS = (
         "hf/changed_in_place:whatever",
     ),
     # what is asked at a call
-    _without("global forward hooks", FALLBACK, '_global.get("_global_forward_hooks") or ', "hf/fallback:original"),
+    _without("global forward hooks", FALLBACK, '_global.get("_global_forward_hooks") or ', "hf/fallback:hooks_on"),
     _without(
-        "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "hf/fallback:original"
+        "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "hf/fallback:hooks_on"
     ),
-    Mutant("gradients", FALLBACK, "if torch.is_grad_enabled() and", "if False and", "hf/fallback:original"),
+    Mutant("gradients", FALLBACK, "if torch.is_grad_enabled() and", "if False and", "hf/state:training"),
     _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/slow:autocast"),
     Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/slow:keywords"),
     _never("copies of a tower", ENCODER, "self._tower() is not tower", "hf/handles:a_copy hf/handles:rep"),
@@ -632,9 +632,7 @@ MUTANTS = (
         "for name in ():",
         "hf/adapters:a_class_that",
     ),
-    _without(
-        "offloading by its name", CHECKED, ", which accelerate offloads", "hf/messages:a_reason_names_the_wrapper"
-    ),
+    _without("offloading by its name", CHECKED, ", which accelerate offloads", "hf/changes"),
     _without("modes that see operations", ENCODER, " or transforms.active(None)", "hf/messages:questions"),
     _without("locks of a child", ENCODER, "        renew_in_children(self)\n", "hf/forks:a_child_waits"),
     Mutant(

@@ -1,9 +1,9 @@
 """Tiny models of every supported family, with weights that nothing gets right by luck, and inputs for them."""
 
-import contextlib
 import copy
+import importlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+import fusedvit
 from fusedvit.bench.towers import call_tower, cast_parameters_, random_weights_
 from fusedvit.model.items import Item
 from fusedvit.tolerance import compare
@@ -120,15 +121,6 @@ def copy_of(module: nn.Module, dtype: torch.dtype | None = None) -> Any:
     return other
 
 
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """fp32 in earnest on a GPU: cuDNN would take TF32 for the patch embedding's convolution."""
-    kept = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = kept
-
-
 def items_of(grid: Grid) -> list[Item]:
     return [Item(*row) for row in grid]
 
@@ -208,6 +200,51 @@ def assert_same(ours: Mapping[str, torch.Tensor], ref: Mapping[str, torch.Tensor
         assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device), name
         error = error_of(got, expected)
         assert error <= limit, f"{name}: relative error {error:.3g}, at most {limit:g}"
+
+
+def outcome(act: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a call gives, or the error that it raises."""
+    try:
+        return act(*arguments, **named)
+    except Exception as error:  # whatever it is, what is compared with it must raise it too
+        return error
+
+
+def expected_of(tower: Any, call: Call) -> dict[str, torch.Tensor]:
+    """What the original tower answers with the weights that a fused one has now."""
+    return call.run(fusedvit.unfuse(copy_of(tower)))
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """What tells whether their memory is there still, and does not keep it."""
+    return [t.untyped_storage()._weak_ref() for t in tensors]
+
+
+def poison(encoder: Any) -> None:
+    """NaN into every float of the static buffers of a captured encoder."""
+    for name, tensor in encoder.whole().tensors().items():
+        if tensor.is_floating_point() and not name.startswith("scratch"):
+            tensor.fill_(float("nan"))
+
+
+def modeling() -> Any:
+    """transformers' module of Qwen3-VL."""
+    return importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl")
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    """Two outcomes: the same answer, or errors of the same type."""
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        assert type(ours) is type(theirs), f"{ours!r}, expected {theirs!r}"
+    else:
+        assert_same(ours, theirs)
+
+
+def differs(plain: Mapping[str, torch.Tensor], other: Any) -> bool:
+    """Whether an outcome is another one than `plain`."""
+    if isinstance(other, Exception) or plain.keys() != other.keys():
+        return True
+    return any(t.shape != other[name].shape or error_of(t, other[name]) > 1e-5 for name, t in plain.items())
 
 
 def assert_rule(

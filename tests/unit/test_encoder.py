@@ -1,6 +1,5 @@
 """The encoder as a function, on both tables of operations, against Hugging Face in a wider dtype."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,9 @@ from tests.support.towers import (
     pixels_for,
     tiny_tower,
     vision_tower,
-    without_tf32,
 )
 
-
-@pytest.fixture(autouse=True)
-def fp32_in_earnest() -> Iterator[None]:
-    with without_tf32():
-        yield
+pytestmark = pytest.mark.usefixtures("without_tf32")
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)

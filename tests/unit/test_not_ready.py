@@ -217,7 +217,7 @@ def test_on_a_gpu_the_code_is_read_when_a_tower_is_fused(
         mock.patch.object(handle.weights, "first_parameter", lambda: parameter),
         mock.patch("fusedvit.fused_encoder.collect_garbage") as collect,
         mock.patch("fusedvit.fused_encoder.triton_key") as key,
-        mock.patch("fusedvit.runtime.compile_service.CompileService.at_rest", lambda self: cached),
+        mock.patch("fusedvit.runtime.compile_service.CompileService.is_idle_with_cache", lambda self: cached),
         mock.patch("fusedvit.checks.checked_tower.CheckedTower.reason") as reason,
     ):
         handle.check_early()

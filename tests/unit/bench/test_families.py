@@ -84,9 +84,10 @@ def test_an_output_out_of_tolerance_is_the_exit_code(tmp_path: Path, monkeypatch
     assert bench.main(["--json", str(tmp_path / "f.json"), "--family", "Qwen3-VL-4B"]) == 1
 
 
-def test_on_a_cpu() -> None:
+def test_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "DEPTH_ON_CPU", 1)
     model, numbers = families.TINY["Qwen2VisionTransformerPretrainedModel"]
     with torch.no_grad():
-        found = bench.measure_on_cpu(Geometry("Qwen2VisionTransformerPretrainedModel", model, numbers), depth=1)
+        found = bench.measure_on_cpu(Geometry("Qwen2VisionTransformerPretrainedModel", model, numbers))
     assert found["blocks"] == 1 and set(found["parity"]) == set(bench.CHECKED_ON_CPU)
     assert all(verdict["passed"] for verdict in found["parity"].values())

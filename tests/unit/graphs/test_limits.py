@@ -12,7 +12,7 @@ GIB = 2**30
 DENSE = range(128, 512, 16)
 TO_16K = tuple(sorted({*(n << i for i in range(4, 12) for n in (4, 5, 6, 7)), *DENSE, 16384}))
 ROOMY = {"smallest": 64, "largest": 16384, "dense": DENSE}
-ROOMY |= {"bytes_per_token": 2**17, "free_bytes": 100 * GIB}
+ROOMY |= {"bytes_per_token": 2**17, "free_bytes": 100 * GIB, "share": 0.1}
 
 
 def test_accepts_what_holds():
@@ -114,9 +114,6 @@ def test_keeps_what_the_user_gave(given, expected):
         ({"max_frames": 0}, ValueError, "max_frames must be at least 1, got 0"),
         ({"max_items": 8, "max_frames": 4}, ValueError, "max_frames must be at least max_items"),
         ({"max_items": 20000}, ValueError, "max_items must be at most the largest of token_budgets, 16384"),
-        ({"share": 0.0}, ValueError, r"share must lie in \(0, 1\], got 0.0"),
-        ({"bytes_per_token": 0}, ValueError, "bytes_per_token must be at least 1, got 0"),
-        ({"largest": 32}, ValueError, "largest must be at least smallest, 64, got 32"),
     ],
 )
 def test_inference_names_what_is_wrong(given, error, message):
