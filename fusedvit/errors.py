@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 ODD_POSITIONS = "odd positions"  # kinds of `Reason`
 SPARSE = "sparse pixels"
+BEYOND_FP16 = "beyond fp16"
 PREFIX = "fusedvit: "  # of every message
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 

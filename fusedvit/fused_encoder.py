@@ -97,13 +97,18 @@ class FusedEncoder:
         self._stats.renew_locks()
         self.prepared.renew_locks()
 
+    def __copy__(self) -> "FusedEncoder":
+        return self  # a tower has one handle
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
+        state = {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
+        return state | {"ended": self.prepared.ended}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tower, config = state.pop("tower"), state.pop("config")
+        tower, config, ended = state.pop("tower"), state.pop("config"), state.pop("ended")
         self.__dict__.update(state)
         self._start(tower, config)
+        self.prepared.ended = ended
 
     def of_copy(self, tower: nn.Module) -> "FusedEncoder":
         """A new handle with the options of this one."""
@@ -125,6 +130,8 @@ class FusedEncoder:
 
     def serves(self, tower: nn.Module) -> bool:
         """Whether it is the handle of this very tower, and not of one that this is a copy of."""
+        if "_tower" not in self.__dict__:  # a copy before its `__setstate__`: `tower` is what that brings
+            return True
         return self._tower() is tower or self._stands_for() is tower
 
     def stand_for(self, tower: nn.Module) -> None:
@@ -211,7 +218,12 @@ class FusedEncoder:
             RuntimeError: the tower is gone.
         """
         paused = self._pause.lasts() if pauses else None
-        return bypass(self.tower) or transforms.active(None) or paused or self._source().reason()
+        found = bypass(self.tower) or transforms.active(None) or paused
+        if found is not None:
+            return found
+        source = self._source()
+        found = source.reason()
+        return source.refusal() if found is None and not self.weights.host_unchanged() else found
 
     def report(self) -> str:
         """What is fused, on which operations, what memory it holds, and why anything is not: at most 25 lines."""

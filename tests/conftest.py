@@ -26,7 +26,7 @@ SLOW = (
     "tests/kernels/test_hopper_swap_ab.py::test_compiled_code_has_its_operands_where_shared_memory_begins",  # 9
     "tests/hf/test_compiled_receiver.py::test_mixed_traffic_compiles_no_more_than_behind_the_original",  # 27
     "tests/hf/test_compiled_receiver.py::test_the_count_sees_features_of_another_kind",  # 21, of the one above
-    "tests/hf/test_slow.py::test_a_compiled_model",  # 23
+    "tests/hf/test_compiled.py::test_a_compiled_model",  # 23
     "tests/hf/test_weights.py::test_threads_after_a_change",  # 16
     "tests/hf/test_numbers.py::test_every_attribute_in_the_other_families",  # 150
     "tests/unit/bench/test_tune.py::test_checking_survives_a_crash_and_a_hang",  # 32

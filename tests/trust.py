@@ -82,7 +82,7 @@ FAULTS = {
         "gradient and inference modes",
         "hf/state:one_mode_after_another hf/state:training_is_hugging_faces hf/state:weights_change_between_modes",
     ),
-    "F11": Fault("devices", "hf/fallback:several_devices hf/state:device_map", "towers_on_two data_parallel"),
+    "F11": Fault("devices", "hf/fallback:several_devices hf/accelerate:a_tower_hooked", "towers_on_two data_parallel"),
     "F12": Fault("weights change after fuse", "hf/weights"),
     "F13": Fault(
         "copies and files",
@@ -112,7 +112,7 @@ FAULTS = {
         "weights prepared without asking",
         "hf/numbers:every_way_to_prepared_weights hf/numbers:content_that_changed",
     ),
-    "F32": Fault("a write to part of a weight", "unit/fingerprint_coverage hf/weights:small_writes_through_data"),
+    "F32": Fault("a write to part of a weight", "unit/fingerprint_coverage hf/weights:small_writes"),
     "F33": Fault("whose handle it is", "hf/handles", "data_parallel"),
     "F34": Fault("memory that moves or is freed", "hf/memory", "sharded"),
     "F35": Fault("outputs that share storage", "hf/memory:outputs_are_tensors_of_their_own kernels/store_outputs"),
@@ -121,7 +121,11 @@ FAULTS = {
     "F38": Fault("hook registries replaced", "hf/fallback:hooks_in_a_registry_that_was_replaced"),
     "F39": Fault("remote code under a known name", "hf/own_code:remote_code"),
     "F40": Fault("a large common mean", "hf/large_mean"),
-    "F41": Fault("silently slow", "hf/slow hf/lazy_outputs hf/unread_states hf/unread_in_models:a_whole"),
+    "F41": Fault(
+        "silently slow",
+        "hf/autocast hf/arguments hf/compiled hf/accelerate "
+        "hf/lazy_outputs hf/unread_states hf/unread_in_models:a_whole",
+    ),
     "F42": Fault("messages that name nothing", "hf/messages hf/changes"),
 }
 

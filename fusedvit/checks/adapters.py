@@ -16,6 +16,7 @@ from torch import nn
 
 from fusedvit.checks.ownership import name_of
 from fusedvit.checks.source_code import Definition, definition_of
+from fusedvit.model.fp16_range import Products
 
 _MODULE = "peft.tuners.lora.layer"
 # PEFT's class, by its name: what it consists of, and whose `forward` it has.
@@ -25,9 +26,10 @@ _KINDS: dict[str, tuple[type[nn.Module], str]] = {
     "Conv3d": (nn.Conv3d, "_ConvNd.forward"),
 }
 _BASE = "base_layer"
+CHOSEN = "_active_adapter"
 _RUN = (_BASE, "lora_A", "lora_B", "lora_dropout")
 # What a LoRA layer's forward goes by beside its parameters.
-_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
+_STATE = (CHOSEN, "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
 # What its forward mentions and does not run: for adapters to undo, and for a batch that names its adapters.
 NOT_RUN = frozenset({"unmerge", "_mixed_batch_forward"})
 _CASTS = "cast_input_dtype_enabled"
@@ -78,6 +80,24 @@ def modules_run(layer: Any) -> Iterator[nn.Module]:
     yield layer
     for name in _RUN:
         yield from getattr(layer, name).modules()
+
+
+def modules_read(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what it holds, by path, shared modules under each of theirs; of a LoRA layer's adapters only what is
+    of those that its next call adds."""
+    yield path, module
+    is_layer = is_lora(module)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        of = f"{path}.{name}" if path else name
+        if is_layer and name != _BASE and isinstance(child, nn.ModuleDict):  # by adapter
+            yield of, child
+            active = active_adapters(module)
+            for adapter in filter(active.__contains__, child):
+                yield from modules_read(child[adapter], f"{of}.{adapter}")
+        else:
+            yield from modules_read(child, of)
 
 
 def slots_read(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
@@ -164,10 +184,10 @@ def active_adapters(layer: Any) -> list[str]:
     return [name for name in names if name in layer.lora_A]
 
 
-def folded(plain: Plain) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+def folded(plain: Plain, sums: Products) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Parameters as they would be without adapters, active ones folded in; and the names of those that are new tensors.
 
-    `cannot_fold` comes first.
+    `cannot_fold` comes first. `sums` takes what was rounded.
     """
     parameters: dict[str, torch.Tensor] = dict(plain.parameters())
     new: set[str] = set()
@@ -178,11 +198,15 @@ def folded(plain: Plain) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
         weight = parameters[f"{path}.weight"].data
         pairs = [(layer.scaling[n], layer.lora_B[n].weight.data, layer.lora_A[n].weight.data) for n in active]
         products = [s * (up.double().flatten(1) @ down.double().flatten(1)).view_as(weight) for s, up, down in pairs]
-        parameters[f"{path}.weight"] = (weight.double() + sum(products)).to(weight.dtype)
+        exact = weight.double() + sum(products)
+        merged = parameters[f"{path}.weight"] = exact.to(weight.dtype)
+        sums.add(f"{path}.weight with its adapters", exact, merged, parameters.get(f"{path}.bias"))
         new.add(f"{path}.weight")
         biases = [layer.scaling[n] * b.double() for n in active if (b := layer.lora_B[n].bias) is not None]
         if biases:
             bias = parameters[f"{path}.bias"].detach()
-            parameters[f"{path}.bias"] = (bias.double() + sum(biases)).to(bias.dtype)
+            exact = bias.double() + sum(biases)
+            merged = parameters[f"{path}.bias"] = exact.to(bias.dtype)
+            sums.add(f"{path}.bias with its adapters", exact[:, None], merged[:, None])
             new.add(f"{path}.bias")
     return parameters, frozenset(new)

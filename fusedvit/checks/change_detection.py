@@ -7,7 +7,7 @@ cannot notice (`param.data.copy_`) is left to the fingerprint of the content.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -35,6 +35,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
 _CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
 _parts_of_partial = attrgetter("func", "args", "keywords")
+_wants_gradient = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Snapshot:
         registries: registries of modules and parameters, and their lengths.
         orders: registries of modules that run in their order, and that order.
         instances: `__dict__` of every inner module: a new entry may hide what the class or a registry has by that name.
-        parameters: every parameter.
-        buffers: every buffer.
+        parameters: every parameter that the tower as it stands computes with: none of adapters that are not active.
+        buffers: every buffer that it computes with.
         classes: the class of each of `classed`, which assigning `__class__` changes.
         classed: every inner module once, their configs, and accelerate's hooks on them.
         homes: `__dict__` of each of these.
@@ -120,6 +121,7 @@ class Snapshot:
         empty: registries that held nothing.
         written: the dictionaries that all of these entries are in, but the empty ones.
         code: what would run.
+        idle: parameters of adapters that are not active.
     """
 
     children: Entries
@@ -140,12 +142,19 @@ class Snapshot:
     hidden: tuple[KeysView[str], frozenset[str]]
     empty: tuple[dict[str, Any], ...]
     written: Written
+    idle: tuple[nn.Parameter, ...]
 
     @staticmethod
-    def of(tower: nn.Module, own: OwnCode) -> "Snapshot":
-        """The tower as it stands; `own` is the code that it would run."""
+    def of(tower: nn.Module, own: OwnCode, buffers: Collection[str]) -> "Snapshot":
+        """The tower as it stands.
+
+        Args:
+            own: the code that it would run.
+            buffers: names of those that it computes with.
+        """
         modules = list(tower.modules())
         inner = modules[1:]
+        read = dict.fromkeys(module for _, module in adapters.modules_read(tower))
         configs = _configs_of(modules)
         classed = (*inner, *configs, *(hook for m in inner for hook in accelerate_hooks.hooks_of(m)))
         holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
@@ -165,8 +174,8 @@ class Snapshot:
             list(map(len, registries)),
             (ordered, list(map(tuple, ordered))),
             Instances.of(inner, (m for m in inner if not isinstance(m, _NEVER_CALLED))),
-            Tensors.of(m._parameters for m in modules),
-            Tensors.of(m._buffers for m in modules),
+            Tensors.of((m._parameters, name) for m in read for name in m._parameters),
+            Tensors.of((m._buffers, name) for m in read for name in m._buffers if name in buffers),
             list(map(type, classed)),
             classed,
             tuple(map(vars, classed)),
@@ -178,6 +187,7 @@ class Snapshot:
             (vars(tower).keys(), own.names - vars(tower).keys() - {"forward"}),
             tuple(registry for registry in registries if not registry),
             Written((*filter(None, registries), *map(vars, modules), *attributes.registries)),
+            tuple(p for m in modules if m not in read for p in m._parameters.values() if p is not None),
         )
 
     def first_parameter(self) -> nn.Parameter | None:
@@ -189,12 +199,23 @@ class Snapshot:
         return self.parameters.in_place()
 
     def trained(self) -> bool:
-        """Whether a parameter wants a gradient."""
-        return self.parameters.wants_gradients()
+        """Whether a parameter wants a gradient, of whichever adapter: these count where a call asks for gradients."""
+        return self.parameters.wants_gradients() or any(map(_wants_gradient, self.idle))
 
-    def readdressed(self) -> "Snapshot":
-        """This snapshot, with the addresses that parameters have now."""
-        return replace(self, parameters=self.parameters.readdressed())
+    def renewed(self) -> "Snapshot":
+        """This snapshot with addresses and versions that parameters have now, and the lists of active adapters: PEFT
+        has another of the same names whenever it switches back."""
+        attributes, others = self.attributes, {}
+        for name, before, now in zip(attributes.names, attributes.values, attributes.current(), strict=True):
+            if name == adapters.CHOSEN and type(before) is type(now) is list:
+                others[id(before)] = now  # `contents` has what it must hold
+        attributes = replace(attributes, values=tuple(others.get(id(v), v) for v in attributes.values))
+        contents = tuple(others.get(id(v), v) for v in self.contents[0]), self.contents[1]
+        return replace(self, parameters=self.parameters.renewed(), attributes=attributes, contents=contents)
+
+    def versions(self) -> list[int]:
+        """Versions of those parameters that count one."""
+        return self.parameters.versions
 
     def unchanged(self) -> bool:
         """No module added, replaced or removed, none with a `forward` of its own, no hook that would fire, no attribute

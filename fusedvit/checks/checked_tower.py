@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import hooks_of
-from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded
+from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded, modules_read
 from fusedvit.checks.as_built import (
     Built,
     wrong_attributes,
@@ -22,10 +22,12 @@ from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import foreign_class
 from fusedvit.checks.recorded import version_of
-from fusedvit.errors import Reason, first_line
+from fusedvit.errors import BEYOND_FP16, Reason, first_line
 from fusedvit.families.base import Family
 from fusedvit.families.engine import HUGGING_FACE
+from fusedvit.model.fp16_range import BeyondFp16, Products
 from fusedvit.model.normalization import Normalization
+from fusedvit.model.param_names import buffer_shapes
 from fusedvit.model.prepare_weights import prepare
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
@@ -92,25 +94,40 @@ class CheckedTower:
         wrong = wrong or wrong_buffers(tower, family, spec, names)
         return Reason(fallback.MODIFIED, wrong) if wrong else None
 
+    def refusal(self) -> Reason | None:
+        """Why weights could not be prepared of it, though `reason` finds nothing, or None; waits for the GPU."""
+        parameters = self.parameters()
+        if next(iter(parameters.values())).dtype != torch.float16:
+            return None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self.prepare(parameters, None)
+        except BeyondFp16 as why:
+            return Reason(BEYOND_FP16, str(why))
+        return None
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name, shared ones under each of theirs."""
         named = self.tower.named_parameters(remove_duplicate=False)
         return {name: p for name, p in named if isinstance(p, torch.Tensor)}  # anything may be put there
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Buffers that the tower computes with, on the parameters' device."""
+    def read(self) -> list[torch.Tensor]:
+        """What the tower as it stands computes with: parameters, then buffers on their device."""
         device = next(self.tower.parameters()).device
-        names = self._own_code().names
-        found = self.tower.named_buffers()
-        return [b for path, b in found if path.rpartition(".")[2] in names and b.device == device and b.numel()]
+        buffers = [b for b in self._buffers_read().values() if b.device == device and b.numel()]
+        return [*self._parameters_read().values(), *buffers]
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
-        """Weights from `parameters`, in the memory of `reuse` where that fits."""
-        plain = Plain.of(self.tower)
+        """Weights from `parameters`, in the memory of `reuse` where that fits.
+
+        Raises:
+            BeyondFp16: there is one that fp16 cannot hold.
+        """
+        plain, products = Plain.of(self.tower), Products()
         buffers = dict(self.tower.named_buffers(remove_duplicate=False))
         new: frozenset[str] = frozenset()
         if plain.layers:
-            parameters, new = folded(plain)
+            parameters, new = folded(plain, products)
         turned = {name: p.data.contiguous() for name, p in parameters.items() if not p.is_contiguous()}
         own = frozenset(self.family.aliases.get(name, name) for name in (*new, *turned))
         tensors = {name: t.data for name, t in {**buffers, **parameters, **turned}.items()}  # see `kernels.fingerprint`
@@ -120,29 +137,53 @@ class CheckedTower:
             found = (b for path, b in buffers.items() if path.rpartition(".")[2] == "inv_freq" and not b.is_meta)
             rotary = next(found, None)
         return prepare(
-            self.spec, names, source, reuse=reuse, own=own, normalizations=self.normalizations, inv_freq=rotary
+            self.spec,
+            names,
+            source,
+            reuse=reuse,
+            own=own,
+            normalizations=self.normalizations,
+            inv_freq=rotary,
+            products=products,
         )
 
     def snapshot(self) -> Snapshot:
         """The tower's modules and parameters as they are now."""
-        return Snapshot.of(self.tower, self._own_code())
+        return Snapshot.of(self.tower, self._own_code(), self._buffer_names())
 
-    def ingredients(self) -> object:
-        """What `prepare` reads beside the content of parameters, and which these are at which versions: equal where it
-        would give the same weights of the same content. None where that cannot be told, as a write counts no version.
+    def ingredients(self) -> tuple[object, list[int | None]] | None:
+        """What `prepare` reads beside the content of parameters and which these are, equal where it would give the same
+        weights of the same content; and their versions, None for one that counts none. None for all of it where that
+        cannot be told.
 
         Whoever compares two of these keeps the parameters alive: they are told apart by `id`.
         """
-        parameters, adapters = self.parameters(), Plain.of(self.tower).layers
-        versions = list(map(version_of, parameters.values()))
-        buffers = dict(self.tower.named_buffers(remove_duplicate=False))
-        if None in versions or sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
+        parameters, adapters = self._parameters_read(), Plain.of(self.tower).layers
+        buffers = self._buffers_read()
+        if sum(b.numel() for b in buffers.values()) > MOST_IN_BUFFERS:
             return None
         values = [None if b.is_meta else b.tolist() for b in buffers.values()]  # other objects in a moved tower
         folded_in = [(path, n, layer.scaling[n]) for path, layer in adapters.items() for n in active_adapters(layer)]
         kinds = [(b.dtype, b.device) for b in buffers.values()]
         named = [(name, id(p)) for name, p in parameters.items()]
-        return named, versions, [*buffers], kinds, values, folded_in, dict(self.normalizations)
+        rest = named, [*buffers], kinds, values, folded_in, dict(self.normalizations)
+        return rest, list(map(version_of, parameters.values()))
+
+    def _parameters_read(self) -> dict[str, torch.Tensor]:
+        """Parameters as `parameters` has them, but those of adapters that are not active."""
+        found = (
+            (f"{path}.{n}" if path else n, p) for path, m in modules_read(self.tower) for n, p in m._parameters.items()
+        )
+        return {name: p for name, p in found if isinstance(p, torch.Tensor)}
+
+    def _buffers_read(self) -> dict[str, torch.Tensor]:
+        names, found = self._buffer_names(), self.tower.named_buffers(remove_duplicate=False)
+        return {path: buffer for path, buffer in found if path.rpartition(".")[2] in names}
+
+    def _buffer_names(self) -> frozenset[str]:
+        """Names that the code mentions, and those of buffers that the records know; others nobody reads."""
+        given = (path.rpartition(".")[2] for path, _ in buffer_shapes(self.family.names, self.spec))
+        return self._own_code().names.union(self.family.engine.buffers, given)
 
     def _own_code(self) -> OwnCode:
         if self._code is None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusedvit.checks.arguments import asked_for, rules_of
-from fusedvit.errors import ODD_POSITIONS, SPARSE, Reason
+from fusedvit.errors import BEYOND_FP16, ODD_POSITIONS, SPARSE, Reason
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import LastNormNames
 
@@ -68,6 +68,7 @@ ADVICE = {
     ENGINE: "the serving engine computes something else for such calls",
     UNSUPPORTED_DEVICE: "kernels run on NVIDIA GPUs of compute capability 8.0 and newer, torch operations on the CPU",
     UNSUPPORTED_DTYPE: "kernels take float32, float16 and bfloat16",
+    BEYOND_FP16: "what is prepared of weights takes a wider range: load the tower in bfloat16 or float32",
 }
 
 _global = vars(torch.nn.modules.module)  # where hooks for every module of the process are registered

@@ -236,17 +236,20 @@ class Tensors:
     versions: list[int]
 
     @staticmethod
-    def of(registries: Iterable[dict[str, Any]]) -> "Tensors":
-        entries = Entries.of((registry, name) for registry in registries for name in registry)
+    def of(found: Iterable[tuple[dict[str, Any], str]]) -> "Tensors":
+        """Those of entries of registries."""
+        entries = Entries.of(found)
         present = tuple(t for t in entries.values if t is not None)
         counted = [t for t in present if version_of(t) is not None]
         with _plainly():
             layouts = Layouts(present)
         return Tensors(entries, present, _addresses(present), layouts, counted, [t._version for t in counted])
 
-    def readdressed(self) -> "Tensors":
-        """The same, with the addresses that they have now."""
-        return replace(self, pointers=_addresses(self.present))
+    def renewed(self) -> "Tensors":
+        """The same, with the addresses and versions that they have now."""
+        with _plainly():
+            versions = list(map(_version_of, self.counted))
+        return replace(self, pointers=_addresses(self.present), versions=versions)
 
     def in_place(self) -> bool:
         return _addresses(self.present) == self.pointers

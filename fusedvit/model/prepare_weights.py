@@ -13,10 +13,11 @@ bytes, x = f byte + s a channel : W' = round(128 f W),  b' = b + sum_k W'[:, k] 
 frames of a still image         : equal, so W' is rounded after the sum over frames
 
 b' comes from the rounded W' and stays in fp32: what all pixels have in common, the mean, then cancels exactly.
+What fp16 cannot hold of these raises: see `fp16_range.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from einops import rearrange, repeat
@@ -25,6 +26,7 @@ from fusedvit.kernels.attention import query_scale
 from fusedvit.kernels.hopper.gluon_compat import absent
 from fusedvit.kernels.load_inputs import CENTRE
 from fusedvit.kernels.tile_configs import Target
+from fusedvit.model.fp16_range import Products
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.param_names import (
     BOUNDS,
@@ -64,6 +66,7 @@ def prepare(
     own: frozenset[str] = frozenset(),
     normalizations: Mapping[bool, Normalization] | None = None,
     inv_freq: torch.Tensor | None = None,
+    products: Products | None = None,
 ) -> EncoderWeights:
     """Prepared weights from `source(name) -> tensor`.
 
@@ -73,8 +76,12 @@ def prepare(
             device agree, so that captured graphs stay valid.
         normalizations: of bytes that the tower is to take, by whether they are of still images.
         inv_freq: the tower's rotary frequencies `[head_dim / 4]`; those of the spec if None.
+        products: what `source` has rounded already, to be judged with what is rounded here.
+
+    Raises:
+        BeyondFp16: a product that fp16 cannot hold; `reuse` is as it was.
     """
-    maker, by_still = _Maker(spec, source, own), normalizations or {}
+    maker, by_still = _Maker(spec, source, own, products or Products()), normalizations or {}
     device = source(f"{names.patch}.weight").device
     frequencies = rope_frequencies(spec) if inv_freq is None else inv_freq.detach()
     with torch.no_grad():
@@ -90,6 +97,7 @@ def prepare(
             still_patch=maker.byte_patch(names.patch, by_still[True], True) if True in by_still else None,
             own=("inv_freq", "position") if f"{names.position}.weight" in own else ("inv_freq",),
         )
+        maker.products.check()
         return prepared if reuse is None else rewrite(reuse, prepared)
 
 
@@ -104,6 +112,7 @@ class _Maker:
     spec: VisionSpec
     source: TensorSource
     given: frozenset[str] = frozenset()
+    products: Products = field(default_factory=Products)
 
     def norm(self, name: str, layer: bool | None = None) -> NormWeights:
         """A norm's vectors, copied: see `_plain`."""
@@ -150,6 +159,7 @@ class _Maker:
         common = (rounded.double().sum((2, 3)) * offset).sum(1)
         if "patch" not in spec.without_bias:
             common += self.source(f"{name}.bias").double()
+        self.products.add(f"{name}.weight times the scale of bytes", exact, rounded, common)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         return LinearWeights(_pitched(rounded.flatten(1), own=True), common.to(wide), None, ("weight", "bias"))
 
@@ -188,6 +198,7 @@ class _Maker:
             colsum = scaled.double().sum(1).to(wide)
         if bias is not None:
             bias = (bias if factor is None else bias * factor).to(wide, copy=True)
+        self.products.add(f"{norm}.weight times the weights behind it", exact, scaled, bias)
         return LinearWeights(scaled, bias, colsum, ("weight", "bias", "colsum"))
 
     def _scaled(self, linear: LinearWeights, factor: torch.Tensor | None, norm: NormWeights) -> LinearWeights:

@@ -13,6 +13,7 @@ import torch
 from fusedvit.graphs.capture import CurrentStream
 from fusedvit.kernels.fingerprint import FingerprintSources
 from fusedvit.kernels.load_inputs import GRID_DTYPES, MAX_ROWS
+from fusedvit.model.digest import digest_of
 from fusedvit.model.ops import Ops, ops_for
 
 SMALLEST_SLOT = 64  # items
@@ -167,6 +168,10 @@ class ContentCheck:
         if not torch.equal(ops.fingerprint(sources, found).cpu(), self.expected):
             return None
         return replace(self, addresses=[t.data_ptr() for t in sources.tensors[: len(now)]], sources=sources, slots=[])
+
+    def digest(self) -> list[int]:
+        """A hash of all that the parameters hold, where fingerprints are of samples; waits for the GPU."""
+        return digest_of(self.sources.tensors[: len(self.parameters)])
 
     def agrees_with(self, now: "ContentCheck") -> bool:
         """Whether `now`, of as many parameters and copies, read the same content in the same layout, wherever it

@@ -7,12 +7,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 
-from fusedvit.errors import Reason, WeightsReleased
+from fusedvit.errors import BEYOND_FP16, Reason, WeightsReleased
 from fusedvit.kernels.load_inputs import FLOATS
+from fusedvit.model.fp16_range import BeyondFp16
 from fusedvit.model.ops import Ops, ops_for
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.readback import ContentCheck, ReadBack, StreamMark
 
+# What weights are prepared from, to be compared by `==`, and versions of the parameters, None for one that counts none.
+Ingredients = tuple[object, list[int | None]]
 _address_of = torch.UntypedStorage.data_ptr
 
 
@@ -31,8 +34,11 @@ class Snapshot(Protocol):
     def trained(self) -> bool:
         """Whether a parameter wants a gradient."""
 
-    def readdressed(self) -> "Snapshot":
-        """The same, with the addresses that parameters have now."""
+    def renewed(self) -> "Snapshot":
+        """The same, with the addresses and versions that parameters have now, and what else stands for the same."""
+
+    def versions(self) -> list[int]:
+        """Versions of the parameters."""
 
 
 class Source(Protocol):
@@ -44,18 +50,21 @@ class Source(Protocol):
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name."""
 
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """Buffers that the tower computes with, on the parameters' device."""
+    def read(self) -> Sequence[torch.Tensor]:
+        """What the tower as it stands computes with: parameters, then buffers on their device."""
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], reuse: EncoderWeights | None) -> EncoderWeights:
-        """Weights from `parameters`, in the memory of `reuse` where that fits."""
+        """Weights from `parameters`, in the memory of `reuse` where that fits.
+
+        Raises:
+            BeyondFp16: there is one that fp16 cannot hold.
+        """
 
     def snapshot(self) -> Snapshot:
         """The tower as it stands."""
 
-    def ingredients(self) -> object:
-        """Equal (`==`) for two states of the tower that give the same weights if parameters have the same content; None
-        where a parameter counts no writes."""
+    def ingredients(self) -> Ingredients | None:
+        """What weights are prepared from beside the content of parameters; None where that cannot be told."""
 
 
 class _Borrowed(NamedTuple):
@@ -131,9 +140,11 @@ class WeightCache:
         self._snapshot: Snapshot | None = None
         self._weights: EncoderWeights | None = None
         self._content: ContentCheck | None = None
-        self._ingredients: object = None
+        self._ingredients: Ingredients | None = None
+        self._digest: list[int] | None = None  # of all that the parameters held, where that was asked
         self._pointers: tuple[int, ...] = ()
         self._lost = False
+        self._refused: tuple[object, torch.Tensor, str] | None = None  # ingredients, fingerprints, why
         self._borrowed = _Borrowed.of(())
         self.kinds = ()
 
@@ -147,7 +158,7 @@ class WeightCache:
     def outdate(self) -> None:
         """The next use prepares weights again, in the memory of these, whatever fingerprints say."""
         self.version += 1  # a run under way is not accepted
-        self._snapshot = self._ingredients = None
+        self._snapshot = self._ingredients = self._refused = None
         self._asked = True
 
     def get(self) -> EncoderWeights:
@@ -251,25 +262,28 @@ class WeightCache:
         return snapshot is not None and snapshot.unchanged()
 
     def follow(self) -> bool:
-        """Takes the parameters where they are now, if nothing has changed but their addresses; waits for the GPU.
+        """Takes the tower as it is now, if its parameters have only moved, or were written what they held, or it has
+        the same adapters active again; waits for the GPU.
 
-        Sharding and offloading free a parameter's memory after each use, and take other memory for the next. Prepared
-        copies stay as they are; what is borrowed lies elsewhere.
+        Sharding and offloading free a parameter's memory after each use, and take other memory for the next. Who syncs
+        weights writes those of a frozen tower, too. Prepared copies stay as they are; what is borrowed may lie
+        elsewhere.
         """
         snapshot, content, weights = self._snapshot, self._content, self._weights
         if snapshot is None or content is None or weights is None or self._lost:
             return False
-        if snapshot.in_place() or not snapshot.unchanged():
+        now = snapshot.renewed()  # before the rest: whoever moves or writes them meanwhile is noticed
+        in_place, written = snapshot.in_place(), now.versions() != snapshot.versions()
+        if (in_place and snapshot.unchanged()) or not now.unchanged() or (written and self._digest is None):
             return False
-        readdressed = snapshot.readdressed()  # before the rest: whoever moves them meanwhile is noticed
         moved = content.moved(self._ops(content.sources.pointers.device))
-        if moved is None:
+        if moved is None or (written and moved.digest() != self._digest):
             return False
         lent = self._lent_from(weights, content, content.parameters)
         if lent is None:
             return False
-        self.moves += 1
-        self._take(lent, moved, readdressed, self._ingredients)
+        self.moves += not in_place
+        self._take(lent, moved, now, self._ingredients)
         return True
 
     def _lent_from(
@@ -289,10 +303,17 @@ class WeightCache:
         """
         source = self._source()
         reason = source.reason()
+        try:
+            if reason is None:
+                self._prepare(source)
+        except BeyondFp16 as why:
+            reason = Reason(BEYOND_FP16, str(why))
         if reason is not None:
             self._snapshot = None  # whatever comes back is checked anew
             self._let_go(source.parameters())
-            return reason
+        return reason
+
+    def _prepare(self, source: Source) -> None:
         if self._lost:
             self._lost, self._ingredients = False, None
             self._on_loss()
@@ -303,23 +324,43 @@ class WeightCache:
             snapshot = source.snapshot()  # before the weights, as content: what is written meanwhile will be noticed
             ingredients = source.ingredients()
             content = self._read(source)
-            kept = self._kept(content, ingredients)
-            weights, content = kept or self._prepared_anew(source, content)
+            kept, digest = self._kept(content, ingredients)
+            weights, content = kept or self._prepared_unless_refused(source, content, ingredients)
+            self._digest = digest if digest is not None and snapshot.unchanged() else None
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.moves += kept is not None and weights.pointers() != self._pointers
         self._take(weights, content, snapshot, ingredients)
-        return None
 
-    def _kept(self, now: ContentCheck, ingredients: object) -> tuple[EncoderWeights, ContentCheck] | None:
+    def _kept(
+        self, now: ContentCheck, ingredients: Ingredients | None
+    ) -> tuple[tuple[EncoderWeights, ContentCheck] | None, list[int] | None]:
         """The weights that are there, and a check of `now` with their copies, if they would be prepared so again: the
-        same parameters at the same versions, and the same fingerprints."""
-        weights, content = self._weights, self._content
-        if weights is None or content is None or ingredients is None or ingredients != self._ingredients:
-            return None
+        same parameters with the same fingerprints, at the same versions or with the same digest. And the digest of what
+        `now` read; None where none was taken."""
+        weights, content, before = self._weights, self._content, self._ingredients
+        if weights is None or content is None or ingredients is None or before is None or ingredients[0] != before[0]:
+            return None, None
         whole = now.with_copies(weights.copies(), self._ops(now.sources.pointers.device))
         lent = self._lent_from(weights, content, now.parameters) if content.agrees_with(whole) else None
-        return None if lent is None else (lent, whole)
+        if lent is None:
+            return None, None
+        written = None in ingredients[1] or ingredients[1] != before[1]
+        digest = now.digest() if written else self._digest  # at the first write there is none to compare with
+        return (lent, whole) if digest == self._digest else None, digest
+
+    def _prepared_unless_refused(
+        self, source: Source, content: ContentCheck, ingredients: object
+    ) -> tuple[EncoderWeights, ContentCheck]:
+        """As `_prepared_anew`; what was refused at the last call is refused again without a try."""
+        refused = self._refused
+        if refused is not None and refused[0] == ingredients and torch.equal(refused[1], content.expected):
+            raise BeyondFp16(refused[2])
+        try:
+            return self._prepared_anew(source, content)
+        except BeyondFp16 as why:
+            self._refused = ingredients, content.expected, str(why)
+            raise
 
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
         """Weights of what `content` read, in the memory of those before, and a check of their copies, too."""
@@ -333,7 +374,7 @@ class WeightCache:
 
     def _read(self, source: Source) -> ContentCheck:
         """What the parameters of `source` hold; waits for the GPU."""
-        read = [*source.parameters().values(), *source.buffers()]
+        read = source.read()
         return ContentCheck.of(read, self._ops(read[0].device))
 
     def _let_go(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -344,7 +385,9 @@ class WeightCache:
             self._forget()
             self._on_move()
 
-    def _take(self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, ingredients: object) -> None:
+    def _take(
+        self, weights: EncoderWeights, content: ContentCheck, snapshot: Snapshot, ingredients: Ingredients | None
+    ) -> None:
         """Puts these in place of those before. In this order, as others may be running: until the snapshot is there no
         run is accepted, and by then one that found the weights before has begun with an older version."""
         pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved

@@ -77,7 +77,7 @@ class _Baseline(NamedTuple):
 
     @staticmethod
     def of(source: CheckedTower, content: bool) -> "_Baseline":
-        tensors = [*source.parameters().values(), *source.buffers()]
+        tensors = source.read()
         check = ContentCheck.of(tensors, ops_for(tensors[0].device)) if content else None
         return _Baseline(source.snapshot(), check)
 

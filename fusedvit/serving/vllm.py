@@ -26,6 +26,7 @@ from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import unnamed
 from fusedvit.families.base import Family
+from fusedvit.families.registry import family_of
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.model.normalization import Normalization
 from fusedvit.outputs.hugging_face import side_by_side
@@ -48,8 +49,10 @@ from fusedvit.serving.vllm_worker import (
 
 RELEASES = ((0, 26), (0, 33))  # first and last that are known
 _RAY = "vllm.ray.ray_env"
+_TRANSFORMERS = "vllm.model_executor.models.transformers.multimodal"
 _ADAPTERS = "vllm.model_executor.models.adapters"  # makes pooling models of others, whose towers they leave alone
 _REPLICATED = "ReplicatedLinear"  # whole on every rank, whatever its tp_size
+_METHOD = "quant_method"  # of layers: what computes them
 _NORM = "FusedMMInputNorm"  # vLLM's, of bytes on the device
 _OVERTAKEN = 3  # runs of a call that may end with another normalisation than they began with
 
@@ -129,6 +132,14 @@ def _construct_model(
     _settle(cls, tower, _try_to_fuse(tower, family, tower.config))
 
 
+def _construct_hugging_faces(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """The constructor of Hugging Face's models inside vLLM's: a line for each tower that would run fused elsewhere."""
+    original(model, *args, **kwargs)
+    for tower in model.modules():
+        if family_of(type(tower).__name__) is not None:
+            _say(type(tower), tower, "its model is Hugging Face's (model_impl=\"transformers\"), not one of vLLM's own")
+
+
 def _check_options(family: Family, vision_config: Any) -> None:
     """Raises ValueError where `FUSEDVIT_CONFIG` has options that the tower cannot meet, however much memory is free."""
     given = options()
@@ -185,6 +196,11 @@ def _reason_of_engine(tower: nn.Module) -> str:
         return "LoRA of the vision tower is on (enable_tower_connector_lora)"
     if not _encodes():
         return "this pipeline stage encodes nothing"
+    if _text_only(config):
+        return "nothing is encoded: no images and no videos are taken (--limit-mm-per-prompt, --language-model-only)"
+    method = _quantised_by(tower)
+    if method:
+        return f"its layers are quantised ({method})"
     return "its weights are offloaded to the CPU" if _offloaded(tower, config) else ""
 
 
@@ -193,6 +209,20 @@ def _encodes() -> bool:
     from vllm.distributed import get_pp_group
 
     return bool(get_pp_group().is_first_rank)
+
+
+def _text_only(config: Any) -> bool:
+    """Whether vLLM takes no pictures: it throws the tower away, which it builds on no device."""
+    modes = getattr(getattr(config, "model_config", None), "multimodal_config", None)
+    return modes is not None and all(modes.get_limit_per_prompt(kind) == 0 for kind in ("image", "video"))
+
+
+def _quantised_by(tower: nn.Module) -> str:
+    """The class that computes a layer of the tower, where that is not vLLM's plain one; "" for none. Some of them hold
+    weights on no device until these are loaded."""
+    methods = (type(m) for m in (vars(module).get(_METHOD) for module in tower.modules()) if m is not None)
+    known = VLLM.objects[_METHOD]
+    return next((cls.__name__ for cls in methods if f"{cls.__module__}.{cls.__qualname__}" not in known), "")
 
 
 def _offloaded(tower: nn.Module, config: Any) -> bool:
@@ -398,6 +428,12 @@ def _read_normalization(norm: Any, handle: FusedEncoder) -> Normalization | None
     return Normalization(None, tuple(mean.tolist()), tuple(std.tolist()), *layout)
 
 
+def _patch_transformers(module: ModuleType) -> None:
+    mixin = vars(module).get("MultiModalMixin")
+    if mixin is not None:
+        wrap(mixin, "__init__", _construct_hugging_faces)
+
+
 def _patch_ray(module: ModuleType) -> None:
     prefixes = vars(module).get("DEFAULT_ENV_VAR_PREFIXES")  # of variables that actors on other nodes get, too
     if isinstance(prefixes, set):
@@ -408,5 +444,6 @@ _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     **{module: _patch_towers for module, _ in (*TOWERS, *MODELS)},
     **{module: patch_runner for module in RUNNERS},
     WORKER: patch_worker,
+    _TRANSFORMERS: _patch_transformers,
     _RAY: _patch_ray,
 }

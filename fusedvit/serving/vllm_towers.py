@@ -18,7 +18,7 @@ VLLM = Engine(
     decorators=("vllm.compilation.decorators", "contextlib", "torch.utils._contextlib"),
     activations={
         "gelu_tanh": ("GELU", "tanh"),
-        "gelu": ("GELU", "none"),
+        "gelu": ("GELU", None),  # vLLM's own class
         "quick_gelu": ("QuickGELU", None),
         "swiglu": ("SiluAndMul", None),
     },

@@ -1,6 +1,7 @@
-"""What vLLM's worker does with fused towers: they are prepared as it profiles, wakes and loads, and give memory back
-as it sleeps."""
+"""What vLLM's worker does with fused towers: they are prepared as it profiles or starts without, wakes and loads, and
+give memory back as it sleeps."""
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -18,6 +19,15 @@ from fusedvit.serving.served import Served, served_in, writing
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 WORKER = "vllm.v1.worker.gpu_worker"
 _LAST_LEVEL = 2  # of sleep: weights are lost, and loaded again
+# Steps of elastic EP that write to no tower, in vLLM 0.26 and 0.33; any other may bring weights of another worker.
+_WRITING_NOTHING = frozenset(
+    {
+        *("create_standby_groups", "transfer_weights", "broadcast_expert_mapping", "start_async", "clear_async"),
+        *("receive_expert_mapping", "warmup_new_worker", "switch_and_prepare", "switch_and_remove"),
+        *("perform_eplb_reshuffle", "perform_scale_down_eplb_reshuffle", "rewarm_workspace"),
+        *("commit_scale_up", "commit_scale_down"),
+    }
+)
 
 logger = logging.getLogger("vllm.fusedvit")  # below vLLM's own: its handlers print it
 
@@ -43,13 +53,20 @@ def stats(worker: Any) -> dict[str, Any]:
 def _profile(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """A model runner's profile run: what fused towers hold is taken before memory is measured."""
     towers = served_in(_model_of(runner))
-    _prepare_all(towers)
+    _prepare_all(_awake(runner))
     if towers and getattr(getattr(runner, "cache_config", None), "kv_cache_memory_bytes", None):
         logger.info(
             "fusedvit: the size of the KV cache is given, by --kv-cache-memory-bytes or a start-up plan: "
             "it must leave room for what the tower holds"
         )
     return original(runner, *args, **kwargs)
+
+
+def _initialize(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """The KV cache's initialisation, which every start passes: what was not prepared before is now. Models without a
+    KV cache, instances that only encode and workers that join by elastic EP are not profiled."""
+    _prepare_all(_awake(_runner_of(worker)))
+    return original(worker, *args, **kwargs)
 
 
 def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +82,7 @@ def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
 def _wake_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """Prepares again where the weights are there, with their content."""
     tags = inspect.signature(original).bind(worker, *args, **kwargs).arguments.get("tags")
-    woken = _awake(worker) if tags is None or "weights" in tags else []
+    woken = _awake(_runner_of(worker)) if tags is None or "weights" in tags else []
     with writing([served for *_, served in woken], "woken"):
         found = original(worker, *args, **kwargs)
     _prepare_all(woken)
@@ -79,7 +96,7 @@ def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
         found = original(worker, *args, **kwargs)
     for served in towers:
         served.lost = False
-    _prepare_all(_awake(worker))
+    _prepare_all(_awake(_runner_of(worker)))
     return found
 
 
@@ -87,6 +104,13 @@ def _update(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
     """A part of an update, after which another may come or none: the next call prepares."""
     with writing([served for *_, served in _served_in(worker)], "updated"):
         return original(worker, *args, **kwargs)
+
+
+def _scale(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """A step of elastic EP, of which some write to the weights of a worker that joins."""
+    step = inspect.signature(original).bind(worker, *args, **kwargs).arguments["execute_method"]
+    run = original if step in _WRITING_NOTHING else functools.partial(_update, original)
+    return run(worker, *args, **kwargs)
 
 
 def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +121,9 @@ def _discard(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
     return original(worker, *args, **kwargs)
 
 
-def _awake(worker: Any) -> list[tuple[str, nn.Module, Served]]:
+def _awake(runner: Any) -> list[tuple[str, nn.Module, Served]]:
     """Towers that are not prepared though their weights are there."""
-    return [each for each in _served_in(worker) if not each[-1].ready and not each[-1].lost]
+    return [each for each in served_in(_model_of(runner)) if not each[-1].ready and not each[-1].lost]
 
 
 def _prepare_all(towers: Sequence[tuple[str, nn.Module, Served]]) -> None:
@@ -114,6 +138,10 @@ def _shut_down(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: 
     return original(worker, *args, **kwargs)
 
 
+def _runner_of(worker: Any) -> Any:
+    return getattr(worker, "model_runner", None)
+
+
 def _model_of(runner: Any) -> Any:
     """A model runner's model, out of what captures the language model: by default it is in a `CUDAGraphWrapper`, which
     is no module."""
@@ -122,7 +150,7 @@ def _model_of(runner: Any) -> Any:
 
 
 def _served_in(worker: Any) -> list[tuple[str, nn.Module, Served]]:
-    return served_in(_model_of(getattr(worker, "model_runner", None)))
+    return served_in(_model_of(_runner_of(worker)))
 
 
 def patch_runner(module: ModuleType) -> None:
@@ -136,13 +164,14 @@ def patch_worker(module: ModuleType) -> None:
     if worker is None:
         return
     for name, around in (
+        ("initialize_from_config", _initialize),
         ("sleep", _sleep),
         ("wake_up", _wake_up),
         ("reload_weights", _reload),
         ("finish_weight_update", _reload),
         ("reset_weights", _reload),
         ("update_weights", _update),
-        ("elastic_ep_execute", _update),
+        ("elastic_ep_execute", _scale),
         ("discard", _discard),
         ("shutdown", _shut_down),
     ):

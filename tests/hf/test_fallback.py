@@ -1,6 +1,8 @@
 """What cannot run fused runs the original code: the same answer, a counted reason, one warning; strict raises."""
 
+import functools
 import logging
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -151,6 +153,43 @@ def test_hooks_in_a_registry_that_was_replaced(registry: str, used: bool) -> Non
             ran_original(handle, fallback.HOOKS)
 
 
+def _lying(module: Any, arguments: Any, output: Any) -> Any:
+    return 2 * output
+
+
+class _Lying:
+    """What shows a function of transformers as the one that it calls."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def __call__(self, module: Any, arguments: Any, output: Any) -> Any:
+        return 2 * output
+
+
+@pytest.mark.parametrize("kind", ["its module", "what it wraps", "its func", "its func's module"])
+def test_hooks_that_say_they_are_transformers(kind: str) -> None:
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    hook: Any = types.FunctionType(_lying.__code__, globals())
+    if kind == "its module":
+        hook.__module__ = capturing.__name__
+    elif kind == "what it wraps":
+        hook = functools.wraps(capturing.maybe_install_capturing_hooks)(hook)
+    elif kind == "its func":
+        hook = _Lying(capturing.maybe_install_capturing_hooks)
+    else:
+        hook.__module__ = capturing.__name__
+        hook = functools.partial(hook)
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    call.run(tower)
+    for t in (tower, original):
+        t.blocks[0].mlp.register_forward_hook(hook)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["original"] == {fallback.HOOKS: 1}
+
+
 def test_weights_written_while_a_hook_was_on() -> None:
     """Without a check of the content: what was prepared before a fallback is not used after it."""
     tower = tiny_tower()
@@ -287,6 +326,25 @@ def test_several_devices() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):  # Hugging Face's own answer
         call.run(tower)
     assert set(handle.stats()["original"]) <= {fallback.META, fallback.DEVICES} != set()
+
+
+def test_parameters_that_have_no_shape_yet() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    tower.blocks[0].mlp.linear_fc1.weight = nn.parameter.UninitializedParameter(requires_grad=False)
+    assert "blocks.0.mlp.linear_fc1.weight" in handle.report() and "UninitializedParameter" in handle.report()
+    with pytest.raises(ValueError, match="uninitialized"):  # torch's own
+        call.run(tower)
+    assert handle.stats()["original"] == {fallback.MODIFIED: 1}
+
+
+def test_a_tower_without_its_config() -> None:
+    tower = tiny_tower()
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRIDS["mix"])
+    del tower.config
+    assert "config" in handle.report()
+    with pytest.raises(AttributeError, match="config"):  # transformers' own
+        tower(call.pixels, grid_thw=call.grid)
 
 
 @pytest.mark.parametrize("probe", ["compiler.is_compiling", "jit.is_tracing"])

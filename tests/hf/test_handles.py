@@ -1,12 +1,14 @@
 """Whose handle: copies, replicas, other instances of the fused class, wrapped classes, and calls that race with us."""
 
 import copy
+import gc
 import pickle
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,59 @@ def test_other_instances_of_the_fused_class(name: str, tmp_path: Path) -> None:
     fusedvit.unfuse(fused(tower.config))  # has no handle: only its class goes back
     assert_same(call.run(tower), expected)
     ran_fused(handle, calls=2)
+
+
+@dataclass
+class Server:
+    """What holds a handle before its model."""
+
+    encoder: Any
+    model: Any
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+HELD: dict[str, Callable[[Any, Any], Any]] = {
+    "handle first": lambda handle, model: (handle, model),
+    "model first": lambda handle, model: (model, handle),
+    "a dictionary": lambda handle, model: {"encoder": handle, "model": model},
+    "a record": Server,
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_handle_that_is_copied_with_its_model(way: str, held: str) -> None:
+    model = tiny_model().requires_grad_(False)
+    handle, call = fusedvit.fuse(model, STRICT), Call.of(model.model.visual, GRIDS["mix"])
+    expected = call.run(model.model.visual)
+    found = WAYS[way](HELD[held](handle, model))
+    parts = found if isinstance(found, tuple) else list((found if isinstance(found, dict) else vars(found)).values())
+    own, other = parts[:: -1 if held == "model first" else 1]
+    tower = other.model.visual
+    assert own is not handle and own.tower is tower and own.config == STRICT and fusedvit.fuse(other) is own
+    assert_bitwise(call.run(tower), expected)
+    ran_fused(own, calls=1)
+    ran_fused(handle, calls=1)
+    fusedvit.unfuse(model)
+    ended, other = WAYS[way]((handle, model))
+    assert ended.state() == "unfused" and ended.tower is other.model.visual, "as the handle that it is a copy of"
+
+
+def test_a_handle_that_is_copied_by_itself() -> None:
+    """It keeps no model, and neither does its copy."""
+    model = tiny_model().requires_grad_(False)
+    handle = fusedvit.fuse(model)
+    assert copy.copy(handle) is handle
+    for way in WAYS.values():
+        alone = way(handle)
+        assert alone.state() == "gone" and "its tower is gone" in repr(alone)
+        with pytest.raises(RuntimeError, match="is gone: a handle does not keep its model"):
+            alone.warmup()
+    del model
+    gc.collect()
+    for way in WAYS.values():
+        with pytest.raises(RuntimeError, match="is gone: a handle does not keep its model"):
+            way(handle)
 
 
 def test_peft_modules_to_save() -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.kernels.fingerprint import GROUP
+from fusedvit.kernels.reference.fingerprint import sampled_groups
 from fusedvit.pauses import MOST_PREPARING
 from tests.support.families import family_tower
 from tests.support.towers import (
@@ -211,7 +213,7 @@ def test_a_preparation_that_fails_on_the_way(watch_data: bool, monkeypatch: pyte
 
 
 def test_moved_buffers_are_no_replaced_parameters() -> None:
-    """Parameters that count no version are prepared again, and the reason says why."""
+    """Parameters that count no version are prepared again once; then all of their content is compared."""
     with torch.inference_mode():
         tower = tiny_tower()
     call = Call.of(tower, GRIDS["smallest"])
@@ -219,7 +221,12 @@ def test_moved_buffers_are_no_replaced_parameters() -> None:
     for _ in range(MOST_PREPARING + 2):
         call.run(tower)
         tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq.clone()
-    assert handle.stats()["original"].keys() == {fallback.CHANGED}
+    ran_fused(handle, calls=MOST_PREPARING + 2)
+    assert handle.stats()["refreshes"] == 2
+    with torch.inference_mode():
+        tower.pos_embed.weight[-1, -1] += 4
+    tower.rotary_pos_emb.inv_freq = tower.rotary_pos_emb.inv_freq.clone()
+    assert_same(call.run(tower), expected_of(tower, call))
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
@@ -242,3 +249,177 @@ def test_steps_of_an_optimizer_without_watch_data(kind: Any, options: dict[str, 
         assert_same(ours, expected_of(tower, call))
         before = ours
     assert handle.stats()["original"] == {fallback.GRADIENTS: 2}
+
+
+def load(tower: Any) -> None:
+    tower.load_state_dict({name: t.clone() for name, t in tower.state_dict().items()})
+
+
+def nothing_added(tower: Any) -> None:
+    with torch.no_grad():
+        tower.blocks[0].attn.qkv.weight.add_(0)
+
+
+def load_and_switch_attention(tower: Any) -> None:
+    load(tower)
+    other_attention(tower)
+
+
+SAME: list[Edit] = [load, nothing_added, load_and_switch_attention]
+
+
+@pytest.mark.parametrize("watch_data", [True, False])
+@pytest.mark.parametrize("write", SAME, ids=lambda write: write.__name__)
+def test_the_same_values_written_before_each_call(write: Edit, watch_data: bool) -> None:
+    """As a trainer's sync of a frozen tower."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=watch_data))
+    expected = call.run(tower)
+    for _ in range(MOST_PREPARING + 4):
+        write(tower)
+        assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=MOST_PREPARING + 5)
+    assert handle.stats()["refreshes"] == 2 and handle.reason() is None
+
+
+def unread_element(weight: torch.Tensor) -> int:
+    """The first element in fp32 that its fingerprint does not read."""
+    groups = weight.numel() * 2 // GROUP
+    return min({*range(groups)} - {*sampled_groups(groups).tolist()}) * GROUP // 2
+
+
+@pytest.mark.parametrize("write", SAME, ids=lambda write: write.__name__)
+def test_one_element_written_where_others_keep_their_values(write: Edit) -> None:
+    """No fingerprint reads it; each time it is another, or what it was before."""
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["smallest"])
+    handle, before = fusedvit.fuse(tower), call.run(tower)
+    qkv = tower.blocks[0].attn.qkv.weight  # which is copied: its rows get another order
+    for step in (9, 0, 0, 9, 0, 9, -9, 0, -9, 0, 0):
+        write(tower)
+        with torch.no_grad():
+            qkv.view(-1)[unread_element(qkv)] += step
+        ours = call.run(tower)
+        assert_same(ours, expected_of(tower, call))
+        if step:
+            assert_different(ours, before)
+        before = ours
+    assert handle.stats()["original"] == {}
+
+
+def test_whatever_else_changes_as_the_same_values_are_written() -> None:
+    tower = tiny_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    handle = fusedvit.fuse(tower)
+    for _ in range(3):
+        load(tower)
+        expected = call.run(tower)
+    for away, reason in ((hooked, fallback.HOOKS), (patched, fallback.MODIFIED)):
+        load(tower)
+        with away(tower):
+            assert_same(call.run(tower), expected_of(tower, call))
+        assert handle.stats()["original"].pop(reason) == 1, reason
+    load(tower)
+    assert_same(call.run(tower), expected)
+    other_frequencies(tower)
+    load(tower)
+    assert_same(call.run(tower), expected_of(tower, call))
+
+
+def adapted(**options: Any) -> Any:
+    """A tower with an adapter `policy`, which is trained, and one that stays, `reference`."""
+    torch.manual_seed(0)
+    tower = tiny_tower()
+    config = peft.LoraConfig(r=2, target_modules=r".*qkv", init_lora_weights=False)
+    peft.inject_adapter_in_model(config, tower, "reference")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=LINEAR, **options), tower, "policy")
+    return tower.eval()
+
+
+def switch(tower: Any, *names: str, training: bool = False) -> None:
+    for module in tower.modules():
+        if hasattr(module, "lora_A"):
+            module.enable_adapters(bool(names))
+            module.set_adapter([*names])
+    for name, p in tower.named_parameters():
+        p.requires_grad_(training and ".policy" in name)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}, {"lora_dropout": 0.5}], ids=str)
+@pytest.mark.parametrize("names", [(), ("reference",)], ids=["none", "reference"])
+def test_a_reference_call_after_each_step_of_a_policy(names: tuple[str, ...], options: dict[str, Any]) -> None:
+    """As DPO and PPO with PEFT: what the reference computes with never changes."""
+    tower = adapted(**options)
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    optimizer = torch.optim.SGD([p for n, p in tower.named_parameters() if ".policy" in n], lr=1e-3)
+    answers = []
+    for _ in range(MOST_PREPARING + 2):
+        switch(tower, "policy", training=True)
+        tower(call.pixels, call.grid).pooler_output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        switch(tower, *names)
+        answers.append(call.run(tower))
+    assert_same(answers[0], expected_of(tower, call))
+    for answer in answers[1:]:
+        assert_same(answer, answers[0])
+    stats = handle.stats()
+    assert (stats["fused"], stats["refreshes"]) == (MOST_PREPARING + 2, 1)
+    assert stats["original"] == {fallback.GRADIENTS: MOST_PREPARING + 2}
+    switch(tower, "policy")
+    assert_different(call.run(tower), answers[0])
+    assert_same(call.run(tower), expected_of(tower, call))
+
+
+def test_the_same_adapters_active_again_are_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT names them in other lists."""
+    tower = adapted()
+    switch(tower, "reference")
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    expected, version = call.run(tower), handle.weights.version
+    monkeypatch.setattr(handle.weights, "prepare", None)
+    for _ in range(3):
+        switch(tower, "policy")
+        switch(tower, "reference")
+        assert_same(call.run(tower), expected)
+    assert handle.weights.version == version + 3
+
+
+def test_an_idle_adapter_that_wants_gradients() -> None:
+    """A call that asks for gradients begins no replay, whichever adapter wants them: it takes the original code."""
+    tower = adapted()
+    switch(tower)
+    handle = fusedvit.fuse(tower)
+    Call.of(tower, GRIDS["smallest"]).run(tower)
+    assert not handle.weights.trained()
+    for name, p in tower.named_parameters():
+        p.requires_grad_(".policy" in name)
+    assert handle.weights.trained()
+
+
+def counted(tower: Any) -> None:
+    tower.seen.add_(1)
+
+
+def counted_anew(tower: Any) -> None:
+    tower.seen = tower.seen + 1
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["tower", "inner"])
+@pytest.mark.parametrize("count", [counted, counted_anew], ids=lambda count: count.__name__)
+def test_a_buffer_that_no_code_reads(count: Edit, inner: bool) -> None:
+    tower = tiny_tower()
+    owner = tower.blocks[0].mlp if inner else tower
+    owner.register_buffer("seen", torch.zeros(2**17))  # more than is read to be compared
+    call = Call.of(tower, GRIDS["smallest"])
+    handle = fusedvit.fuse(tower)
+    expected = call.run(tower)
+    for _ in range(MOST_PREPARING + 2):
+        count(owner)
+        other_attention(tower)
+        assert_same(call.run(tower), expected)
+    ran_fused(handle, calls=MOST_PREPARING + 3)
+    assert handle.stats()["refreshes"] == 1

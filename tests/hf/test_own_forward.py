@@ -135,13 +135,17 @@ def test_wrapper_of_a_hook_put_before_fuse_runs_fused() -> None:
 @each_of(BY_GRID)
 def test_original_forward_put_after_fuse_is_told_of(name: str) -> None:
     tower = family_tower(name)
-    original = type(tower).forward
+    original, call = type(tower).forward, Call.of(tower, [(1, 4, 6), (1, 6, 4)])
+    expected = call.run(tower)
     handle = fusedvit.fuse(tower)
     assert bypass(tower) is None
-    tower.forward = types.MethodType(original, tower)
-    reason = handle.reason()
-    assert reason is not None and reason.kind == fallback.BYPASSED and name in reason.detail
-    assert "wrapper" not in reason.detail
+    for put in (types.MethodType(original, tower), lambda *args, **kwargs: original(tower, *args, **kwargs)):
+        tower.forward = put
+        reason = handle.reason()
+        assert reason is not None and reason.kind == fallback.BYPASSED and str(reason) in handle.report()
+        assert "wrapper" not in reason.detail
+        assert name in reason.detail or "<lambda>" in reason.detail
+        assert_bitwise(call.run(tower), expected)
     del tower.forward
     assert handle.reason() is None
 

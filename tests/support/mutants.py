@@ -30,7 +30,8 @@ CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
-PREPARE = "fusedvit/model/prepare_weights.py"
+PREPARE, DIGEST = "fusedvit/model/prepare_weights.py", "fusedvit/model/digest.py"
+RANGE = "fusedvit/model/fp16_range.py"
 LAZY, UNREAD = "fusedvit/outputs/lazy.py", "fusedvit/outputs/unread.py"
 API, LIMITS = "fusedvit/api.py", "graphs/limits.py"
 MANAGER, CAPTURED = "graphs/manager.py", "fusedvit/runtime/captured_encoder.py"
@@ -88,7 +89,7 @@ MUTANTS = (
     _clause(
         "hooks",
         "not any(map(fires, filter(None, self.instances.hooks)))",
-        "hf/fallback:removed_hook hf/slow:hooks_that",
+        "hf/fallback:removed_hook hf/fallback:hooks_that",
     ),
     _clause("classes", "list(map(type, self.classed)) == self.classes", "hf/changes"),
     _clause("buffers that want gradients", "not self.buffers.wants_gradients()", "hf/numbers:a_buffer_that_wants"),
@@ -140,7 +141,7 @@ MUTANTS = (
         CHANGE,
         "accelerate_hooks.slots_read(module) if",
         "() if",
-        "hf/slow:a_hook hf/slow:unhooked",
+        "hf/accelerate:a_hook_that hf/accelerate:unhooked",
     ),
     # what is asked before weights are prepared
     _never("hooks on inner modules", CHECKED, "path", "hf/changes:a_changed"),
@@ -250,7 +251,7 @@ MUTANTS = (
         ACCELERATE,
         '"AlignDevicesHook" or hook.offload',
         '"AlignDevicesHook"',
-        "hf/slow hf/memory:a_tower hf/state:offloaded",
+        "hf/accelerate hf/memory:a_tower hf/changes",
     ),
     Mutant(
         "LoRA's dropout", ADAPTERS, "(dropout.training and dropout.p)", "False", "hf/adapters:what hf/adapters:adapters"
@@ -288,16 +289,22 @@ MUTANTS = (
         "what stands before them", TORCHS, "sorted(names & vars(torch._VF).keys())", "()", "hf/own_code:what_stands"
     ),
     Mutant("what PEFT's layers run", CODE, "found.foreign or layers.foreign", "found.foreign", "hf/adapters"),
-    Mutant("what accelerate's hooks run", ACCELERATE, "and _runs_accelerates(hook) ", "", "hf/slow:what_accelerates"),
-    Mutant("classes of accelerate's hooks", CHANGE, "accelerate_hooks.hooks_of(m)))", "()))", "hf/slow:what_accel"),
-    Mutant("hooks that lie", CHANGE, "function.__code__ is _capturing_code(function)", "True", "hf/slow:hooks_that"),
+    Mutant(
+        "what accelerate's hooks run", ACCELERATE, "and _runs_accelerates(hook) ", "", "hf/accelerate:what_accelerates"
+    ),
+    Mutant(
+        "classes of accelerate's hooks", CHANGE, "accelerate_hooks.hooks_of(m)))", "()))", "hf/accelerate:what_accel"
+    ),
+    Mutant(
+        "hooks that lie", CHANGE, "function.__code__ is _capturing_code(function)", "True", "hf/fallback:hooks_that"
+    ),
     _never(
         "parameters without a shape",
         BUILT,
         "nn.parameter.is_lazy(found)",
-        "hf/slow:parameters_that",
+        "hf/fallback:parameters_that",
     ),
-    _never("blocks compiled as modules", BUILT, "compiled", "hf/slow:a_block"),
+    _never("blocks compiled as modules", BUILT, "compiled", "hf/compiled:a_block"),
     # what keeps its identity, or is found first
     Mutant("defaults of functions", SOURCE, "not _has_its_defaults(value)", "False", "hf/changed_in_place:what_every"),
     _never(
@@ -395,8 +402,8 @@ MUTANTS = (
         "global forward pre-hooks", FALLBACK, ' or _global.get("_global_forward_pre_hooks")', "hf/fallback:hooks_on"
     ),
     Mutant("gradients", FALLBACK, "if torch.is_grad_enabled() and", "if False and", "hf/state:training"),
-    _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/slow:autocast"),
-    Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/slow:keywords"),
+    _never("autocast to another dtype", FALLBACK, "dtype != parameter.dtype", "hf/autocast:autocast"),
+    Mutant("keywords that are read", ARGUMENTS, "read |= names\n", "pass\n", "hf/arguments:keywords"),
     _never("copies of a tower", ENCODER, "self._tower() is not tower", "hf/handles:a_copy hf/handles:rep"),
     Mutant(
         "classes of tensors",
@@ -435,8 +442,8 @@ MUTANTS = (
     Mutant(
         "one door to prepared weights",
         CACHE,
-        "        if reason is not None:\n            self._snap",
-        "        if False:\n            self._snap",
+        "reason = source.reason()\n        try:",
+        "reason = source.reason() and None\n        try:",
         "hf/numbers:every_way",
     ),
     _never("addresses before a replay", REPLAY, "not weights.in_place()", "hf/memory:no_kernel"),
@@ -577,9 +584,66 @@ MUTANTS = (
     Mutant(
         "ingredients of kept weights",
         CACHE,
-        " or ingredients is None or ingredients != self._ingredients",
+        " or ingredients[0] != before[0]",
         "",
         "hf/kept_weights:written_meanwhile hf/kept_weights:an_adapter",
+    ),
+    Mutant(
+        "versions of kept weights",
+        CACHE,
+        "written = None in ingredients[1] or ingredients[1] != before[1]",
+        "written = False",
+        "hf/kept_weights:written_meanwhile hf/kept_weights:parameters_that",
+    ),
+    Mutant(
+        "all content of kept weights",
+        CACHE,
+        "(lent, whole) if digest == self._digest else None",
+        "(lent, whole)",
+        "hf/kept_weights:one_element",
+    ),
+    Mutant(
+        "all content of written parameters",
+        CACHE,
+        " or (written and moved.digest() != self._digest)",
+        "",
+        "hf/kept_weights:one_element",
+    ),
+    Mutant(
+        "all else of written parameters",
+        CACHE,
+        " or not now.unchanged() or (written",
+        " or (written",
+        "hf/kept_weights:whatever_else",
+    ),
+    Mutant("digests of all elements", DIGEST, ".split(CHUNK):", ".split(CHUNK)[:1]:", "unit/digest:every"),
+    Mutant(
+        "lists of active adapters",
+        CHANGE,
+        "contents = tuple(others.get(id(v), v) for v in self.contents[0]), self.contents[1]",
+        "contents = (), ()",
+        "hf/kept_weights:a_reference",
+    ),
+    Mutant(
+        "parameters of active adapters",
+        ADAPTERS,
+        "filter(active.__contains__, child)",
+        "()",
+        "hf/adapters:changes",
+    ),
+    Mutant(
+        "gradients of idle adapters",
+        CHANGE,
+        " or any(map(_wants_gradient, self.idle))",
+        "",
+        "hf/kept_weights:an_idle_adapter",
+    ),
+    Mutant(
+        "buffers that are read",
+        CHECKED,
+        "self._own_code().names.union(self.family.engine.buffers, given)",
+        "frozenset()",
+        "hf/kept_weights:whatever_else",
     ),
     Mutant(
         "content of kept weights",
@@ -634,6 +698,50 @@ MUTANTS = (
     ),
     _without("offloading by its name", CHECKED, ", which accelerate offloads", "hf/changes"),
     _without("modes that see operations", ENCODER, " or transforms.active(None)", "hf/messages:questions"),
+    _never("products beyond fp16", RANGE, "cost > 1", "hf/fp16_range:what_fp16"),
+    Mutant("bits below normal numbers", RANGE, "(_EPS * size)", "(_TINY + _EPS * size)", "hf/fp16_range:the_criterion"),
+    Mutant("biases that come of products", RANGE, ".nan_to_num(0.0, 0.0, 0.0)", "", "hf/fp16_range:the_scale"),
+    _without(
+        "norms that fp16 cannot hold",
+        PREPARE,
+        '        self.products.add(f"{norm}.weight times the weights behind it", exact, scaled, bias)\n',
+        "hf/fp16_range:what_fp16",
+    ),
+    _without(
+        "bytes that fp16 cannot hold",
+        PREPARE,
+        '        self.products.add(f"{name}.weight times the scale of bytes", exact, rounded, common)\n',
+        "hf/fp16_range:the_scale",
+    ),
+    Mutant(
+        "adapters that fp16 cannot hold",
+        CHECKED,
+        "folded(plain, products)",
+        "folded(plain, Products())",
+        "hf/fp16_range:what_fp16",
+    ),
+    Mutant(
+        "a refusal before a call",
+        ENCODER,
+        "source.refusal() if found is None and",
+        "None if found is None and",
+        "hf/fp16_range:what_fp16",
+    ),
+    Mutant(
+        "a refusal of other weights",
+        CACHE,
+        "refused[0] == ingredients and torch.equal(refused[1], content.expected)",
+        "True",
+        "hf/fp16_range:it_is_decided",
+    ),
+    Mutant(
+        "handles that are copied first",
+        ENCODER,
+        'if "_tower" not in self.__dict__:',
+        "if False:",
+        "hf/handles:a_handle_that",
+    ),
+    Mutant("copies of a handle that ended", ENCODER, "self.prepared.ended = ended", "pass", "hf/handles:a_handle_that"),
     _without("locks of a child", ENCODER, "        renew_in_children(self)\n", "hf/forks:a_child_waits"),
     Mutant(
         "half-prepared weights of a child",

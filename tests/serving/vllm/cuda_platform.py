@@ -73,14 +73,21 @@ from fusedvit.serving import vllm_gemma  # noqa: E402
 from fusedvit.serving.vllm_towers import MODELS, TOWERS  # noqa: E402
 
 SIZES = {"depth": 2, "num_heads": 2}
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"vision_config": Qwen2VLVisionConfig(**SIZES, embed_dim=160, hidden_size=96)},
-    "qwen2_5_vl": {"vision_config": Qwen2_5_VLVisionConfig(**SIZES, hidden_size=160, fullatt_block_indexes=[1])},
-    "qwen3_vl": {"vision_config": Qwen3VLVisionConfig(**SIZES, hidden_size=144, deepstack_visual_indexes=[1])},
+QWEN3 = {**SIZES, "hidden_size": 144, "deepstack_visual_indexes": [1]}
+# module -> what its towers are called in the answer, beside their class -> arguments
+ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2_vl": {"": {"vision_config": Qwen2VLVisionConfig(**SIZES, embed_dim=160, hidden_size=96)}},
+    "qwen2_5_vl": {"": {"vision_config": Qwen2_5_VLVisionConfig(**SIZES, hidden_size=160, fullatt_block_indexes=[1])}},
+    "qwen3_vl": {
+        "": {"vision_config": Qwen3VLVisionConfig(**QWEN3)},
+        ", GELU": {"vision_config": Qwen3VLVisionConfig(**QWEN3, hidden_act="gelu")},
+    },
     "glm4_1v": {
-        "vision_config": Glm4vVisionConfig(**SIZES, hidden_size=160),
-        "text_config": Glm4vTextConfig(),
-        "norm_eps": 1e-5,
+        "": {
+            "vision_config": Glm4vVisionConfig(**SIZES, hidden_size=160),
+            "text_config": Glm4vTextConfig(),
+            "norm_eps": 1e-5,
+        }
     },
 }
 
@@ -106,12 +113,13 @@ def main() -> None:
         initialize_model_parallel(1)
         for home, name in TOWERS:
             module = importlib.import_module(home)
-            tower = getattr(module, name)(**ARGUMENTS[home.rpartition(".")[2]])
-            found["backend"] = str(tower.attn_backend)
-            try:
-                found[name] = str(fusedvit.fuse(tower).reason())
-            except UnsupportedModel:
-                found[name] = "left alone"
+            for label, given in ARGUMENTS[home.rpartition(".")[2]].items():
+                tower = getattr(module, name)(**given)
+                found["backend"] = str(tower.attn_backend)
+                try:
+                    found[name + label] = str(fusedvit.fuse(tower).reason())
+                except UnsupportedModel:
+                    found[name + label] = "left alone"
         found |= {f"Gemma 4, clipped: {clipped}": gemma(clipped) for clipped in (False, True)}
     print(json.dumps(found))
 

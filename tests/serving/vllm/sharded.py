@@ -221,6 +221,21 @@ def delay(rank: int) -> None:
     time.sleep(LATE * (1 - rank))  # its process is there still
 
 
+def start(rank: int) -> None:
+    """A start without a memory profile gathers and prepares on every rank, and the first call does neither."""
+    from fusedvit.serving import vllm_worker
+    from tests.serving.vllm.support import GRIDS, embed
+
+    config, model = load(rank)
+    served, worker = vars(model.visual)[SERVED], SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    for _ in range(2):
+        vllm_worker._initialize(lambda _: None, worker)
+        assert served.ready and not served.sharded.stale and stats(model)["refreshes"] == 1
+    embed(config, model, GRIDS["images"])
+    assert stats(model)["refreshes"] == 1
+    check(config, model)
+
+
 def sleep(rank: int) -> None:
     """Shards are gathered as weights are loaded, woken and reloaded: by hooks that every rank passes, before a call."""
     from fusedvit.serving import vllm_worker

@@ -136,10 +136,9 @@ def config_of(architecture: str, **options: Any) -> Any:
         model=str(folder_of(architecture)),
         skip_tokenizer_init=True,
         load_format="dummy",
-        dtype="float32",
         max_model_len=1024,
         enforce_eager=True,
-        **{"compilation_config": {"cudagraph_mm_encoder": True}} | options,
+        **{"dtype": "float32", "compilation_config": {"cudagraph_mm_encoder": True}} | options,
     )
     return engine.create_engine_config(usage_context=UsageContext.LLM_CLASS)
 
@@ -170,12 +169,17 @@ def load(
     """(config, model) with random weights of a size at which errors show."""
     config = config or _known_config(architecture)
     config.compilation_config.cudagraph_mm_encoder = True
+    model = build(config, rank_and_world)
+    random_weights_(tower_of(model))
+    return config, model.eval()
+
+
+def build(config: Any, rank_and_world: tuple[int, int] = (0, 1)) -> Any:
+    """The model as vLLM loads it, whatever it holds in place of a tower."""
     config.compilation_config.static_forward_context.clear()  # names of layers, once in a process
     with under(config):
         start(*rank_and_world)
-        model = get_model(vllm_config=config)
-    random_weights_(tower_of(model))
-    return config, model.eval()
+        return get_model(vllm_config=config)
 
 
 def under(config: Any) -> AbstractContextManager[Any]:

@@ -264,7 +264,7 @@ def test_a_model_that_vllm_captures_is_found(served: Any, asleep: list[Any], wra
     worker.model_runner.model = wrapper.__new__(wrapper)
     worker.model_runner.model.runnable = model
     assert worker.fusedvit_stats() == {"visual": handle.stats()}
-    handle.release()
+    worker.sleep(1)
     vllm_worker._profile(lambda runner: None, worker.model_runner)
     assert handle.stats()["weights_mib"] > 0
     worker.sleep(1)

@@ -48,14 +48,14 @@ def oldest() -> Path:
 def test_on_cuda(custom_ops: str) -> None:
     found = document(run(str(HERE / "cuda_platform.py"), custom_ops, VLLM_TARGET_DEVICE=""))
     assert found.pop("vllm") == "0.33.0" and "FLASH_ATTN" in found.pop("backend")
-    assert len(found) == 6 and set(found.values()) == {"None"}, found
+    assert len(found) == 7 and set(found.values()) == {"None"}, found
 
 
 @pytest.mark.parametrize("custom_ops", ["none", "all"])
 def test_the_oldest_release_on_cuda(custom_ops: str) -> None:
     found = document(run(str(HERE / "cuda_platform.py"), custom_ops, path=(oldest(),), VLLM_TARGET_DEVICE=""))
     assert found.pop("vllm") == "0.26.0" and "FLASH_ATTN" in found.pop("backend")
-    assert len(found) == 6 and set(found.values()) == {"None"}, found
+    assert len(found) == 7 and set(found.values()) == {"None"}, found
 
 
 LOADED = """
@@ -85,7 +85,7 @@ def test_data_parallel() -> None:
     assert found["holds"] and found["same bits"] and found["ranks fused"] == 2 and found["parity"]["passed"]
 
 
-TOGETHER = "parity", "differences", "judged", "sleep", "fails_on_one", "replicated", "forbidden_here"
+TOGETHER = "parity", "start", "differences", "judged", "sleep", "fails_on_one", "replicated", "forbidden_here"
 
 
 def in_ranks(*scenarios: str, **environment: str) -> str:

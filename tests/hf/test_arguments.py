@@ -1,0 +1,117 @@
+"""A call's arguments: parents' keywords that nothing reads, keywords that something does, shapes of pixels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusedvit
+from fusedvit.bench.towers import inputs_of
+from fusedvit.checks.arguments import rules_of
+from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
+from tests.support.towers import (
+    GRIDS,
+    Call,
+    Grid,
+    assert_same,
+    copy_of,
+    outcome,
+    outputs_of,
+    ran_fused,
+    tiny_tower,
+)
+
+STRICT = fusedvit.FuseConfig(strict=True)
+MIX: Grid = [(1, 4, 6), (1, 2, 2)]
+
+
+PARENTS: list[dict[str, Any]] = [
+    {"num_items_in_batch": torch.tensor(3)},
+    {"cache_position": torch.arange(3)},
+    {"output_router_logits": False},
+    {"logits_to_keep": 1},
+    {"labels": torch.zeros(1, 3)},
+    {"use_cache": True, "return_dict": True},
+    {"colour": 1, "second_per_grid_ts": None},
+    {"cu_seqlens": None, "position_ids": None},
+    {"output_attentions": False, "output_hidden_states": None},
+    {"past_key_values": None, "position_bias": None, "vision_feature_layer": None, "sliding_window": None},
+    {"mm_token_type_ids": torch.zeros(3), "return_loss": True, "seq_idx": 4},
+]
+
+
+@pytest.mark.parametrize("given", PARENTS, ids=lambda given: ", ".join(given))
+@each_of(INSTALLED)
+def test_keywords_that_hugging_face_ignores(name: str, given: dict[str, Any]) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    handle = fusedvit.fuse(tower)
+    expected, found = (outcome(call.run, t, **given) for t in (original, tower))
+    if isinstance(expected, TypeError):  # given twice: such a tower hands its own on under this name
+        assert name not in BY_GRID and str(found) == str(expected)
+        return
+    assert_same(found, expected)
+    ran_fused(handle, calls=1)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@each_of(INSTALLED)
+def test_keywords_that_hugging_face_reads(name: str, implementation: str) -> None:
+    """Each name that the code on the way reads, with a value that it may act on: the same answer, or the same error."""
+    tower = family_tower(name)
+    tower.set_attn_implementation(implementation)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    fusedvit.fuse(tower)
+    for argument in sorted(rules_of(tower).read - {"self", "hidden_states", "grid_thw", "kwargs", "debug_io"}):
+        for value in (2.0, torch.ones(1), *([] if argument == "value" else [None])):
+            expected, found = (outcome(call.run, t, **{argument: value}) for t in (original, tower))
+            assert type(expected) is type(found), f"{argument}={value}: Hugging Face {expected!r}, fused {found!r}"
+            if isinstance(expected, dict):
+                assert_same(found, expected)
+
+
+def test_an_attention_function_of_one_s_own_reads_its_own_keywords() -> None:
+    """What is read hangs on the attention function: one that reads `colour` must be given it."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def coloured(*args: Any, colour: float = 1.0, **kwargs: Any) -> Any:
+        out, weights = sdpa_attention_forward(*args, **kwargs)
+        return colour * out, weights
+
+    AttentionInterface.register("coloured", coloured)
+    tower = tiny_tower()
+    tower.set_attn_implementation("coloured")
+    original, call = copy_of(tower), Call.of(tower, GRIDS["video"])
+    fusedvit.fuse(tower)
+    assert "colour" in rules_of(tower).read
+    assert_same(call.run(tower, colour=2.0), call.run(original, colour=2.0))
+
+
+SHAPES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "batch of one": lambda x, p: x[None],
+    "flat": lambda x, p: x.flatten(),
+    "patches": lambda x, p: x.reshape(len(x), 3, -1, p, p),
+    "batch of two": lambda x, p: x.reshape(2, -1, x.shape[1]),
+    "one pixel a row": lambda x, p: x.reshape(*x.shape, 1),
+    "frames first": lambda x, p: x.reshape(len(x), 3, -1, p, p).transpose(1, 2),
+    "short": lambda x, p: x.flatten()[:-1],
+    "scalar": lambda x, p: x.sum(),
+    "an image": lambda x, p: torch.randn(1, 3, 4 * p, 4 * p),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@each_of(INSTALLED)
+def test_shapes_of_pixels(name: str, shape: str) -> None:
+    tower = family_tower(name)
+    original, call = copy_of(tower), Call.of(tower, MIX)
+    fusedvit.fuse(tower, STRICT)
+    pixels, named = inputs_of(tower, call.pixels, call.grid)
+    pixels = SHAPES[shape](pixels, tower.config.patch_size)
+    expected, found = (outcome(lambda t: outputs_of(t(pixels, **named)), t) for t in (original, tower))
+    if isinstance(expected, dict):
+        assert_same(found, expected)
+    else:
+        assert isinstance(found, ValueError) and "pixel" in str(found), found
