@@ -167,11 +167,13 @@ def run(
 def begun(
     job: Job, dtype: torch.dtype, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[list[Sequence[Input]], list[int]]]:
-    """What `remaining` finds, for as long as it is worked on: the folder is in use, and is free again for another job
-    where this one ends without a shard.
+    """The inputs of each shard, and the numbers of those to do, the longest first, for as long as they are worked on:
+    the folder is made or checked, is in use, and is free again for another job where this one ends without a shard.
+
+    `dtype` is what the tower will have, `left_out` as of `inputs.collect`.
 
     Raises:
-        InputError: as `remaining`, and `shards.in_use`.
+        InputError: see `inputs.collect`, `shards.start` and `shards.in_use`; a shard that is there does not read.
     """
     out = Path(job.out)
     parts, document = _asked(job, dtype, left_out)
@@ -186,20 +188,6 @@ def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
     there = shards.committed(out)
     counts = [shards.count(out, number) for number in sorted(there if numbers is None else there & set(numbers))]
     return {"shards": len(counts), "inputs": sum(n for n, _ in counts), "errors": sum(n for _, n in counts)}
-
-
-def remaining(
-    job: Job, dtype: torch.dtype, left_out: Counter[str] | None = None
-) -> tuple[list[Sequence[Input]], list[int]]:
-    """The inputs of each shard, and the numbers of those to do, the longest first; the folder is made or checked.
-
-    `dtype` is what the tower will have, `left_out` as of `inputs.collect`.
-
-    Raises:
-        InputError: see `inputs.collect` and `shards.start`; a shard that is there does not read.
-    """
-    parts, document = _asked(job, dtype, left_out)
-    return parts, _begin(Path(job.out), parts, document)
 
 
 def _asked(job: Job, dtype: torch.dtype, left_out: Counter[str] | None) -> tuple[list[Sequence[Input]], dict[str, Any]]:

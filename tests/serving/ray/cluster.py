@@ -10,7 +10,7 @@ import ray
 import torch
 
 import fusedvit
-from fusedvit.corpus.job import Job, remaining
+from fusedvit.corpus.job import Job, begun
 from fusedvit.errors import InputError
 from fusedvit.serving.ray import embed
 
@@ -29,7 +29,8 @@ def elsewhere(model: str, pictures: str, out: str) -> None:
     for shard in embed(Job(model, (given,), out, shard_size=4), actors=1, decoders=1, gpus=0):
         print(json.dumps(shard), flush=True)
     job = Job(model, (given,), f"{out}-2", shard_size=4)
-    remaining(job, torch.float32)  # begins it
+    with begun(job, torch.float32):
+        pass  # without an error: it stays
     in_the_way = Path(job.out, "shard-00001")
     in_the_way.mkdir()
     (in_the_way / "notes").touch()
