@@ -106,8 +106,11 @@ def _records() -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exits with 1 where a mutant survived. What `--json` has as caught at this commit is not tried again; what it has of
-    another says nothing: a guard that went, or tests that moved, leave a mutant alive."""
+    """Exits with 1 where a mutant survived.
+
+    What the document at `--json` has as caught at this commit is not tried again. What it has of another commit says
+    nothing: a guard that went, or tests that moved, leave a mutant alive.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where outcomes go; without it they are only printed")
     parser.add_argument("--only", default="", help="a part of a guard's name")
