@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fusedvit.checks import accelerate_hooks, fallback
-from fusedvit.checks.ownership import ORIGINAL
+from fusedvit.checks.ownership import ORIGINAL, name_of
 from fusedvit.errors import Reason
 
 _DECORATORS = "transformers."  # of every tower's own forward
@@ -73,7 +73,7 @@ def _named(value: Any) -> str:
     while isinstance(value, MethodType | partial):
         value = value.__func__ if isinstance(value, MethodType) else value.func
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    named = f"{module}.{name}" if module and name else f"of {type(value).__module__}.{type(value).__qualname__}"
+    named = f"{module}.{name}" if module and name else f"of {name_of(type(value))}"
     if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
         return named
     if hasattr(value, "_torchdynamo_orig_callable"):

@@ -5,9 +5,9 @@ fp16 ends at 65504, and below 6.1e-5 its numbers lose a bit with each halving. R
 
     ||exact - rounded|| <= max(2^-11 ||(exact, bias)||, 2^-25)
 
-which holds wherever what carries the row is normal: 2^-11 of a row's outputs, or 2^-25 of tiny ones, is what the
-original code loses as well, when it rounds these. A product that overflows costs infinitely much. Where parameters are
-not finite themselves, both codes say so.
+which holds for a row whose large entries are normal numbers. The original code rounds the row's outputs to fp16, and
+loses as much: 2^-11 of each, or 2^-25 of tiny ones. A product that overflows costs infinitely much. Where parameters
+are not finite themselves nothing is refused: the outputs of the original code are not finite either.
 """
 
 import torch
@@ -28,7 +28,7 @@ class Products:
         self._costs: list[torch.Tensor] = []
 
     def add(self, name: str, exact: torch.Tensor, rounded: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """A product by its name, `[N, ...]` as it is and as it was rounded, and the bias `[N]` beside it."""
+        """A product by its name, `[N, ...]` as it is and as it was rounded, and the bias `[N]` of its outputs."""
         if rounded.dtype != torch.float16 or rounded.is_meta:
             return
         cost = torch.linalg.vector_norm((exact - rounded).flatten(1), dim=1)

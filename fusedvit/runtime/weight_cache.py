@@ -97,6 +97,14 @@ def _is_repeat(before: ContentCheck | None, now: ContentCheck) -> bool:
     return torch.equal(before.expected[:count], now.expected)
 
 
+class _Refused(NamedTuple):
+    """Weights that fp16 could not hold: what they would have been prepared from, and why."""
+
+    ingredients: Ingredients | None
+    fingerprints: torch.Tensor
+    why: str
+
+
 class WeightCache:
     """Weights prepared when first needed, and again when the tower has changed.
 
@@ -144,7 +152,7 @@ class WeightCache:
         self._digest: list[int] | None = None  # of all that the parameters held, where that was asked
         self._pointers: tuple[int, ...] = ()
         self._lost = False
-        self._refused: tuple[object, torch.Tensor, str] | None = None  # ingredients, fingerprints, why
+        self._refused: _Refused | None = None
         self._borrowed = _Borrowed.of(())
         self.kinds = ()
 
@@ -350,16 +358,16 @@ class WeightCache:
         return (lent, whole) if digest == self._digest else None, digest
 
     def _prepared_unless_refused(
-        self, source: Source, content: ContentCheck, ingredients: object
+        self, source: Source, content: ContentCheck, ingredients: Ingredients | None
     ) -> tuple[EncoderWeights, ContentCheck]:
         """As `_prepared_anew`; what was refused at the last call is refused again without a try."""
-        refused = self._refused
-        if refused is not None and refused[0] == ingredients and torch.equal(refused[1], content.expected):
-            raise BeyondFp16(refused[2])
+        last = self._refused
+        if last is not None and last.ingredients == ingredients and torch.equal(last.fingerprints, content.expected):
+            raise BeyondFp16(last.why)
         try:
             return self._prepared_anew(source, content)
         except BeyondFp16 as why:
-            self._refused = ingredients, content.expected, str(why)
+            self._refused = _Refused(ingredients, content.expected, str(why))
             raise
 
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:

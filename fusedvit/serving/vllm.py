@@ -22,6 +22,7 @@ from torch import nn
 
 from fusedvit.api import fuse_sharded, fuse_tower, unfuse
 from fusedvit.checks.as_built import Built
+from fusedvit.checks.ownership import name_of
 from fusedvit.checks.recorded import version_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import unnamed
@@ -222,7 +223,7 @@ def _quantised_by(tower: nn.Module) -> str:
     weights on no device until these are loaded."""
     methods = (type(m) for m in (vars(module).get(_METHOD) for module in tower.modules()) if m is not None)
     known = VLLM.objects[_METHOD]
-    return next((cls.__name__ for cls in methods if f"{cls.__module__}.{cls.__qualname__}" not in known), "")
+    return next((cls.__name__ for cls in methods if name_of(cls) not in known), "")
 
 
 def _offloaded(tower: nn.Module, config: Any) -> bool:

@@ -21,6 +21,7 @@ from tests.support.towers import (
     assert_bitwise,
     copy_of,
     differs,
+    fused_when,
     outcome,
     ran_fused,
     ran_original,
@@ -58,13 +59,7 @@ def test_a_changed_tower(change: Change, when: str, caplog: pytest.LogCaptureFix
     expected = outcome(call.run, original)
     assert differs(plain, expected) == change.matters
 
-    if when == "before fuse":
-        change.apply(tower)
-    handle = fusedvit.fuse(tower)
-    if when == "after a call":
-        call.run(tower)
-    if when != "before fuse":
-        change.apply(tower)
+    handle = fused_when(tower, when, lambda: change.apply(tower), call)
     found = [outcome(call.run, tower) for _ in range(3)]
     for each in found:
         assert_alike(each, expected)

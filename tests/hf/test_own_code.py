@@ -25,7 +25,7 @@ from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.checks.ownership import is_builtin
 from fusedvit.checks.source_code import definition_of
 from tests.support.families import BY_GRID, INSTALLED, class_of, each_of, family_tower
-from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, modeling, tiny_tower
+from tests.support.towers import GRIDS, Call, assert_bitwise, assert_same, error_of, fused_when, modeling, tiny_tower
 
 GRID = [(1, 8, 4), (1, 2, 10)]
 STRICT = fusedvit.FuseConfig(strict=True)
@@ -75,16 +75,10 @@ def twisted(value: Any) -> Any:
     return value
 
 
-def fused_when(tower: Any, when: str, replace: contextlib.AbstractContextManager[Any], call: Call) -> tuple[Any, Any]:
+def answer_when(tower: Any, when: str, replace: contextlib.AbstractContextManager[Any], call: Call) -> tuple[Any, Any]:
     """The outputs of `tower` with `replace` in force from then on, and its handle."""
     with contextlib.ExitStack() as stack:
-        if when == "before fuse":
-            stack.enter_context(replace)
-        handle = fusedvit.fuse(tower)
-        if when == "after a call":
-            call.run(tower)
-        if when != "before fuse":
-            stack.enter_context(replace)
+        handle = fused_when(tower, when, lambda: stack.enter_context(replace), call)
         return call.run(tower), handle
 
 
@@ -101,7 +95,7 @@ def test_every_function_that_a_tower_runs(name: str) -> None:
             expected = call.run(tower)
         changed += any(error_of(expected[n], plain[n]) > 1e-5 for n in plain)
         for when in ("before fuse", "after a call"):
-            ours, handle = fused_when(copy.deepcopy(tower), when, replace(), call)
+            ours, handle = answer_when(copy.deepcopy(tower), when, replace(), call)
             assert_bitwise(ours, expected)
             assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}, f"{item}, {when}"
             assert item.name in handle.stats()["details"][fallback.FOREIGN_CODE], f"{item}, {when}"
@@ -318,7 +312,7 @@ def test_ways_to_replace_code(name: str, when: str) -> None:
     original = copy.deepcopy(tower)
     with REPLACEMENTS[name]():
         expected = call.run(original)
-    ours, handle = fused_when(tower, when, REPLACEMENTS[name](), call)
+    ours, handle = answer_when(tower, when, REPLACEMENTS[name](), call)
     assert_bitwise(ours, expected)
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
 
@@ -373,7 +367,7 @@ def test_entries_of_the_attention_registry(name: str, local: bool, when: str) ->
     call = Call.of(tower, GRIDS["mix"])
     with registered(name, _capped, local=local):
         expected = call.run(tower)
-    ours, handle = fused_when(copy.deepcopy(tower), when, registered(name, _capped, local=local), call)
+    ours, handle = answer_when(copy.deepcopy(tower), when, registered(name, _capped, local=local), call)
     assert_bitwise(ours, expected)
     assert f"attention function '{name}' is {__name__}._capped" in handle.stats()["details"][fallback.FOREIGN_CODE]
 
@@ -387,7 +381,7 @@ def test_an_attention_function_of_ones_own(when: str) -> None:
         original.set_attn_implementation("capped")
         expected = call.run(original)
         chosen = mock.patch.object(tower.config, "_attn_implementation_internal", "capped")
-        ours, handle = fused_when(tower, when, chosen, call)
+        ours, handle = answer_when(tower, when, chosen, call)
     assert_bitwise(ours, expected)
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
 
@@ -622,7 +616,7 @@ def test_a_compiled_call_of_a_class(of: str, when: str) -> None:
     replaced = functools.partial(mock.patch.object, owner, "_compiled_call_impl", found, create=True)
     with replaced():
         expected = call.run(copy.deepcopy(tower))
-    ours, handle = fused_when(tower, when, replaced(), call)
+    ours, handle = answer_when(tower, when, replaced(), call)
     assert_bitwise(ours, expected)
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
 

@@ -730,7 +730,7 @@ MUTANTS = (
     Mutant(
         "a refusal of other weights",
         CACHE,
-        "refused[0] == ingredients and torch.equal(refused[1], content.expected)",
+        "last.ingredients == ingredients and torch.equal(last.fingerprints, content.expected)",
         "True",
         "hf/fp16_range:it_is_decided",
     ),

@@ -210,6 +210,18 @@ def outcome(act: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return error
 
 
+def fused_when(tower: Any, when: str, change: Callable[[], object], call: Call) -> Any:
+    """The handle of `tower`, which is changed "before fuse", "after fuse" or "after a call"."""
+    if when == "before fuse":
+        change()
+    handle = fusedvit.fuse(tower)
+    if when == "after a call":
+        call.run(tower)
+    if when != "before fuse":
+        change()
+    return handle
+
+
 def expected_of(tower: Any, call: Call) -> dict[str, torch.Tensor]:
     """What the original tower answers with the weights that a fused one has now."""
     return call.run(fusedvit.unfuse(copy_of(tower)))
