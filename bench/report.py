@@ -26,8 +26,9 @@ BENCH_H100 = "h100-bench.json"
 BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
 PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
 TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
-ENGINE = "h100-vllm-engine.json"
-PARITY, GRAPHS, VLLM = "h200-parity.json", "h200-graphs.json", "h100-vllm.json"
+ENGINES = "h100-vllm-engine-v1.json", "h100-vllm-engine-v2.json"
+PARITY, GRAPHS = "h200-parity.json", "h200-graphs.json"
+VLLM, VLLM_H200 = "h100-vllm.json", "h200-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
 # Checks by name, if measured.
 TRUST_GPU = ("h100-soak.json", "h100-trust.json", "h100-memcheck.json", "h200-two-gpus.json", MUTANTS)
@@ -115,8 +116,9 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
     "embed": (((EMBED,), _embed), ((TWO_GPUS_EMBED,), _embed)),
     "first-call": (((FIRST_CALL,), _first_call),),
     "vllm": (((VLLM,), lambda found: tables.vllm_table(found["workloads"])),),
+    "vllm-h200": (((VLLM_H200,), lambda found: tables.vllm_table(found["workloads"])),),
     "vllm-ranks": ((RANKS, _ranks),),
-    "vllm-engine": (((ENGINE,), lambda found: tables.engine_table(found["V1"])),),
+    "vllm-engine": ((ENGINES, lambda v1, v2: tables.engine_table({"V1": v1["V1"], "V2": v2["V2"]})),),
     "unsupported": (((), tables.unsupported_table),),
 }
 

@@ -164,24 +164,26 @@ def vllm_table(rows: dict[str, Row]) -> Table:
     return table(named(rows), columns)
 
 
-def engine_table(found: dict[str, Any]) -> Table:
-    """A whole vLLM engine with the plugin and without: what each holds and takes, and how far its answers are from
-    Hugging Face's."""
-    engines, answers = (found["vllm"], found["fusedvit"]), found["answers"]
-    timed = [engine["timed"] for engine in engines]
+def engine_table(runners: dict[str, dict[str, Any]]) -> Table:
+    """A whole vLLM engine with the plugin and without, by its model runner: what each holds and takes, and how far its
+    answers are from Hugging Face's."""
+    engines = [found[side] for found in runners.values() for side in ("vllm", "fusedvit")]
+    timed, woken = [engine["timed"] for engine in engines], [engine["wake s"] for engine in engines]
+    asleep = [engine["free MiB"]["asleep on level 1"] / 1024 for engine in engines]
     rows = [
         ["blocks of the KV cache", *(f"{engine['KV blocks']:,}" for engine in engines)],
-        [
-            "GPU memory free asleep, GiB",
-            *(f"{engine['free MiB']['asleep on level 1'] / 1024:.1f}" for engine in engines),
-        ],
+        ["GPU memory free asleep, GiB", *(f"{gib:.1f}" for gib in asleep)],
+        ["waking from level 1, s", *(f"{s['from level 1']:.2f}" for s in woken)],
+        ["waking from level 2, and loading weights, s", *(f"{s['from level 2']:.2f}" for s in woken)],
         [f"{timed[0]['requests']} requests of an image of 448 x 448 px, s", *(f"{t['s']:.2f}" for t in timed)],
-        ["of these in the encoder, s", *(f"{t['in the encoder, s']:.2f}" for t in timed)],
+        ["of these in encoder steps, s", *(f"{t['in the encoder, s']:.2f}" for t in timed)],
     ]
-    for request in (name for name, row in answers["fresh"].items() if "ours - right" in row):
+    answers = [found["answers"] for found in runners.values()]
+    for request in (name for name, row in answers[0]["fresh"].items() if "ours - right" in row):
         what = f"largest error of a log probability, {request}: fresh, woken, reloaded"
-        rows.append([what, *(_errors(answers, request, whose) for whose in ("theirs", "ours"))])
-    return Table(["figure", "vLLM", "with fusedvit"], rows)
+        rows.append([what, *(_errors(each, request, whose) for each in answers for whose in ("theirs", "ours"))])
+    heads = (f"{runner}, {side}" for runner in runners for side in ("vLLM", "with fusedvit"))
+    return Table(["figure", *heads], rows)
 
 
 def _errors(answers: dict[str, Any], request: str, whose: str) -> str:
