@@ -129,6 +129,19 @@ def test_a_hook_that_changes_afterwards() -> None:
     assert handle.stats()["original"] == {fallback.MODIFIED: 1} and "blocks.0" in handle.report()
 
 
+def test_parameters_put_where_others_are_offloaded() -> None:
+    """What the hook loads at each call counts, not what the module has in between."""
+    tower = tiny_tower()
+    original, call, handle = copy_of(tower), Call.of(tower, GRIDS["mix"]), fusedvit.fuse(tower)
+    for t in (tower, original):
+        layer = t.blocks[1].attn.proj
+        other = {name: 2 * p.detach() for name, p in layer.named_parameters()}
+        align(layer, execution_device="cpu", offload=True)
+        layer.load_state_dict(other, assign=True)
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 0 and "blocks.1.attn.proj" in handle.report()
+
+
 def test_unhooked_again() -> None:
     tower = tiny_tower()
     original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])

@@ -193,13 +193,14 @@ def test_hooks_that_say_they_are_transformers(kind: str) -> None:
 def test_weights_written_while_a_hook_was_on() -> None:
     """Without a check of the content: what was prepared before a fallback is not used after it."""
     tower = tiny_tower()
-    fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(watch_data=False))
     call = Call.of(tower, GRIDS["mix"])
     call.run(tower)
     hook = tower.blocks[0].register_forward_hook(lambda module, arguments, output: None)
     call.run(tower)
     tower.merger.linear_fc2.weight.data.mul_(2)
     hook.remove()
+    assert not handle.weights.host_unchanged()  # a GPU goes by that alone, a CPU by the content as well
     original = fusedvit.unfuse(copy_of(tower))
     assert_same(call.run(tower), call.run(original))
 

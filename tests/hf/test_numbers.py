@@ -1,6 +1,7 @@
 """Whatever a family's forward reads is watched: every attribute changed, one at a time, in every family."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,6 +12,10 @@ from torch import nn
 
 import fusedvit
 from fusedvit.checks import fallback
+from fusedvit.checks.adapters import Plain
+from fusedvit.checks.as_built import Built, wrong_attributes
+from fusedvit.checks.checked_tower import CheckedTower
+from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import buffer_shapes
 from tests.support.families import INSTALLED, each_of, family_tower
@@ -281,6 +286,27 @@ def test_training_mode_without_dropout_is_fused() -> None:
     call.run(tower)
     call.run(tower.train())
     assert handle.stats()["refreshes"] == 1
+
+
+def test_an_engine_that_builds_another_activation() -> None:
+    """Its tower is compared with itself as it was built, so what was built is judged by the record as well."""
+    tower = family_tower(QWEN3)
+    handle = fusedvit.fuse(copy.deepcopy(tower))
+    tower.merger.act_fn.approximate = "tanh"
+    reason = CheckedTower(tower, handle.family, handle.spec, Built.of(tower)).reason()
+    assert reason is not None and "merger.act_fn.approximate is tanh, expected none" in reason.detail
+
+
+def test_an_engine_that_hides_a_method() -> None:
+    """An attribute of an inner module by the name of a method of its class that the tower's code calls."""
+    tower = family_tower(QWEN3)
+    handle = fusedvit.fuse(copy.deepcopy(tower))
+    built, plain = Built.of(tower), Plain.of(tower)
+    code = own_code(plain, handle.family.engine)
+    code = dataclasses.replace(code, names=code.names | {"extra_repr"})
+    assert not wrong_attributes(plain, built, handle.family, handle.spec, code)
+    tower.blocks[1].norm1.extra_repr = str
+    assert "blocks.1.norm1.extra_repr" in wrong_attributes(plain, built, handle.family, handle.spec, code)
 
 
 WAYS: dict[str, Callable[[Any, Call], object]] = {

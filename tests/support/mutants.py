@@ -206,7 +206,7 @@ MUTANTS = (
         BUILT,
         "if approximate is not None and",
         "if False and",
-        "hf/numbers:every_attribute hf/changes",
+        "hf/numbers:an_engine",
     ),
     _without(
         "num_grid_per_side",
@@ -221,7 +221,7 @@ MUTANTS = (
         BUILT,
         "if path and name in names and callable",
         "if False and callable",
-        "hf/own_code:ways hf/changes",
+        "hf/numbers:an_engine",
     ),
     Mutant(
         "functions of modules", WALK, "self._follow_global(sys.modules", "id(sys.modules", "hf/own_code:every_function"
@@ -251,7 +251,7 @@ MUTANTS = (
         ACCELERATE,
         '"AlignDevicesHook" or hook.offload',
         '"AlignDevicesHook"',
-        "hf/accelerate hf/memory:a_tower hf/changes",
+        "hf/accelerate:parameters_put",
     ),
     Mutant(
         "LoRA's dropout", ADAPTERS, "(dropout.training and dropout.p)", "False", "hf/adapters:what hf/adapters:adapters"
