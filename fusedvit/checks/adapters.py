@@ -1,10 +1,15 @@
 """PEFT's LoRA layers in a tower: what the tower is without them, and their weights folded into its own.
 
-    W' = W + sum over active adapters of scaling * B A,  computed in fp64 and rounded once
+    W' = W + sum over active adapters of scaling * B A,  computed in fp64 and rounded once, without bias
 
 A LoRA layer stands where a linear layer or a convolution stood, and holds it as `base_layer`. The original code adds
 the adapters' products to that layer's; the fused encoder multiplies by W', which is prepared again when an adapter, a
 scale or the choice of adapters changes. PEFT itself is not imported.
+
+Much of what a trained adapter adds is less than half a unit in the last place (ulp) of a bf16 weight. To nearest, W'
+would be W there and the adapter lost, whose product the original code keeps. So W' is the neighbour above or below the
+sum, above in as many of a row's elements as the sum lies above the lower one, in ulps. Products over K then get what
+was added, and noise below that of activations in bf16. Where an adapter adds nothing W' is W.
 """
 
 import math
@@ -26,13 +31,14 @@ _KINDS: dict[str, tuple[type[nn.Module], str]] = {
     "Conv3d": (nn.Conv3d, "_ConvNd.forward"),
 }
 _BASE = "base_layer"
-CHOSEN = "_active_adapter"
 _RUN = (_BASE, "lora_A", "lora_B", "lora_dropout")
 # What a LoRA layer's forward goes by beside its parameters.
-_STATE = (CHOSEN, "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
+_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "lora_variant", "lora_bias", "use_dora")
 # What its forward mentions and does not run: for adapters to undo, and for a batch that names its adapters.
 NOT_RUN = frozenset({"unmerge", "_mixed_batch_forward"})
 _CASTS = "cast_input_dtype_enabled"
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, less whole numbers, lie evenly in [0, 1)
+_EXPONENT = 0x7FF << 52  # bits of a float64
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -145,8 +151,11 @@ def _why_not_adapter(layer: Any, name: str) -> str:
         return f"does not consist of two layers of {kind.__name__}"
     if kind is not nn.Linear and not _is_one_convolution(getattr(layer, _BASE), down, up):
         return "is a convolution of other steps than its layer's"
-    if not isinstance(layer.scaling.get(name), int | float) or not math.isfinite(layer.scaling[name]):
-        return f"has the scaling {layer.scaling.get(name)!r}, expected a finite number"
+    scaling = layer.scaling.get(name)
+    if isinstance(scaling, torch.Tensor):  # as PEFT's `prepare_model_for_compiled_hotswap` leaves it
+        return "has a tensor as its scaling, expected a number: set layer.scaling[adapter] to its item()"
+    if not isinstance(scaling, int | float) or not math.isfinite(scaling):
+        return f"has the scaling {scaling!r}, expected a finite number"
     if not isinstance(dropout, nn.Identity) and (type(dropout) is not nn.Dropout or (dropout.training and dropout.p)):
         return "has dropout in training mode"
     return _why_not_tensors(layer, down, up)
@@ -187,7 +196,7 @@ def active_adapters(layer: Any) -> list[str]:
 def folded(plain: Plain, sums: Products) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Parameters as they would be without adapters, active ones folded in; and the names of those that are new tensors.
 
-    `cannot_fold` comes first. `sums` takes what was rounded.
+    `cannot_fold` comes first. `sums` takes what was rounded, as it is to nearest: whether fp16 can hold it.
     """
     parameters: dict[str, torch.Tensor] = dict(plain.parameters())
     new: set[str] = set()
@@ -195,18 +204,31 @@ def folded(plain: Plain, sums: Products) -> tuple[dict[str, torch.Tensor], froze
         active = active_adapters(layer)
         if not active:
             continue
-        weight = parameters[f"{path}.weight"].data
+        weight, bias = parameters[f"{path}.weight"].data, parameters.get(f"{path}.bias")
         pairs = [(layer.scaling[n], layer.lora_B[n].weight.data, layer.lora_A[n].weight.data) for n in active]
         products = [s * (up.double().flatten(1) @ down.double().flatten(1)).view_as(weight) for s, up, down in pairs]
         exact = weight.double() + sum(products)
-        merged = parameters[f"{path}.weight"] = exact.to(weight.dtype)
-        sums.add(f"{path}.weight with its adapters", exact, merged, parameters.get(f"{path}.bias"))
+        sums.add(f"{path}.weight with its adapters", exact, exact.to(weight.dtype), bias)
+        parameters[f"{path}.weight"] = rounded_evenly(exact, weight.dtype)
         new.add(f"{path}.weight")
         biases = [layer.scaling[n] * b.double() for n in active if (b := layer.lora_B[n].bias) is not None]
-        if biases:
-            bias = parameters[f"{path}.bias"].detach()
-            exact = bias.double() + sum(biases)
-            merged = parameters[f"{path}.bias"] = exact.to(bias.dtype)
-            sums.add(f"{path}.bias with its adapters", exact[:, None], merged[:, None])
+        if biases and bias is not None:
+            exact = bias.detach().double() + sum(biases)
+            sums.add(f"{path}.bias with its adapters", exact[:, None], exact.to(bias.dtype)[:, None])
+            parameters[f"{path}.bias"] = rounded_evenly(exact, bias.dtype)
             new.add(f"{path}.bias")
     return parameters, frozenset(new)
+
+
+def rounded_evenly(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`exact` (float64) rounded to one of its two neighbours in `dtype`, without bias over any row.
+
+    The same bits at each preparation and on each device: no random numbers, and no operation here is inexact.
+    """
+    info, size = torch.finfo(dtype), exact.abs()
+    ulp = size.clamp(info.tiny, info.max)
+    ulp.view(torch.int64).bitwise_and_(_EXPONENT)  # the power of two below; that of subnormal numbers is `tiny`
+    ulp *= info.eps
+    thresholds = torch.arange(exact.numel(), dtype=torch.float64, device=exact.device).mul_(_GOLDEN).frac_()
+    evenly = thresholds.view_as(exact).add_(exact / ulp).floor_().mul_(ulp)
+    return torch.where(size <= info.max, evenly, exact).to(dtype)  # beyond the largest: infinite where to nearest

@@ -22,7 +22,18 @@ from fusedvit.checks import accelerate_hooks, adapters, module_calls
 from fusedvit.checks.as_built import CAUSAL, dropouts
 from fusedvit.checks.own_code.findings import OwnCode
 from fusedvit.checks.ownership import own_class
-from fusedvit.checks.recorded import HOOKS, KEYS, REGISTRIES, Bodies, Entries, Instances, Tensors, Written, registered
+from fusedvit.checks.recorded import (
+    HOOKS,
+    KEYS,
+    REGISTRIES,
+    Attributes,
+    Bodies,
+    Entries,
+    Instances,
+    Tensors,
+    Written,
+    registered,
+)
 from fusedvit.checks.source_code import Definition, cells_of, definition_of
 
 HANDLE = "_fusedvit"  # in the `__dict__` of a fused tower, where fusedvit keeps its own
@@ -103,7 +114,7 @@ class Snapshot:
     """A tower's modules, parameters and code at one moment. Compared by each call: its loops are C's, not Python's.
 
     Attributes:
-        children: every inner module.
+        children: the tower's registries, and every inner module.
         registries: registries of modules and parameters, and their lengths.
         orders: registries of modules that run in their order, and that order.
         instances: `__dict__` of every inner module: a new entry may hide what the class or a registry has by that name.
@@ -112,8 +123,7 @@ class Snapshot:
         classes: the class of each of `classed`, which assigning `__class__` changes.
         classed: every inner module once, their configs, and accelerate's hooks on them.
         homes: `__dict__` of each of these.
-        attributes: what a forward reads of modules and of the config, compared by identity.
-        contents: lists and dictionaries among these, and copies of what they held.
+        attributes: what a forward reads of modules and of the config.
         partials: partial functions among the attributes, and what they held: their parts can be set.
         tower: the class of the tower itself as transformers defines it, and its `__dict__`; it is held weakly.
         hidden: live keys of the tower's `__dict__`, and names that would hide what it has; it may be given other
@@ -134,8 +144,7 @@ class Snapshot:
     classes: list[type]
     classed: tuple[Any, ...]
     homes: tuple[dict[str, Any], ...]
-    attributes: Entries
-    contents: tuple[tuple[Any, ...], tuple[Any, ...]]
+    attributes: Attributes
     partials: tuple[tuple[Any, ...], list[Any]]
     tower: tuple[weakref.ref[nn.Module], type, dict[str, Any]]
     code: _Code
@@ -160,16 +169,12 @@ class Snapshot:
         holding: list[dict[str, Any]] = [m._modules for m in modules if m._modules or isinstance(m, _CONTAINERS)]
         registries = (*holding, *(m._parameters for m in modules), *(m._buffers for m in modules))
         ordered = tuple(m._modules for m in modules if isinstance(m, _CONTAINERS))
-        attributes = Entries.of(_slots_read(tower, modules, own))
-        mutable = tuple(
-            value
-            for name, value in zip(attributes.names, attributes.values, strict=True)
-            if isinstance(value, list | dict) and name not in REGISTRIES
-        )
-        mutable = (*mutable, *(m for c in configs if isinstance(m := getattr(c, "attribute_map", None), dict)))
-        partials = tuple(value for value in attributes.values if isinstance(value, partial))
+        maps = (m for c in configs if isinstance(m := getattr(c, "attribute_map", None), dict))
+        attributes = Attributes(_slots_read(tower, modules, own), maps)
+        own_registries = ((vars(tower), name) for name in REGISTRIES)  # of inner modules `Instances` compares them
+        partials = tuple(value for value in attributes.entries.values if isinstance(value, partial))
         return Snapshot(
-            Entries.of((m._modules, name) for m in modules for name in m._modules),
+            Entries.of((*own_registries, *((m._modules, name) for m in modules for name in m._modules))),
             registries,
             list(map(len, registries)),
             (ordered, list(map(tuple, ordered))),
@@ -180,13 +185,12 @@ class Snapshot:
             classed,
             tuple(map(vars, classed)),
             attributes,
-            (mutable, tuple(value.copy() for value in mutable)),
             (partials, [(p.func, p.args, dict(p.keywords)) for p in partials]),
             (weakref.ref(tower), own_class(type(tower)), vars(tower)),
             _Code.of(own, modules),
             (vars(tower).keys(), own.names - vars(tower).keys() - {"forward"}),
             tuple(registry for registry in registries if not registry),
-            Written((*filter(None, registries), *map(vars, modules), *attributes.registries)),
+            Written((*filter(None, registries), *map(vars, modules), *attributes.entries.registries)),
             tuple(p for m in modules if m not in read for p in m._parameters.values() if p is not None),
         )
 
@@ -203,15 +207,8 @@ class Snapshot:
         return self.parameters.wants_gradients() or any(map(_wants_gradient, self.idle))
 
     def renewed(self) -> "Snapshot":
-        """This snapshot with addresses and versions that parameters have now, and the lists of active adapters: PEFT
-        has another of the same names whenever it switches back."""
-        attributes, others = self.attributes, {}
-        for name, before, now in zip(attributes.names, attributes.values, attributes.current(), strict=True):
-            if name == adapters.CHOSEN and type(before) is type(now) is list:
-                others[id(before)] = now  # `contents` has what it must hold
-        attributes = replace(attributes, values=tuple(others.get(id(v), v) for v in attributes.values))
-        contents = tuple(others.get(id(v), v) for v in self.contents[0]), self.contents[1]
-        return replace(self, parameters=self.parameters.renewed(), attributes=attributes, contents=contents)
+        """This snapshot with addresses and versions that parameters have now."""
+        return replace(self, parameters=self.parameters.renewed())
 
     def versions(self) -> list[int]:
         """Versions of those parameters that count one."""
@@ -226,7 +223,7 @@ class Snapshot:
             and list(map(tuple, self.orders[0])) == self.orders[1]
             and not any(map(fires, filter(None, self.instances.hooks)))
             and list(map(type, self.classed)) == self.classes
-            and self.contents[0] == self.contents[1]
+            and self.attributes.hold_the_same()
             and list(map(_parts_of_partial, self.partials[0])) == self.partials[1]
             and self._is_of_its_class()
             and self.parameters.unchanged()
@@ -266,7 +263,6 @@ class Snapshot:
 def _slots_read(tower: nn.Module, modules: Iterable[nn.Module], own: OwnCode) -> Iterator[tuple[dict[str, Any], str]]:
     """Attributes of modules and of their configs that the code mentions, and where one would shadow a method; training
     mode where it matters."""
-    yield from ((vars(tower), name) for name in REGISTRIES)  # of inner modules `Instances` compares them
     for module in modules:
         attributes = vars(module)
         read = attributes.keys() & own.names - {"training", *REGISTRIES}

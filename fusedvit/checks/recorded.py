@@ -7,7 +7,8 @@ import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, is_
+from itertools import compress, count
+from operator import attrgetter, is_, is_not
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,7 @@ HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # set on an instanc
 KEYS: Any = type({}.keys())
 _version_of_dictionary: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 _body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, torch.device, torch.Size})
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
 _shape_of, _version_of, _wants_gradient = map(attrgetter, ("shape", "_version", "requires_grad"))
 _LAYOUT: tuple[Callable[[torch.Tensor], Any], ...] = (
@@ -53,6 +55,64 @@ class Entries:
 
     def unchanged(self) -> bool:
         return all(map(is_, self.current(), self.values))
+
+
+class Attributes:
+    """What a forward reads of modules and of the config: each value by identity, and what containers among them hold.
+
+    A plain value in place of an equal one of the same type changes nothing: PEFT makes another list of the same names
+    whenever an adapter is chosen. From then on the new one is compared.
+
+    Attributes:
+        entries: where they are kept, and what was there.
+    """
+
+    def __init__(self, found: Iterable[tuple[dict[str, Any], str]], others: Iterable[dict[str, Any]] = ()) -> None:
+        """`others`: dictionaries that are kept elsewhere, of which only what they hold is compared."""
+        self.entries = Entries.of(found)
+        self._others = tuple(others)
+        self._holding = [i for i, value in enumerate(self.entries.values) if isinstance(value, list | dict | set)]
+        self._containers = self._containers_of(self.entries.values)
+        self._held = [container.copy() for container in self._containers]
+
+    def _containers_of(self, values: Sequence[Any]) -> list[Any]:
+        return [*map(values.__getitem__, self._holding), *self._others]
+
+    def hold_the_same(self) -> bool:
+        """Whether containers hold what they held."""
+        return self._containers == self._held
+
+    def unchanged(self) -> bool:
+        """Whether each is there, or its equal; what containers hold that stayed is left to `hold_the_same`."""
+        return self.entries.unchanged() or self._replaced_by_equals()
+
+    def _replaced_by_equals(self) -> bool:
+        before, now = self.entries.values, tuple(self.entries.current())
+        held = dict(zip(self._holding, self._held, strict=False))  # who replaces a container may have changed it
+        for i in compress(count(), map(is_not, before, now)):
+            if _content_of(held.get(i, before[i])) != _content_of(now[i]):
+                return False
+        self.entries = replace(self.entries, values=now)
+        self._containers = self._containers_of(now)
+        return True
+
+
+def _content_of(value: Any) -> object:
+    """What is the same for equal plain values, and for containers of such, of one type."""
+    kind = type(value)
+    if kind is dict:
+        return kind, [(_identity_of(key), _identity_of(held)) for key, held in value.items()]
+    if kind in (list, tuple):
+        return kind, list(map(_identity_of, value))
+    if kind in (set, frozenset):
+        return kind, set(map(_identity_of, value))
+    return _identity_of(value)
+
+
+def _identity_of(value: object) -> object:
+    """Text tells plain values apart as `==` does not: 1 from True, 0.0 from -0.0; and NaN is itself."""
+    kind = type(value)
+    return (kind, repr(value)) if kind in _PLAIN else id(value)
 
 
 class Written:

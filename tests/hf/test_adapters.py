@@ -10,6 +10,8 @@ from torch import nn
 import fusedvit
 from fusedvit.bench.towers import cast_parameters_
 from fusedvit.checks import fallback
+from fusedvit.checks.adapters import rounded_evenly
+from fusedvit.tolerance import ulp
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
@@ -22,6 +24,7 @@ from tests.support.towers import (
     outputs_of,
     ran_fused,
     tiny_model,
+    vision_tower,
 )
 
 peft = pytest.importorskip("peft")
@@ -103,6 +106,80 @@ def test_half_precision_by_the_rule(adapters: torch.dtype) -> None:
     ref = outputs_of(exact(call.pixels.double(), grid_thw=call.grid))
     assert_rule(call.run(tower), ref, call.run(original))
     ran_fused(handle, calls=1)
+
+
+LARGER: Grid = [(1, 16, 16), (1, 4, 6)]
+SMALL = {
+    "qkv": "qkv",
+    "proj": "attn.proj",
+    "fc1": r"blocks.\d.mlp.linear_fc1",
+    "fc2": r"blocks.\d.mlp.linear_fc2",
+    "merger": r"merger.linear_fc\d",
+}
+
+
+def with_small_adapters(dtype: torch.dtype, targets: str, size: float) -> Any:
+    """A tower in `dtype` whose adapters add up to some `size` units in the last place of a median weight, in the
+    direction of the mean of what each layer gets, where training puts them: none of it averages out over K."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "out_hidden_size": 128}
+    tower = vision_tower(**sizes, depth=2, deepstack_visual_indexes=[])
+    cast_parameters_(tower, dtype)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=1, lora_alpha=1, target_modules=".*" + targets), tower)
+    means: dict[Any, torch.Tensor] = {}
+    found = layers(tower)
+    hooks = [m.register_forward_pre_hook(lambda m, a: means.update({m: a[0].float().mean(0)})) for m in found]
+    Call.of(tower, LARGER).run(tower)
+    for hook, layer in zip(hooks, found, strict=True):
+        hook.remove()
+        down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        down.data = (means[layer] / means[layer].abs().mean())[None]
+        up.data = size * float(ulp(layer.base_layer.weight.double().abs().median(), dtype)) * torch.randn(up.shape)
+    return tower.requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("size", [0.03, 0.1, 0.3, 0.6, 1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("target", SMALL)
+def test_small_adapters(target: str, dtype: torch.dtype, size: float) -> None:
+    """Smaller than what rounding a weight to nearest loses: as much of them is in the answer as in the original's."""
+    tower = with_small_adapters(dtype, SMALL[target], size)
+    call, original, exact = Call.of(tower, LARGER), copy_of(tower), copy_of(tower)
+    cast_parameters_(exact, torch.float64)
+    handle = fusedvit.fuse(tower, STRICT)
+
+    def answers() -> list[dict[str, torch.Tensor]]:
+        return [call.run(tower), call.run(original), outputs_of(exact(call.pixels.double(), grid_thw=call.grid))]
+
+    ours, theirs, ref = answers()
+    assert_rule(ours, ref, theirs)
+    ran_fused(handle, calls=1)
+    for model in (tower, original, exact):
+        for layer in layers(model):
+            layer.enable_adapters(False)
+    bare, _, without = answers()
+    effect = ref["pooler_output"] - without["pooler_output"]
+    given = ours["pooler_output"].double() - bare["pooler_output"]
+    noise = (theirs["pooler_output"] - ref["pooler_output"]).norm() / effect.norm()
+    seen = float((given * effect).sum() / effect.square().sum())
+    assert abs(seen - 1) < 0.1 + 0.03 * noise, f"{seen:.2f} of what the adapters add"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounded_without_bias(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    kept = torch.tensor([0.0, 1.0, -2.0, info.tiny, info.smallest_normal * info.eps, 1 + info.eps, info.max, -info.max])
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    exact = torch.cat([kept, special]).double()
+    torch.testing.assert_close(rounded_evenly(exact, dtype), exact.to(dtype), rtol=0, atol=0, equal_nan=True)
+    for start in (1.0, 2.0 - info.eps, -1.0 - info.eps, -2.0 + info.eps, 1.5, info.tiny, 3 * info.tiny * info.eps, 0.0):
+        step = ulp(torch.tensor(start).double(), dtype)
+        for share in (0.01, 0.1, 0.25, 0.5, 0.9):
+            exact = (start + share * step).expand(8, 1024)
+            rounded = rounded_evenly(exact, dtype).double()
+            assert {*rounded.unique().tolist()} == {start, start + float(step)}
+            assert ((rounded - start).mean(1) / step - share).abs().max() < 0.01, (start, share)
+    beyond = float(info.max + 0.4 * ulp(torch.tensor(info.max).double(), dtype))  # where to nearest it is the largest
+    assert (rounded_evenly(torch.full((64,), beyond, dtype=torch.float64), dtype) == info.max).all()
 
 
 def layers(model: Any) -> list[Any]:
@@ -209,6 +286,7 @@ ORIGINAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
         "forward",
     ),
     "dropout that begins": ({"lora_dropout": 1.0}, lambda m: layers(m)[0].lora_dropout["default"].train(), "dropout"),
+    "a tensor as a scale": ({}, lambda m: layers(m)[0].scaling.update(default=torch.tensor(3.0)), "item"),
     "another A": ({}, lambda m: layers(m)[0].lora_A.__setitem__("default", Doubled(layers(m)[0])), "Linear"),
 }
 

@@ -14,16 +14,18 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.as_built import Built, wrong_attributes
+from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import buffer_shapes
 from tests.support.families import INSTALLED, each_of, family_tower
-from tests.support.towers import Call, error_of, outcome
+from tests.support.towers import Call, assert_bitwise, error_of, outcome
 
 GRID = [(1, 8, 4), (1, 2, 10)]  # single frames: GLM's towers take no more when called directly
 LIMIT = 1e-5
 MODULE = set(vars(nn.Module()))
+HANDLES = {HANDLE}
 QWEN3 = "Qwen3VLVisionModel"
 # One tower of each structure; the others come with `make test-all`.
 QUICK = [QWEN3, "Qwen2VisionTransformerPretrainedModel", "Qwen2_5_VisionTransformerPretrainedModel", "Glm4vVisionModel"]
@@ -169,6 +171,42 @@ def check_every_attribute(name: str) -> None:
             found += [f"{change.name}, {'used' if used else 'fresh'}: {why}"] if why else []
     assert found == []
     assert mattered >= 10, "the changes change too little: the test shows nothing"
+
+
+def another(value: Any) -> Any:
+    """An equal value, another object where Python has one."""
+    if isinstance(value, str):
+        return "".join([*value])
+    if type(value) in (int, float):
+        return type(value)(repr(value))
+    return type(value)([*value]) if type(value) in (list, tuple, set) else dict(value) if type(value) is dict else value
+
+
+@each_of(INSTALLED)
+def test_equal_values_written_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PEFT's and transformers' setters do: nothing is judged, and the new objects are compared from then on."""
+    tower = family_tower(name)
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRID)
+    expected, version = call.run(tower), handle.weights.version
+    assert handle.weights.host_unchanged()
+    lists: list[list[Any]] = []
+    for owner in (*map(vars, tower.modules()), vars(tower.config)):
+        for attribute in owner.keys() - MODULE - HANDLES:
+            owner[attribute] = another(owner[attribute])
+            lists += [owner[attribute]] if type(owner[attribute]) is list and owner[attribute] else []
+    with monkeypatch.context() as patched:
+        patched.setattr(handle.weights, "prepare", None)
+        patched.setattr(handle.weights, "follow", None)
+        assert_bitwise(call.run(tower), expected)
+        assert_bitwise(call.run(tower), expected)
+    assert (handle.weights.version, handle.stats()["refreshes"], handle.stats()["fused"]) == (version, 1, 3)
+    noticed = 0
+    for changed in lists:
+        changed.append(changed[-1])
+        noticed += not handle.weights.host_unchanged()
+        changed.pop()
+        assert handle.weights.host_unchanged()
+    assert noticed or not {"deepstack_visual_indexes", "fullatt_block_indexes"} & vars(tower).keys()
 
 
 @pytest.mark.parametrize("name", INSTALLED)

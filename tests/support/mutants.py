@@ -103,7 +103,7 @@ MUTANTS = (
     _without("what guards see", RECORDED, " and guard.check(*self._tensors)", "hf/layouts"),
     _without("guards that see little", RECORDED, " and not any(map(guard.check, others))", "unit/recorded:guards_that"),
     _clause("attributes", "self.attributes.unchanged()", "hf/numbers:every_attribute_that"),
-    _clause("lists and dictionaries", "self.contents[0] == self.contents[1]", "hf/numbers:every_attribute_that"),
+    _clause("lists and dictionaries", "self.attributes.hold_the_same()", "hf/numbers:every_attribute_that"),
     _clause("parameters", "self.parameters.unchanged()", "hf/layouts"),
     _clause("buffers", "self.buffers.unchanged()", "hf/weights:unwatched_buffers"),
     _clause("addresses of buffers", "self.buffers.in_place()", "hf/numbers:every_attribute"),
@@ -617,13 +617,19 @@ MUTANTS = (
         "hf/kept_weights:whatever_else",
     ),
     Mutant("digests of all elements", DIGEST, ".split(CHUNK):", ".split(CHUNK)[:1]:", "unit/digest:every"),
-    Mutant(
-        "lists of active adapters",
-        CHANGE,
-        "contents = tuple(others.get(id(v), v) for v in self.contents[0]), self.contents[1]",
-        "contents = (), ()",
-        "hf/kept_weights:a_reference",
+    _without(
+        "equal values in others' place",
+        RECORDED,
+        " or self._replaced_by_equals()",
+        "hf/kept_weights:the_same_adapters hf/numbers:equal",
     ),
+    _without("what equals hold", RECORDED, "        self._containers = self._containers_of(now)\n", "hf/numbers:equal"),
+    Mutant(
+        "what replaced containers held", RECORDED, "held.get(i, before[i])", "before[i]", "unit/recorded:attributes"
+    ),
+    Mutant("types of equals", RECORDED, "(kind, repr(value)) if kind", "value if kind", "unit/recorded:attributes"),
+    Mutant("rounding of adapters", ADAPTERS, ".mul_(_GOLDEN).frac_()", ".mul_(0).add_(0.5)", "hf/adapters:small"),
+    Mutant("adapters beyond fp16", ADAPTERS, "size <= info.max, evenly", "size >= 0, evenly", "hf/adapters:rounded"),
     Mutant(
         "parameters of active adapters",
         ADAPTERS,

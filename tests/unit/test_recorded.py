@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import recorded
-from fusedvit.checks.recorded import Bodies, Instances, Layouts, Written
+from fusedvit.checks.recorded import Attributes, Bodies, Instances, Layouts, Written
 
 
 class Weight(nn.Parameter):
@@ -194,3 +194,76 @@ def test_attributes_that_come_or_hide() -> None:
     instances = Instances.of([linear], [linear])
     linear._forward_hooks = type(linear._forward_hooks)()
     assert not instances.unchanged()
+
+
+class EqualToAll:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+_NAN, _KEPT = float("nan"), EqualToAll()
+EQUALS: list[tuple[Any, Any]] = [
+    (1000, int("1000")),
+    (0.5, float("0.5")),
+    (_NAN, float("nan")),
+    ("name", "".join(["na", "me"])),
+    (torch.device("cpu"), torch.device("cpu")),
+    (torch.Size([1, 2]), torch.Size([1, 2])),
+    (["a", 1, None, torch.float32], ["a", 1, None, torch.float32]),
+    ((1, 2.5), tuple([1, 2.5])),
+    ({"a": 1.5}, {"a": 1.5}),
+    ({1, "a"}, {"a", 1}),
+    ([_KEPT], [_KEPT]),
+]
+OTHERS: list[tuple[Any, Any]] = [
+    (1, True),
+    (1, 1.0),
+    (0.0, -0.0),
+    ("1", 1),
+    ("1", b"1"),
+    ([1], (1,)),
+    ([1], [True]),
+    ([1], [1, 1]),
+    ({1}, {1.0}),
+    ({"a": 1}, {"a": True}),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    (_KEPT, EqualToAll()),
+    ([_KEPT], [EqualToAll()]),
+    (torch.ones(1), torch.ones(1)),
+    (None, False),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), EQUALS)
+def test_attributes_that_are_equal(before: Any, after: Any) -> None:
+    owner = {"a": before, "b": before}
+    recorded = Attributes([(owner, "a"), (owner, "b")])
+    owner["a"] = after
+    assert recorded.unchanged() and recorded.hold_the_same()
+    assert recorded.entries.unchanged(), "compared with what was replaced"
+    if isinstance(after, list | set | dict):
+        after.clear()
+        assert not recorded.hold_the_same()
+
+
+@pytest.mark.parametrize(("before", "after"), OTHERS)
+def test_attributes_that_are_not_the_same(before: Any, after: Any) -> None:
+    owner = {"a": before}
+    recorded = Attributes([(owner, "a")])
+    owner["a"] = after
+    assert not recorded.unchanged()
+    owner["a"] = before
+    assert recorded.unchanged()
+
+
+def test_attributes_replaced_by_what_they_were_changed_to() -> None:
+    owner = {"a": [1]}
+    recorded = Attributes([(owner, "a")])
+    owner["a"].append(2)
+    owner["a"] = [1, 2]
+    assert not recorded.unchanged()
+    owner["a"] = [1]
+    assert recorded.unchanged() and recorded.hold_the_same()
