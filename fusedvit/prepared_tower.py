@@ -184,7 +184,9 @@ class PreparedTower:
         """Prepares weights if there are none for pixels of `kind` on the device and in the dtype of `parameter`; says
         why there can be none."""
         version = self.weights.version
-        return None if self.weights.fits(parameter, kind) else self.prepare(version, kind)
+        if self.weights.fits(parameter, kind):
+            return None
+        return self.weights.refusal() or self.prepare(version, kind)
 
     def prepare(self, version: int, kind: int = FLOATS) -> Reason | None:
         """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""

@@ -51,6 +51,7 @@ class CheckedTower:
     built: Built | None = None
     normalizations: Mapping[bool, Normalization] = field(default_factory=dict)
     _code: OwnCode | None = field(default=None, init=False)
+    _by_state: bool = field(default=False, init=False)
 
     def reason(self) -> Reason | None:
         """Why the tower as it stands cannot run fused, or None."""
@@ -59,14 +60,40 @@ class CheckedTower:
         except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             return Reason(fallback.MODIFIED, f"it cannot be judged: {type(error).__name__}: {first_line(error)}")
 
+    def is_judged_by_state(self) -> bool:
+        """Whether a snapshot would show whatever decided the last `reason`: not where it came of the config, or of what
+        buffers hold, nor of what is found before the code is read."""
+        return self._by_state
+
     def _reason(self) -> Reason | None:
-        path = hooked(self.tower)
+        self._by_state = False
+        found = self._structure()
+        if isinstance(found, Reason):
+            return found
+        plain, built = found
+        self._code = own_code(plain, self.family.engine)
+        self._by_state = True
+        if self._code.foreign:
+            return Reason(fallback.FOREIGN_CODE, self._code.foreign)
+        reason = _reason_of_parameters(plain.parameters())
+        if reason is not None:
+            return reason
+        wrong = wrong_attributes(plain, built, self.family, self.spec, self._code)
+        if not wrong:
+            self._by_state = False
+            wrong = wrong_buffers(self.tower, self.family, self.spec, self._code.names)
+        return Reason(fallback.MODIFIED, wrong) if wrong else None
+
+    def _structure(self) -> Reason | tuple[Plain, Built]:
+        """The tower without adapters, and what it is to be compared with, or why its modules cannot run fused."""
+        tower, family, spec = self.tower, self.family, self.spec
+        path = hooked(tower)
         if path:
             return Reason(fallback.HOOKS, f"on {path}")
-        foreign = foreign_class(self.tower, self.family.engine)
+        foreign = foreign_class(tower, family.engine)
         if foreign:
             return Reason(fallback.FOREIGN_CODE, foreign)
-        tower, family, spec, plain = self.tower, self.family, self.spec, Plain.of(self.tower)
+        plain = Plain.of(tower)
         adapter = cannot_fold(plain)
         if adapter:
             return Reason(fallback.ADAPTER, adapter)
@@ -81,18 +108,7 @@ class CheckedTower:
         except Exception as error:  # whatever a constructor of transformers says of a config that somebody changed
             return Reason(fallback.MODIFIED, f"transformers builds no such tower from its config: {error}")
         wrong = wrong_modules(plain, built, family, spec)
-        if wrong:
-            return Reason(fallback.MODIFIED, wrong)
-        self._code = own_code(plain, family.engine)
-        if self._code.foreign:
-            return Reason(fallback.FOREIGN_CODE, self._code.foreign)
-        reason = _reason_of_parameters(plain.parameters())
-        if reason is not None:
-            return reason
-        names = self._code.names
-        wrong = wrong_attributes(plain, built, family, spec, self._code)
-        wrong = wrong or wrong_buffers(tower, family, spec, names)
-        return Reason(fallback.MODIFIED, wrong) if wrong else None
+        return Reason(fallback.MODIFIED, wrong) if wrong else (plain, built)
 
     def refusal(self) -> Reason | None:
         """Why weights could not be prepared of it, though `reason` finds nothing, or None; waits for the GPU."""

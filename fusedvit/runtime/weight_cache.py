@@ -47,6 +47,9 @@ class Source(Protocol):
     def reason(self) -> Reason | None:
         """Why the tower as it stands cannot run fused, or None."""
 
+    def is_judged_by_state(self) -> bool:
+        """Whether a snapshot would show whatever decided the last `reason`."""
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name."""
 
@@ -97,12 +100,17 @@ def _is_repeat(before: ContentCheck | None, now: ContentCheck) -> bool:
     return torch.equal(before.expected[:count], now.expected)
 
 
-class _Refused(NamedTuple):
-    """Weights that fp16 could not hold: what they would have been prepared from, and why."""
+class _Refusal(NamedTuple):
+    """Why the tower could not run fused, and as what: judging it takes as long as a small call.
 
-    ingredients: Ingredients | None
-    fingerprints: torch.Tensor
-    why: str
+    Attributes:
+        snapshot: the tower then.
+        holds: whether parameters hold what they did, where that decided; None elsewhere.
+    """
+
+    reason: Reason
+    snapshot: Snapshot
+    holds: Callable[[], bool] | None
 
 
 class WeightCache:
@@ -152,7 +160,8 @@ class WeightCache:
         self._digest: list[int] | None = None  # of all that the parameters held, where that was asked
         self._pointers: tuple[int, ...] = ()
         self._lost = False
-        self._refused: _Refused | None = None
+        self._refusal: _Refusal | None = None
+        self._refusals = 0  # judgements since weights were last taken
         self._borrowed = _Borrowed.of(())
         self.kinds = ()
 
@@ -166,7 +175,7 @@ class WeightCache:
     def outdate(self) -> None:
         """The next use prepares weights again, in the memory of these, whatever fingerprints say."""
         self.version += 1  # a run under way is not accepted
-        self._snapshot = self._ingredients = self._refused = None
+        self._snapshot = self._ingredients = self._refusal = None
         self._asked = True
 
     def get(self) -> EncoderWeights:
@@ -311,17 +320,42 @@ class WeightCache:
         """
         source = self._source()
         reason = source.reason()
-        try:
-            if reason is None:
-                self._prepare(source)
-        except BeyondFp16 as why:
-            reason = Reason(BEYOND_FP16, str(why))
+        if reason is None:
+            reason = self._prepare(source)
+        elif source.is_judged_by_state():
+            self._note(reason, source)
         if reason is not None:
             self._snapshot = None  # whatever comes back is checked anew
             self._let_go(source.parameters())
         return reason
 
-    def _prepare(self, source: Source) -> None:
+    def refusal(self) -> Reason | None:
+        """Why the tower could not run fused when it was last judged, if it is as it was then; waits for the GPU only
+        where weights were refused for what they hold."""
+        last = self._refusal
+        if last is None or not last.snapshot.renewed().unchanged():
+            return None
+        if last.holds is None:
+            return last.reason if last.snapshot.in_place() else None
+        with torch.inference_mode(False), torch.no_grad():
+            return last.reason if last.holds() else None
+
+    def _note(self, reason: Reason, source: Source) -> None:
+        """Keeps a refusal for `refusal`, at the first, second, fourth, eighth... in a row: where the tower is another
+        at each call that costs more than it spares."""
+        self._refusal = None
+        self._refusals += 1
+        if self._refusals & (self._refusals - 1):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                snapshot = source.snapshot()
+            except Exception:  # whatever parameters somebody put there
+                return
+        if source.reason() == reason:  # nobody has changed it meanwhile
+            self._refusal = _Refusal(reason, snapshot, None)
+
+    def _prepare(self, source: Source) -> Reason | None:
         if self._lost:
             self._lost, self._ingredients = False, None
             self._on_loss()
@@ -333,12 +367,18 @@ class WeightCache:
             ingredients = source.ingredients()
             content = self._read(source)
             kept, digest = self._kept(content, ingredients)
-            weights, content = kept or self._prepared_unless_refused(source, content, ingredients)
+            try:
+                weights, content = kept or self._prepared_anew(source, content)
+            except BeyondFp16 as why:
+                reason = Reason(BEYOND_FP16, str(why))
+                self._refusal = _Refusal(reason, snapshot, content.parameters_hold())
+                return reason
             self._digest = digest if digest is not None and snapshot.unchanged() else None
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream uses them next finds them written
         self.moves += kept is not None and weights.pointers() != self._pointers
         self._take(weights, content, snapshot, ingredients)
+        return None
 
     def _kept(
         self, now: ContentCheck, ingredients: Ingredients | None
@@ -356,19 +396,6 @@ class WeightCache:
         written = None in ingredients[1] or ingredients[1] != before[1]
         digest = now.digest() if written else self._digest  # at the first write there is none to compare with
         return (lent, whole) if digest == self._digest else None, digest
-
-    def _prepared_unless_refused(
-        self, source: Source, content: ContentCheck, ingredients: Ingredients | None
-    ) -> tuple[EncoderWeights, ContentCheck]:
-        """As `_prepared_anew`; what was refused at the last call is refused again without a try."""
-        last = self._refused
-        if last is not None and last.ingredients == ingredients and torch.equal(last.fingerprints, content.expected):
-            raise BeyondFp16(last.why)
-        try:
-            return self._prepared_anew(source, content)
-        except BeyondFp16 as why:
-            self._refused = _Refused(ingredients, content.expected, str(why))
-            raise
 
     def _prepared_anew(self, source: Source, content: ContentCheck) -> tuple[EncoderWeights, ContentCheck]:
         """Weights of what `content` read, in the memory of those before, and a check of their copies, too."""
@@ -399,7 +426,8 @@ class WeightCache:
         """Puts these in place of those before. In this order, as others may be running: until the snapshot is there no
         run is accepted, and by then one that found the weights before has begun with an older version."""
         pointers, before = weights.pointers(), self._pointers  # integers of then: a tensor's memory may have moved
-        self._snapshot = None
+        self._snapshot = self._refusal = None
+        self._refusals = 0
         self._weights, self._content, self._ingredients = weights, content, ingredients
         self._borrowed, self._pointers = _Borrowed.of(weights.borrowed()), pointers
         self.kinds = tuple(kind for kind, patch in enumerate(weights.patches()) if patch is not None)

@@ -19,6 +19,7 @@ from tests.support.towers import (
     Call,
     assert_alike,
     assert_bitwise,
+    assert_same,
     copy_of,
     differs,
     fused_when,
@@ -71,6 +72,22 @@ def test_a_changed_tower(change: Change, when: str, caplog: pytest.LogCaptureFix
         check_messages(handle, reason, call, [r.getMessage() for r in caplog.records])
     else:
         ran_fused(handle, calls=4 if when == "after a call" else 3)
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c.kind], ids=lambda change: change.apply.__name__)
+@pytest.mark.parametrize("when", ["after fuse", "after a call"])
+def test_a_change_that_is_undone(change: Change, when: str) -> None:
+    """The next call runs fused, however often the tower was refused before."""
+    tower = vision_tower()
+    call = Call.of(tower, GRIDS["mix"])
+    expected = call.run(copy_of(tower))
+    with changes.undone(tower):
+        handle = fused_when(tower, when, lambda: change.apply(tower), call)
+        for _ in range(3):
+            outcome(call.run, tower)
+    ran_original(handle, change.kind, calls=3)
+    assert_same(call.run(tower), expected)
+    assert handle.stats()["fused"] == 1 + (when == "after a call"), handle.stats()["details"]
 
 
 def check_messages(handle: Any, reason: Reason, call: Call, warned: list[str]) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ import fusedvit
 from fusedvit.checks import fallback
 from fusedvit.checks.adapters import Plain
 from fusedvit.checks.as_built import Built, wrong_attributes
-from fusedvit.checks.change_detection import HANDLE
+from fusedvit.checks.change_detection import HANDLE, Snapshot
 from fusedvit.checks.checked_tower import CheckedTower
 from fusedvit.checks.own_code.tower_code import own_code
 from fusedvit.families.registry import family_of
 from fusedvit.model.param_names import buffer_shapes
+from tests.support.changes import undone
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import Call, assert_bitwise, error_of, outcome
 
@@ -125,14 +127,18 @@ def wrong(ours: Any, theirs: Any) -> str:
     return "" if error <= LIMIT or math.isnan(error) else f"error {error:.2g}"
 
 
-def changed(tower: Any, change: Change, call: Call, used: bool) -> tuple[Any, dict[str, int]]:
-    """What a fused copy of `tower` gives after `change`, and the calls that took the original code."""
+def changed(tower: Any, change: Change, call: Call, used: bool) -> tuple[Any, dict[str, int], bool]:
+    """What a fused copy of `tower` gives after `change`, the calls that took the original code, and whether it runs
+    fused when all is back as it was."""
     ours = copy.deepcopy(tower)
     handle = fusedvit.fuse(ours)
     if used:
         call.run(ours)
-    change.apply(ours)
-    return outcome(call.run, ours), handle.stats()["original"]
+    with undone(ours):
+        change.apply(ours)
+        found, fell_back = outcome(call.run, ours), handle.stats()["original"]
+    call.run(ours)
+    return found, fell_back, handle.stats()["original"] == fell_back
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -166,8 +172,9 @@ def check_every_attribute(name: str) -> None:
         matters = bool(wrong(plain, theirs)) and not change.name.startswith(COUNTED_ELSEWHERE)
         mattered += matters
         for used in (True, False) if matters else (True,):
-            ours, fell_back = changed(tower, change, call, used)
+            ours, fell_back, back = changed(tower, change, call, used)
             why = wrong(ours, theirs) or ("no reason" if matters and not (fell_back or is_weight(change)) else "")
+            why = why or ("" if back else "not noticed as it goes")
             found += [f"{change.name}, {'used' if used else 'fresh'}: {why}"] if why else []
     assert found == []
     assert mattered >= 10, "the changes change too little: the test shows nothing"
@@ -369,6 +376,27 @@ def test_every_way_to_prepared_weights_asks_first(way: str, used: bool) -> None:
     tower.blocks[1].norm2.eps = 1e-6
     call.run(tower)
     assert handle.stats()["original"] == {}
+
+
+def test_a_refused_tower_is_not_judged_at_each_call() -> None:
+    """Judging it takes as long as a small call: a verdict stands while nothing has changed that it goes by, and where
+    something does at each call, keeping it is given up."""
+    tower = family_tower(QWEN3)
+    handle, call = fusedvit.fuse(tower), Call.of(tower, GRID)
+    tower.blocks[1].attn.scaling = 0.5
+    judged, kept = mock.patch.object(CheckedTower, "_reason", autospec=True, side_effect=CheckedTower._reason), 0
+    with judged as asked:
+        for _ in range(20):
+            call.run(tower)
+            tower.merger.linear_fc2.weight.data.mul_(1.5)  # no part of the verdict
+        assert asked.call_count == 2  # and once more, that nobody changed it meanwhile
+    with judged as asked, mock.patch.object(Snapshot, "of", side_effect=Snapshot.of) as taken:
+        for i in range(32):
+            tower.blocks[0].attn.scaling = 2.0 + i
+            call.run(tower)
+        kept = taken.call_count
+    assert kept <= 6 and asked.call_count == 32 + kept
+    assert handle.stats()["original"] == {fallback.MODIFIED: 52}
 
 
 def test_content_that_changed_is_not_prepared_from_a_changed_tower() -> None:

@@ -95,10 +95,13 @@ def test_every_function_that_a_tower_runs(name: str) -> None:
             expected = call.run(tower)
         changed += any(error_of(expected[n], plain[n]) > 1e-5 for n in plain)
         for when in ("before fuse", "after a call"):
-            ours, handle = answer_when(copy.deepcopy(tower), when, replace(), call)
+            copied = copy.deepcopy(tower)
+            ours, handle = answer_when(copied, when, replace(), call)
             assert_bitwise(ours, expected)
             assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}, f"{item}, {when}"
             assert item.name in handle.stats()["details"][fallback.FOREIGN_CODE], f"{item}, {when}"
+            call.run(copied)
+            assert handle.stats()["fused"] == 1 + (when == "after a call"), f"{item}, {when}: not noticed as it goes"
     assert changed >= 10, "the replacements change too little: the test shows nothing"
 
 
@@ -315,6 +318,8 @@ def test_ways_to_replace_code(name: str, when: str) -> None:
     ours, handle = answer_when(tower, when, REPLACEMENTS[name](), call)
     assert_bitwise(ours, expected)
     assert handle.stats()["original"] == {fallback.FOREIGN_CODE: 1}
+    assert_same(call.run(tower), call.run(original))
+    assert handle.stats()["fused"] == 1 + (when == "after a call"), handle.stats()["details"]
 
 
 WINDOWED = "Qwen2_5_VisionTransformerPretrainedModel"

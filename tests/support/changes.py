@@ -1,9 +1,10 @@
 """Changes to the tiny tower of Qwen3-VL, each with the reason that the original code must run for, word by word."""
 
+import contextlib
 import copy
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fusedvit.checks import fallback
+from fusedvit.checks.change_detection import HANDLE
 
 Tower = Any
 
@@ -49,6 +51,32 @@ def change(
 
 _TORCH, _QWEN3 = "torch.nn.modules", "transformers.models.qwen3_vl.modeling_qwen3_vl"
 _CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper"
+
+
+@contextlib.contextmanager
+def undone(tower: Tower) -> Iterator[None]:
+    """Gives `tower` back, on the way out, all that it and its config had: attributes, classes, tensors' content."""
+    holders = [*tower.modules(), tower.config]
+    attributes = [(vars(h), dict(vars(h)), type(h)) for h in holders]
+    held = [value for own, *_ in attributes for value in own.values()]
+    dictionaries = [(value, value.copy()) for value in held if isinstance(value, dict)]
+    lists = [(value, value.copy()) for value in held if isinstance(value, list)]
+    tensors = [(t, t.data, t.detach().clone()) for t in (*tower.parameters(), *tower.buffers())]
+    yield
+    for holder, (own, then, cls) in zip(holders, attributes, strict=True):
+        if type(holder) is not cls and holder is not tower:  # a tower's is what `fuse` has given it meanwhile
+            holder.__class__ = cls
+        ours = {HANDLE: own[HANDLE]} if HANDLE in own else {}
+        own.clear()
+        own.update(then | ours)
+    for registry, entries in dictionaries:
+        registry.clear()
+        registry.update(entries)
+    for changed, then in lists:
+        changed[:] = then
+    for tensor, data, content in tensors:
+        tensor.data = data
+        data.copy_(content)
 
 
 class Doubled(nn.Linear):

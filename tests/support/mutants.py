@@ -179,15 +179,15 @@ MUTANTS = (
     Mutant(
         "attributes as built",
         CHECKED,
-        "wrong = wrong_attributes(plain, built, family, spec, self._code)",
+        "wrong = wrong_attributes(plain, built, self.family, self.spec, self._code)",
         'wrong = ""',
         "hf/numbers:every_attribute_that",
     ),
     Mutant(
         "buffers as built",
         CHECKED,
-        "wrong or wrong_buffers(tower, family, spec, names)",
-        "wrong",
+        "wrong = wrong_buffers(self.tower, self.family, self.spec, self._code.names)",
+        'wrong = ""',
         "hf/changes",
     ),
     _never("buffers that are missing", BUILT, "module._buffers.get(name) is None", "hf/changes"),
@@ -442,9 +442,28 @@ MUTANTS = (
     Mutant(
         "one door to prepared weights",
         CACHE,
-        "reason = source.reason()\n        try:",
-        "reason = source.reason() and None\n        try:",
+        "reason = source.reason()\n        if reason",
+        "reason = source.reason() and None\n        if reason",
         "hf/numbers:every_way",
+    ),
+    _without(
+        "verdicts on another state", CACHE, " or not last.snapshot.renewed().unchanged()", "hf/changes:a_change_that"
+    ),
+    _without("verdicts on memory that moved", CACHE, " if last.snapshot.in_place() else None", "hf/memory:freed"),
+    _without("verdicts on other content", CACHE, " if last.holds() else None", "hf/fp16_range:it_is"),
+    Mutant(
+        "verdicts on buffers",
+        CHECKED,
+        "self._by_state = False\n            wrong",
+        "wrong",
+        "hf/numbers:every_attribute_that",
+    ),
+    _never("where foreign code is kept", FOUND, "owner is not None", "hf/own_code:a_method_of hf/own_code:ways"),
+    _without(
+        "bodies of foreign code",
+        WALK,
+        "self.found.keep(function)  # its body may be what differs\n            ",
+        "hf/own_code:ways",
     ),
     _never("addresses before a replay", REPLAY, "not weights.in_place()", "hf/memory:no_kernel"),
     Mutant(
@@ -732,13 +751,6 @@ MUTANTS = (
         "source.refusal() if found is None and",
         "None if found is None and",
         "hf/fp16_range:what_fp16",
-    ),
-    Mutant(
-        "a refusal of other weights",
-        CACHE,
-        "last.ingredients == ingredients and torch.equal(last.fingerprints, content.expected)",
-        "True",
-        "hf/fp16_range:it_is_decided",
     ),
     Mutant(
         "handles that are copied first",

@@ -47,9 +47,15 @@ class Findings:
     optional: set[str] = field(default_factory=set)
     absent: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
 
-    def note_foreign(self, what: str) -> None:
-        """Keeps the first."""
+    def note_foreign(self, what: str, owner: Any = None, name: str = "") -> None:
+        """Keeps the first.
+
+        Args:
+            owner, name: where it is kept, so that change detection sees it go; not where that is followed anyway.
+        """
         self.foreign = self.foreign or what
+        if owner is not None:
+            self.note_slot(owner, name)
 
     def note_slot(self, owner: Any, name: str) -> None:
         self.slots[id(owner), name] = owner, name

@@ -30,7 +30,7 @@ def follow_classes(walk: CodeWalk, plain: Plain) -> None:
             value = next((vars(c)[name] for c in of.__mro__ if name in vars(c)), None)
             first = name in registered or hasattr(type(value), "__set__") or name not in vars(module)
             if value is not None and first and not isinstance(value, _METHODS):
-                walk.found.note_foreign(f"{of.__qualname__}.{name} is {describe(value)}")
+                walk.found.note_foreign(f"{of.__qualname__}.{name} is {describe(value)}", of, name)
         known |= held | optional
     for cls in {cls for cls, _ in known}:
         for base in cls.__mro__[:-1]:
@@ -80,5 +80,5 @@ def follow_ours(walk: CodeWalk, tower: nn.Module) -> None:
         names = (walk.found.names | {*CALLED, *LOOKUP}) - {"forward"}
         hidden = sorted(vars(ours).keys() & names) if ORIGINAL in vars(ours) else []
         for name in hidden:
-            walk.found.note_foreign(f"{cls.__qualname__}.{name} is {describe(vars(ours)[name])}")
+            walk.found.note_foreign(f"{cls.__qualname__}.{name} is {describe(vars(ours)[name])}", ours, name)
         walk.found.note_absent(ours, names - vars(ours).keys())

@@ -106,7 +106,7 @@ def _is_registry(walk: CodeWalk, interface: Any, where: str, expected: tuple[str
         walk.found.note_foreign(f"{where} is {describe(interface)}")
         return False
     for name in sorted(vars(interface).keys() - {"_local_mapping"}):
-        walk.found.note_foreign(f"{where}.{name} of the instance is {describe(vars(interface)[name])}")
+        walk.found.note_foreign(f"{where}.{name} of the instance is {describe(vars(interface)[name])}", interface, name)
     return True
 
 

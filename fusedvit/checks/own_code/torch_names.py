@@ -99,7 +99,7 @@ class TorchNames:
             names = mentioned & functions_of_c(torch)
             self.found.note_absent(torch._VF, names)
             for name in sorted(names & vars(torch._VF).keys()):
-                self.found.note_foreign(f"torch._VF.{name} is {describe(vars(torch._VF)[name])}")
+                self.found.note_foreign(f"torch._VF.{name} is {describe(vars(torch._VF)[name])}", torch._VF, name)
         if value.__module__ != torch.Tensor.__module__:
             self.follow_methods(mentioned)
 
