@@ -1,6 +1,6 @@
 """A tower that its weights are prepared from: whether it may run fused as it stands, and what it is made of."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -122,10 +122,14 @@ class CheckedTower:
             return Reason(BEYOND_FP16, str(why))
         return None
 
+    def each_parameter(self) -> Iterator[torch.Tensor]:
+        """Every parameter once."""
+        return (p for p in self.tower.parameters() if isinstance(p, torch.Tensor))  # anything may be put there
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """Every parameter by its name, shared ones under each of theirs."""
         named = self.tower.named_parameters(remove_duplicate=False)
-        return {name: p for name, p in named if isinstance(p, torch.Tensor)}  # anything may be put there
+        return {name: p for name, p in named if isinstance(p, torch.Tensor)}
 
     def read(self) -> list[torch.Tensor]:
         """What the tower as it stands computes with: parameters, then buffers on their device."""

@@ -1,6 +1,6 @@
 """Prepared weights, kept in step with a tower's parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_not
 from typing import NamedTuple, Protocol
 
@@ -50,8 +50,11 @@ class Source(Protocol):
     def is_judged_by_state(self) -> bool:
         """Whether a snapshot would show whatever decided the last `reason`."""
 
+    def each_parameter(self) -> Iterator[torch.Tensor]:
+        """Every parameter once."""
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Every parameter by its name."""
+        """Every parameter by its name, shared ones under each of theirs."""
 
     def read(self) -> Sequence[torch.Tensor]:
         """What the tower as it stands computes with: parameters, then buffers on their device."""
@@ -202,7 +205,7 @@ class WeightCache:
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.first_parameter()
         if found is None:
-            found = next(iter(self._source().parameters().values()), None)
+            found = next(self._source().each_parameter(), None)
         return torch.empty(0, device="cpu") if found is None else found
 
     def trained(self) -> bool:
@@ -326,7 +329,7 @@ class WeightCache:
             self._note(reason, source)
         if reason is not None:
             self._snapshot = None  # whatever comes back is checked anew
-            self._let_go(source.parameters())
+            self._let_go(source)
         return reason
 
     def refusal(self) -> Reason | None:
@@ -412,10 +415,10 @@ class WeightCache:
         read = source.read()
         return ContentCheck.of(read, self._ops(read[0].device))
 
-    def _let_go(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Forgets weights that hold memory which the tower, with these parameters, no longer has."""
+    def _let_go(self, source: Source) -> None:
+        """Forgets weights that hold memory which the tower no longer has."""
         content = self._content
-        if content is not None and not content.held_by(parameters.values()):
+        if content is not None and not content.held_by(source.each_parameter()):
             self.version += 1
             self._forget()
             self._on_move()
