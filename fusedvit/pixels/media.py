@@ -59,7 +59,7 @@ class Limits:
 
     max_bytes: int = 256 * 2**20
     max_pixels: int = 128 * 2**20
-    max_frames: int = 20_000  # frames in the file, of which few are kept
+    max_frames: int = 20_000  # frames in the file, shown or not, of which few are kept
 
     def __post_init__(self) -> None:
         check_counts(**vars(self))
@@ -83,10 +83,10 @@ class Media:
         name: the file's, without its folder; of bytes, which ones they were.
         kind: "image" or "video".
         frames: `[F, H, W, 3]` uint8.
-        source_frames: how many the file holds.
+        source_frames: how many the file shows; where not all of them decode, how many do.
         index: which of the given sources.
         fps: of the file; None of images, and where it does not say.
-        kept: numbers of the frames in the file.
+        kept: numbers of the frames among these.
     """
 
     name: str
@@ -116,7 +116,7 @@ def load(
         sources: paths, or the contents of files; or one of them. URLs are refused. Pixels are taken as they are: uint8
             `[H, W, 3]` of an image, `[F, H, W, 3]` of the frames of a video that are wanted; and what was loaded.
         frames: how many frames of a video to keep, spread evenly from the first to the last; or what returns their
-            numbers, ascending.
+            numbers, ascending. It is called again with how many frames decode where those are found to be fewer.
         limits: on the bytes, pixels and frames of each.
         errors: "raise" the first error, or "skip" what does not decode, with a warning that names it.
         threads: as many as there are cores if left out.
@@ -342,7 +342,25 @@ def _transformers_rgb() -> Callable[[Any], Any]:
 
 
 def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int) -> Media:
-    facts = _facts_of(given, limits)
+    facts, start = _facts_of(given, limits)
+    wanted = _wanted(given, sampling, facts, limits)
+    decoded, count = _decoded(given, facts, wanted, start)
+    if len(decoded) < len(set(wanted)):  # fewer frames decode than there are packets: they have other numbers
+        facts = facts._replace(frames=count)
+        wanted = _wanted(given, sampling, facts, limits)
+        decoded.clear()  # as much memory as the limits allow once
+        decoded, _ = _decoded(given, facts, wanted, None)
+        if len(decoded) < len(set(wanted)):
+            expected = f"{len(set(wanted))} frames of {facts.frames} that decode expected"
+            raise MediaError(f"{given.shown}: damaged: {expected}, got {len(decoded)}")
+    frames = np.ascontiguousarray(np.stack([decoded[i] for i in wanted]))
+    return Media(given.name, "video", frames, facts.frames, index, facts.fps, tuple(wanted))
+
+
+def _wanted(given: _Given, sampling: Sampling, facts: VideoFacts, limits: Limits) -> list[int]:
+    """The numbers of the frames to keep, which `limits` allow."""
+    if not facts.frames:
+        raise MediaError(f"{given.shown}: at least 1 frame expected, got 0")
     if callable(sampling):
         wanted = [operator.index(i) for i in sampling(facts)]
     else:
@@ -350,47 +368,60 @@ def _decode_video(given: _Given, sampling: Sampling, limits: Limits, index: int)
     if not wanted or min(wanted) < 0 or max(wanted) >= facts.frames:
         raise MediaError(f"{given.shown}: frames 0 to {facts.frames - 1} can be sampled, asked for {wanted[:8]}")
     _check_limit(given.shown, "pixels", facts.width * facts.height * len(wanted), limits.max_pixels)
+    return wanted
+
+
+def _decoded(
+    given: _Given, facts: VideoFacts, wanted: list[int], start: int | None
+) -> tuple[dict[int, np.ndarray], int]:
+    """The frames `wanted` by their numbers among those that decode, turned upright as transformers' torchcodec does.
+
+    Fewer where fewer decode; none where the first that decodes is shown after `start`, as of a video that begins within
+    a group of pictures: its first packets refer to a key frame that is not there. The number is then how many decode.
+    """
     decoded: dict[int, np.ndarray] = {}
-    chosen, turns = set(wanted), 0
+    chosen, turns, count = set(wanted), 0, 0
     with _video_stream(given) as (container, stream):
         for i, frame in enumerate(container.decode(stream)):
+            count = i + 1
+            if i == 0 and start is not None and frame.pts is not None and frame.pts > start:
+                chosen.clear()  # the others are counted
             if i not in chosen:
                 continue
             if (frame.width, frame.height) != (facts.width, facts.height):
                 expected, got = f"{facts.width}x{facts.height}", f"{frame.width}x{frame.height}"
                 raise MediaError(f"{given.shown}: frames of {expected} expected, got {got}")
             turns = turns if decoded else round(frame.rotation / 90)
-            decoded[i] = frame.to_ndarray(format="rgb24")
-            if i == max(wanted):
+            decoded[i] = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+            if len(decoded) == len(chosen):
                 break
-    kept = tuple(i for i in wanted if i in decoded)  # fewer may decode than there are packets
-    if not kept:
-        raise MediaError(f"{given.shown}: at least 1 frame expected, got 0")
-    upright = np.rot90(np.stack([decoded[i] for i in kept]), turns, axes=(1, 2))  # as transformers' torchcodec does
-    return Media(given.name, "video", np.ascontiguousarray(upright), facts.frames, index, facts.fps, kept)
+    return decoded, count
 
 
-def _facts_of(given: _Given, limits: Limits) -> VideoFacts:
-    """Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding.
+def _facts_of(given: _Given, limits: Limits) -> tuple[VideoFacts, int | None]:
+    """The facts, and when the first frame is shown, in ticks of the stream; None where no packet says when.
 
-    An AVI's index is taken as it was read: other containers' grow while packets are read, or leave frames out.
+    Frames are packets, not the header's count: that may be absent or untrue, and packets cost no decoding. Those that
+    an edit list leaves out, as a video has that was trimmed without encoding it anew, are decoded but not shown. An
+    AVI's index is taken as it was read: other containers' grow while packets are read, or leave frames out.
     """
-    count = 0
+    count, packets, times = 0, 0, []
     with _video_stream(given) as (container, stream):
         indexed = sum(entry.size > 0 for entry in stream.index_entries) if given.video == "avi" else 0
         for packet in container.demux(stream):
-            count += packet.size > 0
-            _check_limit(given.shown, "frames", count, limits.max_frames)
             if packet.is_corrupt:
-                raise MediaError(f"{given.shown}: cut off: frame {count - 1} is not whole")
-        if count < indexed:  # FFmpeg skips what it does not find
-            raise MediaError(f"{given.shown}: damaged: {indexed} frames by its index, got {count}")
+                raise MediaError(f"{given.shown}: cut off: frame {count} is not whole")
+            packets += packet.size > 0
+            _check_limit(given.shown, "frames", packets, limits.max_frames)
+            if packet.size > 0 and not packet.is_discard:
+                count += 1
+                times += [] if packet.pts is None else [packet.pts]
+        if packets < indexed:  # FFmpeg skips what it does not find
+            raise MediaError(f"{given.shown}: damaged: {indexed} frames by its index, got {packets}")
         fps = None if not stream.average_rate else float(stream.average_rate)
         facts = VideoFacts(count, fps, stream.width, stream.height)
-    if not count:
-        raise MediaError(f"{given.shown}: at least 1 frame expected, got 0")
     _check_whole(given)
-    return facts
+    return facts, min(times, default=None)
 
 
 def _check_whole(given: _Given) -> None:

@@ -37,7 +37,11 @@ from fusedvit.pixels.processors import gives_grids, name_of, swap
 
 logger = logging.getLogger("fusedvit")
 
-_PACKED_AHEAD = 2  # batches
+_PACKED_AHEAD = 1  # batches that wait while the next one is gathered
+# Bytes of the decoded pixels of a batch. Patches say nothing of these: a processor may make 64 patches of 36 MB. Two
+# batches are held at a time, and a processor on the CPU copies one. 65536 patches of 16 x 16 are 48 MiB, so
+# only originals far larger than what is made of them make batches smaller, and decoding these takes most of the time.
+_DECODED_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,11 @@ def stream(
         sources: paths of images and videos, the contents of files, or pixels, as `media.load` takes them; or one.
         processor: a Hugging Face processor, or an image processor; it stays as it is.
         device: where patches are computed and stay; the current GPU if there is one.
-        patches: as many images go into a batch as have at most so many patches together. An image of more is alone,
-            and so is every video.
+        patches: as many images go into a batch as have at most so many patches together, and at most 128 MiB of
+            decoded pixels. An image of more is alone, and so is every video.
         threads: that decode; as many as there are cores if left out.
-        ahead: how many sources are decoded before they are used. Decoded ones take 3 bytes a pixel.
+        ahead: how many sources are decoded before a batch takes them up. Decoded ones take 3 bytes a pixel; those of
+            two batches at most, of which one is being gathered or waits, come on top.
         limits: on the bytes, pixels and frames of each source.
         errors: "raise" the first error, "skip" what does not decode with a warning that names it, or what is called
             with the error (its `index` says which source) before the stream goes on.
@@ -244,14 +249,15 @@ def _refused(media: Media, error: ValueError) -> MediaError:
 def _groups(media: Iterable[tuple[Media, int]], patches: int) -> Iterator[list[Media]]:
     """What goes into one batch; an error comes behind what was before it."""
     group: list[Media] = []
-    used = 0
+    used = size = 0
     met: list[Exception] = []
     for item, count in until_error(media, met):
-        if group and ("video" in (item.kind, group[-1].kind) or used + count > patches):
+        full = used + count > patches or size + item.frames.nbytes > _DECODED_BYTES
+        if group and (full or "video" in (item.kind, group[-1].kind)):
             yield group
-            group, used = [], 0
+            group, used, size = [], 0, 0
         group.append(item)
-        used += count
+        used, size = used + count, size + item.frames.nbytes
     if group:
         yield group
     raise_met(met)
@@ -292,11 +298,15 @@ def _received(packed: "Future[_Packed]", errors: str | Callable[[MediaError], ob
 
 
 def _pack(group: list[Media], parts: _Parts) -> _Packed:
-    if parts.device.type != "cuda":
-        return _packed(group, parts)
-    with torch.cuda.stream(_packing_stream(parts.device)):
-        found = _packed(group, parts)
-        return replace(found, ready=torch.cuda.current_stream().record_event())
+    """Empties `group`: who gave it still holds the list while the next group is gathered, but no decoded pixels."""
+    try:
+        if parts.device.type != "cuda":
+            return _packed(group, parts)
+        with torch.cuda.stream(_packing_stream(parts.device)):
+            found = _packed(group, parts)
+            return replace(found, ready=torch.cuda.current_stream().record_event())
+    finally:
+        group.clear()
 
 
 def _packed(group: list[Media], parts: _Parts) -> _Packed:

@@ -37,6 +37,7 @@ from fusedvit.corpus import shards  # noqa: E402
 from fusedvit.corpus.embedder import embedder_of  # noqa: E402
 from fusedvit.corpus.inputs import collect  # noqa: E402
 from fusedvit.errors import InputError  # noqa: E402
+from fusedvit.pixels import streaming  # noqa: E402
 from fusedvit.serving import ray as on_ray  # noqa: E402
 from tests.support.checkpoint import checkpoint, pictures, tiny_processor  # noqa: E402
 
@@ -469,6 +470,23 @@ def test_killed_and_resumed(
     assert not list(out.glob(".*"))
     assert RUNNER.invoke(app, ["embed", *map(str, command[4:])]).exit_code in (0, 1)
     assert_complete(out, expected)
+
+
+def test_a_resume_in_other_batches(
+    checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards are numbers of inputs: which images share a batch moves no row, and changes none by more than rounding."""
+    out = tmp_path / "out"
+    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4"]
+    for gone, decoded_bytes in (((), 1), ((0, 2), 2**27), ((1,), 3 * 2 * 150 * 150)):
+        for number in gone:
+            shutil.rmtree(out / f"shard-{number:05d}")
+        monkeypatch.setattr(streaming, "_DECODED_BYTES", decoded_bytes)
+        before = {path: path.read_bytes() for path in out.rglob("*.safetensors")}
+        assert RUNNER.invoke(app, command).exit_code == 1  # one picture does not decode
+        assert all(path.read_bytes() == content for path, content in before.items())
+        assert_complete(out, expected)
+        assert [len(shards.read(out, number)) for number in sorted(shards.committed(out))] == [4, 4, 3]
 
 
 def test_a_process_a_gpu(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:

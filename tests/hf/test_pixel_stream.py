@@ -3,6 +3,7 @@
 import io
 import itertools
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +147,41 @@ def test_what_came_before_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatc
         for batch in stream([png(32, 32)] * 10, image_processor(), patches=16, errors="skip"):
             found += batch.indices
     assert found == [0, 1, 2, 3, 4]
+
+
+def test_decoded_pixels_are_held_of_two_batches_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch ends where its decoded pixels reach the bound, however few patches come of them."""
+    bound, ahead, count, held, most = 4, 2, 60, 0, 0
+    size = (100, 120)
+    load, lock = media.load_one, threading.Lock()
+
+    def counted(*given: Any) -> Any:
+        nonlocal held, most
+        found = load(*given)
+        with lock:
+            held, most = held + 1, max(most, held + 1)
+        weakref.finalize(found, gone)
+        return found
+
+    def gone() -> None:
+        nonlocal held
+        held -= 1  # the collector may run it within `counted`, which has the lock
+
+    monkeypatch.setattr(streaming, "load_one", counted)
+    monkeypatch.setattr(streaming, "_DECODED_BYTES", bound * 3 * size[0] * size[1])
+    sources = [png(*size)] * count
+    found = list(stream(sources, image_processor(), "cpu", threads=1, ahead=ahead))
+    assert [batch.indices for batch in found] == [tuple(range(i, i + bound)) for i in range(0, count, bound)]
+    assert most <= 2 * bound + ahead + 3  # one that is decoding, two between the steps
+    wanted = image_processor()(images=[noise(*size)], return_tensors="pt")["pixel_values"]
+    assert torch.equal(torch.cat([b.pixel_values.pixels() for b in found]), wanted.repeat(count, 1))
+
+
+def test_an_image_of_more_than_the_bound_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_DECODED_BYTES", 3 * 64 * 64 * 2)
+    given = [(64, 64), (200, 200), (64, 64), (64, 64), (64, 65), (200, 200)]
+    found = stream([png(*size) for size in given], image_processor(), "cpu")
+    assert [batch.indices for batch in found] == [(0,), (1,), (2, 3), (4,), (5,)]
 
 
 def test_endless_sources_are_read_as_far_as_needed() -> None:

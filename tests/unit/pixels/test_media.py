@@ -275,6 +275,107 @@ def test_videos_are_turned_as_their_header_says(tmp_path: Path, turn: str) -> No
         assert found.flags["C_CONTIGUOUS"] and found[above].mean() > 180 and found.mean() < 110
 
 
+# ── videos of which fewer frames are shown, or decode, than there are packets ─────────────────────────────────────────
+
+
+def _greys(path: Path, group: int = 30, reordered: int = 0, codec: str = "libx264") -> None:
+    """A video whose frame i is of the grey 4 i, a key frame every `group`, `reordered` between references."""
+    av = pytest.importorskip("av")
+    options = {"g": str(group), "keyint_min": str(group)}
+    if codec == "libx264":
+        options |= {"sc_threshold": "0", "bf": str(reordered), "b_strategy": "0"}
+    try:
+        with av.open(path, "w") as file:
+            stream = file.add_stream(codec, rate=25, options=options)
+            stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+            for i in range(60):
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((48, 64, 3), 4 * i, np.uint8))))
+            file.mux(stream.encode())
+    except (ValueError, av.FFmpegError) as error:
+        pytest.skip(f"this FFmpeg does not write it: {error}")
+
+
+def _copied(whole: Path, cut: Path, without: int = 0, shift: int = 0) -> None:
+    """Its packets without the first ones, so many frames earlier; nothing is encoded anew."""
+    av = pytest.importorskip("av")
+    with av.open(whole) as given, av.open(cut, "w") as file:
+        stream = file.add_stream_from_template(given.streams.video[0])
+        packets = [packet for packet in given.demux(video=0) if packet.size]
+        for packet in packets[without:]:
+            ticks = int(shift / 25 / packet.time_base)
+            packet.pts, packet.dts, packet.stream = packet.pts - ticks, packet.dts - ticks, stream
+            file.mux(packet)
+
+
+def _shown(found: media.Media) -> list[int]:
+    return [round(float(frame.mean()) / 4) for frame in found.frames]
+
+
+def test_a_video_trimmed_by_an_edit_list(tmp_path: Path) -> None:
+    """As `ffmpeg -ss … -c copy` and phones do it: packets before the cut are decoded and not shown."""
+    _greys(tmp_path / "whole.mp4", group=60)
+    _copied(tmp_path / "whole.mp4", tmp_path / "cut.mp4", shift=20)
+    found = load_one(tmp_path / "cut.mp4", frames=5)
+    assert (_shown(found), found.kept, found.source_frames) == ([20, 30, 40, 49, 59], (0, 10, 20, 29, 39), 40)
+    last = load_one(tmp_path / "cut.mp4", frames=lambda facts: [facts.frames - 1])
+    assert _shown(last) == [59]
+    with pytest.raises(MediaTooLarge, match="at most 59 frames are read, got 60"):  # all are decoded
+        load_one(tmp_path / "cut.mp4", limits=Limits(max_frames=59))
+
+
+@pytest.mark.parametrize("suffix", [".mkv", ".m2ts", ".mp4"])
+@pytest.mark.parametrize(
+    "frames, kept", [(1, (0,)), (4, (0, 10, 19, 29)), (lambda facts: [0, facts.frames // 2], (0, 15))]
+)
+def test_a_video_that_begins_within_a_group_of_pictures(
+    tmp_path: Path, suffix: str, frames: Any, kept: tuple[int, ...]
+) -> None:
+    whole, cut = tmp_path / f"whole{suffix}", tmp_path / f"cut{suffix}"
+    _greys(whole)
+    _copied(whole, cut, without=2)
+    found = load_one(cut, frames=frames)
+    assert (found.kept, found.source_frames) == (kept, 30)
+    assert _shown(found) == [30 + i for i in kept]
+    with pytest.raises(MediaTooLarge, match="pixels"):
+        load_one(cut, frames=30, limits=Limits(max_pixels=29 * 48 * 64))
+
+
+def test_packets_whose_frames_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As VP8 has them, for reference alone: where asked-for frames do not come, those that decode are counted."""
+    av = pytest.importorskip("av")
+    path = tmp_path / "a.webm"
+    _greys(path, codec="libvpx")
+    content = bytearray(path.read_bytes())
+    with av.open(path) as file:
+        packets = [bytes(packet) for packet in file.demux(video=0) if packet.size]
+    for packet in packets[40:50]:
+        content[content.index(packet)] &= ~0x10  # VP8's show_frame
+    path.write_bytes(content)
+    seen: list[int] = []
+
+    def ends(facts: VideoFacts) -> list[int]:
+        seen.append(facts.frames)
+        return [0, facts.frames - 1]
+
+    found = load_one(path, frames=ends)
+    assert (seen, found.kept, found.source_frames, _shown(found)) == ([60, 50], (0, 49), 50, [0, 59])
+    decoded = media._decoded
+    for count, said in ((60, "damaged: 8 frames of 60 that decode expected, got 6"), (0, "at least 1 frame expected")):
+        monkeypatch.setattr(media, "_decoded", lambda *given, count=count: (decoded(*given)[0], count))
+        with pytest.raises(MediaError, match=f"a.webm: {said}"):
+            load_one(path)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".m2ts", ".flv", ".avi"])
+def test_whole_videos_are_decoded_once(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where frames are shown in another order than they are decoded."""
+    _greys(tmp_path / f"a{suffix}", reordered=3)
+    decoded, calls = media._decoded, []
+    monkeypatch.setattr(media, "_decoded", lambda *given: calls.append(1) or decoded(*given))
+    found = load_one(tmp_path / f"a{suffix}", frames=60)
+    assert _shown(found) == list(range(60)) and found.source_frames == 60 and len(calls) == 1
+
+
 def test_short_video_gives_what_it_has() -> None:
     pytest.importorskip("av")
     assert load_one(SAMPLE_VIDEO, frames=500).frames.shape[0] == 50
