@@ -212,10 +212,12 @@ MUTANTS = (
         "num_grid_per_side",
         BUILT,
         '    "num_grid_per_side": lambda spec: spec.position_side,\n',
-        "hf/numbers:every_attribute hf/changes",
+        "hf/numbers:an_engine",
     ),
     _never("dropout in training mode", BUILT, 'own.get("training", True) and own.get(DROPOUT)', "hf/numbers:dropout"),
-    Mutant("an activation's limit", BUILT, 'everywhere["swiglu_limit"] = spec.glu_limit', "pass", "hf/numbers"),
+    Mutant(
+        "an activation's limit", BUILT, 'everywhere["swiglu_limit"] = spec.glu_limit', "pass", "hf/numbers:an_engine"
+    ),
     Mutant(
         "methods on instances",
         BUILT,
