@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -582,6 +583,39 @@ def test_what_another_run_has_committed_is_not_reported_on_ray(
     assert sorted(map(str, found)) == [
         str({"number": n, "inputs": m, "errors": int(n == 1)}) for n, m in ((1, 4), (2, 3))
     ]
+
+
+@pytest.mark.parametrize(
+    "job, arguments, said",
+    [
+        ({"output": "nope"}, {}, "output: one of mean, tokens expected, got 'nope'"),
+        ({"shard_size": 0}, {}, "shard_size: a whole number of at least 1 expected, got 0"),
+        ({"deepstack": "no"}, {}, "deepstack: True or False expected, got 'no'"),
+        ({"given": "pictures"}, {}, "given: several folders, files, lists or tables expected, got 'pictures'"),
+        ({"given": (3,)}, {}, "given: a path or name expected, got 3"),
+        ({"out": ""}, {}, "out: a path or name expected, got ''"),
+        ({}, {"actors": 0}, "actors: a whole number of at least 1 expected, got 0"),
+        ({}, {"decoders": 1.5}, "decoders: a whole number of at least 1 expected, got 1.5"),
+        ({}, {"gpus": -1}, "gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got -1"),
+        ({}, {"gpus": "all"}, "gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got 'all'"),
+    ],
+    ids=str,
+)
+def test_options_of_a_job_that_are_none(
+    checkpoint: Path, pictures: Path, tmp_path: Path, job: dict[str, Any], arguments: dict[str, Any], said: str
+) -> None:
+    """Before there is a folder, or an actor of Ray's."""
+    given: dict[str, Any] = {"model": str(checkpoint), "given": (str(pictures),), "out": str(tmp_path / "out")}
+    with pytest.raises(InputError, match=re.escape(said)):
+        on_ray.embed(corpus_job.Job(**given | job), **{"gpus": 0} | arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_of_paths(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    given: Any = (checkpoint, [pictures], tmp_path / "out")
+    job = corpus_job.Job(*given, shard_size=4)
+    assert job == corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4)
+    assert len(corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards) == 3
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])
