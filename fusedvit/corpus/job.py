@@ -57,6 +57,15 @@ def _as_text(name: Any) -> Any:
     return str(name) if isinstance(name, Path) else name
 
 
+def _is_utf_8(path: str) -> bool:
+    """Whether Python has found all bytes of a path to be UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Job:
     """What is embedded, how, and where to.
@@ -94,6 +103,9 @@ class Job:
             for value in values:
                 if not isinstance(value, str) or not value:
                     raise InputError(f"{name}: a path or name expected, got {value!r}")
+        if not _is_utf_8(self.out):
+            expected = "a folder whose path is UTF-8 expected, as pyarrow and safetensors open no other"
+            raise InputError(f"out: {expected}, got {self.out}")
         if self.output not in OUTPUTS:
             raise InputError(f"output: one of {', '.join(OUTPUTS)} expected, got {self.output!r}")
         if not isinstance(self.deepstack, bool):

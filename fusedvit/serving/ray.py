@@ -60,6 +60,8 @@ def embed(
     check_count("decoders", decoders)
     if not (isinstance(gpus, int | float) and (0 <= gpus <= 1 or (gpus > 1 and gpus == int(gpus)))):
         raise InputError(f"gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got {gpus!r}")
+    job.check()
+    _absolute(job).check()  # as actors are given it
     found: list[Row] = []
 
     def heard(row: Row) -> None:

@@ -594,6 +594,7 @@ def test_what_another_run_has_committed_is_not_reported_on_ray(
         ({"given": "pictures"}, {}, "given: several folders, files, lists or tables expected, got 'pictures'"),
         ({"given": (3,)}, {}, "given: a path or name expected, got 3"),
         ({"out": ""}, {}, "out: a path or name expected, got ''"),
+        ({"out": os.fsdecode(b"out\xff")}, {}, "out: a folder whose path is UTF-8 expected"),
         ({}, {"actors": 0}, "actors: a whole number of at least 1 expected, got 0"),
         ({}, {"decoders": 1.5}, "decoders: a whole number of at least 1 expected, got 1.5"),
         ({}, {"gpus": -1}, "gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got -1"),
@@ -609,6 +610,20 @@ def test_options_of_a_job_that_are_none(
     with pytest.raises(InputError, match=re.escape(said)):
         on_ray.embed(corpus_job.Job(**given | job), **{"gpus": 0} | arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_job_in_a_folder_that_is_not_utf_8(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that leads on from it can be opened here; actors of Ray's are given whole paths."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/in\xff"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), "out", device="cpu")
+    with pytest.raises(InputError, match="out: a folder whose path is UTF-8 expected"):
+        on_ray.embed(job, gpus=0)
+    assert len(corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards) == 1
+    assert len(shards.read(Path("out"), 0)) == 11
 
 
 def test_a_job_of_paths(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
