@@ -199,6 +199,74 @@ def test_what_encode_may_not_return(checkpoint: Path, pictures: Path, returned: 
         embedder({"path": columns_of(pictures)["path"][:2]})
 
 
+@pytest.mark.parametrize(
+    "first, second, expected",
+    [((5, 8), (8,), r"\[t, 8\] of each image, as before, got \[8\]"),
+     ((8,), (1, 8), r"\[8\] of each image, as before, got \[t, 8\]"),
+     ((8,), (4,), r"\[8\] of each image, as before, got \[4\]")],
+)  # fmt: skip
+@pytest.mark.parametrize("batches", [1, 2])
+def test_an_encode_that_changes_its_answer(
+    checkpoint: Path, first: tuple[int, ...], second: tuple[int, ...], expected: str, batches: int
+) -> None:
+    """From one of its calls to the next, of one batch or of two: nothing of an image may be lost."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    images = [np.full((64, 64, 3), i, np.uint8) for i in range(17)]
+
+    def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
+        return torch.ones(len(images), *(first if len(images) > 1 else second))
+
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=encode)
+    if batches == 2:
+        assert {each.shape for each in embedder({"image": images[:16]})["embedding"]} == {first}
+        images = images[16:]
+    with pytest.raises(ValueError, match=f"fusedvit: encode must return {expected}"):
+        embedder({"image": images})
+
+
+@pytest.mark.parametrize("kind, shape", [((8,), (8,)), ((5, 8), (0, 8))], ids=str)
+def test_errors_before_an_encode_has_answered(checkpoint: Path, kind: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """They are as those that come later."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: torch.ones(len(images), *kind))
+    (array,) = embedder({"bytes": [b"no picture"]})["embedding"]
+    assert array.shape == shape and np.isnan(array).all()
+    empty = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: torch.ones(len(images), *kind))(
+        pyarrow.table({"bytes": pyarrow.array([], pyarrow.binary())})
+    )
+    assert pyarrow.types.is_list(empty.schema.field("embedding").type.value_type) == (len(kind) == 2)
+
+
+@pytest.mark.parametrize("output", ["mean", "tokens"])
+@pytest.mark.parametrize("of", [pyarrow.Table, pyarrow.RecordBatch])
+def test_an_arrow_table_keeps_its_schema(checkpoint: Path, pictures: Path, output: str, of: Any) -> None:
+    """Metadata, marks and columns of one name; with rows or without, in one type."""
+    fields = [
+        pyarrow.field("image", pyarrow.binary(), metadata={"a": "b"}),
+        pyarrow.field("n", pyarrow.int32(), nullable=False),
+        pyarrow.field("twice", pyarrow.int8()),
+        pyarrow.field("twice", pyarrow.int8()),
+    ]
+    schema = pyarrow.schema(fields, metadata={"huggingface": "{}"})
+    rows = [[(pictures / "00.png").read_bytes()], [1], [2], [3]]
+    embedder = fusedvit.Embedder(checkpoint, output=output)
+    found = []
+    for count in (1, 0):
+        arrays = [pyarrow.array(row[:count], field.type) for row, field in zip(rows, fields, strict=True)]
+        found.append(embedder(of.from_arrays(arrays, schema=schema)))
+        assert found[-1].schema.metadata == schema.metadata
+        assert [*found[-1].schema][:4] == fields and found[-1].schema.field(0).metadata == {b"a": b"b"}
+    assert pyarrow.concat_tables(found).num_rows == 1
+    again = embedder(found[0])  # its own columns are replaced
+    assert again.schema == found[0].schema
+
+
+def test_two_columns_of_one_name(checkpoint: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array([b"a"])] * 2, names=["image", "image"])
+    with pytest.raises(ValueError, match="fusedvit: one column image expected, got 2"):
+        fusedvit.Embedder(checkpoint)(table)
+
+
 @pytest.mark.parametrize("deepstack", [False, True])
 def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], deepstack: bool) -> None:
     embedder = fusedvit.Embedder(checkpoint, output="tokens", deepstack=deepstack)
