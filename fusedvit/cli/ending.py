@@ -98,8 +98,9 @@ def _code_in(error: SystemExit) -> int:
 
 def missing_extra(error: BaseException) -> str | None:
     """What to do where a package of the extra "cli" is not installed; None for any other error."""
-    package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    return f'The command needs {error.name}: pip install "fusedvit[cli]"' if package in CLI_PACKAGES else None
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "").split(".")[0] not in CLI_PACKAGES:
+        return None
+    return f'The command needs {error.name}: pip install "fusedvit[cli]"'
 
 
 def _unwritable(why: str) -> int:

@@ -695,8 +695,8 @@ def test_a_job_in_a_folder_that_is_not_utf_8(
 
 
 def test_a_job_of_paths(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
-    given: Any = (checkpoint, [pictures], tmp_path / "out")
-    job = corpus_job.Job(*given, shard_size=4)
+    given: dict[str, Any] = {"model": checkpoint, "given": [pictures], "out": tmp_path / "out"}
+    job = corpus_job.Job(**given, shard_size=4)
     assert job == corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4)
     assert len(corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards) == 3
 
