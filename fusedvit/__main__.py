@@ -4,8 +4,6 @@ import os
 import sys
 from importlib import import_module
 
-CLI_PACKAGES = {"typer", "rich", "matplotlib", "PIL", "av"}  # of the extra "cli"
-
 
 def main() -> None:
     sys.exit(import_module("fusedvit.cli.ending").ended(_command))
@@ -18,9 +16,10 @@ def _command() -> None:
         app = import_module("fusedvit.cli.app").app  # not at the top: without the extra this file must still import
         app(prog_name="fusedvit")
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in CLI_PACKAGES:
+        said = import_module("fusedvit.cli.ending").missing_extra(error)
+        if said is None:
             raise
-        print(f'The command needs {error.name}: pip install "fusedvit[cli]"', file=sys.stderr)
+        print(said, file=sys.stderr)
         sys.exit(2)
 
 

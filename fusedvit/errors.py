@@ -66,5 +66,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
+def failed_import(error: BaseException) -> str | None:
+    """In a line, which package does not import and why; None for an error of anything else, or of our own modules.
+
+    What a package raises while it is imported is rarely ImportError: one that does not go with torch raises what torch
+    does.
+    """
+    module = _module_being_run(error)
+    if module is None and not isinstance(error, ImportError):
+        return None
+    while error.__cause__ is not None:  # transformers says no more than which of its modules was wanted
+        error = error.__cause__
+        module = _module_being_run(error) or module
+    package = (getattr(error, "name", None) or module or "a package").partition(".")[0]
+    return None if package == "fusedvit" else f"{package} does not import: {first_line(error)}"
+
+
+def _module_being_run(error: BaseException) -> str | None:
+    """The innermost module whose top level was being run, which an import does, when `error` was raised."""
+    found, step = None, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_name == "<module>":
+            found = str(step.tb_frame.f_globals.get("__name__"))
+        step = step.tb_next
+    return found
+
+
 class WeightsReleased(Exception):
     """Weights were given back during a run on them; the run is done again, or the tower was unfused."""

@@ -20,14 +20,14 @@ from fusedvit.cli.console import (
     refuse_unwritable,
     write,
 )
-from fusedvit.cli.ending import FAILED, PASSED, UNUSABLE
-from fusedvit.errors import InputError, UnsupportedModel, first_line, is_out_of_memory, unnamed
+from fusedvit.cli.ending import FAILED, PASSED, UNUSABLE, missing_extra
+from fusedvit.errors import InputError, UnsupportedModel, failed_import, first_line, is_out_of_memory, unnamed
 
 app = typer.Typer(
     name="fusedvit",
     help="Fused Triton kernels and CUDA graphs for the vision towers of Hugging Face models. "
     "Exit codes: 0 fine, 1 answers differ or a bar is missed, 2 bad usage or input, or an output that is not written, "
-    "130 Ctrl-C, 141 no reader of the output, 143 SIGTERM.",
+    "3 an error that nobody foresaw, 130 Ctrl-C, 141 no reader of the output, 143 SIGTERM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,  # locals would print tensors and paths
@@ -88,15 +88,23 @@ def run(command: str, json: str | None, **arguments: Any) -> None:
             outcome = _outcome(command, json=None if alone else json, **arguments)
         if json:
             write(outcome.document, json)
-    except (InputError, UnsupportedModel) as error:
-        _refuse(unnamed(error))
-    except OSError as error:
-        _refuse(f"{error.filename or command}: {error.strerror}" if error.errno else first_line(error))
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        _refuse(f"out of memory: {first_line(error)}")
+    except Exception as error:
+        said = _why_unusable(error, command)
+        if said is None:
+            raise  # `ending` has its code
+        _refuse(said)
     raise typer.Exit(PASSED if outcome.passed else FAILED)
+
+
+def _why_unusable(error: Exception, command: str) -> str | None:
+    """In a line, what of the input or the machine has ended a command; None for an error that nobody foresaw."""
+    if isinstance(error, InputError | UnsupportedModel):
+        return unnamed(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or command}: {error.strerror}" if error.errno else first_line(error)
+    if is_out_of_memory(error):
+        return f"out of memory: {first_line(error)}"
+    return missing_extra(error) or failed_import(error)
 
 
 def _refuse(said: str) -> NoReturn:

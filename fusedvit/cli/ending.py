@@ -5,6 +5,7 @@ error and signals do. Nothing here needs the packages of the extra "cli".
     141   nobody reads standard output, as of what SIGPIPE ends
     143   SIGTERM, after the same clean-up as Ctrl-C
     2     standard output is closed or cannot be written, with a line on standard error
+    3     an error that the command did not foresee, with its traceback: never 1, by which commands say what they found
     else  what the command ends with; standard error never changes it
 """
 
@@ -17,8 +18,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-PASSED, FAILED, UNUSABLE = 0, 1, 2  # UNUSABLE is click's own for bad usage
+PASSED, FAILED, UNUSABLE, UNFORESEEN = 0, 1, 2, 3  # UNUSABLE is click's own for bad usage
 INTERRUPTED, NO_READER, TERMINATED = 130, 141, 143
+CLI_PACKAGES = {"typer", "rich", "matplotlib", "PIL", "av"}  # of the extra "cli"
 _STDOUT, _STDERR = 1, 2  # descriptors
 
 
@@ -74,15 +76,31 @@ def _code_of(command: Callable[[], None]) -> int:
         try:
             command()
         except SystemExit as error:
-            if not isinstance(error.code, int | None):
-                raise
-            code = error.code or PASSED
+            code = _code_in(error)
         sys.stdout.flush()  # at the exit of Python an error would change the code
     except Unwritable:
         return UNUSABLE
     except KeyboardInterrupt:  # while modules are imported; later typer makes it an exit
         return INTERRUPTED
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # typer's by now
+        return UNFORESEEN
     return code
+
+
+def _code_in(error: SystemExit) -> int:
+    """A library may exit with a text, which Python prints and makes 1 of."""
+    if isinstance(error.code, int | None):
+        return error.code or PASSED
+    print(error.code, file=sys.stderr)
+    return UNFORESEEN
+
+
+def missing_extra(error: BaseException) -> str | None:
+    """What to do where a package of the extra "cli" is not installed; None for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "").split(".")[0] not in CLI_PACKAGES:
+        return None
+    return f'The command needs {error.name}: pip install "fusedvit[cli]"'
 
 
 def _unwritable(why: str) -> int:

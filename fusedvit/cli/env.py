@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Iterator
-from importlib import metadata
+from collections.abc import Iterable, Iterator
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from rich.table import Table
 
 import fusedvit
 from fusedvit.cli.console import Outcome, new_console
+from fusedvit.errors import first_line
 from fusedvit.kernels import tuning_table
 from fusedvit.kernels.tile_configs import Target
 
@@ -31,14 +32,28 @@ PACKAGES = (
     "kernels",
 )
 NEEDED = ("torch", "triton", "transformers")
+_MODULES = {"pillow": "PIL"}  # of packages whose module has another name
 LEAST_CAPABILITY = 80
 
 
 def run(json: Any = None) -> Outcome:
     """Prints what `collect` finds, the verdict last."""
     found = collect()
+    found["broken"] = broken(name for name, version in found["packages"].items() if version is not None)
+    found["verdict"] = verdict(found)
     show(found, new_console())
-    return Outcome(found)
+    return Outcome(found, not found["broken"])
+
+
+def broken(names: Iterable[str]) -> dict[str, str]:
+    """Installed packages that do not import, as torchvision does not with another torch than its own: why."""
+    found = {}
+    for name in names:
+        try:
+            import_module(_MODULES.get(name, name))
+        except Exception as error:  # whatever it raises while its modules run
+            found[name] = first_line(error)
+    return found
 
 
 def collect() -> dict[str, Any]:
@@ -67,7 +82,10 @@ def supported_versions() -> dict[str, str]:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """In a line: "ready: …", "works, but …" or "no speed-up here, because …". `found` is as from `collect`."""
+    """In a line: "broken: …", "ready: …", "works, but …" or "no speed-up here, because …". `found` is as from
+    `collect`, with `broken` where that was asked."""
+    if found.get("broken"):
+        return f"broken: {'; '.join(f'{name} does not import ({why})' for name, why in found['broken'].items())}"
     obstacles, doubts = list(_obstacles(found)), list(_doubts(found))
     if obstacles:
         how = "Calls run the original code" if found["gpus"] else "Calls run fused on PyTorch operations, no faster"

@@ -59,8 +59,9 @@ class Embedder:
         deepstack: tokens (or their mean) with the tower's deepstack features after them: width (1 + n) * out.
         encode: `encode(model, processor, images)` -> `[n, d]` or n tensors `[t, d]`, for models with an embedding of
             their own (Qwen3-VL-Embedding, ColQwen): it is given the whole model with its tower fused, its processor,
-            and at most 16 Pillow images. An image alone for which it raises ValueError is a row with an error, unless
-            it does for all of its first call. `output` and `deepstack` are not asked then.
+            and at most 16 Pillow images; all its calls answer with vectors of one width, or all with `[t, d]` of one d.
+            An image alone for which it raises ValueError is a row with an error, unless it does for all of its first
+            call. `output` and `deepstack` are not asked then.
         device, dtype: of a checkpoint; a GPU and bf16 if there is one, else the CPU and fp32.
         threads: that decode; as many as there are cores if left out.
         limits: on bytes, pixels and frames of each file.
@@ -93,8 +94,7 @@ class Embedder:
         self._handle = _fused(self._model, config, None if encode else self._processor)
         self._output, self._deepstack, self._encode = output, deepstack, encode
         self._threads, self._limits = threads, limits
-        self._vectors = output == "tokens" and encode is None
-        self._encoded_width = 0  # until `encode` has been called
+        self._answer = None if encode else _Answer(output == "tokens", self.width)  # until `encode` has been called
         parameter = next(find_tower(self._model).parameters())
         self._device, self.dtype = parameter.device, torch.float32 if output == "mean" else parameter.dtype
         self._patches, self._waited, self._tower_seconds = 0, 0.0, 0.0
@@ -125,21 +125,25 @@ class Embedder:
         """The batch with the columns `embedding`, `grid_thw` and `error`.
 
         Raises:
-            ValueError: the batch has no column that is read.
+            ValueError: the batch has no column that is read, or two of its name; `encode` answers otherwise than in its
+                first call, or refuses a plain image, which it is given where it has not been called yet.
             TypeError: no columns; or the column holds one row's value, as calls without batches give it.
         """
         names = columns_of(batch)
         column = next((name for name in COLUMNS if name in names), None)
         if column is None:
             raise ValueError(f"fusedvit: a column of {', '.join(COLUMNS)} expected, got {names[:20]}")
+        if names.count(column) > 1:
+            raise ValueError(f"fusedvit: one column {column} expected, got {names.count(column)}")
         check_many(column, batch[column])
         found = list(self.embed(map(source_of, batch[column])))
+        several = self._known_answer().several
         added: dict[str, list[Any]] = {
             "embedding": [self._array(each) for each in found],
             "grid_thw": [list(each.grid_thw) for each in found],
             "error": [each.error for each in found],
         }
-        return with_columns(batch, added)
+        return with_columns(batch, added, several)
 
     def embed(self, sources: Source | Iterable[Source], names: Sequence[str] | None = None) -> Iterator[Embedded]:
         """What becomes of each source, in their order: the next ones are decoded and computed meanwhile.
@@ -255,27 +259,48 @@ class Embedder:
         except ValueError as error:  # what processors raise for an image that they refuse
             if len(images) > 1:
                 alone = {i: self._encode_all({i: image})[i] for i, image in images.items()}
-                if not self._encoded_width and all(each.error for each in alone.values()):
+                if self._answer is None and all(each.error for each in alone.values()):
                     raise  # it has made nothing of anything yet
                 return alone
             return dict.fromkeys(images, Embedded("", None, error=f"encode= refuses it: {first_line(error)}"))
         rows = _rows_of(found, len(images))
-        self._vectors, self._encoded_width = rows[0].ndim > 1, rows[0].shape[-1]
+        answer = _Answer(rows[0].ndim > 1, rows[0].shape[-1])
+        if self._answer not in (None, answer):  # else an image's rows would be lost, or its width be another
+            raise ValueError(f"fusedvit: encode must return {self._answer} of each image, as before, got {answer}")
+        self._answer = answer
         parts = [each.reshape(-1, each.shape[-1]) for each in rows]
         return {i: _embedded(each, each.isfinite().all(1)) for i, each in zip(images, parts, strict=True)}
 
+    def _known_answer(self) -> "_Answer":
+        """What each image is answered with; `encode` is asked with an image of ours where it has answered none yet."""
+        if self._answer is None:
+            refused = self._encode_all({0: _plain_image()})[0].error
+            if self._answer is None:
+                raise ValueError(f"fusedvit: encode must return an embedding of a plain image, got {refused}")
+        return self._answer
+
     def _array(self, each: Embedded) -> np.ndarray:
         """`[width]`, or `[n, width]` of tokens and of what `encode` makes several vectors of."""
+        several, width = self._known_answer()
         if each.rows is None:
-            width = self._encoded_width if self._encode else self.width
-            return np.empty((0, width), np.float32) if self._vectors else np.full(width, np.nan, np.float32)
+            return np.empty((0, width), np.float32) if several else np.full(width, np.nan, np.float32)
         array: np.ndarray = each.rows.float().numpy()
-        return array if self._vectors else array[0]
+        return array if several else array[0]
 
 
 def embedder_of(job: Job) -> Embedder:
     """The embedder that a job asks for, on `job.device` or the visible GPU. Raises as `Embedder`."""
     return Embedder(job.model, output=job.output, deepstack=job.deepstack, device=job.device)
+
+
+class _Answer(NamedTuple):
+    """What each image is answered with: one vector or several, of `width` channels."""
+
+    several: bool
+    width: int
+
+    def __str__(self) -> str:
+        return f"[t, {self.width}]" if self.several else f"[{self.width}]"
 
 
 class _Started(NamedTuple):
@@ -296,6 +321,13 @@ def _embedded(rows: torch.Tensor, finite: torch.Tensor, grid_thw: tuple[int, int
     if bad:
         return Embedded("", None, error=f"no finite embedding: {bad} of {len(rows)} rows hold NaN or infinity")
     return Embedded("", rows, grid_thw)
+
+
+def _plain_image() -> Any:
+    """What any `encode` should take."""
+    from PIL import Image
+
+    return Image.new("RGB", (224, 224), (128, 128, 128))
 
 
 def _mark(device: torch.device) -> Any:

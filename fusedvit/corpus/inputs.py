@@ -130,7 +130,7 @@ def _media_in(folder: Path, left_out: Counter[str]) -> list[Path]:
     """Every image and video of a folder and those in it, by suffix, also of folders that are links; and links to files
     that are gone, and files that may not be reached, which become errors. The rest is counted in `left_out`."""
     known, found = suffixes(), []
-    for path in _files_in(folder, ()):
+    for path in _files_in(folder):
         suffix = path.suffix.lower()
         if suffix in known and (os.path.isfile(path) or not os.path.exists(path)):
             found.append(path)
@@ -139,21 +139,25 @@ def _media_in(folder: Path, left_out: Counter[str]) -> list[Path]:
     return sorted(found)
 
 
-def _files_in(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
-    """What is no folder in `folder` and those in it. A link back to one of those `above`, by its real path, ends."""
-    real = os.path.realpath(folder)
-    if real in above:
-        return
-    try:
-        entries = list(os.scandir(folder))
-    except OSError as error:
-        raise InputError(f"{folder}: a folder that cannot be read: {first_line(error)}") from None
-    for entry in entries:
-        path = folder / entry.name
-        if os.path.isdir(path):  # False where that may not be asked
-            yield from _files_in(path, (*above, real))
-        else:
-            yield path
+def _files_in(folder: Path) -> Iterator[Path]:
+    """What is no folder in `folder` and those in it, however deep. A link back to a folder above it, by its real path,
+    ends."""
+    waiting = [(folder, os.path.realpath(folder), tuple[str, ...]())]  # path, real path and those of folders above
+    while waiting:
+        current, real, above = waiting.pop()
+        if real in above:
+            continue
+        try:
+            entries = list(os.scandir(current))
+        except OSError as error:
+            raise InputError(f"{current}: a folder that cannot be read: {first_line(error)}") from None
+        for entry in entries:
+            path = current / entry.name
+            if os.path.isdir(path):  # False where that may not be asked
+                below = os.path.realpath(path) if entry.is_symlink() else os.path.join(real, entry.name)
+                waiting.append((path, below, (*above, real)))
+            else:
+                yield path
 
 
 def _lines_of(source: Path) -> list[str]:

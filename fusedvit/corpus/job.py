@@ -23,6 +23,7 @@ import torch
 from fusedvit.checkpoint import default_dtype, device_or_default
 from fusedvit.corpus import origin, shards
 from fusedvit.corpus.inputs import Input, collect, digest, sources
+from fusedvit.corpus.loading import OUTPUTS
 from fusedvit.corpus.shards import Failed
 from fusedvit.errors import InputError
 from fusedvit.pixels.media import Source
@@ -46,6 +47,25 @@ class Embedder(Protocol):
     def counters(self) -> dict[str, float]: ...
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raises InputError for what is no number of things, of which there is at least one."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name}: a whole number of at least 1 expected, got {value!r}")
+
+
+def _as_text(name: Any) -> Any:
+    return str(name) if isinstance(name, Path) else name
+
+
+def _is_utf_8(path: str) -> bool:
+    """Whether Python has found all bytes of a path to be UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Job:
     """What is embedded, how, and where to.
@@ -57,6 +77,8 @@ class Job:
         output, deepstack: as of `Embedder`.
         shard_size: inputs of a shard.
         device: of a job in this process; None for the GPU if there is one.
+
+    Names may be given as `Path`s too.
     """
 
     model: str
@@ -66,6 +88,29 @@ class Job:
     deepstack: bool = False
     shard_size: int = 512
     device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "out"):  # a document and a worker's command line take text alone
+            object.__setattr__(self, name, _as_text(getattr(self, name)))
+        if isinstance(self.given, list | tuple):
+            object.__setattr__(self, "given", tuple(map(_as_text, self.given)))
+
+    def check(self) -> None:
+        """Raises InputError for an option that is none."""
+        if not isinstance(self.given, tuple):
+            raise InputError(f"given: several folders, files, lists or tables expected, got {self.given!r}")
+        for name, values in (("model", (self.model,)), ("given", self.given), ("out", (self.out,))):
+            for value in values:
+                if not isinstance(value, str) or not value:
+                    raise InputError(f"{name}: a path or name expected, got {value!r}")
+        if not _is_utf_8(self.out):
+            expected = "a folder whose path is UTF-8 expected, as pyarrow and safetensors open no other"
+            raise InputError(f"out: {expected}, got {self.out}")
+        if self.output not in OUTPUTS:
+            raise InputError(f"output: one of {', '.join(OUTPUTS)} expected, got {self.output!r}")
+        if not isinstance(self.deepstack, bool):
+            raise InputError(f"deepstack: True or False expected, got {self.deepstack!r}")
+        check_count("shard_size", self.shard_size)
 
     def document(self, inputs: Sequence[Input], dtype: torch.dtype) -> dict[str, Any]:
         """What another run must agree with to go on: everything that decides a shard's content.
@@ -173,7 +218,8 @@ def begun(
     `dtype` is what the tower will have, `left_out` as of `inputs.collect`.
 
     Raises:
-        InputError: see `inputs.collect`, `shards.start` and `shards.in_use`; a shard that is there does not read.
+        InputError: see `Job.check`, `inputs.collect`, `shards.start` and `shards.in_use`; a shard that is there does
+            not read.
     """
     out = Path(job.out)
     parts, document = _asked(job, dtype, left_out)
@@ -192,8 +238,7 @@ def totals(out: Path, numbers: Iterable[int] | None = None) -> dict[str, int]:
 
 def _asked(job: Job, dtype: torch.dtype, left_out: Counter[str] | None) -> tuple[list[Sequence[Input]], dict[str, Any]]:
     """The inputs of each shard, and the job's document; nothing is written."""
-    if job.shard_size < 1:
-        raise InputError(f"--shard-size: at least 1 expected, got {job.shard_size}")
+    job.check()
     inputs = collect(job.given, left_out)
     return shards_of(inputs, job.shard_size), job.document(inputs, dtype)
 

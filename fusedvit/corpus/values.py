@@ -49,19 +49,21 @@ def columns_of(batch: Any) -> list[str]:
     return list(map(str, names))
 
 
-def with_columns(batch: Any, added: dict[str, list[Any]]) -> Any:
-    """The batch and the columns, which take the place of others of their names: a dictionary, or an Arrow table."""
+def with_columns(batch: Any, added: dict[str, list[Any]], several: bool) -> Any:
+    """The batch and the columns, which take the place of others of their names: a dictionary, or an Arrow table, whose
+    other columns and metadata stay as they are. `several` says whether embeddings are vectors, or one is."""
     if not _is_arrow(batch):
         return {**batch, **added}
     import pyarrow
 
+    vector = pyarrow.list_(pyarrow.float32())
     kinds = {"grid_thw": pyarrow.list_(pyarrow.int64()), "error": pyarrow.string()}
-    table = pyarrow.table({name: batch[name] for name in batch.column_names if name not in added})
+    kinds["embedding"] = pyarrow.list_(vector) if several else vector
+    table = batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch])
+    table = table.select([i for i, name in enumerate(table.column_names) if name not in added])
     for name, values in added.items():
-        vectors = name == "embedding" and any(value.ndim > 1 for value in values)
-        kind = pyarrow.list_(pyarrow.float32())
-        kind = kinds.get(name, pyarrow.list_(kind) if vectors else kind)
-        table = table.append_column(name, pyarrow.array([list(v) if vectors else v for v in values], kind))
+        rows = [list(value) for value in values] if name == "embedding" and several else values
+        table = table.append_column(name, pyarrow.array(rows, kinds[name]))
     return table
 
 

@@ -8,6 +8,7 @@ Images only, as in Dynamo.
 import asyncio
 import contextlib
 import threading
+from collections.abc import Sized
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from fusedvit.checkpoint import default_dtype, device_or_default, load_tower
 from fusedvit.config import FuseConfig
 from fusedvit.cores import available_cores
 from fusedvit.corpus.loading import image_processor_of
+from fusedvit.errors import first_line, is_out_of_memory
 from fusedvit.fused_encoder import FusedEncoder
 from fusedvit.pixels.processors import check_fits
 from fusedvit.runtime.captured_encoder import LARGEST_BUDGET
@@ -73,12 +75,20 @@ class FusedVisionEncoder(VisionEncoderBackend):
                 Face's image processor takes: a PIL image, an array.
 
         Raises:
-            ValueError, TypeError: an image that cannot be decoded or that the processor refuses.
+            ValueError: an image that does not decode or that the processor refuses, or several of them.
             RuntimeError: the encoder is shut down before the image is there.
+            Exception: what Dynamo's loader raises for a URL.
         """
         image = self._loader.load(raw) if isinstance(raw, str) else raw
-        found = self._processor(images=[image], return_tensors="pt", device="cpu")
+        try:
+            found = self._processor(images=[image], return_tensors="pt", device="cpu")
+        except Exception as error:  # whatever it meets in values that are no image, ZeroDivisionError in empty ones
+            if is_out_of_memory(error):
+                raise
+            raise _no_image(image, "" if hasattr(image, "shape") else first_line(error)) from error  # prints an array
         item = Image(found["pixel_values"], found["image_grid_thw"])
+        if len(item.grid_thw) != 1:  # else Dynamo refuses the whole batch, with images of other requests
+            raise _no_image(image, f"{len(item.grid_thw)} images")
         return Preprocessed(item, int(item.grid_thw.prod()) // self._merge**2)
 
     def forward_batch(self, items: list[Image], target_bucket: int | None = None) -> list[Any]:
@@ -116,6 +126,16 @@ class FusedLinearEncoder(FusedVisionEncoder):
 
     def _artifact(self, image: VisionEmbeddings) -> torch.Tensor:
         return image.rows.contiguous()
+
+
+def _no_image(got: Any, why: str) -> ValueError:
+    """`got` in few words: a value's shape or length, an image's size."""
+    size = tuple(got.shape) if hasattr(got, "shape") else getattr(got, "size", None)
+    if size is None and isinstance(got, Sized):
+        size = f"length {len(got)}"
+    said = " ".join(map(str, filter(None, (type(got).__name__, size))))
+    expected = "one image expected, a URL, a Pillow image or pixels [H, W, 3]"
+    return ValueError(f"fusedvit: preprocess: {expected}, got {said}{why and f': {why}'}")
 
 
 class _Loader:

@@ -22,7 +22,7 @@ from fusedvit.checkpoint import default_dtype
 from fusedvit.corpus import shards
 from fusedvit.corpus.embedder import Embedder, embedder_of
 from fusedvit.corpus.inputs import Input, sources
-from fusedvit.corpus.job import Job, begun
+from fusedvit.corpus.job import Job, begun, check_count
 from fusedvit.corpus.loading import processors_of
 from fusedvit.errors import InputError, UnsupportedModel
 from fusedvit.pixels.media import Media, MediaError, Source, VideoFacts, load_one
@@ -53,8 +53,15 @@ def embed(
         All that `done` was called with: what this call has committed. `job.totals` counts what any has.
 
     Raises:
-        InputError: what `fusedvit embed` ends with, or shards that did not come back. What was committed stays.
+        InputError: an option that is none; what `fusedvit embed` ends with, or shards that did not come back. What was
+            committed stays.
     """
+    check_count("actors", actors)
+    check_count("decoders", decoders)
+    if not (isinstance(gpus, int | float) and (0 <= gpus <= 1 or (gpus > 1 and gpus == int(gpus)))):
+        raise InputError(f"gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got {gpus!r}")
+    job.check()
+    _absolute(job).check()  # as actors are given it
     found: list[Row] = []
 
     def heard(row: Row) -> None:

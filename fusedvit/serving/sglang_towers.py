@@ -69,13 +69,27 @@ def _rounded(spec_from_config: Callable[[Any], VisionSpec]) -> Callable[[Any], V
     return rounded
 
 
+def _in_order(family: Family) -> Family:
+    """SGLang counts its deepstack mergers up, block by block, where others take that of the block's index in the list:
+    the two agree where the list ascends."""
+
+    def spec_from_config(config: Any) -> VisionSpec:
+        spec = family.spec_from_config(config)
+        if list(spec.deepstack) != sorted(spec.deepstack):
+            expected = "ascending blocks, as SGLang takes its mergers in the order of blocks,"
+            raise ValueError(f"fusedvit: deepstack_visual_indexes: {expected} expected, got {list(spec.deepstack)}")
+        return spec
+
+    return replace(family, spec_from_config=spec_from_config)
+
+
 _dialect = partial(dialect, engine=SGLANG, renamed=_renamed)
 _QWEN2_5 = _dialect("Qwen2_5_VisionTransformerPretrainedModel")
 
 # (module, tower class) -> the dialect. Qwen3-VL's tower serves its MoE, Qwen3.5 and Qwen4-Exp too.
 TOWERS: dict[tuple[str, str], Family] = {
-    (_MODELS + "qwen3_vl", "Qwen3VLMoeVisionModel"): _dialect("Qwen3VLVisionModel"),
-    (_MODELS + "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"): _dialect("Qwen3OmniMoeVisionEncoder"),
+    (_MODELS + "qwen3_vl", "Qwen3VLMoeVisionModel"): _in_order(_dialect("Qwen3VLVisionModel")),
+    (_MODELS + "qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"): _in_order(_dialect("Qwen3OmniMoeVisionEncoder")),
     (_MODELS + "qwen2_5_vl", "Qwen2_5_VisionTransformer"): replace(
         _QWEN2_5, spec_from_config=_rounded(_QWEN2_5.spec_from_config)
     ),

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -197,6 +198,74 @@ def test_what_encode_may_not_return(checkpoint: Path, pictures: Path, returned: 
     embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: returned(len(images)))
     with pytest.raises(ValueError, match=f"fusedvit: encode must return .*{got}"):
         embedder({"path": columns_of(pictures)["path"][:2]})
+
+
+@pytest.mark.parametrize(
+    "first, second, expected",
+    [((5, 8), (8,), r"\[t, 8\] of each image, as before, got \[8\]"),
+     ((8,), (1, 8), r"\[8\] of each image, as before, got \[t, 8\]"),
+     ((8,), (4,), r"\[8\] of each image, as before, got \[4\]")],
+)  # fmt: skip
+@pytest.mark.parametrize("batches", [1, 2])
+def test_an_encode_that_changes_its_answer(
+    checkpoint: Path, first: tuple[int, ...], second: tuple[int, ...], expected: str, batches: int
+) -> None:
+    """From one of its calls to the next, of one batch or of two: nothing of an image may be lost."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    images = [np.full((64, 64, 3), i, np.uint8) for i in range(17)]
+
+    def encode(model: Any, processor: Any, images: list[Any]) -> torch.Tensor:
+        return torch.ones(len(images), *(first if len(images) > 1 else second))
+
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=encode)
+    if batches == 2:
+        assert {each.shape for each in embedder({"image": images[:16]})["embedding"]} == {first}
+        images = images[16:]
+    with pytest.raises(ValueError, match=f"fusedvit: encode must return {expected}"):
+        embedder({"image": images})
+
+
+@pytest.mark.parametrize("kind, shape", [((8,), (8,)), ((5, 8), (0, 8))], ids=str)
+def test_errors_before_an_encode_has_answered(checkpoint: Path, kind: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """They are as those that come later."""
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval()
+    embedder = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: torch.ones(len(images), *kind))
+    (array,) = embedder({"bytes": [b"no picture"]})["embedding"]
+    assert array.shape == shape and np.isnan(array).all()
+    empty = fusedvit.Embedder(model, tiny_processor(), encode=lambda m, p, images: torch.ones(len(images), *kind))(
+        pyarrow.table({"bytes": pyarrow.array([], pyarrow.binary())})
+    )
+    assert pyarrow.types.is_list(empty.schema.field("embedding").type.value_type) == (len(kind) == 2)
+
+
+@pytest.mark.parametrize("output", ["mean", "tokens"])
+@pytest.mark.parametrize("of", [pyarrow.Table, pyarrow.RecordBatch])
+def test_an_arrow_table_keeps_its_schema(checkpoint: Path, pictures: Path, output: str, of: Any) -> None:
+    """Metadata, marks and columns of one name; with rows or without, in one type."""
+    fields = [
+        pyarrow.field("image", pyarrow.binary(), metadata={"a": "b"}),
+        pyarrow.field("n", pyarrow.int32(), nullable=False),
+        pyarrow.field("twice", pyarrow.int8()),
+        pyarrow.field("twice", pyarrow.int8()),
+    ]
+    schema = pyarrow.schema(fields, metadata={"huggingface": "{}"})
+    rows = [[(pictures / "00.png").read_bytes()], [1], [2], [3]]
+    embedder = fusedvit.Embedder(checkpoint, output=output)
+    found = []
+    for count in (1, 0):
+        arrays = [pyarrow.array(row[:count], field.type) for row, field in zip(rows, fields, strict=True)]
+        found.append(embedder(of.from_arrays(arrays, schema=schema)))
+        assert found[-1].schema.metadata == schema.metadata
+        assert [*found[-1].schema][:4] == fields and found[-1].schema.field(0).metadata == {b"a": b"b"}
+    assert pyarrow.concat_tables(found).num_rows == 1
+    again = embedder(found[0])  # its own columns are replaced
+    assert again.schema == found[0].schema
+
+
+def test_two_columns_of_one_name(checkpoint: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array([b"a"])] * 2, names=["image", "image"])
+    with pytest.raises(ValueError, match="fusedvit: one column image expected, got 2"):
+        fusedvit.Embedder(checkpoint)(table)
 
 
 @pytest.mark.parametrize("deepstack", [False, True])
@@ -600,6 +669,54 @@ def test_what_another_run_has_committed_is_not_reported_on_ray(
     assert sorted(map(str, found)) == [
         str({"number": n, "inputs": m, "errors": int(n == 1)}) for n, m in ((1, 4), (2, 3))
     ]
+
+
+@pytest.mark.parametrize(
+    "job, arguments, said",
+    [
+        ({"output": "nope"}, {}, "output: one of mean, tokens expected, got 'nope'"),
+        ({"shard_size": 0}, {}, "shard_size: a whole number of at least 1 expected, got 0"),
+        ({"deepstack": "no"}, {}, "deepstack: True or False expected, got 'no'"),
+        ({"given": "pictures"}, {}, "given: several folders, files, lists or tables expected, got 'pictures'"),
+        ({"given": (3,)}, {}, "given: a path or name expected, got 3"),
+        ({"out": ""}, {}, "out: a path or name expected, got ''"),
+        ({"out": os.fsdecode(b"out\xff")}, {}, "out: a folder whose path is UTF-8 expected"),
+        ({}, {"actors": 0}, "actors: a whole number of at least 1 expected, got 0"),
+        ({}, {"decoders": 1.5}, "decoders: a whole number of at least 1 expected, got 1.5"),
+        ({}, {"gpus": -1}, "gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got -1"),
+        ({}, {"gpus": "all"}, "gpus: 0 for a CPU, a part of a GPU or a whole number of them expected, got 'all'"),
+    ],
+    ids=str,
+)
+def test_options_of_a_job_that_are_none(
+    checkpoint: Path, pictures: Path, tmp_path: Path, job: dict[str, Any], arguments: dict[str, Any], said: str
+) -> None:
+    """Before there is a folder, or an actor of Ray's."""
+    given: dict[str, Any] = {"model": str(checkpoint), "given": (str(pictures),), "out": str(tmp_path / "out")}
+    with pytest.raises(InputError, match=re.escape(said)):
+        on_ray.embed(corpus_job.Job(**given | job), **{"gpus": 0} | arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_in_a_folder_that_is_not_utf_8(
+    checkpoint: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that leads on from it can be opened here; actors of Ray's are given whole paths."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/in\xff"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    job = corpus_job.Job(str(checkpoint), (str(pictures),), "out", device="cpu")
+    with pytest.raises(InputError, match="out: a folder whose path is UTF-8 expected"):
+        on_ray.embed(job, gpus=0)
+    assert len(corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards) == 1
+    assert len(shards.read(Path("out"), 0)) == 11
+
+
+def test_a_job_of_paths(checkpoint: Path, pictures: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": checkpoint, "given": [pictures], "out": tmp_path / "out"}
+    job = corpus_job.Job(**given, shard_size=4)
+    assert job == corpus_job.Job(str(checkpoint), (str(pictures),), str(tmp_path / "out"), shard_size=4)
+    assert len(corpus_job.run(job, [], embedder_of, lambda shard, total: None).shards) == 3
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, InputError])

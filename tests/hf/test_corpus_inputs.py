@@ -1,6 +1,8 @@
 """What a corpus is made of: folders, files, lists and tables, and what is none of these."""
 
+import inspect
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,22 @@ def test_folders_that_are_links(pictures: Path, tmp_path: Path) -> None:
     assert {str(each.path.relative_to(given)) for each in found} == wanted
     from_inside = {str(each.path.relative_to(other)) for each in inputs.collect([other])}
     assert from_inside == names | {"back.png/a.png"} and len(names) == COUNT
+
+
+def test_deep_folders(pictures: Path, tmp_path: Path) -> None:
+    """Of more levels than Python's stack has frames."""
+    folder = tmp_path
+    for _ in range(200):
+        folder = folder / "a"
+        folder.mkdir()
+    shutil.copy(pictures / "00.png", folder)
+    frames, limit = len(inspect.stack(0)), sys.getrecursionlimit()
+    sys.setrecursionlimit(frames + 150)
+    try:
+        found = inputs.collect([tmp_path])
+    finally:
+        sys.setrecursionlimit(limit)
+    assert [each.path for each in found] == [folder / "00.png"]
 
 
 def test_inputs_of_one_name(pictures: Path) -> None:

@@ -92,6 +92,32 @@ def test_files_do_not_take_the_place_of_a_closed_standard_error(tmp_path: Path) 
     assert subprocess.run(command, shell=True, capture_output=True, text=True).stdout == "True\n"
 
 
+# ── what nobody foresaw ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "raises, said",
+    [
+        ("raise KeyError('a fault')", "KeyError: 'a fault'"),
+        ("raise RuntimeError('a fault')", "RuntimeError: a fault"),
+        ("sys.exit('a library ends it')", "a library ends it"),
+    ],
+)
+def test_a_fault_is_no_answer_that_differs(raises: str, said: str) -> None:
+    """It leaves with its traceback, and a code of its own."""
+    code = f"""
+import sys
+from fusedvit.cli import env
+from fusedvit.__main__ import main
+def run(**arguments):
+    {raises}
+env.run, sys.argv = run, ["fusedvit", "env"]
+main()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 3 and said in done.stderr.splitlines()[-1], done.stderr
+    assert ("Traceback" in done.stderr) == ("Error" in raises)
+
+
 # ── errors of the machine ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -31,6 +31,7 @@ from fusedvit.cli import bench, console, demo, env, towers, verify  # noqa: E402
 from fusedvit.cli.app import app  # noqa: E402
 from fusedvit.cli.media import SAMPLE_IMAGE  # noqa: E402
 from fusedvit.cli.towers import TINY  # noqa: E402
+from fusedvit.errors import failed_import  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -382,6 +383,49 @@ def test_without_the_cli_extra(missing: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+NO_OPERATOR = 'raise RuntimeError("operator torchvision::nms does not exist")'
+NO_LIBRARY = 'raise ImportError("libjpeg.so.9: cannot open shared object file")'
+
+
+@pytest.mark.parametrize("raises", [NO_OPERATOR, NO_LIBRARY], ids=["operator", "library"])
+def test_an_installed_package_that_does_not_import(raises: str, qwen3: Path, tmp_path: Path) -> None:
+    """A torchvision of another torch: whatever it raises, it is no answer that differs."""
+    stub, version = tmp_path / "torchvision", tmp_path / "torchvision-0.28.0.dist-info"
+    stub.mkdir()
+    (stub / "__init__.py").write_text(f"from torchvision import _extension\n{raises}")
+    (stub / "_extension.py").write_text(raises)
+    version.mkdir()
+    (version / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "COLUMNS": "200"}
+    why = raises.split('"')[1]
+    done = _python("-m", "fusedvit", "verify", str(qwen3), **path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1] == f"torchvision does not import: {why}"
+    done = _python("-m", "fusedvit", "env", **path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == f"broken: torchvision does not import ({why})"
+
+
+def test_what_is_an_import_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of our own modules, and of what is called after an import, are faults to be reported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "absent_needed.py").write_text("import numpy.absent")
+    (tmp_path / "raises_later.py").write_text("def called(): raise RuntimeError('later')")
+
+    def of(text: str) -> str | None:
+        try:
+            exec(compile(text, "text", "exec"), {"__name__": "fusedvit.text"})
+        except Exception as error:
+            return failed_import(error)
+        raise AssertionError("it raises nothing")
+
+    assert of("import absent_needed") == "numpy does not import: No module named 'numpy.absent'"
+    assert (of("from numpy import absent") or "").startswith("numpy does not import: cannot import name 'absent'")
+    assert of("import fusedvit.absent") is None
+    assert of("from fusedvit.errors import absent") is None
+    assert of("import raises_later; raises_later.called()") is None
+
+
 # ── the verdict of env ────────────────────────────────────────────────────────────────────────────────────────────────
 
 GPU = {"name": "NVIDIA H200", "capability": "90", "tuning": "no tuning table: heuristics choose", "left_out": []}
@@ -403,6 +447,7 @@ GOOD: dict[str, Any] = {
         ({"gpus": [], "cuda": None}, "no speed-up here, because torch is a CPU build"),
         ({"gpus": [GPU | {"capability": "75"}]}, "no speed-up here, because NVIDIA H200 is sm_75"),
         ({"packages": GOOD["packages"] | {"triton": None}}, "no speed-up here, because Triton is not installed"),
+        ({"broken": {"torchvision": "no such operator"}}, "broken: torchvision does not import (no such operator)"),
     ],
 )
 def test_the_verdict(changes: dict[str, Any], said: str) -> None:

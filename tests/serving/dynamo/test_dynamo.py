@@ -140,6 +140,41 @@ def test_a_bad_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, url:
 
 
 @pytest.mark.parametrize(
+    "raw, said",
+    [
+        (_pictures()[:2], "got list length 2: 2 images"),
+        (np.zeros((2, 64, 96, 3), np.uint8), "got ndarray (2, 64, 96, 3): 2 images"),
+        (np.zeros((64, 96), np.uint8), "got ndarray (64, 96)"),
+        (np.zeros((0, 96, 3), np.uint8), "got ndarray (0, 96, 3)"),
+        (
+            Pillow.new("RGB", (2000, 4)),
+            "got Image (2000, 4): absolute aspect ratio must be smaller",
+        ),
+        ([], "got list length 0: need at least one array to concatenate"),
+        (None, "got NoneType: only a single or a list"),
+    ],
+    ids=["list", "batch", "grey", "empty", "narrow", "nothing", "none"],
+)
+def test_what_is_not_one_image_fails_its_request_alone(dynamo: Any, checkpoint: Path, raw: Any, said: str) -> None:
+    """Dynamo compares counts of a shared batch: two images of one item would end other requests."""
+    ours, driver, _ = dynamo
+    encoder = driver(ours.FusedVisionEncoder())
+    encoder.load(str(checkpoint))
+    try:
+
+        async def both() -> list[Any]:
+            good = _pictures()[0]
+            return await asyncio.gather(encoder.encode([good]), encoder.encode([raw]), return_exceptions=True)
+
+        good, bad = asyncio.run(both())
+    finally:
+        encoder.shutdown()
+    assert len(good) == 1 and type(bad) is ValueError
+    lead = "fusedvit: preprocess: one image expected, a URL, a Pillow image or pixels [H, W, 3], "
+    assert str(bad).startswith(lead + said) and "\n" not in str(bad)
+
+
+@pytest.mark.parametrize(
     "change, said",
     [({"patch_size": 14}, "patch_size 16 expected, got 14"), ({"merge_size": 1}, "merge_size 2"), (None, "no image")],
 )

@@ -66,6 +66,17 @@ def test_answers_are_sglangs(architecture: str, log: pytest.LogCaptureFixture) -
     assert (stats["calls"], stats["fused"], sum(stats["original"].values())) == (calls, calls - left, left)
 
 
+@pytest.mark.parametrize("architecture", ("Qwen3VLForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"))
+@pytest.mark.parametrize("blocks", ([2, 0], [1, 1]), ids=str)
+def test_deepstack_blocks_that_do_not_ascend_are_left_alone(
+    blocks: list[int], architecture: str, log: pytest.LogCaptureFixture
+) -> None:
+    """SGLang gives the first merger to the first such block that runs, others the one at the block's own index."""
+    tower = tower_of(loaded(build(architecture, deepstack_visual_indexes=blocks)))
+    assert "_fusedvit" not in vars(tower) and f"got {blocks}" in log.text
+    assert "runs SGLang's own code: deepstack" in log.text
+
+
 def test_widths_that_sglang_rounds_up() -> None:
     tower = tower_of(loaded(build(QWEN25, intermediate_size=341)))
     assert tower.blocks[0].mlp.gate_up_proj.weight.shape[0] == 2 * 344
