@@ -173,6 +173,18 @@ def test_graphs_are_given_up_where_parameters_move_from_call_to_call() -> None:
         assert_bitwise(call.run(tower), expected)
 
 
+def test_a_grid_read_beside_parameters_that_moved() -> None:
+    """As from a GPU: their content is not compared, as it would be read through addresses of before."""
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    Call.of(tower, GRIDS["mix"]).run(tower)
+    grid = torch.tensor(GRIDS["mix"])
+    assert handle.weights.read_back(None, True, grid).unchanged
+    other_memory(tower.blocks[1].attn.proj.weight)
+    found = handle.weights.read_back(None, True, grid)
+    assert not found.unchanged and found.rows == grid.tolist()
+
+
 @each_of(INSTALLED)
 def test_freed_and_empty_parameters_are_left_to_the_original(name: str) -> None:
     """What it does with them is its own affair: ours reads nothing through them, and runs again when they are back."""

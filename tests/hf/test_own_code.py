@@ -171,6 +171,9 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
     "a decorated function that says it is another": lambda: mock.patch.object(
         modeling().Qwen3VLVisionModel, "forward", _decorated(modeling().Qwen3VLVisionModel.forward)
     ),
+    "a function of torch that fused code does not name": lambda: mock.patch.object(
+        torch, "repeat_interleave", spoiled(torch.repeat_interleave)
+    ),
     "a partial function": lambda: mock.patch.object(
         modeling(), "apply_rotary_pos_emb_vision", functools.partial(_skewed)
     ),

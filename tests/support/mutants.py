@@ -480,7 +480,7 @@ MUTANTS = (
         CACHE,
         "found if in_place else found._replace(unchanged=False)",
         "found",
-        "hf/memory:parameters hf/memory:no_kernel",
+        "hf/memory:a_grid_read",
     ),
     _never(
         "graphs of addresses of before",
