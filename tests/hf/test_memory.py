@@ -173,7 +173,7 @@ def test_graphs_are_given_up_where_parameters_move_from_call_to_call() -> None:
         assert_bitwise(call.run(tower), expected)
 
 
-def test_a_grid_read_beside_parameters_that_moved() -> None:
+def test_a_grid_read_with_parameters_that_moved() -> None:
     """As from a GPU: their content is not compared, as it would be read through addresses of before."""
     tower = tiny_tower()
     handle = fusedvit.fuse(tower)
