@@ -104,11 +104,11 @@ def _is_repeat(before: ContentCheck | None, now: ContentCheck) -> bool:
 
 
 class _Refusal(NamedTuple):
-    """Why the tower could not run fused, and as what: judging it takes as long as a small call.
+    """Why the tower could not run fused, and what it was then: judging it takes as long as a small call.
 
     Attributes:
-        snapshot: the tower then.
-        holds: whether parameters hold what they did, where that decided; None elsewhere.
+        snapshot: the tower when it was refused.
+        holds: asks whether parameters still hold what they did; None where their content did not decide.
     """
 
     reason: Reason
