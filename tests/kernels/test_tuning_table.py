@@ -197,12 +197,11 @@ def test_a_shipped_table_is_looked_up_by_the_budget_alone(folders: tuple[Path, P
 def test_shipped_tables_hold(on_hopper: None) -> None:
     """Every entry is read, stands once, and can run on the GPU and the Triton that it was measured with."""
     shipped = sorted(tuning_table.SHIPPED.glob("*.json"))
-    gpus = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
-    assert [path.name for path in shipped] == [*map(tuning_table.file_name, gpus)]
-    for path, least in zip(shipped, (20, 500), strict=True):
+    assert [path.name for path in shipped] == [tuning_table.file_name("NVIDIA H100 80GB HBM3")]
+    for path in shipped:
         found = json.loads(path.read_text(encoding="utf-8"))
         table = tuning_table.read(path, found["passport"]["gpu"])
-        assert not table.stale and len(table.entries) == len(found["entries"]) > least
+        assert not table.stale and len(table.entries) == len(found["entries"]) > 20
         refused = [key for key in table.entries if table.find(key, H200, tuning_table.DTYPES[key.dtype]) is None]
         if gluon_compat.NEEDS_MORE_REGISTERS:
             assert len(refused) < 0.1 * len(table.entries), "what a newer Triton compiles badly is a few entries"

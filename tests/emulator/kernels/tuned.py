@@ -1,11 +1,10 @@
-"""`python -m tests.emulator.kernels.tuned --part 0 --of 2`: the products that the shipped tables choose, emulated once.
+"""`python -m tests.emulator.kernels.tuned`: the products that the shipped tables choose, emulated once.
 
 A process without Triton's interpreter. Each distinct tile and schedule of the Hopper GEMMs and of plain Triton, with
 the epilogue that it was chosen for, at sizes that leave a part of a tile in rows and in columns, with PDL. Prints a
 line each.
 """
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -68,11 +67,7 @@ def check(backend: str, kind: str, config: Any, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", type=int, default=0)
-    parser.add_argument("--of", type=int, default=1)
-    args = parser.parse_args()
-    for seed, (backend, kind, config) in list(enumerate(chosen()))[args.part :: args.of]:
+    for seed, (backend, kind, config) in enumerate(chosen()):
         check(backend, kind, config, seed)
         print(f"right: {kind}, {config}", flush=True)
 
