@@ -346,20 +346,19 @@ class FusedEncoder:
     def answer(
         self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
     ) -> Answer | None:
-        """As a call, with the items that its outputs are of."""
+        """As a call, with the items that its outputs are of. Every call is counted, whatever it ends in."""
+        self._stats.add(calls=1)
         marked = type(pixel_values) is BytePixels
         pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
         reason = transforms.active(pixels, grid_thw)
         if self._tower() is not tower:
             reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
         if reason is not None:
-            self._stats.add(calls=1)
             self._fall_back(reason)
             return None
         runtime = self.prepared.runtime if self._ran_fused else None  # who falls back once does so again, mostly
         replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
         try:
-            self._stats.add(calls=1)
             reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra)
             found = reason or self._run_unless_in_vain(pixels, grid_thw, replay, marked)
         except (KernelsNotReady, KernelFailed) as why:
