@@ -162,7 +162,7 @@ def budgets_of(calls: Iterable[Sequence[Item]], unit: int, limits: Limits) -> se
     return {step.batch.budget for step in steps if step.batch is not None}
 
 
-def run(
+def run_planned(
     runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Counter[str], rows: int = 0
 ) -> EncoderOutputs:
     """Outputs of `items`, in their order, in memory of the caller's.
@@ -180,20 +180,20 @@ def run(
     graphs = runtime.graphs
     steps = () if graphs is None else plan_steps(tuple(items), runtime.spec.merge_unit, graphs.limits, rows)
     if runtime.kernels is None:
-        return _run_steps(runtime, pixels, items, steps, eager, rows)
+        return _launch_steps(runtime, pixels, items, steps, eager, rows)
     runs = _new_runs(runtime, max(_tokens(items), rows), steps)
     if not runs:
-        return _run_steps(runtime, pixels, items, steps, eager, rows)
+        return _launch_steps(runtime, pixels, items, steps, eager, rows)
     runtime.kernels.need(runs, runtime.compile_now)
     if runtime.compile_now:
         with runtime.kernels.compiling():
-            return _run_steps(runtime, pixels, items, steps, eager, rows)
+            return _launch_steps(runtime, pixels, items, steps, eager, rows)
     with runtime.kernels.guard(runs):
         captures = [run.tokens for run in runs if run.graph]
         if graphs is not None and len(captures) > 1:  # a call has the time of one capture
             graphs.manager.ready(captures[0])
             raise KernelsNotReady("")
-        return _run_steps(runtime, pixels, items, steps, eager, rows)
+        return _launch_steps(runtime, pixels, items, steps, eager, rows)
 
 
 def _new_runs(runtime: Runtime, tokens: int, steps: Sequence[Step]) -> list[Run]:
@@ -210,7 +210,7 @@ def _new_runs(runtime: Runtime, tokens: int, steps: Sequence[Step]) -> list[Run]
     return list(runs)
 
 
-def _run_steps(
+def _launch_steps(
     runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], steps: Sequence[Step], eager: Counter[str], rows: int
 ) -> EncoderOutputs:
     if runtime.graphs is None:

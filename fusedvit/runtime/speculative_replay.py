@@ -28,7 +28,7 @@ from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.inputs import Inputs, load_padded, without_padding
 from fusedvit.runtime.kernel_loader import Run
 from fusedvit.runtime.readback import StreamMark
-from fusedvit.runtime.runner import Runtime, run, sole_batch
+from fusedvit.runtime.runner import Runtime, run_planned, sole_batch
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ def attempt(
     mark = mark if replay is None else replay.mark
     items, pixels, outputs = inputs.items, inputs.pixels, None
     if items is not None and replay is None:
-        outputs = run(runtime, pixels, items, eager_runs)
+        outputs = run_planned(runtime, pixels, items, eager_runs)
     found = weights.read_back(mark, check_content, inputs.grid)
     if items is None:
         known = inputs.with_rows(found.rows, spec.merge_size)
@@ -190,7 +190,7 @@ def attempt(
     if replay is not None:
         outputs = replay.accept(items)
     if outputs is None and found.unchanged:
-        outputs = run(runtime, pixels, items, eager_runs, rows)
+        outputs = run_planned(runtime, pixels, items, eager_runs, rows)
     return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
 

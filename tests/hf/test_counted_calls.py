@@ -38,7 +38,7 @@ def of_another_layout(pixels: torch.Tensor) -> torch.Tensor:
 
 def failing(error: Exception) -> Exit:
     def call_with(handle: Any, tower: Any, call: Call) -> Any:
-        with mock.patch("fusedvit.runtime.runner._run_steps", side_effect=error):
+        with mock.patch("fusedvit.runtime.runner._launch_steps", side_effect=error):
             return plain(handle, tower, call)
 
     return call_with
