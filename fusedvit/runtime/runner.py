@@ -20,7 +20,7 @@ from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
-from fusedvit.model.plan import Planner, plan_for
+from fusedvit.model.plan import known_plan
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import ALIGNMENT
 from fusedvit.runtime.captured_encoder import TowerGraphs
@@ -54,7 +54,6 @@ class Runtime:
         compile_now: wait for kernels that are missing.
         limits: the token budgets that eager runs take their configurations by, for the same bits as a replay's; None
             where there never were graphs.
-        planner: what makes plans, or has them.
     """
 
     spec: VisionSpec
@@ -66,7 +65,6 @@ class Runtime:
     limits: Limits | None = None
     kernels: KernelLoader | None = None
     compile_now: bool = False
-    planner: Planner = plan_for
 
     def plan_tokens(self, tokens: int) -> int:
         """The patch-token budget that an eager run of `tokens` patch tokens takes its configurations by.
@@ -246,8 +244,8 @@ def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor,
             encoder.load_pixels(budget, pixels[source : source + length], target)
 
     def store(budget: int) -> None:
-        static = encoder.buffers(budget)
-        answer.keep(EncoderOutputs(static.hidden, static.merged), step.spans)
+        for source, target, length in step.spans:
+            encoder.store(budget, answer.rows(source, length), target)
 
     return graphs.manager.replay(batch, load, store)
 
@@ -265,15 +263,23 @@ class _Answer:
             self._outputs = self._runtime.new_outputs(self._tokens)
         return self._outputs
 
+    def rows(self, source: int, length: int) -> EncoderOutputs:
+        """The outputs of `length` patch rows from `source` on, in the call's memory."""
+        return _rows_of(self.outputs(), source, length, self._runtime.spec)
+
     def keep(self, got: EncoderOutputs, spans: Sequence[Span]) -> None:
-        """Copies a batch's rows to where the caller's are."""
-        outputs, unit = self.outputs(), self._runtime.spec.merge_unit
+        """Copies what ran outside a graph to where the caller's rows are."""
         for source, target, length in spans:
-            if self._runtime.spec.returns_hidden:
-                outputs.hidden[source : source + length].copy_(got.hidden[target : target + length])
-            for mine, theirs in zip(outputs.merged, got.merged, strict=True):
-                rows = theirs[target // unit : (target + length) // unit]
-                mine[source // unit : (source + length) // unit].copy_(rows)
+            mine, theirs = self.rows(source, length), _rows_of(got, target, length, self._runtime.spec)
+            for to, rows in zip((mine.hidden, *mine.merged), (theirs.hidden, *theirs.merged), strict=True):
+                to.copy_(rows)
+
+
+def _rows_of(outputs: EncoderOutputs, first: int, length: int, spec: VisionSpec) -> EncoderOutputs:
+    """Views of `length` patch rows of `outputs` from `first` on."""
+    unit = spec.merge_unit
+    merged = tuple(plane[first // unit : (first + length) // unit] for plane in outputs.merged)
+    return EncoderOutputs(outputs.hidden[first : first + length], merged)
 
 
 def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int = 0) -> EncoderOutputs:
@@ -290,7 +296,7 @@ def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], row
 
 def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int) -> EncoderOutputs:
     spec, device, dtype = runtime.spec, runtime.device, runtime.dtype
-    plan = runtime.planner(spec, runtime.plan_tokens(max(_tokens(items), rows)), dtype, Target.of(device))
+    plan = known_plan(spec, runtime.plan_tokens(max(_tokens(items), rows)), dtype, Target.of(device))
     kind, capacity = kind_of(pixels, spec.patch_width), Capacity.of(items, plan.layout(spec))
     floats = _aligned(pixels.to(device, dtype)) if kind == FLOATS else None
     buffers = allocate(spec, capacity, dtype, device, floats)
