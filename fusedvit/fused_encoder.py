@@ -92,101 +92,158 @@ class FusedEncoder:
         self.weights = self.prepared.weights
         renew_in_children(self)
 
-    def renew_locks(self) -> None:
-        """See `forks`."""
-        self._stats.renew_locks()
-        self.prepared.renew_locks()
+    # a call
 
-    def __copy__(self) -> "FusedEncoder":
-        return self  # a tower has one handle
+    def __call__(
+        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
+    ) -> EncoderOutputs | None:
+        """Runs fused, or returns None where the call must take the original code: counted, warned of once.
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
-        return state | {"ended": self.prepared.ended}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        tower, config, ended = state.pop("tower"), state.pop("config"), state.pop("ended")
-        self.__dict__.update(state)
-        self._start(tower, config)
-        self.prepared.ended = ended
-
-    def of_copy(self, tower: nn.Module) -> "FusedEncoder":
-        """A new handle with the options of this one."""
-        return FusedEncoder(tower, self.family, self.spec, self.config, self.built)
-
-    @property
-    def config(self) -> FuseConfig:
-        """Its options; `reconfigure` replaces them."""
-        return self.prepared.config
-
-    @property
-    def tower(self) -> nn.Module:
-        """The tower.
+        Args:
+            tower: whose `forward` was called: the handle's own, or a copy that shares its attributes.
+            pixel_values: `[patches, patch_width]` of any float dtype, or `BytePixels`, on any device.
+            grid_thw: `[items, 3]` integers (t, h, w) in patches: a tensor on any device, or a list.
+            extra: the call's other arguments.
 
         Raises:
-            RuntimeError: nobody holds it any more.
+            RuntimeError: `strict`, and the call must take the original code.
+            TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
         """
-        return _held(self._tower, self._name)
+        found = self.answer(tower, pixel_values, grid_thw, extra)
+        return None if found is None else found.outputs
 
-    def serves(self, tower: nn.Module) -> bool:
-        """Whether it is the handle of this very tower, and not of one that this is a copy of."""
-        if "_tower" not in self.__dict__:  # a copy before its `__setstate__`: `tower` is what that brings
-            return True
-        return self._tower() is tower or self._stands_for() is tower
+    def answer(
+        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
+    ) -> Answer | None:
+        """As a call, with the items that its outputs are of. Every call is counted, whatever it ends in."""
+        self._stats.add(calls=1)
+        marked = type(pixel_values) is BytePixels
+        pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
+        reason = transforms.active(pixels, grid_thw)
+        if self._tower() is not tower:
+            reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
+        if reason is not None:
+            self._fall_back(reason)
+            return None
+        runtime = self.prepared.runtime if self._ran_fused else None  # who falls back once does so again, mostly
+        replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
+        before = self.weights.prepared
+        try:
+            reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra) or self._pause.take()
+            found = reason or self._attempt_until_unchanged(pixels, grid_thw, replay, marked)
+            if reason is None:
+                self._note_preparations(found, self.weights.prepared != before)
+        except (KernelsNotReady, KernelFailed) as why:
+            found = Reason(fallback.NOT_READY, str(why))
+        finally:
+            if replay is not None:
+                replay.drop()
+        self._ran_fused = not isinstance(found, Reason)
+        if isinstance(found, Reason):
+            self._fall_back(found)
+            return None
+        self._stats.add(fused=1, items=len(found.items), patch_tokens=sum([item.tokens for item in found.items]))
+        assert found.outputs is not None, "a run on unchanged weights has outputs"
+        return Answer(found.outputs, found.items)
 
-    def stand_for(self, tower: nn.Module) -> None:
-        """It is the handle of `tower` too, whose weights its own tower has whole."""
-        self._stands_for = weakref.ref(tower)
+    def _attempt_until_unchanged(
+        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
+    ) -> Attempt | Reason:
+        """Runs a call until a run began and ended with the weights that the tower has, or says why it cannot.
 
-    def _live_tower(self) -> nn.Module:
-        """The tower, if this handle still serves it.
+        Whoever refreshes in a loop would overtake every run: the last ones keep others out.
+        """
+        prepared, parameter, again = self.prepared, self.weights.first_parameter(), self._pause.again
+        with on_device(parameter.device):
+            kind = kind_of(pixels, self.spec.patch_width) if marked else FLOATS
+            reason = prepared.ensure_weights(parameter, kind)
+            if reason is not None:
+                return reason
+            inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
+            if isinstance(inputs, Reason):
+                return inputs
+            for _ in range(1 if again else OVERTAKEN):
+                found = self._attempt_once(inputs, replay)
+                if isinstance(found, Reason):
+                    return found
+                if found.unchanged:
+                    return found
+                replay, reason = None, prepared.prepare(found.weights_version)
+                if reason is not None:
+                    return reason
+            with prepared.nothing_launched():
+                for _ in range(1 if again else MOST_RUNS):
+                    found = self._attempt_once(inputs, None)
+                    if isinstance(found, Reason) or found.unchanged:
+                        return found
+                    reason = prepared.prepare_now(found.weights_version)
+                    if reason is not None:
+                        return reason
+        runs = 2 if again else OVERTAKEN + MOST_RUNS
+        return Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
+
+    def _attempt_once(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
+        """One run; one that loses its weights to `release` meanwhile counts as one on changed weights, and so does one
+        that fails because something has changed."""
+        version = self.weights.version if replay is None else replay.weights_version
+        try:
+            runtime = self.prepared.runtime_on(self.weights.first_parameter())
+            check_content = (self.prepared.config.watch_data or self._trained) and runtime.no_graphs != CAPTURING
+            return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
+        except WeightsReleased:
+            return Attempt(None, [], version, unchanged=False)
+        except Exception:
+            if self.weights.host_unchanged():
+                raise
+            return Attempt(None, [], version, unchanged=False)
+
+    def _note_preparations(self, found: Attempt | Reason, prepared: bool) -> None:
+        """Begins a pause after a call that prepared weights in vain, as those before it did.
+
+        Args:
+            found: what the call gave.
+            prepared: it prepared weights, or another thread did meanwhile.
+        """
+        if not isinstance(found, Reason) and not prepared:
+            self.weights.repeats = 0
+            self._pause.holds()
+            return
+        if self.prepared.config.strict:
+            return
+        each = self._pause.prepares(self.weights.changes)
+        if isinstance(found, Reason) and found.kind == fallback.CHANGING:
+            self._pause.begin(found)
+        elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
+            self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
+            self.prepared.release()  # whoever offloads a tower wants its memory
+        elif each:
+            self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
+
+    def _fall_back(self, reason: Reason) -> None:
+        """Counts a call that takes the original code.
 
         Raises:
-            RuntimeError: it is gone, or was unfused.
+            RuntimeError: `strict`.
         """
-        tower = self.tower
-        if self.prepared.ended:
-            raise RuntimeError(f"fusedvit: {self._name} was unfused: fuse it again and use the handle that this gives")
-        return tower
+        if self.prepared.config.strict:
+            raise RuntimeError(fallback.message(self._name, reason))
+        if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write and count no version
+            tower = self._tower()
+            self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
+        self._stats.count_original(reason, self._name)
 
-    def state(self) -> str:
-        """ "fused", "unfused", or "gone" if nobody holds the tower any more."""
-        return "gone" if self._tower() is None else "unfused" if self.prepared.ended else "fused"
+    def leave(self, why: str, counted: bool = False) -> None:
+        """Counts a call that an engine's adapter leaves to the original code.
 
-    def end(self) -> None:
-        """Gives everything back for good: the tower was unfused, or is gone."""
-        self.processors.clear()
-        self.prepared.end()
-
-    def __repr__(self) -> str:
-        state, counted = self.state(), f"{self._stats.fused} of {self._stats.calls} calls fused"
-        if state != "fused":
-            return f"<FusedEncoder of {self._name} ({self.family.name}): {_STATES[state]}; {counted}>"
-        reason = self.reason()
-        where = self.weights.first_parameter()
-        how = "runs fused" if reason is None else f"runs its original code: {reason}"
-        return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
-
-    def check_reached(self) -> None:
-        """Warns if calls of the tower go past the fused encoder, by a `forward` that somebody put on it.
+        Args:
+            counted: `answer` has counted it as a call, before it refused its input.
 
         Raises:
-            RuntimeError: `strict`, and they do.
+            RuntimeError: `strict`.
         """
-        why = bypass(self.tower)
-        if why is not None and self.config.strict:
-            raise RuntimeError(fallback.message(self._name, why))
-        if why is not None:
-            logger.warning("%s", fallback.message(self._name, why))
-
-    def check_early(self) -> None:
-        """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
-        code that the tower runs, hashes Triton's where its cache has kernels, and collects garbage."""
-        if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
-            if service_of(os.getpid()).is_idle_with_cache():  # else the first call waits for no key
-                triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.4 s, 1 s from a cold disk
-            self._source().reason()  # whose answers about code are kept for the first call
-            collect_garbage()
+        if not counted:
+            self._stats.add(calls=1)
+        self._fall_back(Reason(fallback.ENGINE, why))
 
     # what a user calls
 
@@ -323,161 +380,103 @@ class FusedEncoder:
             raise RuntimeError("fusedvit: this tower has no graphs: it has not run on a GPU, or graphs are off")
         return graphs
 
-    # a call
+    # whose handle it is
 
-    def __call__(
-        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
-    ) -> EncoderOutputs | None:
-        """Runs fused, or returns None where the call must take the original code: counted, warned of once.
+    @property
+    def config(self) -> FuseConfig:
+        """Its options; `reconfigure` replaces them."""
+        return self.prepared.config
 
-        Args:
-            tower: whose `forward` was called: the handle's own, or a copy that shares its attributes.
-            pixel_values: `[patches, patch_width]` of any float dtype, or `BytePixels`, on any device.
-            grid_thw: `[items, 3]` integers (t, h, w) in patches: a tensor on any device, or a list.
-            extra: the call's other arguments.
+    @property
+    def tower(self) -> nn.Module:
+        """The tower.
 
         Raises:
-            RuntimeError: `strict`, and the call must take the original code.
-            TypeError, ValueError: see `runtime.inputs`; nothing was launched, or only a replay without items.
+            RuntimeError: nobody holds it any more.
         """
-        found = self.answer(tower, pixel_values, grid_thw, extra)
-        return None if found is None else found.outputs
+        return _held(self._tower, self._name)
 
-    def answer(
-        self, tower: nn.Module, pixel_values: torch.Tensor, grid_thw: Grid, extra: dict[str, Any]
-    ) -> Answer | None:
-        """As a call, with the items that its outputs are of."""
-        marked = type(pixel_values) is BytePixels
-        pixels = self.normalizations.taken(pixel_values) if marked else pixel_values  # type: ignore[arg-type]
-        reason = transforms.active(pixels, grid_thw)
-        if self._tower() is not tower:
-            reason = Reason(fallback.ANOTHER_TOWER, f"this {type(tower).__name__} is a copy of the one that was fused")
-        if reason is not None:
-            self._stats.add(calls=1)
-            self._fall_back(reason)
-            return None
-        runtime = self.prepared.runtime if self._ran_fused else None  # who falls back once does so again, mostly
-        replay = speculative_replay.begin(runtime, pixels, grid_thw, marked)
-        try:
-            self._stats.add(calls=1)
-            reason = fallback.reason_of_call(tower, pixel_values, grid_thw, extra)
-            found = reason or self._run_unless_in_vain(pixels, grid_thw, replay, marked)
-        except (KernelsNotReady, KernelFailed) as why:
-            found = Reason(fallback.NOT_READY, str(why))
-        finally:
-            if replay is not None:
-                replay.drop()
-        self._ran_fused = not isinstance(found, Reason)
-        if isinstance(found, Reason):
-            self._fall_back(found)
-            return None
-        self._stats.add(fused=1, items=len(found.items), patch_tokens=sum([item.tokens for item in found.items]))
-        assert found.outputs is not None, "a run on unchanged weights has outputs"
-        return Answer(found.outputs, found.items)
+    def serves(self, tower: nn.Module) -> bool:
+        """Whether it is the handle of this very tower, and not of one that this is a copy of."""
+        if "_tower" not in self.__dict__:  # a copy before its `__setstate__`: `tower` is what that brings
+            return True
+        return self._tower() is tower or self._stands_for() is tower
 
-    def _run_unless_in_vain(
-        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
-    ) -> Attempt | Reason:
-        """Runs a call, or leaves it to the original code at once where calls just before prepared weights in vain."""
-        paused = self._pause.take()
-        if paused is not None:
-            return paused
-        weights, before = self.weights, self.weights.prepared
-        found = self._run_until_unchanged(pixels, grid_thw, replay, marked)
-        if not isinstance(found, Reason) and weights.prepared == before:
-            weights.repeats = 0
-            self._pause.holds()
-        elif not self.prepared.config.strict:
-            self._pause_after(found)
-        return found
+    def of_copy(self, tower: nn.Module) -> "FusedEncoder":
+        """A new handle with the options of this one."""
+        return FusedEncoder(tower, self.family, self.spec, self.config, self.built)
 
-    def _pause_after(self, found: Attempt | Reason) -> None:
-        """Begins a pause where a call, and those before it, prepared weights in vain."""
-        each = self._pause.prepares(self.weights.changes)
-        if isinstance(found, Reason) and found.kind == fallback.CHANGING:
-            self._pause.begin(found)
-        elif self.weights.repeats >= (1 if self._pause.again else MOST_REPEATS):
-            self._pause.begin(Reason(fallback.REPLACED, "other objects of the same values at each call"))
-            self.prepared.release()  # whoever offloads a tower wants its memory
-        elif each:
-            self._pause.begin(Reason(fallback.CHANGED, "new values or adapters at each call"))
+    def stand_for(self, tower: nn.Module) -> None:
+        """It is the handle of `tower` too, whose weights its own tower has whole."""
+        self._stands_for = weakref.ref(tower)
 
-    def _run_until_unchanged(
-        self, pixels: torch.Tensor, grid_thw: Grid, replay: SpeculativeReplay | None, marked: bool
-    ) -> Attempt | Reason:
-        """Runs a call until a run began and ended with the weights that the tower has, or says why it cannot.
-
-        Whoever refreshes in a loop would overtake every run: the last ones keep others out.
-        """
-        prepared, parameter, again = self.prepared, self.weights.first_parameter(), self._pause.again
-        with on_device(parameter.device):
-            kind = kind_of(pixels, self.spec.patch_width) if marked else FLOATS
-            reason = prepared.ensure_weights(parameter, kind)
-            if reason is not None:
-                return reason
-            inputs = check_inputs(pixels, grid_thw, self.spec, parameter, marked)
-            if isinstance(inputs, Reason):
-                return inputs
-            for _ in range(1 if again else OVERTAKEN):
-                found = self._run(inputs, replay)
-                if isinstance(found, Reason):
-                    return found
-                if found.unchanged:
-                    return found
-                replay, reason = None, prepared.prepare(found.weights_version)
-                if reason is not None:
-                    return reason
-            with prepared.nothing_launched():
-                for _ in range(1 if again else MOST_RUNS):
-                    found = self._run(inputs, None)
-                    if isinstance(found, Reason) or found.unchanged:
-                        return found
-                    reason = prepared.prepare_now(found.weights_version)
-                    if reason is not None:
-                        return reason
-        runs = 2 if again else OVERTAKEN + MOST_RUNS
-        return Reason(fallback.CHANGING, f"other weights after each of {runs} runs than before it")
-
-    def _run(self, inputs: Inputs, replay: SpeculativeReplay | None) -> Attempt | Reason:
-        """One run; one that loses its weights to `release` meanwhile counts as one on changed weights, and so does one
-        that fails because something has changed."""
-        version = self.weights.version if replay is None else replay.weights_version
-        try:
-            runtime = self.prepared.runtime_on(self.weights.first_parameter())
-            check_content = (self.prepared.config.watch_data or self._trained) and runtime.no_graphs != CAPTURING
-            return attempt(runtime, inputs, replay, version, check_content, self._stats.eager_runs)
-        except WeightsReleased:
-            return Attempt(None, [], version, unchanged=False)
-        except Exception:
-            if self.weights.host_unchanged():
-                raise
-            return Attempt(None, [], version, unchanged=False)
-
-    def leave(self, why: str, counted: bool = False) -> None:
-        """Counts a call that an engine's adapter leaves to the original code.
-
-        Args:
-            counted: `answer` has counted it as a call, before it refused its input.
+    def _live_tower(self) -> nn.Module:
+        """The tower, if this handle still serves it.
 
         Raises:
-            RuntimeError: `strict`.
+            RuntimeError: it is gone, or was unfused.
         """
-        if not counted:
-            self._stats.add(calls=1)
-        self._fall_back(Reason(fallback.ENGINE, why))
+        tower = self.tower
+        if self.prepared.ended:
+            raise RuntimeError(f"fusedvit: {self._name} was unfused: fuse it again and use the handle that this gives")
+        return tower
 
-    def _fall_back(self, reason: Reason) -> None:
-        """Counts a call that takes the original code.
+    def state(self) -> str:
+        """ "fused", "unfused", or "gone" if nobody holds the tower any more."""
+        return "gone" if self._tower() is None else "unfused" if self.prepared.ended else "fused"
+
+    def end(self) -> None:
+        """Gives everything back for good: the tower was unfused, or is gone."""
+        self.processors.clear()
+        self.prepared.end()
+
+    def check_reached(self) -> None:
+        """Warns if calls of the tower go past the fused encoder, by a `forward` that somebody put on it.
 
         Raises:
-            RuntimeError: `strict`.
+            RuntimeError: `strict`, and they do.
         """
-        if self.prepared.config.strict:
-            raise RuntimeError(fallback.message(self._name, reason))
-        if not self._trained and torch.is_grad_enabled():  # optimizers with fused=True write and count no version
-            tower = self._tower()
-            self._trained = tower is not None and any(p.requires_grad for p in tower.parameters())
-        self._stats.count_original(reason, self._name)
+        why = bypass(self.tower)
+        if why is not None and self.config.strict:
+            raise RuntimeError(fallback.message(self._name, why))
+        if why is not None:
+            logger.warning("%s", fallback.message(self._name, why))
+
+    def check_early(self) -> None:
+        """Does now, for a tower on a GPU, what the first call would have to do on the host for 0.3 to 0.8 s: reads the
+        code that the tower runs, hashes Triton's where its cache has kernels, and collects garbage."""
+        if self.weights.first_parameter().device.type == "cuda" and self.config.compile == "background":
+            if service_of(os.getpid()).is_idle_with_cache():  # else the first call waits for no key
+                triton_key()  # each kernel's key begins with it, and Triton keeps it: 0.4 s, 1 s from a cold disk
+            self._source().reason()  # whose answers about code are kept for the first call
+            collect_garbage()
+
+    def renew_locks(self) -> None:
+        """See `forks`."""
+        self._stats.renew_locks()
+        self.prepared.renew_locks()
+
+    def __copy__(self) -> "FusedEncoder":
+        return self  # a tower has one handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in ("tower", "family", "spec", "config", "built")}
+        return state | {"ended": self.prepared.ended}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tower, config, ended = state.pop("tower"), state.pop("config"), state.pop("ended")
+        self.__dict__.update(state)
+        self._start(tower, config)
+        self.prepared.ended = ended
+
+    def __repr__(self) -> str:
+        state, counted = self.state(), f"{self._stats.fused} of {self._stats.calls} calls fused"
+        if state != "fused":
+            return f"<FusedEncoder of {self._name} ({self.family.name}): {_STATES[state]}; {counted}>"
+        reason = self.reason()
+        where = self.weights.first_parameter()
+        how = "runs fused" if reason is None else f"runs its original code: {reason}"
+        return f"<FusedEncoder of {self._name} ({self.family.name}), {where.dtype} on {where.device}: {how}; {counted}>"
 
 
 def rows_of(record: Any) -> torch.Tensor:

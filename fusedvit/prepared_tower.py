@@ -24,7 +24,6 @@ from fusedvit.kernels.tile_configs import Target
 from fusedvit.model.items import Item
 from fusedvit.model.normalization import Normalization
 from fusedvit.model.ops import TORCH, Ops, ops_for
-from fusedvit.model.plan import Planner, plan_for
 from fusedvit.model.spec import VisionSpec
 from fusedvit.runtime import compiled_kernels
 from fusedvit.runtime.captured_encoder import TowerGraphs, limits_for, limits_within, new_graphs
@@ -259,21 +258,16 @@ class PreparedTower:
             if not why_not and self.weights.moves > MOST_MOVES:
                 why_not = MOVING
             limits = None if why_not else self.limits(dtype, torch.cuda.mem_get_info(device)[0])
-            planner = functools.lru_cache(maxsize=1024)(plan_for)  # for the meta device and the GPU, once
             graphs = None
             if limits is not None:
-                graphs = new_graphs(self.spec, limits, self.weights.get, device, dtype, planner)
-            kernels = None if device.type != "cuda" else self._new_loader(device, dtype, limits, planner)
+                graphs = new_graphs(self.spec, limits, self.weights.get, device, dtype)
+            kernels = None if device.type != "cuda" else self._new_loader(device, dtype, limits)
             now = self.config.strict or self.config.compile == "now"
-            self.runtime = Runtime(
-                self.spec, self.weights, device, dtype, graphs, why_not, limits, kernels, now, planner
-            )
+            self.runtime = Runtime(self.spec, self.weights, device, dtype, graphs, why_not, limits, kernels, now)
             return self.runtime
 
-    def _new_loader(
-        self, device: torch.device, dtype: torch.dtype, limits: Limits | None, planner: Planner
-    ) -> KernelLoader:
-        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device), planner)
+    def _new_loader(self, device: torch.device, dtype: torch.dtype, limits: Limits | None) -> KernelLoader:
+        runs = MetaRuns(self.spec, dtype, limits, functools.partial(Target.of, device))
         ladder = limits.token_budgets if limits is not None else ()
         return KernelLoader(runs.launch, self.weights.get, ladder, service_of(os.getpid()), device)
 

@@ -25,7 +25,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,7 @@ logger = logging.getLogger("fusedvit")
 SHIPPED = Path(__file__).resolve().parent / "tuned"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Entry = dict[str, Any]  # one of a document's "entries"
+on_forget: list[Callable[[], None]] = []  # called by `forget`
 
 
 class TableError(ValueError):
@@ -95,8 +96,10 @@ def table_for(target: Target) -> Table:
 
 
 def forget() -> None:
-    """Makes the next `table_for` read the files again."""
+    """Makes the next `table_for` read the files again, and drops what was chosen by them before."""
     _read_all.cache_clear()
+    for drop in on_forget:
+        drop()
 
 
 @lru_cache(maxsize=16)

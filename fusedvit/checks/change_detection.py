@@ -27,7 +27,6 @@ from fusedvit.checks.recorded import (
     KEYS,
     REGISTRIES,
     Attributes,
-    Bodies,
     Entries,
     Instances,
     Tensors,
@@ -42,6 +41,7 @@ _MARKS_FOR_GRADIENTS = Definition(
     "transformers.modeling_utils", "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 )
 _held_by = attrgetter("cell_contents")
+_body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
 _CONFIG = ("_attn_implementation", "attribute_map", "__getattribute__", "__getattr__", "__mro__")  # of its class
@@ -51,7 +51,8 @@ _wants_gradient = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class _Code:
-    """Where the code is kept that would run, what is there, the bodies of its functions, and what decorators wrap.
+    """Where the code is kept that would run, what is there, its functions and their bodies (code, defaults, keyword
+    defaults), and what decorators wrap.
 
     `absent` are names that a class or a module does not have, by its live keys: giving it one would hide
     what the code finds now. Asking so takes a tenth of the time of looking each up in vain.
@@ -61,7 +62,7 @@ class _Code:
     names: tuple[str, ...]
     values: tuple[Any, ...]
     registries: Entries
-    bodies: Bodies
+    bodies: tuple[tuple[FunctionType, ...], list[tuple[Any, ...]]]
     wrapped: tuple[tuple[Any, ...], tuple[Any, ...]]
     absent: tuple[tuple[KeysView[str], ...], tuple[frozenset[str], ...]]
 
@@ -87,14 +88,15 @@ class _Code:
         cells = tuple(cell for function in own.functions for cell in cells_of(function))
         wrapped = cells, tuple(map(_held_by, cells))
         registries = Entries.of(own.registries)
-        return _Code(owners, names, values, registries, Bodies(own.functions), wrapped, (views, hidden))
+        bodies = own.functions, list(map(_body_of, own.functions))
+        return _Code(owners, names, values, registries, bodies, wrapped, (views, hidden))
 
     def unchanged(self) -> bool:
         return (
             all(map(is_, map(getattr, self.owners, self.names, repeat(None)), self.values))
             and all(map(KEYS.isdisjoint, *self.absent))
             and self.registries.unchanged()
-            and self.bodies.unchanged()
+            and list(map(_body_of, self.bodies[0])) == self.bodies[1]
             and all(map(is_, map(_held_by, self.wrapped[0]), self.wrapped[1]))
         )
 
@@ -174,24 +176,24 @@ class Snapshot:
         own_registries = ((vars(tower), name) for name in REGISTRIES)  # of inner modules `Instances` compares them
         partials = tuple(value for value in attributes.entries.values if isinstance(value, partial))
         return Snapshot(
-            Entries.of((*own_registries, *((m._modules, name) for m in modules for name in m._modules))),
-            registries,
-            list(map(len, registries)),
-            (ordered, list(map(tuple, ordered))),
-            Instances.of(inner, (m for m in inner if not isinstance(m, _NEVER_CALLED))),
-            Tensors.of((m._parameters, name) for m in read for name in m._parameters),
-            Tensors.of((m._buffers, name) for m in read for name in m._buffers if name in buffers),
-            list(map(type, classed)),
-            classed,
-            tuple(map(vars, classed)),
-            attributes,
-            (partials, [(p.func, p.args, dict(p.keywords)) for p in partials]),
-            (weakref.ref(tower), own_class(type(tower)), vars(tower)),
-            _Code.of(own, modules),
-            (vars(tower).keys(), own.names - vars(tower).keys() - {"forward"}),
-            tuple(registry for registry in registries if not registry),
-            Written((*filter(None, registries), *map(vars, modules), *attributes.entries.registries)),
-            tuple(p for m in modules if m not in read for p in m._parameters.values() if p is not None),
+            children=Entries.of((*own_registries, *((m._modules, name) for m in modules for name in m._modules))),
+            registries=registries,
+            lengths=list(map(len, registries)),
+            orders=(ordered, list(map(tuple, ordered))),
+            instances=Instances.of(inner, (m for m in inner if not isinstance(m, _NEVER_CALLED))),
+            parameters=Tensors.of((m._parameters, name) for m in read for name in m._parameters),
+            buffers=Tensors.of((m._buffers, name) for m in read for name in m._buffers if name in buffers),
+            classes=list(map(type, classed)),
+            classed=classed,
+            homes=tuple(map(vars, classed)),
+            attributes=attributes,
+            partials=(partials, [(p.func, p.args, dict(p.keywords)) for p in partials]),
+            tower=(weakref.ref(tower), own_class(type(tower)), vars(tower)),
+            code=_Code.of(own, modules),
+            hidden=(vars(tower).keys(), own.names - vars(tower).keys() - {"forward"}),
+            empty=tuple(registry for registry in registries if not registry),
+            written=Written((*filter(None, registries), *map(vars, modules), *attributes.entries.registries)),
+            idle=tuple(p for m in modules if m not in read for p in m._parameters.values() if p is not None),
         )
 
     def first_parameter(self) -> nn.Parameter | None:

@@ -4,12 +4,10 @@ A call compares some thousand of these, so each loop here is C's.
 """
 
 import functools
-import gc
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, count
 from operator import attrgetter, is_, is_not
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HIDING = frozenset({"forward", *module_calls.OF_INSTANCES})  # set on an instance, these hide its class's
 KEYS: Any = type({}.keys())
 _version_of_dictionary: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
-_body_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, torch.device, torch.Size})
 _plainly: Any = torch._C.DisableTorchFunctionSubclass  # engines' parameters run Python for each fact that they tell
 _shape_of, _version_of, _wants_gradient = map(attrgetter, ("shape", "_version", "requires_grad"))
@@ -206,31 +203,6 @@ class Instances:
 def registered(module: nn.Module) -> set[str]:
     """Names of its parameters, buffers and modules."""
     return {*module._parameters, *module._buffers, *module._modules}
-
-
-class Bodies:
-    """The code, defaults and keyword defaults of functions.
-
-    Reading these raises an audit event each (`sys.audit`), 0.7 us where somebody listens. The garbage collector's list
-    of what the functions refer to, these among it, is one event; where it differs, as by annotations that somebody
-    reads, they are read themselves.
-    """
-
-    def __init__(self, functions: tuple[FunctionType, ...]) -> None:
-        self._functions = functions
-        self._bodies = list(map(_body_of, functions))
-        self._referents = gc.get_referents(*functions)
-        there = {*map(id, self._referents)}
-        self._listed = all(id(part) in there for body in self._bodies for part in body if part is not None)
-
-    def unchanged(self) -> bool:
-        referents = gc.get_referents(*self._functions)
-        if self._listed and referents == self._referents:
-            return True
-        if list(map(_body_of, self._functions)) != self._bodies:
-            return False
-        self._referents = referents
-        return True
 
 
 class Layouts:

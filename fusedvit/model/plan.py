@@ -3,8 +3,8 @@
 A tuning table answers first, then the heuristic of each backend that the device has, the fastest backend first.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -189,9 +189,6 @@ def attention_task(spec: VisionSpec, rows: int, dtype: torch.dtype, length: int)
     return found["short_attention" if length <= SHORT_FRAME and "short_attention" in found else "attention"]
 
 
-Planner = Callable[[VisionSpec, int, torch.dtype, Target], EncoderPlan]  # `plan_for`, or one that keeps plans
-
-
 def plan_for(
     spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target, table: Table | None = None
 ) -> EncoderPlan:
@@ -207,6 +204,15 @@ def plan_for(
     by_name = {task.name: task for task in tasks(spec, tokens, dtype)}
     overlap = merger_overlap(spec, chosen, lambda name, t: heuristic(by_name[name], dtype, t), dtype, target)
     return EncoderPlan(**configs, max_programs=4 * target.num_sms, overlap=overlap)
+
+
+@lru_cache(maxsize=1024)
+def known_plan(spec: VisionSpec, tokens: int, dtype: torch.dtype, target: Target) -> EncoderPlan:
+    """`plan_for`, kept until `tuning_table.forget`: whoever compiles, captures or runs a budget asks for its plan."""
+    return plan_for(spec, tokens, dtype, target)
+
+
+tuning_table.on_forget.append(known_plan.cache_clear)
 
 
 def chosen_for(

@@ -25,7 +25,7 @@ from fusedvit.model.buffers import Capacity, EncoderBuffers, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
 from fusedvit.model.merger_overlap import IN_LINE, SideStream
 from fusedvit.model.ops import Ops, ops_for
-from fusedvit.model.plan import EncoderPlan, Planner, plan_for
+from fusedvit.model.plan import EncoderPlan, known_plan
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 
@@ -63,7 +63,7 @@ class CapturedEncoder:
         device: torch.device,
         weights: Callable[[], EncoderWeights],
         side: SideStream | None = None,
-        planner: Planner = plan_for,
+        planner: Callable[[VisionSpec, int, torch.dtype, Target], EncoderPlan] = known_plan,
     ) -> None:
         self._spec = spec
         self._ops = ops
@@ -227,10 +227,12 @@ class CapturedEncoder:
             grid.copy_(host, non_blocking=True)
         return grid
 
-    def store(self, budget: int, outputs: EncoderOutputs) -> None:
-        """Copies the first rows of `budget`'s outputs to `outputs`, which say how many."""
-        part = self._parts[budget]
-        self._ops.store_outputs(part.hidden, part.merged, outputs.hidden, outputs.merged)
+    def store(self, budget: int, outputs: EncoderOutputs, first: int = 0) -> None:
+        """Copies rows of `budget`'s outputs, from patch row `first` on, to `outputs`, which say how many."""
+        hidden, merged = self._parts[budget].hidden, self._parts[budget].merged
+        if first:
+            hidden, merged = hidden[first:], tuple(plane[first // self._spec.merge_unit :] for plane in merged)
+        self._ops.store_outputs(hidden, merged, outputs.hidden, outputs.merged)
 
 
 @dataclass(frozen=True)
@@ -252,15 +254,10 @@ class TowerGraphs:
 
 
 def new_graphs(
-    spec: VisionSpec,
-    limits: Limits,
-    weights: Callable[[], EncoderWeights],
-    device: torch.device,
-    dtype: torch.dtype,
-    planner: Planner,
+    spec: VisionSpec, limits: Limits, weights: Callable[[], EncoderWeights], device: torch.device, dtype: torch.dtype
 ) -> TowerGraphs:
     """Nothing captured yet, nothing allocated."""
-    encoder = CapturedEncoder(spec, ops_for(device), dtype, device, weights, planner=planner)
+    encoder = CapturedEncoder(spec, ops_for(device), dtype, device, weights)
     return TowerGraphs(GraphManager(limits, encoder, CudaCapture(device)), encoder)
 
 

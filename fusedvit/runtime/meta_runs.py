@@ -13,7 +13,7 @@ from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import encode
 from fusedvit.model.items import Item
 from fusedvit.model.ops import TRITON
-from fusedvit.model.plan import EncoderPlan, Planner, heuristic, plan_for, tasks
+from fusedvit.model.plan import EncoderPlan, heuristic, known_plan, tasks
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import EncoderWeights
 from fusedvit.runtime.captured_encoder import CapturedEncoder, rehearse_padded
@@ -24,21 +24,14 @@ class MetaRuns:
     """The launches of a tower's runs."""
 
     def __init__(
-        self,
-        spec: VisionSpec,
-        dtype: torch.dtype,
-        limits: Limits | None,
-        target: Callable[[], Target],
-        planner: Planner = plan_for,
+        self, spec: VisionSpec, dtype: torch.dtype, limits: Limits | None, target: Callable[[], Target]
     ) -> None:
         """Nothing is launched yet.
 
         Args:
             limits: of the graphs, None where there are none.
             target: asked at each run, as backends may fail.
-            planner: shared with what runs the plans on the GPU, if it keeps them.
         """
-        self._planner = planner
         self._spec, self._dtype, self._limits, self._target = spec, dtype, limits, target
         self._encoder: tuple[Target, CapturedEncoder] | None = None
         self._weights: EncoderWeights | None = None
@@ -56,7 +49,7 @@ class MetaRuns:
             encoder.rehearse(run.tokens)
             self._weights = None
         else:
-            plan = self._planner(self._spec, run.tokens, self._dtype, self._target())
+            plan = known_plan(self._spec, run.tokens, self._dtype, self._target())
             run_on_meta(self._spec, weights, plan, self._dtype, run.tokens)
 
     def _captured(self) -> CapturedEncoder:
@@ -69,7 +62,7 @@ class MetaRuns:
             for task in tasks(spec, tokens, dtype):  # some take 30 ms, and are kept
                 pause()
                 heuristic(task, dtype, gpu)
-            return self._planner(spec, tokens, dtype, gpu)
+            return known_plan(spec, tokens, dtype, gpu)
 
         def weights() -> EncoderWeights:
             assert self._weights is not None, "called within `launch`"

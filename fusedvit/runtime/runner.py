@@ -20,7 +20,7 @@ from fusedvit.model.buffers import Capacity, allocate
 from fusedvit.model.encoder import EncoderOutputs, encode
 from fusedvit.model.items import Item
 from fusedvit.model.ops import ops_for
-from fusedvit.model.plan import Planner, plan_for
+from fusedvit.model.plan import known_plan
 from fusedvit.model.spec import VisionSpec
 from fusedvit.model.weights import ALIGNMENT
 from fusedvit.runtime.captured_encoder import TowerGraphs
@@ -54,7 +54,6 @@ class Runtime:
         compile_now: wait for kernels that are missing.
         limits: the token budgets that eager runs take their configurations by, for the same bits as a replay's; None
             where there never were graphs.
-        planner: what makes plans, or has them.
     """
 
     spec: VisionSpec
@@ -66,7 +65,6 @@ class Runtime:
     limits: Limits | None = None
     kernels: KernelLoader | None = None
     compile_now: bool = False
-    planner: Planner = plan_for
 
     def plan_tokens(self, tokens: int) -> int:
         """The patch-token budget that an eager run of `tokens` patch tokens takes its configurations by.
@@ -162,7 +160,7 @@ def budgets_of(calls: Iterable[Sequence[Item]], unit: int, limits: Limits) -> se
     return {step.batch.budget for step in steps if step.batch is not None}
 
 
-def run(
+def run_planned(
     runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], eager: Counter[str], rows: int = 0
 ) -> EncoderOutputs:
     """Outputs of `items`, in their order, in memory of the caller's.
@@ -180,20 +178,20 @@ def run(
     graphs = runtime.graphs
     steps = () if graphs is None else plan_steps(tuple(items), runtime.spec.merge_unit, graphs.limits, rows)
     if runtime.kernels is None:
-        return _run_steps(runtime, pixels, items, steps, eager, rows)
+        return _launch_steps(runtime, pixels, items, steps, eager, rows)
     runs = _new_runs(runtime, max(_tokens(items), rows), steps)
     if not runs:
-        return _run_steps(runtime, pixels, items, steps, eager, rows)
+        return _launch_steps(runtime, pixels, items, steps, eager, rows)
     runtime.kernels.need(runs, runtime.compile_now)
     if runtime.compile_now:
         with runtime.kernels.compiling():
-            return _run_steps(runtime, pixels, items, steps, eager, rows)
+            return _launch_steps(runtime, pixels, items, steps, eager, rows)
     with runtime.kernels.guard(runs):
         captures = [run.tokens for run in runs if run.graph]
         if graphs is not None and len(captures) > 1:  # a call has the time of one capture
             graphs.manager.ready(captures[0])
             raise KernelsNotReady("")
-        return _run_steps(runtime, pixels, items, steps, eager, rows)
+        return _launch_steps(runtime, pixels, items, steps, eager, rows)
 
 
 def _new_runs(runtime: Runtime, tokens: int, steps: Sequence[Step]) -> list[Run]:
@@ -210,7 +208,7 @@ def _new_runs(runtime: Runtime, tokens: int, steps: Sequence[Step]) -> list[Run]
     return list(runs)
 
 
-def _run_steps(
+def _launch_steps(
     runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], steps: Sequence[Step], eager: Counter[str], rows: int
 ) -> EncoderOutputs:
     if runtime.graphs is None:
@@ -246,8 +244,8 @@ def _replay(graphs: TowerGraphs, step: Step, batch: Batch, pixels: torch.Tensor,
             encoder.load_pixels(budget, pixels[source : source + length], target)
 
     def store(budget: int) -> None:
-        static = encoder.buffers(budget)
-        answer.keep(EncoderOutputs(static.hidden, static.merged), step.spans)
+        for source, target, length in step.spans:
+            encoder.store(budget, answer.rows(source, length), target)
 
     return graphs.manager.replay(batch, load, store)
 
@@ -265,15 +263,23 @@ class _Answer:
             self._outputs = self._runtime.new_outputs(self._tokens)
         return self._outputs
 
+    def rows(self, source: int, length: int) -> EncoderOutputs:
+        """The outputs of `length` patch rows from `source` on, in the call's memory."""
+        return _rows_of(self.outputs(), source, length, self._runtime.spec)
+
     def keep(self, got: EncoderOutputs, spans: Sequence[Span]) -> None:
-        """Copies a batch's rows to where the caller's are."""
-        outputs, unit = self.outputs(), self._runtime.spec.merge_unit
+        """Copies what ran outside a graph to where the caller's rows are."""
         for source, target, length in spans:
-            if self._runtime.spec.returns_hidden:
-                outputs.hidden[source : source + length].copy_(got.hidden[target : target + length])
-            for mine, theirs in zip(outputs.merged, got.merged, strict=True):
-                rows = theirs[target // unit : (target + length) // unit]
-                mine[source // unit : (source + length) // unit].copy_(rows)
+            mine, theirs = self.rows(source, length), _rows_of(got, target, length, self._runtime.spec)
+            for to, rows in zip((mine.hidden, *mine.merged), (theirs.hidden, *theirs.merged), strict=True):
+                to.copy_(rows)
+
+
+def _rows_of(outputs: EncoderOutputs, first: int, length: int, spec: VisionSpec) -> EncoderOutputs:
+    """Views of `length` patch rows of `outputs` from `first` on."""
+    unit = spec.merge_unit
+    merged = tuple(plane[first // unit : (first + length) // unit] for plane in outputs.merged)
+    return EncoderOutputs(outputs.hidden[first : first + length], merged)
 
 
 def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int = 0) -> EncoderOutputs:
@@ -290,7 +296,7 @@ def run_eager(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], row
 
 def _encode(runtime: Runtime, pixels: torch.Tensor, items: Sequence[Item], rows: int) -> EncoderOutputs:
     spec, device, dtype = runtime.spec, runtime.device, runtime.dtype
-    plan = runtime.planner(spec, runtime.plan_tokens(max(_tokens(items), rows)), dtype, Target.of(device))
+    plan = known_plan(spec, runtime.plan_tokens(max(_tokens(items), rows)), dtype, Target.of(device))
     kind, capacity = kind_of(pixels, spec.patch_width), Capacity.of(items, plan.layout(spec))
     floats = _aligned(pixels.to(device, dtype)) if kind == FLOATS else None
     buffers = allocate(spec, capacity, dtype, device, floats)

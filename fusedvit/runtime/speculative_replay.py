@@ -28,7 +28,7 @@ from fusedvit.runtime.captured_encoder import TowerGraphs
 from fusedvit.runtime.inputs import Inputs, load_padded, without_padding
 from fusedvit.runtime.kernel_loader import Run
 from fusedvit.runtime.readback import StreamMark
-from fusedvit.runtime.runner import Runtime, run, sole_batch
+from fusedvit.runtime.runner import Runtime, run_planned, sole_batch
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ def attempt(
     mark = mark if replay is None else replay.mark
     items, pixels, outputs = inputs.items, inputs.pixels, None
     if items is not None and replay is None:
-        outputs = run(runtime, pixels, items, eager_runs)
+        outputs = run_planned(runtime, pixels, items, eager_runs)
     found = weights.read_back(mark, check_content, inputs.grid)
     if items is None:
         known = inputs.with_rows(found.rows, spec.merge_size)
@@ -190,7 +190,7 @@ def attempt(
     if replay is not None:
         outputs = replay.accept(items)
     if outputs is None and found.unchanged:
-        outputs = run(runtime, pixels, items, eager_runs, rows)
+        outputs = run_planned(runtime, pixels, items, eager_runs, rows)
     return Attempt(outputs, items, version, found.unchanged and weights.version == version)
 
 
@@ -231,7 +231,11 @@ def _tells_its_shape(pixels: object, grid: object, runtime: Runtime, marked: boo
         told = triples and grid.dtype in GRID_DTYPES and max(grid.stride()) <= MAX_ROWS
     else:
         told = not spec.padded
-    return bool(right and told) and _is_current(runtime.device) and not torch._C._is_tracing()
+    if runtime.device.type == "cuda" and (  # torch's own names of these two questions take 2 us more
+        runtime.device.index != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing()
+    ):
+        return False
+    return bool(right and told) and not torch._C._is_tracing()
 
 
 def _items_of(grid: object, rows: int, spec: VisionSpec) -> tuple[Item, ...]:
@@ -253,11 +257,3 @@ def _takes_bytes(pixels: torch.Tensor, runtime: Runtime) -> bool:
     spec, width = runtime.spec, pixels.shape[1]
     kind = BYTES if width == spec.patch_width else STILL_BYTES if width == spec.still_width else None
     return pixels.dtype == torch.uint8 and kind in runtime.weights.kinds
-
-
-def _is_current(device: torch.device) -> bool:
-    """Whether what is launched now goes to `device`, and is run there and not captured."""
-    if device.type != "cuda":
-        return True
-    here = device.index == torch._C._cuda_getDevice()  # torch's own names of these two take 2 us more
-    return here and not torch._C._cuda_isCurrentStreamCapturing()

@@ -23,6 +23,7 @@ from tests.support.towers import (
     assert_same,
     copy_of,
     outcome,
+    outputs_of,
     precomputed,
     prompt,
     ran_fused,
@@ -346,6 +347,19 @@ def test_a_tower_without_its_config() -> None:
     assert "config" in handle.report()
     with pytest.raises(AttributeError, match="config"):  # transformers' own
         tower(call.pixels, grid_thw=call.grid)
+
+
+def test_a_tower_that_cannot_run_fused_takes_what_its_original_code_takes() -> None:
+    """Inputs are checked once the tower may run fused, not before: integer pixels are refused only there."""
+    tower = tiny_tower()
+    original, call = copy_of(tower), Call.of(tower, GRIDS["mix"])
+    handle, whole = fusedvit.fuse(tower), call.pixels.mul(4).long()
+    hook = tower.blocks[0].register_forward_hook(lambda *given: None)
+    assert_bitwise(outputs_of(tower(whole, call.grid)), outputs_of(original(whole, call.grid)))
+    ran_original(handle, fallback.HOOKS)
+    hook.remove()
+    with pytest.raises(TypeError, match="pixel_values must be normalised floats"):
+        tower(whole, call.grid)
 
 
 @pytest.mark.parametrize("probe", ["compiler.is_compiling", "jit.is_tracing"])

@@ -166,6 +166,12 @@ REPLACEMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
         modeling(), "apply_rotary_pos_emb_vision", _another_modules()
     ),
     "the code of a function": lambda: other_code(modeling().apply_rotary_pos_emb_vision, _skewed.__code__),
+    "the defaults of a function": lambda: mock.patch.object(
+        modeling().apply_rotary_pos_emb_vision, "__defaults__", (None,)
+    ),
+    "the keyword defaults of a function": lambda: mock.patch.object(
+        modeling().apply_rotary_pos_emb_vision, "__kwdefaults__", {"sin": None}
+    ),
     "names in the code of a function": lambda: other_code(modeling().apply_rotary_pos_emb_vision, _absolute()),
     "the globals of a function": lambda: mock.patch.object(modeling(), "apply_rotary_pos_emb_vision", _other_globals()),
     "a decorated function that says it is another": lambda: mock.patch.object(

@@ -17,6 +17,7 @@ from fusedvit.kernels.backends import Key
 from fusedvit.kernels.hopper import gluon_compat
 from fusedvit.kernels.tile_configs import AttentionConfig, LinearConfig, Target
 from fusedvit.kernels.tuning_table import Table, TableError
+from fusedvit.model.plan import known_plan
 from fusedvit.runtime.ahead_of_time import QWEN3_VL_8B
 from fusedvit.stats import choices
 
@@ -115,6 +116,15 @@ def test_the_users_table_goes_over_the_shipped_one(folders: tuple[Path, Path]) -
     write(user, "{")
     tuning_table.forget()
     assert tuning_table.table_for(H200).entries == {KEY: CONFIG, HEADS: ATTENTION}, "the shipped one still holds"
+
+
+def test_plans_are_kept_until_a_table_is_read_again(folders: tuple[Path, Path]) -> None:
+    before = known_plan(QWEN3_VL_8B, 1024, BF16, H200)
+    mine = replace(CONFIG, block_m=64)
+    write(folders[0], document(entry(chosen=mine)))
+    assert known_plan(QWEN3_VL_8B, 1024, BF16, H200) is before and before.qkv != mine
+    tuning_table.forget()
+    assert known_plan(QWEN3_VL_8B, 1024, BF16, H200).qkv == mine
 
 
 @pytest.mark.parametrize("whose, level", [("own", logging.WARNING), ("shipped", logging.INFO)])

@@ -116,9 +116,8 @@ MUTANTS = (
         "hf/weights:answer hf/weights:unwatched",
     ),
     _clause("attention registries", "self.registries.unchanged()", "hf/own_code:entries"),
-    _clause("bodies of functions", "self.bodies.unchanged()", "hf/own_code:ways"),
-    _never("bodies that differ", RECORDED, "list(map(_body_of, self._functions)) != self._bodies", "hf/own_code:ways"),
-    _without("bodies that nobody lists", RECORDED, "self._listed and ", "unit/recorded:functions"),
+    _clause("bodies of functions", "list(map(_body_of, self.bodies[0])) == self.bodies[1]", "hf/own_code:ways"),
+    _without("defaults that change", CHANGE, ', "__defaults__"', "hf/own_code:ways"),
     Mutant("pre-hooks", RECORDED, ', "_forward_pre_hooks")', ",)", "hf/fallback:hooks"),
     Mutant("training mode", CHANGE, "for module in dropouts(tower))", "for module in ())", "hf/numbers:dropout"),
     Mutant(
@@ -706,7 +705,7 @@ MUTANTS = (
     _never(
         "a pause ends",
         ENCODER,
-        "not isinstance(found, Reason) and weights.prepared == before",
+        "not isinstance(found, Reason) and not prepared",
         "hf/pauses:weights_written",
     ),
     Mutant(

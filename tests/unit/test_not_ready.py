@@ -198,7 +198,7 @@ def test_a_kernel_that_no_backend_compiles_leaves_the_original_code(compiler: Fa
     pixels = Call.of(fused.tower, GRID).pixels
     answer(fused.tower, pixels, GRID)
     until(lambda: 16 in fused.ready())
-    with mock.patch("fusedvit.runtime.runner._run_steps", side_effect=KernelFailed("ptxas: no")):
+    with mock.patch("fusedvit.runtime.runner._launch_steps", side_effect=KernelFailed("ptxas: no")):
         answer(fused.tower, pixels, GRID)
     assert fused.counts() == (0, 2) and "ptxas: no" in fused.handle.report()
 

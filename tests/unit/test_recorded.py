@@ -1,9 +1,7 @@
 """What a snapshot compares quickly is compared as exactly as what it compares slowly."""
 
 import contextlib
-import gc
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from fusedvit.checks import recorded
-from fusedvit.checks.recorded import Attributes, Bodies, Instances, Layouts, Written
+from fusedvit.checks.recorded import Attributes, Instances, Layouts, Written
 
 
 class Weight(nn.Parameter):
@@ -104,50 +102,6 @@ def test_guards_that_miss_a_change_or_are_not_there_are_not_used(monkeypatch: py
     assert not work()
     monkeypatch.setattr(recorded, "_guard_of", lambda tensors: torch._C._no_such_module)
     assert not work()
-
-
-def _double(x: int, y: int = 2, *, z: int = 3) -> int:
-    return x * y * z
-
-
-def _halve(x: int, y: int = 2) -> float:
-    return x / y
-
-
-def _change_code(f: FunctionType) -> None:
-    f.__code__ = (lambda x, y=2, *, z=3: x).__code__
-
-
-def _change_defaults(f: FunctionType) -> None:
-    f.__defaults__ = (5,)
-
-
-def _change_keyword_defaults(f: FunctionType) -> None:
-    f.__kwdefaults__ = {"z": 5}
-
-
-@pytest.mark.parametrize("change", [_change_code, _change_defaults, _change_keyword_defaults])
-@pytest.mark.parametrize("listed", [True, False])
-def test_functions_that_change_in_place(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[FunctionType], None], listed: bool
-) -> None:
-    function = FunctionType(_double.__code__, globals(), "f", _double.__defaults__)
-    function.__kwdefaults__ = dict(_double.__kwdefaults__)
-    if not listed:  # an interpreter whose collector does not list them
-        monkeypatch.setattr(gc, "get_referents", lambda *functions: [])
-    bodies = Bodies((function, _halve))  # type: ignore[arg-type]
-    assert bodies.unchanged()
-    change(function)
-    assert not bodies.unchanged()
-    assert not bodies.unchanged()
-
-
-def test_functions_whose_annotations_are_read_are_compared_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies = Bodies((_halve, _double))  # type: ignore[arg-type]
-    _halve.__annotations__ = dict(_halve.__annotations__) | {"w": int}
-    assert bodies.unchanged()
-    monkeypatch.setattr(recorded, "_body_of", lambda function: pytest.fail("the collector's list tells"))
-    assert bodies.unchanged()
 
 
 WRITES: dict[str, Callable[[dict[str, Any]], object]] = {

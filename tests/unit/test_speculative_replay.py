@@ -149,6 +149,28 @@ def test_what_overflows_runs_item_by_item(case: Case, others: Any) -> None:
     assert stats["graphs"]["hit_rate"] == replays / (replays + 2)
 
 
+@pytest.mark.parametrize(
+    "grid",
+    [GRID, [(9, 2, 2)], [(1, 4, 4), (9, 2, 2)], [(1, 16, 16), (1, 4, 4), (1, 12, 12), (1, 2, 2)]],
+    ids=["one batch", "a video in two", "with an image", "batches that alternate"],
+)
+def test_planned_replays_store_their_outputs_in_a_launch_a_span(case: Case, grid: Any) -> None:
+    """As those of speculative replays are, bit for bit."""
+    tower, handle, graphs = case
+    pixels = Call.of(tower, grid).pixels
+    answer(tower, pixels, grid)  # captures, which launches one of each budget
+    stored = mock.Mock(wraps=graphs.encoder._ops.store_outputs)
+    encoder_ops = replace(graphs.encoder._ops, store_outputs=stored)
+    with (
+        mock.patch.object(graphs.encoder, "_ops", encoder_ops),
+        mock.patch.object(speculative_replay, "begin", lambda *given: None),
+    ):
+        planned = answer(tower, pixels, grid)
+    steps = runner.plan_steps(tuple(check_items([*map(list, grid)], len(pixels), 2)), 4, graphs.limits)
+    assert stored.call_count == sum(len(step.spans) for step in steps)
+    assert same(planned, answer(tower, pixels, grid)) and close(planned, eager(handle, pixels, grid))
+
+
 def test_the_call_is_checked_under_its_replay(case: Case) -> None:
     tower, handle, graphs = case
     assert right(case, GRID)
