@@ -305,7 +305,9 @@ def test_a_tower_that_fsdp1_flattens(original: bool, mesh: Any) -> None:
     wrapped = FullyShardedDataParallel(tower, use_orig_params=original, device_id=torch.device("cpu"))
     for _ in range(2):
         with torch.no_grad():
-            assert torch.equal(wrapped(call.pixels, call.grid).pooler_output, expected["pooler_output"])
+            found = wrapped(call.pixels, call.grid).pooler_output
+        # Views of a flat parameter are aligned otherwise, which may change the order of a CPU's sums.
+        torch.testing.assert_close(found, expected["pooler_output"])
         reason = handle.reason()
         assert reason is not None and reason.detail == handle.stats()["details"][fallback.MODIFIED]
         assert "flat parameter of FSDP1" in reason.detail and "fully_shard" in reason.detail
