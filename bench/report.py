@@ -115,6 +115,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
     "vllm-ranks": ((RANKS, _ranks),),
     "vllm-engine": ((ENGINES, lambda v1, v2: tables.engine_table({"V1": v1["V1"], "V2": v2["V2"]})),),
     "unsupported": (((), tables.unsupported_table),),
+    "reasons": (((), tables.reason_table),),
 }
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fusedvit.bench.towers import GEOMETRIES
+from fusedvit.checks.fallback import ADVICE
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES
 from fusedvit.families.unsupported import UNSUPPORTED
@@ -241,9 +242,9 @@ def gemm_table(rows: list[Row]) -> Table:
             patches = int(row["shape"].split(" x ")[0]) * unit
             us = row["us"]
             cells[patches, row["op"]] = f"{us:.1f} ({row['peers_us'][CUBLAS] / us:.2f})" if us else "wrong"
-    patches, there = dict.fromkeys(at for at, _ in cells), [op for op in LINEARS if any(op == of for _, of in cells)]
+    sizes, there = dict.fromkeys(at for at, _ in cells), [op for op in LINEARS if any(op == of for _, of in cells)]
     head = ["patches", *(f"{op}, us (ratio to cuBLAS)" for op in there)]
-    return Table(head, [[str(at), *(cells.get((at, op), NONE) for op in there)] for at in patches])
+    return Table(head, [[str(at), *(cells.get((at, op), NONE) for op in there)] for at in sizes])
 
 
 # Accuracy
@@ -334,6 +335,11 @@ def family_table(gpu: dict[str, Row], cpu: dict[str, Row]) -> Table:
         **{f"{n} patches, ms: Hugging Face → ours (ratio)": partial(_family_time, patches=n) for n in PATCHES},
     }
     return table(rows, columns)
+
+
+def reason_table() -> Table:
+    """Why a call takes the original code, as `stats()` and warnings name it."""
+    return Table(["reason", "what it means, or what to do"], [[f"`{kind}`", said] for kind, said in ADVICE.items()])
 
 
 def unsupported_table() -> Table:
