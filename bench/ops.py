@@ -25,7 +25,6 @@ from fusedvit.kernels import backends, tuning_table
 from fusedvit.kernels import epilogue as epilogues
 from fusedvit.kernels.attention import Segments, query_scale
 from fusedvit.kernels.epilogue import Epilogue, HeadNorm, NormFold, Rope, RowStats, Scratch, Taps
-from fusedvit.kernels.hopper.attention_configs import SHORT_FRAME
 from fusedvit.kernels.hopper.gemm_configs import KINDS
 from fusedvit.kernels.launch import compiling_only
 from fusedvit.kernels.positions import packed_width
@@ -46,7 +45,6 @@ GRAPH_MS, MOST_CALLS = (
     10,
 )  # of one graph of attention: starting a graph takes 10 us, which short launches would show
 SPARE_ROWS = 256  # after a tensor's last row in its buffer: a tile's or more
-MOST_TOKENS = 2**31 - 1  # of a sequence
 STATS_WIDTH = 128  # channels of a partial statistic that an input comes with
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
 ROWS = (256, 784, 1296, 4096, 16384)
@@ -221,14 +219,6 @@ def _as_torch_rounds(
     return product if e.residual is None else product + e.residual
 
 
-def _packed(lengths: tuple[int, ...], c: int, growth: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """q | k | v of `c` columns each; keys after a sequence's first 128 are `growth` times as large."""
-    qkv = _random(sum(lengths), 3 * c, dtype=dtype, device=device)
-    for frame in qkv.split(lengths) if growth != 1.0 else ():
-        frame[128:, c : 2 * c] *= growth
-    return qkv
-
-
 def attention_case(
     heads: int,
     head_dim: int,
@@ -236,22 +226,17 @@ def attention_case(
     dtype: torch.dtype,
     device: torch.device,
     fa3: bool,
-    growth: float = 1.0,
 ) -> Case:
-    """Sequences of `lengths`, packed; there is one set, as in a tower q, k and v were just written.
-
-    A configuration is one, or a pair as a plan with two lists of tiles has it: for long sequences and for short ones.
-    Keys after a sequence's first 128 are `growth` times as large, which overflows a softmax without a running maximum.
-    """
+    """Sequences of `lengths`, packed; there is one set, as in a tower q, k and v were just written."""
     rows, c = sum(lengths), heads * head_dim
-    theirs, out = _packed(lengths, c, growth, dtype, device), torch.empty(rows, c, dtype=dtype, device=device)
+    theirs = _random(rows, 3 * c, dtype=dtype, device=device)  # q | k | v
+    out = torch.empty(rows, c, dtype=dtype, device=device)
     qkv = torch.cat([theirs[:, :c] * query_scale(head_dim), theirs[:, c:]], 1)  # they scale scores
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     segments_for = functools.cache(functools.partial(_segments, cu, lengths))
 
     def run(config: Any, i: int) -> torch.Tensor:
-        for each, above, up_to in _launches(config):
-            ops_for(device).attention(qkv, segments_for(each.block_m, above, up_to), out, heads, head_dim, each)
+        ops_for(device).attention(qkv, segments_for(config.block_m), out, heads, head_dim, config)
         return out
 
     q, k, v = theirs.view(rows, 3, heads, head_dim).unbind(1)
@@ -276,23 +261,12 @@ def attention_case(
     return Case(run, check, max(1, min(MOST_CALLS, round(GRAPH_MS / cost.floor_ms))), cost, peers)
 
 
-def _launches(config: Any) -> tuple[tuple[Any, int, int], ...]:
-    """(configuration, length that its sequences exceed, their greatest length) of each launch."""
-    if isinstance(config, tuple):
-        return (config[0], SHORT_FRAME, MOST_TOKENS), (config[1], 0, SHORT_FRAME)
-    return ((config, 0, MOST_TOKENS),)
-
-
-def _segments(
-    cu: torch.Tensor, lengths: tuple[int, ...], block_m: int, above: int = 0, up_to: int = MOST_TOKENS
-) -> Segments:
-    """Tiles of the sequences of more than `above` tokens and at most `up_to`, room for all of them as in a graph."""
-    starts = list(zip(accumulate(lengths, initial=0), lengths, strict=False))
-    tiles = [(b, b + n, r, 0) for b, n in starts if above < n <= up_to for r in range(b, b + n, block_m)]
-    room = sum(-(-n // block_m) for n in lengths) - len(tiles)
-    table = torch.tensor(tiles + [(0, 0, 0, 0)] * room, dtype=torch.int32).to(cu.device)
-    count = torch.tensor([len(tiles)], dtype=torch.int32).to(cu.device)
-    return Segments(cu, table, count, block_m, above, up_to)
+def _segments(cu: torch.Tensor, lengths: tuple[int, ...], block_m: int) -> Segments:
+    """Tiles of `block_m` queries of every sequence."""
+    starts = zip(accumulate(lengths, initial=0), lengths, strict=False)
+    tiles = [(begin, begin + n, row, 0) for begin, n in starts for row in range(begin, begin + n, block_m)]
+    table = torch.tensor(tiles, dtype=torch.int32).to(cu.device)
+    return Segments(cu, table, torch.tensor([len(tiles)], dtype=torch.int32).to(cu.device), block_m)
 
 
 def _in_buffer(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -401,20 +375,20 @@ def _row(job: Job, dtype: torch.dtype, device: torch.device) -> OperationRow:
     target, case = Target.of(device), job.make()
     config = choose(job.task, dtype, target, tuning_table.table_for(target))
     try:
-        us, wrong = times_us(case, {"ours": config}, device)
+        us, wrong = _times_us(case, config, device)
     except backends.BackendFailed:  # noted at its first launch, so that `choose` now takes another backend
         return _row(job, dtype, device)
     ours, on_gpu = us.pop("ours", None), device.type == "cuda"
     backend = backends.backend_of(config).name if on_gpu else NO_KERNEL
     floor = 1e3 * case.cost.floor_ms if on_gpu else None
-    return OperationRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, wrong.get("ours", ""))
+    return OperationRow(job.tower, job.task.name, job.shape, backend, ours, us, floor, wrong)
 
 
-def times_us(case: Case, configs: Mapping[str, Any], device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
-    """Microseconds of the peers and of those of `configs` that are right, interleaved; why the others are not."""
-    wrong = {name: reason for name, config in configs.items() if (reason := case.check(config).reason)}
-    right = {name: functools.partial(case.run, config) for name, config in configs.items() if name not in wrong}
-    runs: dict[str, Callable[[int], Any]] = {**case.peers, **right}
+def _times_us(case: Case, config: Any, device: torch.device) -> tuple[dict[str, float], str]:
+    """Microseconds of "ours" and of the peers, interleaved; why ours, if its output is wrong, has none, or ""."""
+    wrong = case.check(config).reason
+    ours: dict[str, Callable[[int], Any]] = {} if wrong else {"ours": functools.partial(case.run, config)}
+    runs = {**case.peers, **ours}
     contenders = [Contender(name, captured(run, case.sets, device), "gpu") for name, run in runs.items()]
     times = interleaved(contenders, device, seconds=0.05)
     return {name: 1e3 * statistics.median(values) / case.sets for name, values in times.items()}, wrong

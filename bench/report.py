@@ -16,21 +16,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fusedvit.bench import tables, workloads
+from fusedvit.bench import tables
 from fusedvit.bench.first_call import BARS as FIRST_CALL_BARS
 from fusedvit.bench.records import ROOT
 from fusedvit.bench.tables import HEADLINE, Table
 
 RESULTS = ROOT / "bench" / "results"
 BENCH_H100 = "h100-bench.json"
-BENCH, SWEEP, KERNELS, ATTENTION = "h200-bench.json", "h200-sweep.json", "h200-kernels.json", "h200-attention.json"
+BENCH, KERNELS = "h200-bench.json", "h200-kernels.json"
 PIXELS, EMBED, FIRST_CALL = "h100-pixels.json", "h100-embed.json", "h100-first-call.json"
 TWO_GPUS_EMBED, RANKS = "h100-two-gpus-embed.json", ("h100-ranks-weights.json", "h100-ranks-data.json")
 ENGINES = "h100-vllm-engine-v1.json", "h100-vllm-engine-v2.json"
-PARITY, GRAPHS = "h200-parity.json", "h200-graphs.json"
 VLLM, VLLM_H200 = "h100-vllm.json", "h200-vllm.json"
 TRUST, MUTANTS = "cpu-trust.json", "cpu-mutants.json"
-# Checks by name, if measured.
 TRUST_GPU = ("h100-soak.json", "h100-trust.json", "h100-memcheck.json", "h200-two-gpus.json", MUTANTS)
 FAMILIES_GPU = "h200-families.json", "h100-families.json", "h100-gemma.json"
 FAMILIES_CPU = "cpu-families.json"
@@ -43,12 +41,18 @@ MARK = re.compile(
 Document = dict[str, Any]
 
 
-def _towers(document: Document, swept: bool) -> dict[str, Table]:
-    found = dict[str, Table]()
-    for tower, of in document["towers"].items():
-        rows = {name: row for name, row in of["workloads"].items() if (name in workloads.sweep()) == swept}
-        found |= {tower: tables.tower_table(rows)} if rows else {}
-    return found
+def _towers(document: Document) -> dict[str, Table]:
+    return {tower: tables.tower_table(of["workloads"]) for tower, of in document["towers"].items()}
+
+
+def _operations(document: Document) -> dict[str, Table]:
+    attention = [row for row in document["rows"] if row["op"].endswith("attention")]
+    layers, attends = tables.gemm_table(document["rows"]), tables.operation_table(attention)
+    return {"Linear layers": layers, "Attention": attends}
+
+
+def _errors(*documents: Document) -> dict[str, Table]:
+    return {found["passport"]["gpu"]: tables.error_table(found["towers"]) for found in documents}
 
 
 def _families(*documents: Document) -> Table:
@@ -56,9 +60,8 @@ def _families(*documents: Document) -> Table:
     return tables.family_table({name: found for each in on_gpus for name, found in each.items()}, on_cpu)
 
 
-def _trust(document: Document) -> Table:
-    measured = [load(name) for name in TRUST_GPU if (RESULTS / name).exists()]
-    return tables.trust_table(document["rows"], measured)
+def _trust(document: Document, *checks: Document) -> Table:
+    return tables.trust_table(document["rows"], TRUST, dict(zip(TRUST_GPU, checks, strict=True)))
 
 
 def _first_call(document: Document) -> Table:
@@ -90,20 +93,12 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
             lambda vllm, bench: tables.headline_table(bench["towers"][TOWER]["workloads"], vllm["workloads"]),
         ),
     ),
-    "towers": (((BENCH,), lambda found: _towers(found, swept=False)),),
-    "towers-h100": (((BENCH_H100,), lambda found: _towers(found, swept=False)),),
-    "sweep": (((SWEEP,), lambda found: _towers(found, swept=True)),),
-    "operations": (
-        ((KERNELS,), lambda found: tables.gemm_table(found["rows"])),
-        ((ATTENTION,), lambda found: tables.attention_table(found["rows"])),
-    ),
-    "accuracy": (
-        ((PARITY,), lambda found: tables.parity_table(found["summary"])),
-        ((GRAPHS,), lambda found: tables.stress_table(found["trust"])),
-    ),
-    "eager": (((PARITY,), lambda found: tables.eager_table(found["cost"])),),
+    "towers": (((BENCH,), _towers),),
+    "towers-h100": (((BENCH_H100,), _towers),),
+    "operations": (((KERNELS,), _operations),),
+    "accuracy": (((BENCH_H100, BENCH), _errors),),
     "families": (((*FAMILIES_GPU, FAMILIES_CPU), _families),),
-    "trust": (((TRUST,), _trust),),
+    "trust": (((TRUST, *TRUST_GPU), _trust),),
     "pixels": (
         (
             (PIXELS,),
@@ -120,6 +115,7 @@ SECTIONS: dict[str, tuple[tuple[tuple[str, ...], Callable[..., Table | dict[str,
     "vllm-ranks": ((RANKS, _ranks),),
     "vllm-engine": ((ENGINES, lambda v1, v2: tables.engine_table({"V1": v1["V1"], "V2": v2["V2"]})),),
     "unsupported": (((), tables.unsupported_table),),
+    "reasons": (((), tables.reason_table),),
 }
 
 
@@ -131,7 +127,8 @@ def section(name: str, root: str) -> str:
         for title, table in ({"": built} if isinstance(built, Table) else built).items():
             blocks += [f"**{title}**"] if title else []
             blocks.append("\n".join(table.markdown()))
-        blocks += ["\n".join(origin(document, root) for document in documents)] if documents else []
+        point = "- " if len(documents) > 1 else ""
+        blocks += ["\n".join(point + origin(document, root) for document in documents)] if documents else []
     return "\n\n".join(blocks)
 
 

@@ -1,11 +1,13 @@
 """Tables of the documents in bench/results: what each column says of a row. For a terminal, and for the pages that
 report.py writes."""
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from fusedvit.bench.towers import GEOMETRIES
+from fusedvit.checks.fallback import ADVICE
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES
 from fusedvit.families.unsupported import UNSUPPORTED
@@ -18,12 +20,6 @@ SERVED, REPLAY = "vLLM graphs as served", "its replay alone"
 VLLM_PEERS = ("vLLM eager", SERVED, "vLLM graph of the exact size", REPLAY)
 PATCHES = ("1024", "4096", "6272")  # of the families' table
 ELSEWHERE, NOT_MEASURED, NONE = {"Qwen3-VL-8B": "see performance.md"}, "not measured", "–"
-STRESS = (  # (part of the document, what is compared, its count, what must be zero)
-    ("graph_equals_eager", "random batches, graph and eager, bit for bit, buffers poisoned", "batches", "wrong"),
-    ("equal_totals", "pairs of batches with equal totals and other boundaries", "pairs", "wrong"),
-    ("threads_and_streams", "calls from 8 threads on 4 streams each", "calls", "wrong"),
-    ("held_outputs", "outputs held over later calls", "outputs", "changed"),
-)  # fmt: skip
 ACTIVATIONS = {
     "gelu_tanh": "GELU (tanh)",
     "gelu": "GELU",
@@ -75,12 +71,6 @@ def table(rows: Iterable[Any], columns: Mapping[str, Column]) -> Table:
 def named(rows: Mapping[str, Row]) -> list[Row]:
     """Rows that hold their own name."""
     return [row | {"name": name} for name, row in rows.items()]
-
-
-def pivot(first: str, cells: Mapping[tuple[Any, Any], str], columns: Mapping[Any, str]) -> Table:
-    """`cells` by (row, column); `columns` are headings of columns, `first` that of rows."""
-    rows = dict.fromkeys(at for at, _ in cells)
-    return Table([first, *columns.values()], [[str(at), *(cells.get((at, c), NONE) for c in columns)] for at in rows])
 
 
 def _ms(spread: dict[str, float] | None, missing: str = NONE) -> str:
@@ -202,23 +192,6 @@ def _served(row: Row, peer: str) -> str:
     return _ms(row["ms"][peer]) + (f" ({', '.join(said)})" if said else "")
 
 
-def eager_table(cost: dict[str, Row]) -> Table:
-    """Fused without graphs beside Hugging Face: wall time, kernels, memory."""
-    columns: dict[str, Column] = {
-        "workload": "name",
-        "patches": "tokens",
-        "Hugging Face, ms": lambda row: f"{row['hf']['ms']:.2f}",
-        "ours without graphs, ms (ratio)": lambda row: f"{row['fused']['ms']:.2f} ({row['speedup']:.2f})",
-    }
-    for what, key in {"kernels": "kernels", "peak memory, MiB": "peak_mib"}.items():
-        columns[f"{what}: Hugging Face / ours"] = partial(_hf_and_ours, key=key)
-    return table([row for row in named(cost) if "hf" in row], columns)
-
-
-def _hf_and_ours(row: Row, key: str) -> str:
-    return f"{row['hf'][key]:.0f} / {row['fused'][key]:.0f}"
-
-
 def show_towers(document: dict[str, Any], console: Any) -> None:
     """Prints a document of `fusedvit bench` on a rich console: a table per tower, and what failed or is wrong."""
     for tower, found in document["towers"].items():
@@ -269,68 +242,56 @@ def gemm_table(rows: list[Row]) -> Table:
             patches = int(row["shape"].split(" x ")[0]) * unit
             us = row["us"]
             cells[patches, row["op"]] = f"{us:.1f} ({row['peers_us'][CUBLAS] / us:.2f})" if us else "wrong"
-    there = {op for _, op in cells}
-    return pivot("patches", cells, {op: f"{op}, us (ratio to cuBLAS)" for op in LINEARS if op in there})
-
-
-def attention_table(rows: list[Row]) -> Table:
-    """Attention by layout and head_dim; ratios are the faster of FA3 and cuDNN over ours."""
-    cells = {}
-    for row in rows:
-        if row["growth"] == 1.0:
-            us, ratio = row["us"].get("ours"), f" ({row['ratio']:.2f})" if "ratio" in row else ""
-            cells[row["layout"], row["head_dim"]] = "wrong" if us is None else f"{us:.1f}{ratio}"
-    heads = {width: f"head_dim {width}, us (ratio to FA3 or cuDNN)" for width in sorted({width for _, width in cells})}
-    return pivot("sequences x length", cells, heads)
+    sizes, there = dict.fromkeys(at for at, _ in cells), [op for op in LINEARS if any(op == of for _, of in cells)]
+    head = ["patches", *(f"{op}, us (ratio to cuBLAS)" for op in there)]
+    return Table(head, [[str(at), *(cells.get((at, op), NONE) for op in there)] for at in sizes])
 
 
 # Accuracy
 
 
-def parity_table(summary: dict[str, Row]) -> Table:
-    """Our error against fp32 over PyTorch's own error in bf16."""
+def error_table(towers: dict[str, Row]) -> Table:
+    """The error ratios of the fused towers of a document of `fusedvit bench`, over its workloads."""
 
-    def ratios(of: dict[str, float]) -> str:
-        return f"{of['p50']:.2f} / {of['p99']:.2f} / {of['max']:.2f}"
+    def ratios(row: Row, of: str) -> str:
+        found = [verdict[of] for verdict in row["verdicts"]]
+        return f"{statistics.median(found):.2f} / {max(found):.2f}"
 
-    columns: dict[str, Column] = {
-        "level, weights": "name",
-        "comparisons": lambda row: str(row["ratio_max"]["count"]),
-        "largest error ratio: p50 / p99 / max": lambda row: ratios(row["ratio_max"]),
-        "rms error ratio: p50 / p99 / max": lambda row: ratios(row["ratio_rms"]),
-        "failures": "failures",
+    rows = {
+        name: {"verdicts": [row["parity"]["ours"] for row in found["workloads"].values()]}
+        for name, found in towers.items()
     }
-    return table(named(summary), columns)
+    columns: dict[str, Column] = {
+        "tower": "name",
+        "workloads": lambda row: str(len(row["verdicts"])),
+        "largest error ratio: median / largest": partial(ratios, of="largest"),
+        "rms error ratio: median / largest": partial(ratios, of="rms"),
+        "out of tolerance": lambda row: str(sum(not verdict["passed"] for verdict in row["verdicts"])),
+    }
+    return table(named(rows), columns)
 
 
-def stress_table(trust: dict[str, Row]) -> Table:
-    """What was compared under stress, and how much of it was wrong."""
-    rows = [[what, str(trust[part][count]), str(trust[part][bad])] for part, what, count, bad in STRESS]
-    return Table(["compared", "count", "wrong"], rows)
-
-
-def trust_table(faults: dict[str, Row], documents: Iterable[dict[str, Any]]) -> Table:
-    """A row for each fault and each place where it is looked for: what was found, by what command, where, when.
+def trust_table(faults: dict[str, Row], name: str, documents: Mapping[str, dict[str, Any]]) -> Table:
+    """A row for each fault and each place where it is looked for: what was found, in which document, when.
 
     Args:
-        faults: rows of `tests.trust`.
-        documents: of checks by name, in the order in which they are searched.
+        faults: rows of `tests.trust`, by fault.
+        name: of the document that holds them.
+        documents: of checks on a GPU by name, in the order in which they are searched.
     """
-    checks = {name: (found, of) for of in reversed(list(documents)) for name, found in of["trust"].items()}
+    first_wins = reversed([*documents.items()])
+    checks = {check: (found, file, of["date"]) for file, of in first_wins for check, found in of["trust"].items()}
     rows = []
     for key, fault in faults.items():
         if fault["tests"]:
             figure = f"{fault['passed']} tests pass" if "passed" in fault else NOT_MEASURED
             figure += f", {fault['failed']} fail" if fault.get("failed") else ""
-            command = f"`python -m tests.trust --only {key}`"
-            rows.append([key, fault["fault"], figure, command, "CPU", fault.get("date", NONE)])
-        for name in fault["gpu"]:
-            found, of = checks.get(name, ({}, {}))
-            figure = f"{name}: {_counts(found)}" if found else f"{name}: {NOT_MEASURED}"
-            gpu = of.get("passport", {}).get("gpu", NONE)
-            command = f"`{of['passport']['command']}`" if of else NONE
-            rows.append([key, fault["fault"], figure, command, "CPU" if gpu == "none" else gpu, of.get("date", NONE)])
-    return Table(["id", "fault", "figure", "command", "where", "date"], rows)
+            rows.append([key, fault["fault"], figure, f"`{name}`", fault.get("date", NONE)])
+        for check in fault["gpu"]:
+            found, file, date = checks.get(check, ({}, NONE, NONE))
+            figure = f"{check}: {_counts(found) if found else NOT_MEASURED}"
+            rows.append([key, fault["fault"], figure, f"`{file}`" if found else file, date])
+    return Table(["id", "fault", "figure", "document", "date"], rows)
 
 
 def _counts(found: Row) -> str:
@@ -374,6 +335,11 @@ def family_table(gpu: dict[str, Row], cpu: dict[str, Row]) -> Table:
         **{f"{n} patches, ms: Hugging Face → ours (ratio)": partial(_family_time, patches=n) for n in PATCHES},
     }
     return table(rows, columns)
+
+
+def reason_table() -> Table:
+    """Why a call takes the original code, as `stats()` and warnings name it."""
+    return Table(["reason", "what it means, or what to do"], [[f"`{kind}`", said] for kind, said in ADVICE.items()])
 
 
 def unsupported_table() -> Table:

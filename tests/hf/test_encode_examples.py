@@ -1,4 +1,4 @@
-"""docs/using.md's `encode=` runs on a model as Qwen3-VL-Embedding is: an image's row is what it is alone."""
+"""docs/corpus.md's `encode=` runs on a model as Qwen3-VL-Embedding is: an image's row is what it is alone."""
 
 import re
 from collections.abc import Callable
@@ -44,10 +44,10 @@ def model() -> Any:
 
 
 def example() -> Callable[..., Any]:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "using.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "corpus.md").read_text(encoding="utf-8")
     (code,) = (found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def encode" in found)
     names: dict[str, Any] = {"torch": torch}
-    exec(compile(code.split("\n\n\n")[0], "docs/using.md", "exec"), names)
+    exec(compile(code.split("\n\n\n")[0], "docs/corpus.md", "exec"), names)
     return names["encode"]
 
 

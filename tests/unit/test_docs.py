@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from fusedvit.bench import report
-from fusedvit.checks.fallback import ADVICE
 from fusedvit.config import FuseConfig
 from fusedvit.families.base import Family
 from fusedvit.families.registry import FAMILIES, family_of
 from fusedvit.model.spec import VisionSpec
 from tests.support.families import TINY, class_of
+from tests.support.graphs_on_cpu import GRID, Case, case  # noqa: F401  # a fixture
+from tests.support.towers import Call
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,9 +69,17 @@ def test_every_field_is_named(record: Any, name: str) -> None:
     assert [field.name for field in fields(record) if not re.search(rf"\b{field.name}\b", text)] == []
 
 
-def test_every_reason_and_its_advice_are_listed() -> None:
-    part = page("docs/using.md").split("## Why a call falls back")[1].split('`stats()["eager_runs"]`')[0]
-    assert {cells[0].strip("`"): cells[1] for cells in rows_of(part)} == ADVICE
+def test_every_counter_has_a_unit(case: Case) -> None:  # noqa: F811
+    """Those that repeat an option need none."""
+    part = page("docs/using.md").split("### Counters")[1].split("## Exit codes")[0]
+    named = {name for cells in rows_of(part) for name in re.findall(r"\w+", cells[0])}
+    tower, handle, _ = case
+    call = Call.of(tower, GRID)
+    tower(call.pixels, grid_thw=call.grid)
+    counted = handle.stats()
+    options = {field.name for field in fields(FuseConfig)}
+    assert {*counted, *counted["graphs"]} - options <= named
+    assert named <= {*counted, *counted["graphs"]}
 
 
 def test_every_family_is_in_the_support_matrix() -> None:
@@ -138,6 +147,6 @@ def test_shards_are_read_in_the_jobs_order(tmp_path: Path) -> None:
     numbers = [0, 10_000, 10_001, 99_999, 100_000, 1_000_010]
     for number in numbers:
         shards._folder(tmp_path, number).mkdir()
-    (loop,) = re.findall(r"^for shard in (.*):$", page("docs/using.md"), re.MULTILINE)
+    (loop,) = re.findall(r"^for shard in (.*):$", page("docs/corpus.md"), re.MULTILINE)
     found = eval(loop, {"Path": lambda out: tmp_path})
     assert list(found) == [shards._folder(tmp_path, number) for number in numbers]

@@ -60,13 +60,30 @@ def test_a_family_without_any_measurement_is_refused(cpu: dict[str, Any]) -> Non
 def test_what_is_wrong_gets_no_time() -> None:
     row = {"tower": "a", "op": "qkv", "shape": "64 x 8 x 8", "us": None, "peers_us": {tables.CUBLAS: 2.0}}
     assert tables.gemm_table([row]).rows == [["64", "wrong"]]
-    attention = {"head_dim": 72, "layout": "1 x 64", "growth": 1.0, "us": {"fa3": 1.0}}
-    assert tables.attention_table([attention]).rows == [["1 x 64", "wrong"]]
+    shown = tables.operation_table([row | {"backend": "hopper", "floor_us": None}])
+    assert shown.rows == [["qkv", "64 x 8 x 8", "hopper", "wrong", f"{tables.CUBLAS} 2.0"]]
 
 
 def test_mergers_are_in_patch_rows() -> None:
     row = {"tower": "a", "op": "merger_fc1", "shape": "16 x 8 x 8", "us": 2.0, "peers_us": {tables.CUBLAS: 3.0}}
     assert tables.gemm_table([row]).rows == [["64", "2.0 (1.50)"]]
+
+
+def test_a_check_is_taken_from_the_first_document_that_has_it() -> None:
+    faults = {"F1": {"fault": "a", "tests": ["t"], "gpu": ["soak", "repeats"], "passed": 2}}
+    documents = {
+        "a.json": {"date": "1", "trust": {"soak": {"wrong": 0}}},
+        "b.json": {"date": "2", "trust": {"soak": {"wrong": 3}}},
+    }
+    found = [row[2:] for row in tables.trust_table(faults, "cpu.json", documents).rows]
+    none, file = [f"repeats: {tables.NOT_MEASURED}", tables.NONE, tables.NONE], "`a.json`"
+    assert found == [["2 tests pass", "`cpu.json`", tables.NONE], ["soak: wrong 0", file, "1"], none]
+
+
+def test_errors_are_those_of_every_workload() -> None:
+    gates = [{"passed": i < 2, "largest": 1.0 + i, "rms": 0.5} for i in range(3)]
+    towers = {"a": {"workloads": {str(i): {"parity": {"ours": gate}} for i, gate in enumerate(gates)}}}
+    assert tables.error_table(towers).rows == [["a", "3", "2.00 / 3.00", "0.50 / 0.50", "1"]]
 
 
 def test_the_origin_names_every_commit() -> None:

@@ -187,6 +187,18 @@ def test_a_backend_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None
     assert [row["op"] for row in found] == LINEARS and all(row["us"] for row in found)
 
 
+def test_an_operation_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ops.attention_case
+
+    def wrong(*arguments: Any) -> Any:
+        case = real(*arguments)
+        return dataclasses.replace(case, check=lambda config: dataclasses.replace(case.check(config), reason="wrong"))
+
+    monkeypatch.setattr(ops, "attention_case", wrong)
+    *_, row = ops.measure(("tiny",), CPU, None, lambda text: None, (80,))
+    assert (row["op"], row["us"], row["reason"], [*row["peers_us"]]) == ("attention", None, "wrong", ["torch"])
+
+
 def test_ratios_are_taken_round_by_round() -> None:
     found = timing.ratios([2.0, 20.0, 2.0], [1.0, 10.0, 2.0])
     assert (found.median, found.low, found.high, found.rounds) == (2.0, 1.0, 2.0, 3)
