@@ -103,8 +103,7 @@ class DataParallelEncoder:
         if version != self._synced and weights.host_unchanged():  # else it must be judged first
             for copied in self._copies:
                 copied.take(self._tower)
-            if weights.host_unchanged():
-                self._synced = version
+            self._synced = version
         return version == self._synced
 
     def _shares_of(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[Share] | None:

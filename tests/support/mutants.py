@@ -612,7 +612,9 @@ MUTANTS = (
     ),
     _without("kinds of weights that are followed", CACHE, " or not {*kinds} <= {*self.kinds}", "hf/byte_patches:a_new"),
     _never("LoRA with gaps in memory", ADAPTERS, "wrong", "hf/adapters:adapters_with"),
-    _without("attributes of copies", COPIES, " or content_of(mine[name]) != content_of(value)", "hf/data_parallel"),
+    _without(
+        "attributes of copies", COPIES, " or content_of(mine[name]) != content_of(value)", "hf/data_parallel:adapters"
+    ),
     Mutant(
         "modules of copies",
         COPIES,
@@ -620,7 +622,9 @@ MUTANTS = (
         "False",
         "hf/data_parallel:adapters hf/data_parallel:any",
     ),
-    _without("towers that copies may follow", COPIES, " and weights.host_unchanged()", "hf/data_parallel"),
+    _without(
+        "towers that copies may follow", COPIES, " and weights.host_unchanged()", "hf/data_parallel:a_change_that"
+    ),
     Mutant(
         "versions of kept weights",
         CACHE,
