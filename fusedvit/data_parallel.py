@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from fusedvit.api import call_original, fuse
+from fusedvit.checks.change_detection import HANDLE
 from fusedvit.checks.find_tower import find_tower
+from fusedvit.checks.ownership import own_class
+from fusedvit.checks.recorded import REGISTRIES, content_of
 from fusedvit.config import FuseConfig
 from fusedvit.errors import first_line
 from fusedvit.fused_encoder import rows_of
@@ -24,9 +27,10 @@ class DataParallelEncoder:
     """A model's vision tower on several GPUs: `DataParallelEncoder(model, ["cuda:0", "cuda:1"])(pixel_values, grid)`.
 
     The model's tower is fused in place and takes part. The other devices hold copies of it (in bf16 Qwen3-VL-8B's takes
-    1.1 GiB and as much again for what is prepared), which follow its weights: when a call finds them changed, copies
-    are brought up to date and the call is run again. What cannot run fused runs on the tower's own device alone, in the
-    original code. Items are balanced by their load, and videos are cut between frames, which changes no bit.
+    1.1 GiB and as much again for what is prepared), which follow its weights and whatever else it computes by, as the
+    choice of adapters: when a call finds a change, copies are brought up to date and the call is run again. What cannot
+    run fused runs on the tower's own device alone, in the original code. Items are balanced by their load, and videos
+    are cut between frames, which changes no bit.
 
     Args:
         model: as `fuse` takes it.
@@ -89,17 +93,18 @@ class DataParallelEncoder:
         self._copies.clear()
 
     def _bring_copies_up_to_date(self) -> bool:
-        """False where there are no weights to copy: the tower has never run fused, and cannot."""
+        """False where there are no weights to copy: the tower has never run fused, and cannot, or has just changed."""
         if self._synced < 0:
             if self._handle.state() == "fused" and self._handle.reason() is not None:
                 return False
             self._handle.refresh()
-        version = self._handle.weights.version
-        if version != self._synced:
+        weights = self._handle.weights
+        version = weights.version
+        if version != self._synced and weights.host_unchanged():  # else it must be judged first
             for copied in self._copies:
                 copied.take(self._tower)
             self._synced = version
-        return True
+        return version == self._synced
 
     def _shares_of(self, pixel_values: torch.Tensor, grid: torch.Tensor) -> list[Share] | None:
         """What each device takes, the tower's own first; None for pixels that the tower must judge."""
@@ -136,27 +141,33 @@ class _Copy:
 
     def _build(self, tower: nn.Module) -> None:
         memo: dict[int, object] = {}
-        for tensor in (*tower.parameters(), *tower.buffers()):
+        for tensor in _tensors_of(tower):
             moved = tensor.detach().to(self.device, copy=True)
             memo[id(tensor)] = nn.Parameter(moved, False) if isinstance(tensor, nn.Parameter) else moved
         self._tower = copy.deepcopy(tower, memo)
         self._handle = fuse(self._tower, self._config)
 
     def take(self, tower: nn.Module) -> None:
-        """Takes over the weights of `tower`: in place where they have the same shapes."""
-        mine, theirs = _tensors_of(self._tower), _tensors_of(tower)
-        shapes = [{name: (t.shape, t.dtype) for name, t in tensors.items()} for tensors in (mine, theirs)]
-        if shapes[0] != shapes[1]:
+        """Takes over what `tower` is: in place, where it has the same modules, and tensors of the same shapes."""
+        if _structure_of(self._tower) != _structure_of(tower):
             self._build(tower)
             return
+        pairs = [*zip(self._tower.modules(), tower.modules(), strict=True)]
+        memo: dict[int, object] = {id(theirs): mine for mine, theirs in pairs}
         with torch.no_grad():
-            for name, tensor in theirs.items():
-                mine[name].copy_(tensor)
+            for mine, theirs in zip(_tensors_of(self._tower), _tensors_of(tower), strict=True):
+                mine.copy_(theirs)
+                memo[id(theirs)] = mine
+        for own, other in pairs:
+            _take_attributes(vars(own), nn.Module.__getstate__(other), memo)
 
     def run(self, pixels: torch.Tensor, grid: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
         """The rows of a share whose pixels are on this device, in the caller's stream there."""
         with torch.inference_mode(), torch.cuda.stream(stream):  # of None: nothing
-            return self._handle.concatenated(pixels, grid)
+            found = self._handle(self._tower, pixels, grid, {})  # as the tower's own share: past hooks on the tower
+            if found is None:
+                return rows_of(call_original(self._tower, pixels, grid, return_dict=True))
+            return side_by_side(found, self._handle.spec)
 
 
 def _devices_of(given: Sequence[str | torch.device]) -> list[torch.device]:
@@ -180,8 +191,36 @@ def _device_of(name: str | torch.device) -> torch.device:
     return found
 
 
-def _tensors_of(tower: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(tower.named_parameters()) | dict(tower.named_buffers())
+def _tensors_of(tower: nn.Module) -> list[torch.Tensor]:
+    return [*tower.parameters(), *tower.buffers()]
+
+
+def _structure_of(tower: nn.Module) -> list[object]:
+    """Modules, parameters and buffers in their order, without what they hold; which of them are the same objects."""
+    numbers: dict[int, int] = {}
+    found: list[object] = []
+    for path, module in tower.named_modules(remove_duplicate=False):
+        found.append((path, own_class(type(module)), numbers.setdefault(id(module), len(numbers))))
+        for registry in (module._parameters, module._buffers):
+            tensors = {name: t for name, t in registry.items() if t is not None}
+            found.append([(n, t.shape, t.dtype, numbers.setdefault(id(t), len(numbers))) for n, t in tensors.items()])
+    return found
+
+
+def _take_attributes(mine: dict[str, Any], theirs: dict[str, Any], memo: dict[int, object]) -> None:
+    """Makes a module's attributes those of the module that it is a copy of: numbers, flags, hooks, an adapter's scale.
+
+    Args:
+        theirs: of the other, as it gives them to copies: without what was compiled for itself.
+        memo: what stands for modules and tensors of the original, as `copy.deepcopy` takes it.
+    """
+    others = {*REGISTRIES, HANDLE}  # of modules and tensors, and a tower's own handle
+    for name in mine.keys() - theirs.keys() - others:
+        del mine[name]
+    for name in theirs.keys() - others:
+        value = theirs[name]
+        if name not in mine or content_of(mine[name]) != content_of(value):
+            mine[name] = copy.deepcopy(value, memo)
 
 
 def _stream_on(device: torch.device) -> torch.cuda.Stream | None:

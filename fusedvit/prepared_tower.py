@@ -185,21 +185,30 @@ class PreparedTower:
         version = self.weights.version
         if self.weights.fits(parameter, kind):
             return None
-        return self.weights.refusal() or self.prepare(version, kind)
+        return self.weights.refusal() or self.prepare(version)
 
-    def prepare(self, version: int, kind: int = FLOATS) -> Reason | None:
+    def prepare(self, version: int) -> Reason | None:
         """Prepares weights while nothing runs on the old ones, unless another thread has since `version`."""
         with self.nothing_launched():
-            return self.prepare_now(version, kind)
+            return self.prepare_now(version)
 
-    def prepare_now(self, version: int, kind: int = FLOATS) -> Reason | None:
+    def prepare_now(self, version: int) -> Reason | None:
         """As `prepare`, within `nothing_launched`."""
-        weights = self.weights
+        weights, kinds = self.weights, self._kinds()
         if self.ended:
             return Reason(fallback.RELEASED)
-        if (weights.version != version and weights.fits(weights.first_parameter(), kind)) or weights.follow():
+        if (weights.version != version and self._fits(kinds)) or weights.follow(kinds):
             return None
         return weights.prepare()
+
+    def _kinds(self) -> tuple[int, ...]:
+        """Every kind of pixels that weights are to take: whoever brings one names its normalisation first."""
+        return FLOATS, *(STILL_BYTES if still else BYTES for still in tuple(self.normalizations))
+
+    def _fits(self, kinds: Iterable[int]) -> bool:
+        """Whether weights are prepared for pixels of all of `kinds`."""
+        parameter = self.weights.first_parameter()
+        return all(self.weights.fits(parameter, kind) for kind in kinds)
 
     def refresh(self) -> None:
         """Prepares weights whatever they are now.
@@ -288,10 +297,8 @@ class PreparedTower:
         """
         if progress is not None and not callable(progress):
             raise TypeError(f"fusedvit: progress must be a function, as tqdm.tqdm is, got {type(progress).__name__}")
-        kinds = FLOATS, *(STILL_BYTES if still else BYTES for still in self.normalizations)
-        parameter = self.weights.first_parameter()
         with self.nothing_launched():
-            if not all(self.weights.fits(parameter, kind) for kind in kinds):
+            if not self._fits(self._kinds()):
                 _raise_if(self.prepare_now(self.weights.version))
             runtime = self.runtime_on(self.weights.first_parameter())
             budgets = _budgets_of(runtime, calls)

@@ -173,15 +173,32 @@ def _why_not_tensors(layer: Any, down: Any, up: Any) -> str:
     shape = (up.weight.shape[0], *down.weight.shape[1:])
     if shape != tuple(base.shape) or math.prod(up.weight.shape[1:]) != down.weight.shape[0] or down.bias is not None:
         return f"gives a product of shape {shape}, expected {tuple(base.shape)}"
-    if any(p.device != base.device for p in (down.weight, up.weight)):
-        return f"is on {down.weight.device} and {up.weight.device}, its layer on {base.device}"
-    if not all(p.is_floating_point() and p.element_size() > 1 and p.is_contiguous() for p in (down.weight, up.weight)):
-        return f"is {down.weight.dtype}, expected contiguous floats of 2 bytes or more"
+    parts = {"lora_A.weight": down.weight, "lora_B.weight": up.weight, "lora_B.bias": up.bias}
+    for name, p in parts.items():
+        if p is None:
+            continue
+        if p.device != base.device:
+            return f"has {name} on {p.device}, its layer on {base.device}"
+        if not p.is_floating_point() or p.element_size() < 2:
+            return f"has {name} in {p.dtype}, expected floats of 2 bytes or more"
+        wrong = not_dense(p)
+        if wrong:  # as a slice of a larger matrix, which PEFT's add_weighted_adapter leaves with "svd"
+            return f"has {name} that is {wrong} (strides {p.stride()}): set its data to data.clone()"
     if not getattr(layer, _CASTS, True) and down.weight.dtype != base.dtype:
         return f"is {down.weight.dtype} and does not cast its input"
     if up.bias is not None and getattr(layer, _BASE).bias is None:
         return "has a bias, its layer has none"
     return ""
+
+
+def not_dense(p: torch.Tensor) -> str:
+    """What it is if its elements do not fill one stretch of memory, in whatever order of dimensions: fingerprints read
+    it so; "" if they do."""
+    if p.is_neg():
+        return "a negated view"
+    outermost_first = sorted(range(p.ndim), key=p.stride, reverse=True)
+    dense = p.is_contiguous() or p.data.permute(outermost_first).is_contiguous()
+    return "" if dense else "not dense in memory"
 
 
 def active_adapters(layer: Any) -> list[str]:

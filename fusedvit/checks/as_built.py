@@ -163,7 +163,7 @@ def _is_flattened(tensor: torch.Tensor) -> bool:
 
 def _missing(plain: Plain, name: str) -> str:
     """What became of a parameter that is not there: a wrapper around a module on its path, as those of checkpointing
-    and sharding, or a tensor that is no parameter, as sharding leaves where it joins parameters."""
+    and sharding, or a tensor that is no parameter: a buffer, or what sharding leaves where it joins parameters."""
     path, _, last = name.rpartition(".")
     parts = path.split(".")
     for i in range(1, len(parts)):
@@ -171,6 +171,8 @@ def _missing(plain: Plain, name: str) -> str:
         if outer is not None and not isinstance(outer, nn.ModuleList) and parts[i] not in outer._modules:
             return f"{'.'.join(parts[:i])} is {name_of(type(outer))}, expected a module with {parts[i]}"
     module = plain.modules.get(path)
+    if module is not None and module._buffers.get(last) is not None:  # as quantised layers keep theirs
+        return f"{name} is a buffer, expected a parameter"
     there = None if module is None else vars(module).get(last)
     if isinstance(there, torch.Tensor):
         return _FLATTENED.format(name) if _is_flattened(there) else f"{name} is a plain tensor, expected a parameter"
@@ -193,7 +195,7 @@ def _is_engines(cls: type, engine: Engine) -> bool:
 def wrong_modules(plain: Plain, built: Built, family: Family, spec: VisionSpec) -> str:
     """The first module that is missing, left over, of another class, or has methods of its own."""
     found, own_forward = plain.modules, own_forwards(plain)
-    skipped = _fused_patch_embed(found)
+    skipped = _fused_patch_embed(found, own_forward)
     for path, cls in built.classes.items():
         if path.startswith(skipped) and path:
             continue
@@ -226,12 +228,13 @@ def _wrong_registries(path: str, module: nn.Module, built: Built) -> str:
     return ""
 
 
-def _fused_patch_embed(found: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def _fused_patch_embed(found: Mapping[str, nn.Module], own_forward: Collection[str]) -> tuple[str, ...]:
     """The path of a patch embedding that transformers has replaced by a linear layer."""
     for path, module in found.items():
-        plain = all(type(m) is nn.Linear and "forward" not in vars(m) for m in module.children())
-        if plain and type(module).__module__ == _FUSED_PATCH_EMBED and "forward" not in vars(module):
-            return (path,)
+        if type(module).__module__ == _FUSED_PATCH_EMBED and path not in own_forward:
+            inside = {p: m for p, m in found.items() if p.startswith(f"{path}.")}
+            if all(type(m) is nn.Linear and p not in own_forward for p, m in inside.items()):
+                return (path,)
     return ()
 
 

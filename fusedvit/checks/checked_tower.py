@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedvit.checks import fallback
 from fusedvit.checks.accelerate_hooks import hooks_of
-from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded, modules_read
+from fusedvit.checks.adapters import Plain, active_adapters, cannot_fold, folded, modules_read, not_dense
 from fusedvit.checks.as_built import (
     Built,
     wrong_attributes,
@@ -234,11 +234,8 @@ def _reason_of_parameters(parameters: Mapping[str, torch.Tensor]) -> Reason | No
         return Reason(fallback.UNSUPPORTED_DEVICE, str(device))
     if dtype not in (FINGERPRINTED if device.type == "cpu" else FINGERPRINTED[:3]):
         return Reason(fallback.UNSUPPORTED_DTYPE, str(dtype))
-    sparse = _first(parameters, lambda p: not _is_dense(p))
-    if not sparse:
-        return None
-    what = "a negated view" if parameters[sparse].is_neg() else "not dense in memory"
-    return Reason(fallback.MODIFIED, f"{sparse} is {what}")
+    sparse = _first(parameters, lambda p: bool(not_dense(p)))
+    return Reason(fallback.MODIFIED, f"{sparse} is {not_dense(parameters[sparse])}") if sparse else None
 
 
 def _is_freed(p: torch.Tensor) -> bool:
@@ -255,11 +252,3 @@ def _device_runs(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _is_dense(p: torch.Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, in whatever order of dimensions: fingerprints read it so."""
-    if p.is_neg():
-        return False
-    outermost_first = sorted(range(p.ndim), key=p.stride, reverse=True)
-    return p.is_contiguous() or p.data.permute(outermost_first).is_contiguous()

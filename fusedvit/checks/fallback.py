@@ -51,7 +51,7 @@ ADVICE = {
     BYPASSED: "it does not call the fused encoder: remove it, call fuse(), and set it again",
     MODIFIED: "an inner module or parameter is not the plain one that the tower was built with",
     FOREIGN_CODE: "what would run is not the code that transformers, or the engine, defines",
-    ADAPTER: "LoRA without dropout is folded into the weights; merge any other adapter to run fused",
+    ADAPTER: "LoRA without dropout is folded into the weights; merge_and_unload() any other adapter to run fused",
     META: "some parameters are offloaded",
     DEVICES: "the tower's parameters lie on several devices",
     DTYPES: "the tower's parameters have several dtypes",

@@ -4,6 +4,7 @@ A call compares some thousand of these, so each loop here is C's.
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, count
@@ -87,17 +88,17 @@ class Attributes:
         before, now = self.entries.values, tuple(self.entries.current())
         held = dict(zip(self._holding, self._held, strict=False))  # who replaces a container may have changed it
         for i in compress(count(), map(is_not, before, now)):
-            if _content_of(held.get(i, before[i])) != _content_of(now[i]):
+            if content_of(held.get(i, before[i])) != content_of(now[i]):
                 return False
         self.entries = replace(self.entries, values=now)
         self._containers = self._containers_of(now)
         return True
 
 
-def _content_of(value: Any) -> object:
+def content_of(value: Any) -> object:
     """What is the same for equal plain values, and for containers of such, of one type."""
     kind = type(value)
-    if kind is dict:
+    if kind in (dict, OrderedDict):
         return kind, [(_identity_of(key), _identity_of(held)) for key, held in value.items()]
     if kind in (list, tuple):
         return kind, list(map(_identity_of, value))

@@ -281,16 +281,16 @@ class WeightCache:
         snapshot = self._snapshot
         return snapshot is not None and snapshot.unchanged()
 
-    def follow(self) -> bool:
+    def follow(self, kinds: Sequence[int]) -> bool:
         """Takes the tower as it is now, if its parameters have only moved, or were written what they held, or it has
-        the same adapters active again; waits for the GPU.
+        the same adapters active again, and the weights take pixels of all of `kinds`; waits for the GPU.
 
         Sharding and offloading free a parameter's memory after each use, and take other memory for the next. Who syncs
         weights writes those of a frozen tower, too. Prepared copies stay as they are; what is borrowed may lie
         elsewhere.
         """
         snapshot, content, weights = self._snapshot, self._content, self._weights
-        if snapshot is None or content is None or weights is None or self._lost:
+        if snapshot is None or content is None or weights is None or self._lost or not {*kinds} <= {*self.kinds}:
             return False
         now = snapshot.renewed()  # before the rest: whoever moves or writes them meanwhile is noticed
         in_place, written = snapshot.in_place(), now.versions() != snapshot.versions()

@@ -182,6 +182,42 @@ def test_rounded_without_bias(dtype: torch.dtype) -> None:
     assert (rounded_evenly(torch.full((64,), beyond, dtype=torch.float64), dtype) == info.max).all()
 
 
+@pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
+def test_a_linear_patch_embedding(used: bool) -> None:
+    """What loading with `fusion_config={"patch_embeddings": True}` leaves, with adapters that come, change and go."""
+    from transformers.fusion_mapping import PatchEmbeddingsFusionSpec
+
+    tower = vision_tower()
+    convolution, call = tower.patch_embed.proj, Call.of(tower, MIX)
+    tower.patch_embed = PatchEmbeddingsFusionSpec().make_fused_class(type(tower.patch_embed))(tower.config)
+    tower.patch_embed.linear_proj.weight.data = convolution.weight.detach().flatten(1)
+    tower.patch_embed.linear_proj.bias.data = convolution.bias.detach()
+    handle = fusedvit.fuse(tower)
+    plain = call.run(tower)
+    config = peft.LoraConfig(r=4, target_modules=r".*(linear_proj|qkv)", init_lora_weights=False)
+    peft.inject_adapter_in_model(config, tower)
+    tower.requires_grad_(False).eval()
+    if used:
+        call.run(tower)
+
+    def same() -> dict[str, torch.Tensor]:
+        ours = call.run(tower)
+        assert_same(ours, call.run(fusedvit.unfuse(copy_of(tower))))
+        return ours
+
+    assert_different(same(), plain)
+    layer = tower.patch_embed.linear_proj
+    layer.set_scale("default", 3.0)
+    same()
+    ran_fused(handle, calls=3 + used)
+    layer.forward = lambda x: 2 * layer.base_layer(x)
+    same()
+    del layer.forward
+    layer.lora_A["default"] = Doubled(layer)
+    same()
+    assert sum(handle.stats()["original"].values()) == 2
+
+
 def layers(model: Any) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
 
@@ -374,6 +410,67 @@ def test_adapters_of_other_kinds_that_are_idle(kind: str) -> None:
     assert pair.handle.stats()["original"] == {fallback.ADAPTER: 2}
 
 
+def weighted(model: Any, clamp: float | None) -> None:
+    """Two adapters in one by a singular value decomposition; without `clamp` A is a slice of a larger matrix."""
+    second(model)
+    model.add_weighted_adapter(["default", "second"], [0.7, 0.3], "w", "svd", svd_rank=4, svd_clamp=clamp)
+    model.set_adapter("w")
+    model.requires_grad_(False)
+
+
+def test_adapters_laid_out_by_columns() -> None:
+    pair = Pair(targets=r".*visual.*(qkv|linear_fc1)")
+    pair.change(lambda m: weighted(m, 0.999))
+    down = layers(pair.tower)[0].lora_A["w"].weight
+    assert down.stride() == (1, 4)
+    pair.same()
+    down.data.mul_(1.5), layers(pair.original)[0].lora_A["w"].weight.data.mul_(1.5)
+    pair.same()
+    ran_fused(pair.handle, calls=3)
+
+
+@pytest.mark.parametrize(
+    "of, change, said",
+    [
+        ("A", lambda p: nn.functional.pad(p, (0, 2))[:, :-2], "is not dense in memory (strides (50, 1))"),
+        ("B", lambda p: p.repeat_interleave(2, 0)[::2], "is not dense in memory (strides (8, 1))"),
+        ("B.bias", lambda p: p.repeat_interleave(2)[::2], "is not dense in memory (strides (2,))"),
+        ("A", lambda p: (-p)._neg_view(), "is a negated view (strides (48, 1))"),
+    ],
+)
+def test_adapters_with_gaps_in_memory(of: str, change: Callable[[Any], Any], said: str) -> None:
+    """The message names the parameter, its layout, and what helps, which does."""
+    pair = Pair(lora_bias=True)
+
+    def parameter(model: Any) -> nn.Parameter:
+        module = getattr(layers(model)[0], f"lora_{of[0]}")["default"]
+        return module.bias if of.endswith("bias") else module.weight
+
+    pair.change(lambda m: setattr(parameter(m), "data", change(parameter(m).data)))
+    pair.same()
+    reason = pair.handle.reason()
+    name = of if of.endswith("bias") else f"{of}.weight"
+    assert reason is not None and reason.kind == fallback.ADAPTER
+    assert f"has lora_{name} that {said}: set its data to data.clone()" in reason.detail
+    pair.change(lambda m: setattr(parameter(m), "data", parameter(m).data.clone()))
+    pair.same()
+    assert pair.handle.reason() is None and pair.handle.stats()["original"] == {fallback.ADAPTER: 1}
+
+
+def test_svd_of_peft_as_it_leaves_it() -> None:
+    pair = Pair(targets=r".*visual.*(qkv|linear_fc1)")
+    pair.change(lambda m: weighted(m, None))
+    pair.same()
+    reason = pair.handle.reason()
+    assert reason is not None and "lora_A.weight that is not dense in memory (strides (1, 48))" in reason.detail
+    for model in pair.both:
+        for layer in layers(model):
+            for p in (layer.lora_A["w"].weight, layer.lora_B["w"].weight):
+                p.data = p.data.clone()
+    pair.same()
+    assert pair.handle.reason() is None
+
+
 @pytest.mark.parametrize("used", [True, False], ids=["called", "not called"])
 def test_a_class_that_only_adapters_run_replaced(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands for dropout in a LoRA layer that has none."""
@@ -402,6 +499,26 @@ def test_other_adapters_run_the_original_code(kind: str) -> None:
                 p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     assert_same(call.run(towers[0]), call.run(towers[1]))
     assert handle.stats()["original"] == {fallback.ADAPTER: 1} and "qkv" in handle.report()
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "LoKrConfig", "VeraConfig", "HRAConfig", "LoraConfig"])
+def test_other_adapters_run_fused_once_they_are_unloaded(kind: str) -> None:
+    """Not before: merged and switched off they stay in the tower. DoRA is a LoRA layer, and runs fused in both."""
+    options = {"IA3Config": {"feedforward_modules": []}, "LoraConfig": {"use_dora": True}}.get(kind, {})
+    for leaves, ends in (("merge_adapter", "merge_and_unload"), ("disable_adapter_layers", "unload")):
+        model = tiny_model().requires_grad_(False)
+        handle, tower = fusedvit.fuse(model), model.model.visual
+        config = getattr(peft, kind)(target_modules=r".*visual.*qkv", **options)
+        wrapped = peft.get_peft_model(model, config).requires_grad_(False).eval()
+        getattr(wrapped.base_model, leaves)()
+        call = Call.of(tower, GRIDS["mix"])
+        merged = call.run(tower)
+        stays = kind != "LoraConfig"
+        assert handle.stats()["original"] == ({fallback.ADAPTER: 1} if stays else {})
+        assert not stays or "merge_and_unload() any other adapter" in handle.report()
+        getattr(wrapped.base_model, ends)()
+        assert_same(call.run(tower), merged)
+        assert handle.reason() is None and handle.stats()["fused"] == (1 if stays else 2)
 
 
 def test_gradients_of_adapters() -> None:

@@ -1,15 +1,20 @@
 """Bytes in a tower: fused, the answers to the processor's floats; in its original code, these very floats."""
 
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import fusedvit
+from fusedvit.checks import fallback
+from fusedvit.errors import Reason
+from fusedvit.kernels.load_inputs import BYTES, FLOATS, STILL_BYTES
 from fusedvit.model.normalization import Normalization
 from tests.support.byte_patches import CLIP, HALF, KINDS, bytes_for
 from tests.support.families import BY_GRID, INSTALLED, each_of, family_tower
-from tests.support.towers import assert_rule, assert_same, copy_of, outputs_of, tiny_model, tiny_tower
+from tests.support.towers import Call, assert_rule, assert_same, copy_of, outputs_of, tiny_model, tiny_tower
 
 GRID = [(1, 8, 4), (1, 4, 6), (1, 2, 10)]
 
@@ -92,6 +97,118 @@ def test_weights_that_change_take_the_bytes_along() -> None:
     assert_same(run(tower, pixels), run(fusedvit.unfuse(copy_of(tower)), pixels.pixels()))
     handle.release()
     assert_same(run(tower, pixels), run(fusedvit.unfuse(copy_of(tower)), pixels.pixels()))
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written to is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def moved(tower: Any, handle: Any) -> None:
+    for p in tower.parameters():
+        p.data = p.data.clone()
+
+
+def moved_and_back(tower: Any, handle: Any) -> None:
+    tower.double().float()
+
+
+def written_the_same(tower: Any, handle: Any) -> None:
+    tower.load_state_dict({name: t.clone() for name, t in tower.state_dict().items()})
+
+
+def other_objects(tower: Any, handle: Any) -> None:
+    tower.load_state_dict({name: t.clone() for name, t in tower.state_dict().items()}, assign=True)
+    tower.requires_grad_(False)
+
+
+def written(tower: Any, handle: Any) -> None:
+    with torch.no_grad():
+        tower.patch_embed.proj.weight.mul_(1.1)
+
+
+def written_past_its_version(tower: Any, handle: Any) -> None:
+    tower.patch_embed.proj.bias.data.add_(0.1)
+
+
+def refused_meanwhile(tower: Any, handle: Any) -> None:
+    hook = tower.blocks[0].register_forward_hook(lambda *_: None)
+    Call.of(tower, [(1, 2, 2)]).run(tower)
+    hook.remove()
+
+
+PATHS: dict[str, Callable[[Any, Any], object]] = {
+    "nothing": lambda tower, handle: None,
+    **{f.__name__: f for f in (moved, moved_and_back, written_the_same, other_objects, written)},
+    **{f.__name__: f for f in (written_past_its_version, refused_meanwhile)},
+    "moved twice": lambda tower, handle: (moved(tower, handle), moved(tower, handle)),
+    "release": lambda tower, handle: handle.release(),
+    "refresh": lambda tower, handle: handle.refresh(),
+    "warmup": lambda tower, handle: handle.warmup(),
+    "moved, warmup": lambda tower, handle: (moved(tower, handle), handle.warmup()),
+    "outdate": lambda tower, handle: handle.weights.outdate(),
+    "drop_graphs": lambda tower, handle: handle.drop_graphs(),
+    "pause": lambda tower, handle: handle._pause.begin(Reason(fallback.CHANGED, "")),
+}
+STEPS = {"floats": None, **KINDS}
+
+
+def brought(tower: Any, kind: str, seed: int) -> Any:
+    pixels = bytes_for(tower, GRID, STEPS[kind] or False, seed)
+    return pixels.pixels() if STEPS[kind] is None else pixels
+
+
+def assert_brought(tower: Any, handle: Any, kind: str, seed: int) -> None:
+    """A call of pixels of `kind` gives the answer of the original code, and weights have their patch embedding."""
+    pixels, fused = brought(tower, kind, seed), handle.stats()["fused"]
+    floats = pixels if kind == "floats" else pixels.pixels()
+    assert_same(run(tower, pixels), run(fusedvit.unfuse(copy_of(tower)), floats))
+    number = {"floats": FLOATS, "frames": BYTES, "still": STILL_BYTES}[kind]
+    assert number in handle.weights.kinds or handle.stats()["fused"] == fused
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("after", STEPS)
+@pytest.mark.parametrize("before", STEPS)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_new_kind_of_pixels_on_every_path_to_weights(path: str, before: str, after: str) -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower)
+    assert_brought(tower, handle, before, 1)
+    PATHS["written_the_same"](tower, handle)
+    assert_brought(tower, handle, before, 2)
+    PATHS[path](tower, handle)
+    assert_brought(tower, handle, after, 3)
+    if path != "pause":
+        assert handle.stats()["fused"] == 3
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("seed", range(12))
+def test_kinds_and_paths_in_any_order(seed: int) -> None:
+    draw, tower = random.Random(seed), tiny_tower()
+    handle = fusedvit.fuse(tower)
+    for i in range(10):
+        PATHS[draw.choice([*PATHS])](tower, handle)
+        assert_brought(tower, handle, draw.choice([*STEPS]), i)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("still", KINDS.values(), ids=KINDS)
+def test_a_kind_that_is_expected_is_prepared_by_a_warmup_after_a_move(still: bool) -> None:
+    tower = tiny_tower()
+    handle = fusedvit.fuse(tower, fusedvit.FuseConfig(strict=True))
+    handle.warmup()
+    pixels = bytes_for(tower, GRID, still)
+    assert handle.normalizations.expect(pixels.normalization, still)
+    moved(tower, handle)
+    handle.warmup()
+    prepared = handle.stats()["refreshes"]
+    assert_same(run(tower, pixels), run(fusedvit.unfuse(copy_of(tower)), pixels.pixels()))
+    assert handle.stats()["refreshes"] == prepared == 2
 
 
 @pytest.mark.parametrize("still", KINDS.values(), ids=KINDS)

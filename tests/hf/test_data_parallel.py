@@ -5,13 +5,16 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 import fusedvit
 from fusedvit.data_parallel import DataParallelEncoder
+from tests.support.changes import CHANGES, Change, undone
 from tests.support.families import BY_GRID, each_of, family_tower
+from tests.support.towers import outcome, vision_tower
 
 GRIDS = {
     "images": [(1, 4, 6), (1, 8, 4), (1, 2, 2), (1, 6, 6)],
@@ -77,6 +80,119 @@ def test_changes_of_the_tower_are_followed(change: Callable[[nn.Module], None]) 
     found = encoder(pixels_of(tower, grid), grid)
     torch.testing.assert_close(found, expected_of(tower, grid), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found, before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("made", ["before the copies", "after a call"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.apply.__name__)
+def test_any_change_that_comes_and_goes(change: Change, made: str) -> None:
+    """Copies have no part of it afterwards: they run fused, as the tower does, and give its rows."""
+    tower, grid = vision_tower(), GRIDS["mixed"]
+    fusedvit.fuse(tower)
+    pixels, expected, encoders = pixels_of(tower, grid), expected_of(tower, grid), []
+
+    def begin() -> None:
+        encoders.append(outcome(DataParallelEncoder, tower, ["cpu", "cpu"]))
+
+    if made == "after a call":
+        begin()
+        encoders[0](pixels, grid)
+    with undone(tower):
+        change.apply(tower)
+        if made == "before the copies":
+            begin()
+        if isinstance(encoders[0], Exception):
+            pytest.skip("no copy can be made of this tower, and none is")
+        now = outcome(lambda: encoders[0](pixels, grid))
+        if not isinstance(now, Exception) and not change.kind:
+            torch.testing.assert_close(now, expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+    for _ in range(2):
+        torch.testing.assert_close(encoders[0](pixels, grid), expected, atol=1e-5, rtol=1e-5)
+    handles = [copied._handle.stats() for copied in encoders[0]._copies]
+    assert [stats["original"] for stats in handles] == [{}] and handles[0]["fused"] >= 2
+
+
+def adapters(tower: Any) -> list[Any]:
+    return [m for m in tower.modules() if hasattr(m, "lora_A")]
+
+
+ADAPTERS: dict[str, Callable[[Any], object]] = {
+    "another": lambda t: [m.set_adapter("b") for m in adapters(t)],
+    "both": lambda t: [m.set_adapter(["a", "b"]) for m in adapters(t)],
+    "off": lambda t: [m.enable_adapters(False) for m in adapters(t)],
+    "scale": lambda t: [m.set_scale("a", 3.0) for m in adapters(t)],
+    "merged": lambda t: [m.merge() for m in adapters(t)],
+    "merged and unmerged": lambda t: [(m.merge(), m.unmerge()) for m in adapters(t)],
+    "dropout": lambda t: [m.lora_dropout.update({"b": nn.Dropout(0.5).eval()}) for m in adapters(t)],
+    "deleted": lambda t: [m.delete_adapter("b") for m in adapters(t)],
+    "unloaded": lambda t: [setattr(b.attn, "qkv", b.attn.qkv.base_layer) for b in t.blocks],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_followed(name: str) -> None:
+    """In place where the modules stay, so that a copy keeps its graphs."""
+    torch.manual_seed(0)
+    tower, grid = vision_tower(), GRIDS["images"]
+    for adapter in "ab":
+        config = peft.LoraConfig(r=4, target_modules=r".*qkv", init_lora_weights=False)
+        peft.inject_adapter_in_model(config, tower, adapter)
+    tower.requires_grad_(False).eval()
+    encoder = DataParallelEncoder(tower, ["cpu", "cpu"], fusedvit.FuseConfig(strict=True))
+    pixels, handle = pixels_of(tower, grid), encoder._copies[0]._handle
+    for change in (lambda t: None, ADAPTERS[name], ADAPTERS["scale"]):
+        change(tower)
+        tower.requires_grad_(False)
+        torch.testing.assert_close(encoder(pixels, grid), expected_of(tower, grid), atol=1e-4, rtol=1e-4)
+    assert (encoder._copies[0]._handle is handle) == (name not in ("unloaded", "dropout", "deleted"))
+
+
+def test_a_change_that_only_calls_with_gradients_saw() -> None:
+    """They ask nothing of a tower but its original code."""
+    tower, grid = vision_tower(), GRIDS["images"]
+    encoder = DataParallelEncoder(tower, ["cpu", "cpu"])
+    pixels, handle = pixels_of(tower, grid), fusedvit.fuse(tower)
+    expected = encoder(pixels, grid)
+    handle.refresh()  # other weights than the copies have, of the same values
+    tower.requires_grad_(True)
+    with undone(tower), torch.enable_grad():
+        _attribute(tower)
+        assert encoder(pixels, grid).requires_grad
+    tower.requires_grad_(False)
+    torch.testing.assert_close(encoder(pixels, grid), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_hangs_on_the_tower_itself() -> None:
+    """Hooks on it and a `forward` of its own are of its own calls, which these are not: they run for no row."""
+    tower, grid = vision_tower(), GRIDS["images"]
+    encoder = DataParallelEncoder(tower, ["cpu", "cpu"])
+    pixels, own = pixels_of(tower, grid), tower.forward
+    expected = encoder(pixels, grid)
+    seen: list[object] = []
+    tower.forward = lambda *given, **named: (seen.append(given), own(*given, **named))[1]
+    tower.register_forward_hook(lambda *given: seen.append(given))
+    with torch.no_grad():
+        tower.blocks[0].attn.qkv.bias.add_(0.1)
+    torch.testing.assert_close(encoder(pixels, grid), expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(encoder(pixels, grid), expected)
+    seen.clear()
+    encoder(pixels, grid)
+    assert not seen
+
+
+def test_a_compiled_call_is_of_its_own_module() -> None:
+    """What torch compiled of a block of the tower is not what a copy's block runs."""
+    tower, grid = vision_tower(), GRIDS["images"]
+    encoder = DataParallelEncoder(tower, ["cpu", "cpu"])
+    pixels = pixels_of(tower, grid)
+    encoder(pixels, grid)
+    tower.blocks[0].compile()
+    torch.testing.assert_close(encoder(pixels, grid), expected_of(tower, grid), atol=1e-5, rtol=1e-5)
+    fusedvit.fuse(tower).refresh()
+    encoder(pixels, grid)
+    assert encoder._copies[0]._tower.blocks[0]._compiled_call_impl is None
+    assert fusedvit.fuse(tower).stats()["original"] == encoder._copies[0]._handle.stats()["original"] == {}
 
 
 def test_a_call_of_the_original_code_counts_once_and_has_gradients() -> None:

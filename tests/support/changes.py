@@ -289,6 +289,14 @@ def parametrized(tower: Tower) -> None:
     parametrizations.weight_norm(tower.blocks[0].mlp.linear_fc1)
 
 
+@change("blocks.0.attn.qkv.weight is a buffer, expected a parameter", matters=False)
+def parametrization_removed(tower: Tower) -> None:
+    """Of a frozen weight, which torch then registers as a buffer."""
+    layer = tower.blocks[0].attn.qkv
+    parametrizations.weight_norm(layer).requires_grad_(False)
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+
+
 @change("parameter pos_embed.weight is missing")
 def parametrized_table(tower: Tower) -> None:
     nn.utils.parametrize.register_parametrization(tower.pos_embed, "weight", Twice())
@@ -316,12 +324,12 @@ def position_table_of_another_size(tower: Tower) -> None:
     tower.num_grid_per_side = 5
 
 
-@change("parameter blocks.0.attn.qkv.weight is missing")
+@change("blocks.0.attn.qkv.weight is a buffer, expected a parameter")
 def quantised(tower: Tower) -> None:
     _quantise(tower, Int8Linear)
 
 
-@change("parameter blocks.0.attn.qkv.weight is missing")
+@change("blocks.0.attn.qkv.weight is a buffer, expected a parameter")
 def quantised_by_transformers(tower: Tower) -> None:
     _quantise(tower, TransformersInt8Linear)
 

@@ -30,6 +30,7 @@ CALLS, OWNERS = "fusedvit/checks/module_calls.py", "fusedvit/checks/ownership.py
 CACHE, REPLAY, READ = (f"fusedvit/runtime/{name}.py" for name in ("weight_cache", "speculative_replay", "readback"))
 RUNNER, ENCODER = "fusedvit/runtime/runner.py", "fusedvit/fused_encoder.py"
 PREPARED, OWN = "fusedvit/prepared_tower.py", "fusedvit/own_forward.py"
+COPIES = "fusedvit/data_parallel.py"
 PREPARE, DIGEST = "fusedvit/model/prepare_weights.py", "fusedvit/model/digest.py"
 RANGE = "fusedvit/model/fp16_range.py"
 LAZY, UNREAD = "fusedvit/outputs/lazy.py", "fusedvit/outputs/unread.py"
@@ -170,9 +171,9 @@ MUTANTS = (
     _never("freed parameters", CHECKED, "freed", "hf/memory:freed"),
     Mutant(
         "parameters that are not dense",
-        CHECKED,
-        "return p.is_contiguous() or",
-        "return True or",
+        ADAPTERS,
+        "dense = p.is_contiguous() or",
+        "dense = True or",
         "hf/changes",
     ),
     Mutant(
@@ -607,6 +608,21 @@ MUTANTS = (
         " or ingredients[0] != before[0]",
         "",
         "hf/kept_weights:written_meanwhile hf/kept_weights:an_adapter",
+    ),
+    _without("kinds of weights that are followed", CACHE, " or not {*kinds} <= {*self.kinds}", "hf/byte_patches:a_new"),
+    _never("LoRA with gaps in memory", ADAPTERS, "wrong", "hf/adapters:adapters_with"),
+    _without(
+        "attributes of copies", COPIES, " or content_of(mine[name]) != content_of(value)", "hf/data_parallel:adapters"
+    ),
+    Mutant(
+        "modules of copies",
+        COPIES,
+        "_structure_of(self._tower) != _structure_of(tower)",
+        "False",
+        "hf/data_parallel:adapters hf/data_parallel:any",
+    ),
+    _without(
+        "towers that copies may follow", COPIES, " and weights.host_unchanged()", "hf/data_parallel:a_change_that"
     ),
     Mutant(
         "versions of kept weights",

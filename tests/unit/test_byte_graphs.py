@@ -44,6 +44,19 @@ def test_one_graph_serves_all_kinds_in_any_order(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", [BYTES, STILL_BYTES], ids=["bytes", "still"])
+def test_a_new_kind_after_parameters_moved(case: Case, kind: int) -> None:
+    """Graphs of before know nothing of it."""
+    for seed in range(3):
+        answer(case[0], pixels_of(FLOATS, seed=seed), GRID)
+        for p in case[0].parameters():
+            p.data = p.data.clone()
+        poison(case[2].encoder)
+        pixels = pixels_of(kind, seed=seed)
+        found = answer(case[0], pixels, GRID)
+        assert close(found, eager_of(case, pixels.pixels())), seed
+
+
+@pytest.mark.parametrize("kind", [BYTES, STILL_BYTES], ids=["bytes", "still"])
 def test_split_videos_and_calls_over_every_budget(case: Case, kind: int) -> None:
     for grid in ([(9, 2, 2)], [(1, 2, 2), (11, 4, 2), (1, 4, 4)], [(1, 18, 16)], [(2, 20, 20), (1, 2, 2)]):
         for pixels in (pixels_of(kind, grid), pixels_of(FLOATS, grid)):
