@@ -1,4 +1,4 @@
-"""Attention's own bench on a CPU: outputs pass the tolerance rule before they are timed."""
+"""Attention's own bench: outputs pass the tolerance rule before they are timed."""
 
 import json
 from dataclasses import replace
@@ -14,13 +14,17 @@ CPU = torch.device("cpu")
 
 
 def test_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "attention.json"
-    assert attention.main(["--head-dim", "72", "--json", str(path), "--commit", "abc"]) == 0
+    path, on_gpu = tmp_path / "attention.json", torch.cuda.is_available()
+    label = "1 x 196" if on_gpu else "2 x 40"
+    given = ["--head-dim", "72", "--layout", label, "--json", str(path), "--commit", "abc"]
+    assert attention.main(given) == 0
     document = json.loads(path.read_text(encoding="utf-8"))
     assert document["passport"]["commit"] == "abc"
     (row,) = document["rows"]
-    assert (row["head_dim"], row["layout"], row["wrong"]) == (72, "2 x 40", {})
-    assert set(row["us"]) == {"ours", "torch", "triton"} and all(us > 0 for us in row["us"].values())
+    assert (row["head_dim"], row["layout"], row["wrong"]) == (72, label, {})
+    assert set(row["us"]) == {"ours", "torch", "triton"} | ({"cudnn"} if on_gpu else set()) and all(
+        us > 0 for us in row["us"].values()
+    )
 
 
 def test_a_wrong_output_is_not_timed() -> None:
