@@ -1,6 +1,7 @@
 """Training runs fused where the tower is frozen: autocast in its dtype, a Trainer, gradient checkpointing."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import fusedvit
 from fusedvit.bench.towers import cast_parameters_
 from fusedvit.checks import fallback
+from fusedvit.checks.checked_tower import CheckedTower
 from tests.support.families import INSTALLED, each_of, family_tower
 from tests.support.towers import (
     GRIDS,
@@ -114,3 +116,17 @@ def test_gradient_checkpointing(name: str) -> None:
     assert call.record(tower).pooler_output.requires_grad == marked
     assert_same(call.run(tower), call.run(original))
     assert handle.stats()["fused"] == 4 - marked
+
+
+def test_gradient_checkpointing_is_no_change() -> None:
+    """Trainers switch it around each generation."""
+    tower = family_tower("Qwen2VisionTransformerPretrainedModel")
+    handle, call = fusedvit.fuse(tower, STRICT), Call.of(tower, MIX)
+    tower.gradient_checkpointing_enable()  # hooks are a change, the first time
+    call.run(tower)
+    with mock.patch.object(CheckedTower, "_reason", autospec=True, side_effect=CheckedTower._reason) as judged:
+        for switch in (tower.gradient_checkpointing_disable, tower.gradient_checkpointing_enable):
+            switch()
+            call.run(tower)
+    ran_fused(handle, calls=3)
+    assert not judged.called

@@ -434,15 +434,15 @@ def test_lookups_of_module_dicts(two_towers: tuple[Any, Any, Call]) -> None:
 
 
 def test_decorators_that_the_source_does_not_have(two_towers: tuple[Any, Any, Call]) -> None:
-    """One of transformers' own, which reads other frequencies for long inputs."""
+    """One of transformers' own, which goes back to other frequencies after long inputs."""
     theirs, ours, call = two_towers
     wrap = importlib.import_module("transformers.modeling_rope_utils").dynamic_rope_update
     kind = modeling().Qwen3VLVisionRotaryEmbedding
 
-    def lengthened(tower: Any) -> None:
+    def after_long_inputs(tower: Any) -> None:
         rope = tower.rotary_pos_emb
-        rope.rope_type, rope.long_inv_freq = "longrope", rope.inv_freq * 0.5
-        rope.config.rope_parameters["original_max_position_embeddings"] = 2
+        rope.rope_type, rope.original_inv_freq = "dynamic", rope.inv_freq * 0.5
+        rope.max_seq_len_cached, rope.original_max_seq_len = 2000, 1000
 
-    edits = [on(kind, "forward", wrap(kind.forward)), *(set_on_tower(t, lengthened) for t in (theirs, ours))]
+    edits = [on(kind, "forward", wrap(kind.forward)), *(set_on_tower(t, after_long_inputs) for t in (theirs, ours))]
     compared(theirs, ours, call, edits, "after a call")

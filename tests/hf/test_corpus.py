@@ -26,6 +26,7 @@ import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoImageProcessor  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import fusedvit  # noqa: E402
@@ -46,17 +47,19 @@ __all__ = ["checkpoint", "pictures"]  # fixtures
 COUNT = 11
 PICTURES = COUNT, (40, 150), "05.png"
 RUNNER = CliRunner(env={"COLUMNS": "200"})
+IN_FP32 = "--device", "cpu"  # as `expected` is: on a GPU the command takes bf16
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, pictures: Path) -> dict[str, torch.Tensor]:
     """Tokens of every good picture, with deepstack, from Hugging Face's own code, by its name."""
     tower = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval().model.visual
+    processor = AutoImageProcessor.from_pretrained(checkpoint)  # torchvision's, where that is installed
     rows = {}
     for path in sorted(pictures.glob("*.png")):
         if path.name == "05.png":
             continue
-        given = tiny_processor()(images=[Image.open(path)], return_tensors="pt")
+        given = processor(images=[Image.open(path)], return_tensors="pt")
         with torch.no_grad():
             found = tower(given["pixel_values"], grid_thw=given["image_grid_thw"])
         rows[path.name] = torch.cat([found.pooler_output, *found.deepstack_features], 1)
@@ -81,7 +84,7 @@ def columns_of(pictures: Path) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("column", ["path", "bytes", "image", "file"])
 def test_a_batch(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], column: str) -> None:
     batch = {column: columns_of(pictures)[column], "n": list(range(COUNT))}
-    found = fusedvit.Embedder(checkpoint)(batch)
+    found = fusedvit.Embedder(checkpoint, dtype=torch.float32)(batch)
     assert found["n"] == batch["n"] and found[column] == batch[column]
     assert [bool(error) for error in found["error"]] == [i == 5 for i in range(COUNT)]
     assert np.isnan(found["embedding"][5]).all() and found["grid_thw"][5] == [0, 0, 0]
@@ -165,7 +168,7 @@ def test_what_encode_refuses(checkpoint: Path, pictures: Path, expected: dict[st
     batch = {"image": [(pictures / f"{i % 5:02d}.png").read_bytes() for i in range(100)]}
     for row, value in ((3, thin), (17, video), (50, b"x"), (99, thin)):
         batch["image"][row] = value
-    found = fusedvit.Embedder(model, tiny_processor(), encode=mean_of)(batch)
+    found = fusedvit.Embedder(model, AutoImageProcessor.from_pretrained(checkpoint), encode=mean_of)(batch)
     said = {i: error for i, error in enumerate(found["error"]) if error}
     assert said.keys() == {3, 17, 50, 99} and "a video, and encode= takes images" in said[17]
     assert all("encode= refuses it: absolute aspect ratio" in said[row] for row in (3, 99))
@@ -270,7 +273,7 @@ def test_two_columns_of_one_name(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("deepstack", [False, True])
 def test_tokens(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], deepstack: bool) -> None:
-    embedder = fusedvit.Embedder(checkpoint, output="tokens", deepstack=deepstack)
+    embedder = fusedvit.Embedder(checkpoint, output="tokens", deepstack=deepstack, dtype=torch.float32)
     found = embedder({"path": columns_of(pictures)["path"]})
     assert found["embedding"][5].shape == (0, embedder.width)
     for i in set(range(COUNT)) - {5}:
@@ -389,7 +392,7 @@ def test_the_command(
     elif given != "folder":
         source = table_of(pictures, tmp_path, given)
     out, written = tmp_path / "out", tmp_path / "e.json"
-    command = ["embed", str(checkpoint), str(source), str(out), "--shard-size", "3", "--json", str(written)]
+    command = ["embed", str(checkpoint), str(source), str(out), "--shard-size", "3", *IN_FP32, "--json", str(written)]
     result = RUNNER.invoke(app, command)
     assert result.exit_code == 1, result.output  # one picture does not decode
     assert_complete(out, expected)
@@ -448,7 +451,7 @@ def test_files_that_are_left_out_are_said(checkpoint: Path, pictures: Path, tmp_
 def test_what_is_gone_is_done_again(
     checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    command = ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), "--shard-size", "2"]
+    command = ["embed", str(checkpoint), str(pictures), str(tmp_path / "out"), "--shard-size", "2", *IN_FP32]
     RUNNER.invoke(app, command)
     for number in (0, 3):
         for file in (tmp_path / "out" / f"shard-{number:05d}").iterdir():
@@ -480,7 +483,7 @@ def other_table(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda given, patch: patch.chdir(shutil.copytree(given, given / "b")), "working_directory was"),
         (
             lambda given, patch: patch.setattr(corpus_job, "default_dtype", lambda on: torch.float16),
-            "dtype was float32 and",
+            "and is float16",
         ),
     ],
 )
@@ -525,7 +528,7 @@ def test_killed_and_resumed(
     """`kill -9` once a first shard is there, of the next process SIGTERM, which leaves nothing behind; then it is let
     be."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fusedvit", "embed", checkpoint, pictures, out, "--shard-size", "1"]
+    command = [sys.executable, "-m", "fusedvit", "embed", checkpoint, pictures, out, "--shard-size", "1", *IN_FP32]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for sent, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)):
         least = len(shards.committed(out)) + 1  # one of its own: by then it handles signals
@@ -546,7 +549,7 @@ def test_a_resume_in_other_batches(
 ) -> None:
     """Shards are numbers of inputs: which images share a batch moves no row, and changes none by more than rounding."""
     out = tmp_path / "out"
-    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4"]
+    command = ["embed", str(checkpoint), str(pictures), str(out), "--shard-size", "4", *IN_FP32]
     for gone, decoded_bytes in (((), 1), ((0, 2), 2**27), ((1,), 3 * 2 * 150 * 150)):
         for number in gone:
             shutil.rmtree(out / f"shard-{number:05d}")
@@ -559,10 +562,10 @@ def test_a_resume_in_other_batches(
 
 
 def test_a_process_a_gpu(checkpoint: Path, pictures: Path, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """Two processes, on the CPU here. One that finds other inputs than its parent, or no parent, ends."""
+    """Two processes, both on the CPU. One that finds other inputs than its parent, or no parent, ends."""
     given = tmp_path / "given"
     shutil.copytree(pictures, given)
-    job = corpus_job.Job(str(checkpoint), (str(given),), str(tmp_path / "out"), shard_size=2)
+    job = corpus_job.Job(str(checkpoint), (str(given),), str(tmp_path / "out"), shard_size=2, device="cpu")
     done = []
     corpus_job.run(job, [0, 1], embedder_of, lambda shard, total: done.append(shard.number))
     assert sorted(done) == list(range((COUNT + 1) // 2))

@@ -145,7 +145,8 @@ def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(where: str) -> Any:
         raise ImportError("AutoVideoProcessor requires the Torchvision library but it was not found. More of it.")
 
-    monkeypatch.setattr(transformers, "AutoVideoProcessor", SimpleNamespace(from_pretrained=missing))
+    package = sys.modules["transformers"]  # that imports find: transformers puts another one there as it loads a model
+    monkeypatch.setattr(package, "AutoVideoProcessor", SimpleNamespace(from_pretrained=missing))
 
 
 @pytest.mark.parametrize("package", ["torchvision", "av"])

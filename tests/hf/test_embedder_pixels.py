@@ -99,6 +99,6 @@ def test_pillow_images_are_what_the_processor_makes_of_them(checkpoint: Path, ki
     tower = transformers.Qwen3VLForConditionalGeneration.from_pretrained(checkpoint).eval().model.visual
     with torch.no_grad():
         wanted = tower(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output.mean(0)
-    found = fusedvit.Embedder(checkpoint, tiny_processor())({"image": [DECODED[kind]]})
+    found = fusedvit.Embedder(checkpoint, tiny_processor(), dtype=torch.float32)({"image": [DECODED[kind]]})
     assert found["error"] == [""] and found["grid_thw"] == given["image_grid_thw"].tolist()
     torch.testing.assert_close(torch.as_tensor(found["embedding"][0]), wanted, atol=1e-4, rtol=1e-4)

@@ -91,6 +91,15 @@ def to_fp32(record: Any) -> Any:
     return convert_to_fp32(record)
 
 
+def searched(record: Any) -> Any:
+    """As FSDP2 does for what wants gradients; of older torch it flattens the record."""
+    if hasattr(_common_utils, "collect_grad_tensors"):
+        assert not _common_utils.collect_grad_tensors(record)
+    else:
+        assert not [t for t in _pytree.tree_flatten(record)[0] if torch.is_tensor(t) and t.requires_grad]
+    return record
+
+
 _DEEPSPEED = """
 def passed_on(value, function):
     if isinstance(value, (list, tuple)):
@@ -135,7 +144,7 @@ WALKS: dict[str, Callable[[Any], Any]] = {
     "FSDP casts it": lambda r: _apply_to_tensors(cast, r),
     "FSDP passes it on": lambda r: _apply_to_tensors(lambda t: t, r),
     "a copy of the dataclass": dataclasses.replace,
-    "FSDP2 searches it": lambda r: (_common_utils.collect_grad_tensors(r), r)[1],
+    "FSDP2 searches it": searched,
     "DeepSpeed passes it on": lambda r: passed_on(r, lambda t: t),
     "DeepSpeed casts it": lambda r: passed_on(r, torch.Tensor.double),
 }

@@ -242,7 +242,9 @@ def test_architectures_that_are_no_names(value: Any, tmp_path: Path) -> None:
     _no_weights(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": value}))
-    _refused(_run("verify", tmp_path, SAMPLE_IMAGE), f"a list of names expected, got {value}")
+    result = _run("verify", tmp_path, SAMPLE_IMAGE)
+    older = f"Field 'architectures' with value {value!r} doesn't match any type"  # older transformers' own words
+    _refused(result, older if older in result.output else f"a list of names expected, got {value}")
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -259,17 +261,17 @@ def test_a_tensor_of_another_shape(qwen3: Path, tmp_path: Path, alone: bool, mon
 
 @pytest.mark.parametrize("given, said", [("none/at/all", "no such folder"), ("./none", "no such folder")])
 def test_folders_that_are_not_there(given: str, said: str) -> None:
-    _refused(_run("verify", given), said)
-    _refused(_run("demo", "--model", given), said)
+    _refused(_run("verify", given, SAMPLE_IMAGE), said)  # without PyAV the videos that it takes by itself are refused
+    _refused(_run("demo", SAMPLE_IMAGE, "--model", given), said)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    _refused(_run("verify", "https://host/model"), "a URL")
-    _refused(_run("verify", ""), "a checkpoint's folder or hub name expected, got ''")
-    _refused(_run("verify", SAMPLE_IMAGE), "a file")
-    _refused(_run("verify", "mine", "--dtype", "int8"), "bf16, fp16, fp32")
+    _refused(_run("verify", "https://host/model", SAMPLE_IMAGE), "a URL")
+    _refused(_run("verify", "", SAMPLE_IMAGE), "a checkpoint's folder or hub name expected, got ''")
+    _refused(_run("verify", SAMPLE_IMAGE, SAMPLE_IMAGE), "a file")
+    _refused(_run("verify", "mine", SAMPLE_IMAGE, "--dtype", "int8"), "bf16, fp16, fp32")
     for device in ("tpu", "nonsense", "cuda:99"):
-        _refused(_run("verify", "mine", "--device", device), "--device")
+        _refused(_run("verify", "mine", SAMPLE_IMAGE, "--device", device), "--device")
 
 
 # ── media ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,16 +28,22 @@ from tests.support.families import INSTALLED, each_of, family_tower  # noqa: E40
 RUNNER = CliRunner(env={"COLUMNS": "200"})
 
 
+def _verify(*arguments: str | Path, columns: int = 200) -> Any:
+    """Of `checkpoint`, where that is."""
+    command = ["verify", "mine", *map(str, arguments), "--device", "cpu"]
+    return RUNNER.invoke(app, command, env={"COLUMNS": str(columns)})
+
+
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """Stands in for one that is loaded."""
+    """Stands in for one that is loaded, onto the CPU."""
     tower = towers.random_tower(torch.device("cpu"))
     monkeypatch.setattr(verify, "load_tower", lambda model, device, dtype, step: tower.model)
     return tower.model
 
 
 def test_a_good_checkpoint_passes(checkpoint: nn.Module, tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE), "--json", str(tmp_path / "v.json")])
+    result = _verify(SAMPLE_IMAGE, "--json", tmp_path / "v.json")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert found["passed"] and found["model"] == "mine" and found["spread"]["failures"] == 0
@@ -62,7 +68,7 @@ def test_every_family(name: str) -> None:
 def test_original_code_is_told(checkpoint: nn.Module, tmp_path: Path) -> None:
     """It agrees with itself, which is no pass."""
     checkpoint.get_submodule("blocks.0").register_forward_hook(lambda module, args, output: None)
-    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE), "--json", str(tmp_path / "v.json")])
+    result = _verify(SAMPLE_IMAGE, "--json", tmp_path / "v.json")
     assert result.exit_code == 1, result.output
     found = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert found["ran_original_code"] == 1 and not found["passed"]
@@ -79,12 +85,12 @@ def test_some_original_code_is_told(checkpoint: nn.Module, monkeypatch: pytest.M
             return real(towers, item)
 
     monkeypatch.setattr(verify, "parity_of", one_hooked)
-    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE), str(SAMPLE_IMAGE)])
+    result = _verify(SAMPLE_IMAGE, SAMPLE_IMAGE)
     assert result.exit_code == 0 and "1 of 3 calls ran the original code" in result.output, result.output
 
 
 def test_outputs_are_told_apart_in_few_columns(checkpoint: nn.Module) -> None:
-    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE)], env={"COLUMNS": "60"})
+    result = _verify(SAMPLE_IMAGE, columns=60)
     assert result.exit_code == 0 and "\u2026" not in result.output, result.output
 
 
@@ -98,7 +104,7 @@ def test_a_difference_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyP
         return made
 
     monkeypatch.setattr(verify, "side_by_side", spoiled)
-    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE)])
+    result = _verify(SAMPLE_IMAGE)
     assert result.exit_code == 0, "the original's error is the yardstick: a worse original forgives"
 
     def worse(*arguments: Any) -> Any:
@@ -109,12 +115,12 @@ def test_a_difference_is_told(checkpoint: nn.Module, monkeypatch: pytest.MonkeyP
         return made
 
     monkeypatch.setattr(verify, "side_by_side", worse)
-    result = RUNNER.invoke(app, ["verify", "mine", str(SAMPLE_IMAGE)])
+    result = _verify(SAMPLE_IMAGE)
     assert result.exit_code == 1 and "3 of 4 outputs pass" in result.output and "error" in result.output
 
 
 def test_what_cannot_be_verified(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["verify", str(tmp_path / "none")])
     assert result.exit_code == 2 and "Traceback" not in result.output
-    result = RUNNER.invoke(app, ["verify", "mine", str(tmp_path / "none.png")])
+    result = _verify(tmp_path / "none.png")
     assert result.exit_code == 2 and "none.png" in result.output.replace("\n", "")

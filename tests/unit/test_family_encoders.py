@@ -16,6 +16,7 @@ from tests.support.encoding import Encoder, hugging_face
 from tests.support.families import SHAPES, family_tower
 from tests.support.towers import Grid, assert_bitwise, assert_rule, assert_same, copy_of, patches_of, pixels_for
 
+pytestmark = pytest.mark.usefixtures("without_tf32")
 GRID: Grid = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
 TABLES = {"torch": ops.TORCH, "triton": ops.TRITON}
 HEADS_OF_64: dict[str, dict[str, int]] = {

@@ -19,7 +19,8 @@ class OwnCode:
         slots: (class or module, name) of everything that was followed.
         registries: (registry of attention functions, name) of what would be looked up.
         functions: every function that was followed.
-        names: every name that the code mentions, attributes among them, and what the engine's record names.
+        names: every name that the code mentions, attributes among them, but what only changes how gradients are
+            computed; and what the engine's record names.
         optional: attributes that the code asks for by `getattr` or `hasattr`, and does without.
         methods: names of the methods, beside `forward`, that a class's code calls.
         absent: names that nobody has given a class or module so far, which would hide what the code finds by them now.

@@ -45,6 +45,7 @@ _ALIASES = {"__call__": "Module._wrapped_call_impl", "forward": "_forward_unimpl
 _HARMLESS_BUILTINS = {"print", "input"}  # others replace them to be quiet
 _GENERAL = ("torch.nn.modules.module", "transformers.modeling_utils")  # classes whose other methods do not compute
 _CHECKPOINTING = "GradientCheckpointingLayer"  # wraps `forward` of every class that is derived from it
+_FOR_GRADIENTS = {"gradient_checkpointing", "_gradient_checkpointing_func"}  # what computes the same again for them
 _CONTEXTS = "torch.utils._contextlib"  # whose wrapper enters a context around a function
 
 
@@ -100,7 +101,7 @@ class CodeWalk:
         found = self.follow(value, Definition(home.__module__, path), f"{cls.__qualname__}.{name}")
         if found is None or home.__module__ in _GENERAL:
             return
-        for other in sorted(names_in(found.__code__) - self._skipped):
+        for other in sorted(names_in(found.__code__) - self._skipped - _FOR_GRADIENTS):
             if hasattr(cls, other) and not any(hasattr(general, other) for general in (nn.Module, object)):
                 self.follow_method(cls, other)
 
@@ -132,7 +133,7 @@ class CodeWalk:
 
     def _follow_names(self, function: FunctionType) -> None:
         """Follows the globals that a function mentions, and what it mentions of torch's modules."""
-        mentioned, scope = names_in(function.__code__), function.__globals__
+        mentioned, scope = names_in(function.__code__) - _FOR_GRADIENTS, function.__globals__
         self.found.names |= mentioned
         self.found.optional |= optional_in(function.__code__)
         for name in sorted(mentioned & scope.keys()):

@@ -1,4 +1,7 @@
-"""The bench on a CPU with the tiny tower: gates, schema, ratios, files. What it measures is another matter."""
+"""The bench with the tiny tower: gates, schema, ratios, files. What it measures is another matter.
+
+Commands measure the GPU if there is one, all else a CPU.
+"""
 
 import dataclasses
 import json
@@ -15,6 +18,7 @@ pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from fusedvit.bench import baselines, ops, tables, timing, tower_bench, workloads  # noqa: E402
@@ -28,11 +32,19 @@ LINEARS = ["patch", "qkv", "proj", "fc1", "fc2", "deepstack_fc1", "merger_fc1", 
 SMALL = {"one": [(1, 4, 4)], "two and a video": [(1, 4, 6), (1, 2, 4), (2, 4, 4)]}
 
 
+def measured(workloads: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """On a CPU, where Triton's interpreter runs the kernel of the engine-like tower, also beside a GPU."""
+    kernel = InterpretedFunction(baselines._rotate_kernel.fn)
+    keep = options.pop("keep", lambda document: None)
+    asked = tower_bench.Options(("tiny",), workloads, seconds=0, dtype=torch.float32, **options)
+    with mock.patch.object(baselines, "_rotate_kernel", kernel):
+        return tower_bench.measure(asked, CPU, keep=keep)
+
+
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    options = tower_bench.Options(("tiny",), SMALL, seconds=0, dtype=torch.float32)
     with mock.patch.object(timing, "CALLS", ((3, math.inf),)):  # however slow this machine is
-        return tower_bench.measure(options, CPU)
+        return measured(SMALL)
 
 
 def test_every_contender_is_gated_and_timed(document: dict[str, Any]) -> None:
@@ -59,8 +71,7 @@ def test_a_wrong_output_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return hidden, merged * 1.01, deepstack
 
     monkeypatch.setattr(baselines, "forward", off)
-    options = tower_bench.Options(("tiny",), {"one": SMALL["one"]}, seconds=0, dtype=torch.float32)
-    row = tower_bench.measure(options, CPU)["towers"]["tiny"]["workloads"]["one"]
+    row = measured({"one": SMALL["one"]})["towers"]["tiny"]["workloads"]["one"]
     assert (
         not row["parity"]["engine-like torch"]["passed"] and "max error" in row["parity"]["engine-like torch"]["reason"]
     )
@@ -75,8 +86,7 @@ def test_what_fails_leaves_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     real, kept = tower_bench.row, []
     monkeypatch.setattr(baselines, "prepare", refuse)
     monkeypatch.setattr(tower_bench, "row", lambda *a: refuse() if a[2] == "one" else real(*a))
-    options = tower_bench.Options(("tiny",), SMALL, seconds=0, dtype=torch.float32, short=True)
-    document = tower_bench.measure(options, CPU, keep=lambda d: kept.append(len(d["towers"]["tiny"]["workloads"])))
+    document = measured(SMALL, short=True, keep=lambda d: kept.append(len(d["towers"]["tiny"]["workloads"])))
     found = document["towers"]["tiny"]
     assert found["failed"] == {"one": "RuntimeError: no kernel for this layout"} and kept == [0, 0, 1]
     (row,) = found["workloads"].values()
@@ -117,7 +127,8 @@ def test_the_short_run(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     row = written["towers"]["tiny"]["workloads"]["image 56 px"]
-    assert set(row["ms"]) == {"hf", "ours", "engine-like torch"} and row["parity"]["ours"]["passed"]
+    engines = {"engine-like torch"} | ({"engine-like cudnn"} if torch.cuda.is_available() else set())
+    assert set(row["ms"]) == {"hf", "ours"} | engines and row["parity"]["ours"]["passed"]
     assert [found["op"] for found in written["operations"]] == LINEARS
     assert "--short --seconds 0.0 --rows 64 --json s.json" in written["passport"]["command"]
     assert list(tmp_path.iterdir()) == [tmp_path / "s.json"]
@@ -157,12 +168,14 @@ def test_kernels_alone(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "k.json").read_text(encoding="utf-8"))
-    found = document["rows"]
+    found, on_gpu = document["rows"], torch.cuda.is_available()
+    sizes, layouts = (ops.ROWS, ops.SEQUENCES) if on_gpu else (ops.ROWS_ON_CPU, ops.SEQUENCES_ON_CPU)
     assert document["passport"]["commit"] == "abc"
-    assert [row["op"] for row in found] == [*LINEARS, "attention"]
-    assert {row["shape"].split()[0] for row in found if row["op"].startswith("merger")} == {"16"}
+    assert [row["op"] for row in found] == LINEARS * len(sizes) + ["attention"] * len(layouts)
+    merged = {row["shape"].split()[0] for row in found if row["op"].startswith("merger")}
+    assert merged == {str(rows // 4) for rows in sizes}
     assert all(row["us"] > 0 and row["peers_us"] for row in found)
-    if not torch.cuda.is_available():  # no kernel ran, no cuBLAS, and an H200's roofline says nothing
+    if not on_gpu:  # no kernel ran, no cuBLAS, and an H200's roofline says nothing
         assert {row["backend"] for row in found} == {ops.NO_KERNEL} and not any(row["floor_us"] for row in found)
         assert {name for row in found for name in row["peers_us"]} == {ops.TORCH_PRODUCT, "torch"}
         assert "roofline" not in result.output
@@ -234,8 +247,7 @@ def test_the_floor_counts_what_a_tower_computes() -> None:
 def test_times_that_cannot_be_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph whose metadata was freed did once pass its gate and then raced through garbage."""
     monkeypatch.setattr(tower_bench.workloads, "tower_floor_ms", lambda spec, grid: 1e6)
-    options = tower_bench.Options(("tiny",), {"one": SMALL["one"]}, seconds=0, dtype=torch.float32)
-    row = tower_bench.measure(options, CPU)["towers"]["tiny"]["workloads"]["one"]
+    row = measured({"one": SMALL["one"]})["towers"]["tiny"]["workloads"]["one"]
     assert not row["ms"] and "under the floor" in row["parity"]["ours"]["reason"]
 
 
